@@ -1,0 +1,1 @@
+"""In the training process: what a user calls."""

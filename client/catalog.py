@@ -1,0 +1,84 @@
+"""Which checkpoints a run directory holds, and which of them are ancestors of what is saved next."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+
+from sidesave.client.handle import CheckpointInfo
+from sidesave.errors import CheckpointNotFoundError, IntegrityError
+from sidesave.writer_daemon.manifest import (
+    MANIFEST,
+    MAX_JSON_NBYTES,
+    Head,
+    parse_hidden_directory,
+    parse_step_directory,
+    step_directory,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def scan(directory: str) -> list[CheckpointInfo]:
+    """Every committed checkpoint of a run directory, in the order of their commits; read afresh.
+
+    One whose manifest is damaged is left out, with a warning. A step that is being replaced at this moment is found
+    under its old directory.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory.
+    """
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(error.errno, "there is no run directory", directory) from error
+    committed = {name: step for name in names if (step := parse_step_directory(name)) is not None}
+    for name in names:
+        hidden = parse_hidden_directory(name)
+        if hidden is not None and hidden[2] == "replaced" and step_directory(hidden[0]) not in committed:
+            committed[name] = hidden[0]
+    found: list[CheckpointInfo] = []
+    for name, step in committed.items():
+        path = os.path.join(directory, name)
+        try:
+            info = read_info(path)
+        except FileNotFoundError:
+            continue  # removed or replaced since it was listed
+        except (IntegrityError, OSError) as error:
+            logger.warning("not listed: %s", error)
+            continue
+        if info.step == step:
+            found.append(info)
+        else:
+            logger.warning("not listed: %s says that it is step %d", path, info.step)
+    return sorted(found, key=lambda info: info.sequence)
+
+
+def read_info(path: str) -> CheckpointInfo:
+    """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked."""
+    manifest = os.path.join(path, MANIFEST)
+    with open(manifest, "rb") as file:
+        head = Head.from_bytes(file.read(MAX_JSON_NBYTES), manifest)
+    return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s)
+
+
+def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | None) -> set[int]:
+    """The steps that ``newest`` (step, session) descends from, itself included.
+
+    Within a session every earlier commit is an ancestor; then the chain goes on at the session's parent.
+    """
+    by_session: dict[str, list[CheckpointInfo]] = {}
+    for info in checkpoints:
+        by_session.setdefault(info.session, []).append(info)
+    steps: set[int] = set()
+    visited: set[str] = set()
+    while newest is not None and newest[1] not in visited:
+        step, session = newest
+        visited.add(session)
+        of_session = by_session.get(session, [])
+        upto = max((info.sequence for info in of_session if info.step == step), default=-1)
+        older = [info for info in of_session if info.sequence <= upto]
+        steps.update(info.step for info in older)
+        newest = next((info.parent for info in of_session if info.parent is not None), None)
+    return steps

@@ -1,0 +1,634 @@
+"""``Checkpointer``: what a training script holds. One run directory, one daemon, two staging slots, one copier."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import torch
+
+from sidesave import errors
+from sidesave.client import catalog, loader
+from sidesave.client.connection import Connection, DaemonConfig
+from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
+from sidesave.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ClosedError,
+    InvalidArgumentError,
+    SidesaveError,
+    WriteStalledError,
+    write_error,
+)
+from sidesave.stager import ownership, tree
+from sidesave.stager.copier import Copier
+from sidesave.stager.image import Plan, Structure, make_plan, structure_of
+from sidesave.stager.pool import Slot, SlotPool
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Extent, Message, Parent, Save
+
+logger = logging.getLogger(__name__)
+
+_MAX_PLANS: Final = 8
+_EXIT_TIMEOUT_S: Final = 600.0
+MAX_STEP: Final = 10**18
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A save between its call and its outcome."""
+
+    handle: SaveHandle
+    slot: Slot | None
+    save: Save | None = None
+
+
+class Checkpointer:
+    """Saves the state of a training run without stopping it.
+
+    Constructing one starts the writer daemon and waits until it holds the directory, a fraction of a second; what dead
+    sessions left there is finished or removed first. Use it as a context manager, or call :meth:`close`. All methods
+    may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        slots: int = 2,
+        max_host_memory_bytes: int | None = None,
+        overlap: bool | None = None,
+        validate: bool = False,
+        on_error: Literal["raise", "warn"] = "raise",
+        on_busy: Literal["wait", "skip"] = "wait",
+        busy_timeout_s: float = 600.0,
+        stall_timeout_s: float = 300.0,
+        takeover_timeout_s: float = 60.0,
+        allow_pickle: bool = False,
+        nice: int = 0,
+        io_class: Literal["", "idle", "best-effort"] = "",
+        cpus: Sequence[int] = (),
+    ) -> None:
+        """Open a run directory, creating it if need be.
+
+        Args:
+            directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each.
+            slots: Staging slots: how many saves can be under way. Each takes host memory of the state's size.
+            max_host_memory_bytes: Most host memory for all slots together; None leaves it to what the machine has.
+            overlap: Copy owned tensors beside training. None does so for CUDA tensors, where it pays; True for CPU
+                tensors as well; False captures everything at the call.
+            validate: Compare everything, not samples, to find tensors that changed under a copy; for debugging.
+            on_error: ``"raise"`` a failed save again in the next :meth:`save`, :meth:`wait` or :meth:`close`, or
+                ``"warn"`` once. Its futures raise either way.
+            on_busy: With all slots busy, ``"wait"`` for one or ``"skip"`` the save.
+            busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
+            stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds.
+            takeover_timeout_s: How long to wait for the daemon of a dead trainer that still writes here, in seconds.
+            allow_pickle: Let values that are no plain data be pickled.
+            nice: Niceness of the daemon, 0 to 19.
+            io_class: I/O scheduling class of the daemon; empty leaves the system's.
+            cpus: Cores the daemon may use; empty means all.
+
+        Raises:
+            WriteError: The directory cannot be created or is none.
+            DirectoryInUseError: Another live session writes there; the message names it.
+            DaemonStartError: The daemon did not come up.
+            InvalidArgumentError: An option makes no sense.
+        """
+        _check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes)
+        _check_world()
+        self._directory = path_text(directory)
+        _make_directory(self._directory)
+        self._pid = os.getpid()
+        self._on_error = on_error
+        self._on_busy = on_busy
+        self._busy_timeout_s = busy_timeout_s
+        self._allow_pickle = allow_pickle
+        self._session = secrets.token_hex(8)
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._call = threading.RLock()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._unreported: list[SidesaveError] = []
+        self._plans: dict[Structure, Plan] = {}
+        self._closed = False
+        config = DaemonConfig(
+            directory=self._directory,
+            session=self._session,
+            stall_timeout_s=stall_timeout_s,
+            takeover_timeout_s=takeover_timeout_s,
+            nice=nice,
+            io_class=io_class,
+            cpus=tuple(cpus),
+        )
+        self._connection = Connection(config, self._on_message, self._on_lost)
+        try:
+            self._copier = Copier(overlap=overlap, validate=validate)
+            self._pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
+            self._connection.wait_ready()
+            existing = catalog.scan(self._directory)
+        except BaseException:
+            self._connection.close(5.0)
+            raise
+        for name in self._connection.recovered:
+            logger.info("finished %s, which a dead session had left", name)
+        self._sequence = max((info.sequence for info in existing), default=0)
+        newest = existing[-1] if existing else None
+        self._parent = None if newest is None else (newest.step, newest.session)
+        self._lineage = catalog.lineage(existing, self._parent)
+        self._on_disk = {info.step for info in existing}
+        _at_exit(self)
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, blocking: bool = False, overwrite: bool = False
+    ) -> SaveHandle:
+        """Save ``state`` as ``step``; returns when training may go on.
+
+        CPU tensors are copied before this returns, at memory speed; CUDA tensors are only scheduled, and the next
+        optimizer step waits for them in stream order. Everything else happens elsewhere: see the handle's futures.
+
+        Args:
+            step: Names the checkpoint; 0 or more, and not yet in this run's lineage unless ``overwrite``.
+            state: Named items: modules, optimizers, anything with ``state_dict``, tensors, containers, plain data.
+            blocking: Return only when the checkpoint is committed.
+            overwrite: Replace an existing step; the old one stays until the new one is committed.
+
+        Raises:
+            InvalidArgumentError: Negative step, or a state that is no dict.
+            CheckpointExistsError: The step exists.
+            UnsupportedValueError: The state holds something that cannot be saved; nothing was done.
+            HostMemoryError: No memory for a staging slot.
+            WriteStalledError: All slots stayed busy for ``busy_timeout_s``.
+            ClosedError: The checkpointer is closed.
+            SidesaveError: An earlier save failed (``on_error="raise"``).
+        """
+        self._check_open()
+        self._report_failures()
+        _check_step(step)
+        with self._call:
+            replace = self._may_replace(step, overwrite)
+            flat = tree.flatten(state, allow_pickle=self._allow_pickle)
+            slot = self._pool.try_acquire()
+            if slot is None and self._on_busy == "skip":
+                return SaveHandle(step, skipped=True)
+            slot = slot or self._pool.acquire(self._busy_timeout_s)
+            handle = SaveHandle(step)
+            save_id = next(self._ids)
+            try:
+                self._stage(save_id, step, flat, slot, handle, replace=replace, blocking=blocking)
+            except BaseException:
+                self._pool.release(slot)
+                raise
+        if blocking:
+            try:
+                handle.committed.result()
+            except SidesaveError as error:
+                with self._lock, contextlib.suppress(ValueError):
+                    self._unreported.remove(error)  # it is being raised right here
+                raise
+        return handle
+
+    def _stage(
+        self,
+        save_id: int,
+        step: int,
+        flat: tree.FlatState,
+        slot: Slot,
+        handle: SaveHandle,
+        *,
+        replace: bool,
+        blocking: bool,
+    ) -> None:
+        created_s = time.time()
+        plan = self._plan(flat)
+        self._pool.fit(slot, plan, len(flat.objects), pin=_has_cuda(flat))
+        arena = slot.arena
+        assert arena is not None
+        generation = arena.begin_generation()
+        slot.write_objects(flat.objects)
+        entry = _InFlight(handle, slot)
+        handle._nbytes_total = sum(file.nbytes for file in plan.files) + len(flat.objects)
+        with self._lock:
+            self._sequence += 1
+            save = Save(
+                attempt=1,
+                save_id=save_id,
+                arena=slot.arena_id,
+                generation=generation,
+                step=step,
+                session=self._session,
+                sequence=self._sequence,
+                rank=0,
+                world_size=1,
+                files=tuple(
+                    Extent(name=file.container, offset=arena.data_offset + file.offset, nbytes=file.nbytes)
+                    for file in plan.files
+                ),
+                objects=Extent(
+                    name=tree.OBJECTS, offset=arena.data_offset + plan.objects_offset, nbytes=len(flat.objects)
+                ),
+                parent=None if self._parent is None else Parent(step=self._parent[0], session=self._parent[1]),
+                replace=replace,
+                pickled=flat.pickled,
+                created_s=created_s,
+                torch_version=str(torch.__version__),
+                retry=False,
+            )
+            entry.save = save
+            self._in_flight[save_id] = entry
+
+        def staged(error: SidesaveError | None) -> None:
+            if error is not None:
+                self._settle(save_id, error)
+                return
+            arena.mark_staged(protocol.encode(save))  # from here on the save survives this process
+            handle.staged.set_result(None)
+            if self._connection.failure is not None:
+                self._settle(save_id, self._connection.failure)
+            else:
+                self._connection.submit(save)
+
+        try:
+            self._copier.copy(flat, plan, slot, staged, blocking=blocking)
+        except BaseException:
+            with self._lock:
+                self._in_flight.pop(save_id, None)
+            raise
+
+    def _plan(self, flat: tree.FlatState) -> Plan:
+        structure = structure_of(flat.containers)
+        plan = self._plans.get(structure)
+        if plan is None:
+            plan = make_plan(structure)
+            while len(self._plans) >= _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[structure] = plan
+        return plan
+
+    def _may_replace(self, step: int, overwrite: bool) -> bool:
+        """Whether the save may take the place of a directory of that name; raises when the step is taken."""
+        with self._lock:
+            pending = any(entry.save is not None and entry.save.step == step for entry in self._in_flight.values())
+            if overwrite or (step in self._on_disk and step not in self._lineage and not pending):
+                return True
+            if step in self._lineage or pending:
+                raise CheckpointExistsError(
+                    17,
+                    f"step {step} is already saved or being saved; save another step, or pass overwrite=True",
+                    os.path.join(self._directory, protocol_step(step)),
+                )
+            return False
+
+    def prepare(self, state: Mapping[str, Any]) -> Future[None]:
+        """Allocate, populate and pin the staging memory for states of this structure, in the background.
+
+        Optional: without it the first saves do so. Raises like :meth:`save` for a state that cannot be saved; what goes
+        wrong later is the future's exception.
+        """
+        self._check_open()
+        flat = tree.flatten(state, allow_pickle=self._allow_pickle)
+        plan, pin = self._plan(flat), _has_cuda(flat)
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+
+        def work() -> None:
+            held: list[Slot] = []
+            try:
+                while (slot := self._pool.try_acquire()) is not None:
+                    held.append(slot)
+                    self._pool.fit(slot, plan, len(flat.objects), pin=pin)
+            except BaseException as error:  # noqa: BLE001 - handed over through the future
+                future.set_exception(error)
+            finally:
+                for slot in held:
+                    self._pool.release(slot)
+                if not future.done():
+                    future.set_result(None)
+
+        threading.Thread(target=work, name="sidesave-prepare", daemon=True).start()
+        return future
+
+    @contextlib.contextmanager
+    def guard(self) -> Generator[None]:
+        """Protects a hand-written update of tensors that an optimizer owns: entering waits for copies under way.
+
+        Optimizers from ``torch.optim``, and wrappers that call their ``step``, need nothing of the kind.
+        """
+        with ownership.guard():
+            yield
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until every save issued so far is committed, or has failed.
+
+        Raises:
+            SidesaveError: A save failed (``on_error="raise"``).
+            WriteStalledError: ``timeout_s`` seconds passed first.
+        """
+        self._check_process()
+        with self._lock:
+            waiting = set(self._in_flight)
+        self._wait_for(waiting, timeout_s)
+        self._report_failures()
+
+    def _wait_for(self, ids: set[int], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._settled:
+            while ids & self._in_flight.keys():
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    steps = sorted(entry.handle.step for entry in self._in_flight.values())
+                    raise WriteStalledError(f"steps {steps} were not committed within {timeout_s:g} s")
+                self._settled.wait(min(left, 5.0) if left is not None else 5.0)
+
+    # Loading ---------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        into: dict[str, Any] | None = None,
+        map_location: str | torch.device | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        strict: bool = True,
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+        fallback: bool = False,
+        allow_pickle: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load ``step``, or the newest checkpoint, and make it the parent of what is saved from now on.
+
+        See :func:`sidesave.load` for the arguments and errors. With ``fallback`` the newest older checkpoint that
+        verifies is taken when this one does not; what was passed over is logged.
+        """
+        self._check_open()
+        checkpoints = catalog.scan(self._directory)
+        wanted = [info for info in checkpoints if step is None or info.step == step]
+        if not wanted:
+            raise CheckpointNotFoundError(2, _not_found(step, checkpoints), self._directory)
+        candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
+        for info in candidates if fallback else candidates[:1]:
+            try:
+                state = loader.load(
+                    info.path,
+                    into=into,
+                    map_location=map_location,
+                    include=include,
+                    exclude=exclude,
+                    strict=strict,
+                    dtype=dtype,
+                    verify=verify,
+                    allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
+                )
+            except errors.IntegrityError as error:
+                if not fallback or info is candidates[-1]:
+                    raise
+                logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
+                continue
+            with self._lock:
+                self._parent = (info.step, info.session)
+                self._lineage = catalog.lineage(checkpoints, self._parent)
+            return state
+        raise AssertionError("unreachable: the last candidate returns or raises")
+
+    def steps(self) -> list[int]:
+        """The steps of all committed checkpoints, ascending; read from the directory."""
+        return sorted(info.step for info in catalog.scan(self._directory))
+
+    def latest_step(self) -> int | None:
+        """The step committed last, which is not the highest one after going back; None when there is none."""
+        checkpoints = catalog.scan(self._directory)
+        return checkpoints[-1].step if checkpoints else None
+
+    @property
+    def directory(self) -> str:
+        """The run directory."""
+        return self._directory
+
+    @property
+    def daemon_pid(self) -> int | None:
+        """The writer daemon's process id; None while it is being replaced, or when closed."""
+        return self._connection.pid
+
+    # Outcomes, in the connection's thread ----------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        save_id = getattr(message, "save_id", None)
+        with self._lock:
+            entry = self._in_flight.get(save_id) if isinstance(save_id, int) else None
+        if entry is None or entry.save is None:
+            return
+        handle, save = entry.handle, entry.save
+        match message:
+            case protocol.Progress(nbytes=nbytes, total_nbytes=total):
+                handle._nbytes_written, handle._nbytes_total = nbytes, total
+            case protocol.Written():
+                self._release(entry)
+                if not handle.written.done():
+                    handle.written.set_result(None)
+            case protocol.Committed(name=name, nbytes=nbytes):
+                self._release(entry)
+                info = CheckpointInfo(
+                    step=save.step,
+                    path=os.path.join(self._directory, name),
+                    nbytes=nbytes,
+                    session=save.session,
+                    sequence=save.sequence,
+                    parent=None if save.parent is None else (save.parent.step, save.parent.session),
+                    created_s=save.created_s,
+                )
+                self._settle(save.save_id, info)
+            case protocol.Failed(error=name, message=text, errno=code, path=path):
+                self._settle(save.save_id, errors.from_wire(name, text, code, path))
+            case _:
+                pass
+
+    def _on_lost(self, ids: list[int], error: SidesaveError) -> None:
+        for save_id in ids:
+            self._settle(save_id, error)
+
+    def _settle(self, save_id: int, outcome: CheckpointInfo | SidesaveError) -> None:
+        """Give a save its outcome: slot, futures, lineage, and the list of what is still to be raised."""
+        with self._lock:
+            entry = self._in_flight.get(save_id)
+            if entry is None:
+                return
+            if isinstance(outcome, CheckpointInfo):
+                self._lineage.add(outcome.step)
+                self._on_disk.add(outcome.step)
+            elif self._on_error == "raise":
+                self._unreported.append(outcome)
+        self._release(entry)
+        if isinstance(outcome, CheckpointInfo):
+            if not entry.handle.written.done():
+                entry.handle.written.set_result(None)
+            entry.handle.committed.set_result(outcome)
+        else:
+            entry.handle._fail(outcome)
+            if self._on_error == "warn":
+                warnings.warn(f"the save of step {entry.handle.step} failed: {outcome}", RuntimeWarning, stacklevel=2)
+        with self._settled:
+            del self._in_flight[save_id]
+            self._settled.notify_all()
+
+    def _release(self, entry: _InFlight) -> None:
+        with self._lock:
+            slot, entry.slot = entry.slot, None
+        if slot is not None:
+            self._pool.release(slot)
+
+    def _report_failures(self) -> None:
+        with self._lock:
+            failures, self._unreported = self._unreported, []
+        if failures:
+            for further in failures[1:]:
+                logger.error("another save failed: %s", further)
+            raise failures[0]
+
+    # The end ---------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for every save, end the daemon, give the memory back; idempotent.
+
+        Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s`` seconds the daemon
+        is left to finish what was staged by itself.
+        """
+        if self._pid != os.getpid() or self._closed:
+            return
+        self._closed = True
+        try:
+            self._copier.close()
+            with self._lock:
+                waiting = set(self._in_flight)
+            self._wait_for(waiting, timeout_s)
+        finally:
+            self._connection.close(10.0)
+            self._pool.close()
+            _open.discard(self)
+        self._report_failures()
+
+    def __enter__(self) -> Self:
+        """The checkpointer itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; a failed save is only logged when the block is already being left by an exception."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except SidesaveError as failure:
+            logger.error("a save failed as well: %s", failure)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this checkpointer belongs to process {self._pid}; a forked child cannot use it, make one of its own"
+            )
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"the checkpointer of {self._directory} is closed")
+
+    def __repr__(self) -> str:
+        """Directory and state."""
+        return f"<Checkpointer {self._directory!r}{' closed' if self._closed else ''}>"
+
+
+_open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_registered: Callable[[], None] | None = None
+
+
+def _at_exit(checkpointer: Checkpointer) -> None:
+    """Have an unclosed checkpointer closed when the interpreter ends, and never in a forked child."""
+    global _registered
+    _open.add(checkpointer)
+    if _registered is None:
+        _registered = atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for checkpointer in list(_open):
+        try:
+            checkpointer.close(_EXIT_TIMEOUT_S)
+        except SidesaveError as error:
+            logger.error("a save failed: %s", error)
+
+
+def protocol_step(step: int) -> str:
+    """The directory name of a step."""
+    from sidesave.writer_daemon.manifest import step_directory
+
+    return step_directory(step)
+
+
+def _has_cuda(flat: tree.FlatState) -> bool:
+    return any(tensor.is_cuda for tensors in flat.containers.values() for tensor in tensors.values())
+
+
+def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:
+    if step is None or not checkpoints:
+        return "there is no checkpoint"
+    return f"there is no step {step}; there are {sorted(info.step for info in checkpoints)[-20:]}"
+
+
+def _check_step(step: int) -> None:
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {step!r}")
+
+
+def _check_options(
+    slots: int, on_error: str, on_busy: str, nice: int, io_class: str, max_host_memory_bytes: int | None
+) -> None:
+    if slots < 1:
+        raise InvalidArgumentError(f"slots must be 1 or more, not {slots}")
+    if on_error not in ("raise", "warn"):
+        raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+    if on_busy not in ("wait", "skip"):
+        raise InvalidArgumentError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
+    if not 0 <= nice <= 19:
+        raise InvalidArgumentError(f"nice must be 0 to 19, not {nice}")
+    if io_class not in ("", "idle", "best-effort"):
+        raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {io_class!r}")
+    if max_host_memory_bytes is not None and max_host_memory_bytes < 1:
+        raise InvalidArgumentError(f"max_host_memory_bytes must be positive, not {max_host_memory_bytes}")
+
+
+def _check_world() -> None:
+    """One rank only, so far: two ranks that each believed to be alone would fight over the directory."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise InvalidArgumentError(
+            f"this process is one of {distributed.get_world_size()} ranks, and this version saves a single rank only"
+        )
+
+
+def _make_directory(path: str) -> None:
+    if "://" in path:
+        raise InvalidArgumentError(f"{path}: only local and mounted directories can be written")
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise write_error(error, "cannot create the run directory", path) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise write_error(PermissionError(13, ""), "cannot write to the run directory", path)

@@ -1,0 +1,392 @@
+"""The trainer's side of the wire: one thread that owns the ZeroMQ socket, watches the daemon and brings it back.
+
+Outstanding saves are kept until they are committed or have failed. When the daemon dies, a new one gets the same memory
+again and every outstanding save once more: before WRITTEN as a SAVE, after it as a WATCH. Nothing here knows tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from sidesave import errors
+from sidesave.client.daemon_process import DaemonProcess
+from sidesave.errors import DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError
+from sidesave.stager.arena import Arena, forget_in_child
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Message, Save
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 60.0
+"""From spawn to HELLO; a cold file system may have to read Python itself first."""
+SILENCE_TIMEOUT_S: Final = 30.0
+"""A ready daemon beats once a second; after this long without a word it is taken for hung, killed and replaced."""
+MAX_DEATHS: Final = 5
+"""Deaths without a save completed in between before respawning is given up."""
+_SOCKET_PATH_LIMIT: Final = 107
+_FIRST_BACKOFF_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig:
+    """What a daemon is told at its start; see ``protocol.Boot``."""
+
+    directory: str
+    session: str
+    stall_timeout_s: float
+    takeover_timeout_s: float
+    nice: int
+    io_class: str
+    cpus: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Outstanding:
+    save: Save
+    written: bool = False
+
+
+class Connection:
+    """Keeps a daemon running and saves flowing; every public method may be called from any thread."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[list[int], SidesaveError], None],
+    ) -> None:
+        """Start the thread and the first daemon.
+
+        Args:
+            config: For every daemon of this connection.
+            on_message: Told of PROGRESS, WRITTEN, COMMITTED and FAILED, in the connection's thread.
+            on_lost: Told of the ids of saves that no daemon will finish, and why; same thread.
+        """
+        self._config = config
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._arenas: dict[int, Arena] = {}
+        self._outstanding: dict[int, _Outstanding] = {}
+        self._to_send: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._process: DaemonProcess | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._context = zmq.Context(io_threads=1)
+        self._attempt = 0
+        self._deaths = 0
+        self._ready = threading.Event()
+        self._failure: SidesaveError | None = None
+        self._draining = False
+        self._drain_by = float("inf")
+        self.recovered: tuple[str, ...] = ()
+        self.removed: tuple[str, ...] = ()
+        forget_in_child(self)
+        self._thread = threading.Thread(target=self._run, name="sidesave-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The daemon's process id; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def wait_ready(self) -> None:
+        """Block until the daemon holds the directory; raises what kept it from doing so (its deadlines bound this)."""
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def attach(self, number: int, arena: Arena) -> None:
+        """Hand an arena to this daemon and to every later one."""
+        with self._lock:
+            self._arenas[number] = arena
+            self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+
+    def detach(self, number: int) -> None:
+        """Tell that an arena is about to go."""
+        with self._lock:
+            if self._arenas.pop(number, None) is not None:
+                self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
+
+    def submit(self, save: Save) -> None:
+        """Have a staged save written; the outcome comes through the callbacks. Never blocks."""
+        self._to_send.put(save)
+        self._wake_up()
+
+    def close(self, timeout_s: float) -> None:
+        """Let the daemon finish and exit, at most ``timeout_s``; afterwards it is left to finish alone. Idempotent."""
+        self._drain_by = time.monotonic() + timeout_s
+        self._draining = True
+        self._wake_up()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s + 5)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._wake)
+        self._wake = -1
+
+    # The thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._serve_one_daemon():
+                delay = min(2.0, _FIRST_BACKOFF_S * 2 ** (self._deaths - 1))
+                logger.warning("the writer daemon died; starting another in %.2f s", delay)
+                time.sleep(delay)
+        except SidesaveError as error:
+            self._give_up(error)
+        except Exception as error:
+            logger.exception("the connection to the writer daemon broke")
+            self._give_up(DaemonDiedError(f"the connection to the writer daemon broke: {error}"))
+        finally:
+            self._hang_up()
+            self._context.term()
+            self._ready.set()
+
+    def _serve_one_daemon(self) -> bool:
+        """Run one daemon from spawn to end; whether another should follow."""
+        try:
+            with self._spawned() as process:
+                self._converse(process)
+                if self._draining:
+                    status = process.wait(max(0.0, self._drain_by - time.monotonic()))
+                    if status == 0 or status is None:
+                        return False  # drained, or left to finish alone
+                words = self._end(process)
+        except DaemonStartError as error:
+            words = str(error)
+        if self._draining and not self._outstanding:
+            return False
+        self._deaths += 1
+        if self._deaths > MAX_DEATHS:
+            if not self._ready.is_set():
+                raise DaemonStartError(words)
+            raise DaemonDiedError(f"the writer daemon died {self._deaths} times without finishing a save: {words}")
+        return True
+
+    @contextlib.contextmanager
+    def _spawned(self) -> Generator[DaemonProcess]:
+        directory = _socket_directory()
+        try:
+            self._attempt += 1
+            token = secrets.token_bytes(16)
+            endpoint = f"ipc://{directory}/{self._attempt}"
+            self._socket = self._context.socket(zmq.PAIR)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(endpoint)
+            process = DaemonProcess()
+            boot = protocol.Boot(
+                attempt=self._attempt,
+                endpoint=endpoint,
+                token=token,
+                directory=self._config.directory,
+                session=self._config.session,
+                trainer_pid=os.getpid(),
+                stall_timeout_s=self._config.stall_timeout_s,
+                takeover_timeout_s=self._config.takeover_timeout_s,
+                nice=self._config.nice,
+                io_class=self._config.io_class,
+                cpus=self._config.cpus,
+            )
+            me = os.pidfd_open(os.getpid())
+            try:
+                with self._lock:
+                    self._process = process
+                    self._send_control(boot, [me])
+                    for number, arena in self._arenas.items():
+                        self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+            finally:
+                os.close(me)
+            self._greet(process, token)
+            shutil.rmtree(directory)  # the connection goes on without its path, and nobody else can join
+            self._await_ready(process)
+            yield process
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.close()
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+
+    def _greet(self, process: DaemonProcess, token: bytes) -> None:
+        hello = self._await(process, START_TIMEOUT_S, "to connect")
+        if not isinstance(hello, protocol.Hello) or not secrets.compare_digest(hello.token, token):
+            raise ProtocolError("a stranger answered in place of the writer daemon")
+
+    def _await_ready(self, process: DaemonProcess) -> None:
+        ready = self._await(
+            process, START_TIMEOUT_S + self._config.takeover_timeout_s + 600, "to recover the directory"
+        )
+        if isinstance(ready, protocol.Failed):
+            raise errors.from_wire(ready.error, ready.message, ready.errno, ready.path)
+        if not isinstance(ready, protocol.Ready):
+            raise ProtocolError(f"{ready.kind} came in place of READY")
+        if not self._ready.is_set():
+            self.recovered, self.removed = ready.recovered, ready.removed
+        for entry in list(self._outstanding.values()):
+            self._send_save(entry)
+        self._ready.set()
+
+    def _await(self, process: DaemonProcess, timeout_s: float, purpose: str) -> Message:
+        """The daemon's next message, while it starts."""
+        assert self._socket is not None
+        poller = self._poller(process)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            events = dict(poller.poll(max(0, int(left * 1000))))
+            self._drain_wakeups()
+            if self._socket in events:
+                return protocol.decode(self._socket.recv(zmq.NOBLOCK))
+            if process.pidfd in events or left <= 0:
+                waited = "ended while it was" if process.pidfd in events else f"took over {timeout_s:g} s"
+                raise DaemonStartError(f"the writer daemon {waited} {purpose}: {self._end(process)}")
+
+    def _converse(self, process: DaemonProcess) -> None:
+        """Exchange messages until the daemon ends, hangs, or has to be left."""
+        assert self._socket is not None
+        poller = self._poller(process)
+        heard = time.monotonic()
+        drain_sent = False
+        while True:
+            events = dict(poller.poll(200 if self._draining else 1000))
+            self._drain_wakeups()
+            while True:
+                try:
+                    data = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                heard = time.monotonic()
+                self._receive(protocol.decode(data))
+            while True:
+                try:
+                    save = self._to_send.get_nowait()
+                except queue.Empty:
+                    break
+                entry = _Outstanding(save)
+                self._outstanding[save.save_id] = entry
+                self._send_save(entry)
+            if process.pidfd in events:
+                return
+            if self._draining and not drain_sent:
+                self._send(protocol.Drain(attempt=self._attempt))
+                drain_sent = True
+            if self._draining and time.monotonic() > self._drain_by:
+                return
+            if time.monotonic() - heard > SILENCE_TIMEOUT_S:
+                logger.error(
+                    "the writer daemon %d has been silent for %g s: killing it", process.pid, SILENCE_TIMEOUT_S
+                )
+                process.kill()
+                return
+
+    def _poller(self, process: DaemonProcess) -> zmq.Poller:
+        assert self._socket is not None
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(process.pidfd, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        return poller
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _receive(self, message: Message) -> None:
+        if message.attempt != self._attempt:
+            logger.warning("ignored a message of an earlier daemon: %s", message.kind)
+            return
+        match message:
+            case protocol.Written(save_id=save_id) if save_id in self._outstanding:
+                self._outstanding[save_id].written = True
+            case protocol.Committed(save_id=save_id):
+                self._outstanding.pop(save_id, None)
+                self._deaths = 0
+            case protocol.Failed(save_id=int(save_id)):
+                self._outstanding.pop(save_id, None)
+            case protocol.Failed():
+                logger.warning("the writer daemon complains: %s", message.message)
+                return
+            case protocol.Heartbeat():
+                return
+            case _:
+                pass
+        self._on_message(message)
+
+    def _send_save(self, entry: _Outstanding) -> None:
+        again = self._attempt > entry.save.attempt
+        save = dataclasses.replace(entry.save, attempt=self._attempt, retry=again or entry.save.retry)
+        self._send(protocol.Watch(attempt=self._attempt, save=save) if entry.written else save)
+
+    def _send(self, message: Message) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # it takes 1,000 messages unread; the silence deadline will deal with it
+            logger.error("the writer daemon does not take messages")
+
+    def _send_control(self, message: Message, fds: list[int]) -> None:
+        """Send on the socket pair; the caller holds the lock. A dead daemon is no error: its successor is told."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._process.control, [protocol.encode(message)], fds)
+
+    def _end(self, process: DaemonProcess) -> str:
+        """Make sure that a daemon is gone, which is what fences it; returns its last words."""
+        if process.wait(0.0 if process.poll() is not None else 2.0) is None:
+            process.kill()
+            if process.wait(10.0) is None:
+                raise DaemonDiedError(f"the writer daemon {process.pid} cannot be killed: it is stuck in the kernel")
+        return process.last_words()
+
+    def _give_up(self, error: SidesaveError) -> None:
+        self._failure = error
+        while True:
+            with contextlib.suppress(queue.Empty):
+                save = self._to_send.get_nowait()
+                self._outstanding[save.save_id] = _Outstanding(save)
+                continue
+            break
+        lost, self._outstanding = list(self._outstanding), {}
+        self._on_lost(lost, error)
+
+    @property
+    def failure(self) -> SidesaveError | None:
+        """Why no daemon can be had any more; None while one runs or is being started."""
+        return self._failure
+
+
+def _socket_directory() -> str:
+    """A private directory whose path leaves room for a socket's name within the kernel's limit."""
+    for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
+        if base and len(base) + 30 < _SOCKET_PATH_LIMIT and Path(base).is_dir() and os.access(base, os.W_OK | os.X_OK):
+            return tempfile.mkdtemp(prefix="sidesave-", dir=base)
+    raise DaemonStartError("no writable temporary directory with a short path for a socket: set TMPDIR")

@@ -1,0 +1,109 @@
+"""The life of one daemon process, shaped like ``Popen``: start, pid, poll, kill, close, and what it said when it died.
+
+It is a plain subprocess in a session of its own: no fork of a CUDA process, no re-import of the user's script, nothing
+inherited but one end of a socket pair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Final
+
+import sidesave
+from sidesave.errors import DaemonStartError
+from sidesave.stager.arena import forget_in_child
+
+_STDERR_TAIL_NBYTES: Final = 4000
+
+
+class DaemonProcess:
+    """A running writer daemon."""
+
+    def __init__(self) -> None:
+        """Start it; raises ``DaemonStartError`` when the system refuses. Returns before it has done anything."""
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Its stderr is anonymous memory: a pipe would block whoever waits for the trainer's, a file would stay behind.
+        self._stderr = os.memfd_create("sidesave-daemon-stderr", os.MFD_CLOEXEC)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "sidesave.writer_daemon", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                start_new_session=True,
+                env=_environment(),
+            )
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError as error:
+            self.control.close()
+            os.close(self._stderr)
+            raise DaemonStartError(f"the writer daemon cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        forget_in_child(self)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit status once it has ended, or None after ``timeout_s``."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        """SIGKILL; nothing happens to a process that has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+
+    def last_words(self) -> str:
+        """How it ended and the end of what it wrote to stderr."""
+        status = self.poll()
+        end = (
+            "still runs" if status is None else f"ended by signal {-status}" if status < 0 else f"exit status {status}"
+        )
+        size = os.fstat(self._stderr).st_size
+        text = os.pread(self._stderr, _STDERR_TAIL_NBYTES, max(0, size - _STDERR_TAIL_NBYTES)).decode(errors="replace")
+        return f"{end}; it said: {text.strip()}" if text.strip() else end
+
+    def close(self) -> None:
+        """Close our ends; the process itself is left to finish."""
+        self.control.close()
+        for fd in (self._stderr, self.pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._stderr = self.pidfd = -1
+
+    def _forget(self) -> None:
+        if self.pidfd >= 0:
+            self.close()
+
+
+def _environment() -> dict[str, str]:
+    """The trainer's, without its GPUs, and with the way to this package where only ``sys.path`` knows it."""
+    environment = dict(os.environ)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    assert sidesave.__file__ is not None
+    root = str(Path(sidesave.__file__).parent.parent)
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
+    inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if root not in installed:
+        inherited = [str(Path(entry).resolve()) for entry in inherited]  # ours may be elsewhere than the daemon's cwd
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*inherited, root]))
+    return environment

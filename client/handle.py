@@ -1,0 +1,91 @@
+"""What ``save()`` returns: three futures, a number for progress, and facts about the checkpoint once it exists."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        step: The step it was saved as.
+        path: Its directory.
+        nbytes: Bytes of tensors and plain data, over all ranks.
+        session: The run, a random nonce of 16 hex digits, that wrote it.
+        sequence: Its place in the order of commits; ``latest`` is the highest.
+        parent: Step and session of the checkpoint that the run was resumed from, if any.
+        created_s: When ``save()`` was called, in seconds since the epoch.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    session: str
+    sequence: int
+    parent: tuple[int, str] | None
+    created_s: float
+
+    def __fspath__(self) -> str:
+        """The directory: an info can be given wherever a path is expected."""
+        return self.path
+
+
+class SaveHandle:
+    """One save on its way. The futures may be waited for from any thread; cancelling them has no effect on the save.
+
+    Attributes:
+        step: The step being saved.
+        staged: Done when the state is in staging memory: everything may be changed, and the save survives the trainer.
+        written: Done when this rank's bytes are durable.
+        committed: Done when the checkpoint is visible and durable on all ranks; its result describes it.
+        skipped: Whether nothing was saved because every slot was busy (``on_busy="skip"``); the futures are cancelled.
+    """
+
+    def __init__(self, step: int, *, skipped: bool = False) -> None:
+        """Make a handle with open futures, or with cancelled ones."""
+        self.step = step
+        self.skipped = skipped
+        self.staged: Future[None] = Future()
+        self.written: Future[None] = Future()
+        self.committed: Future[CheckpointInfo] = Future()
+        self._nbytes_written = 0
+        self._nbytes_total = 0
+        for future in (self.staged, self.written, self.committed):
+            if skipped:
+                future.cancel()
+            else:
+                future.set_running_or_notify_cancel()  # from here on cancel() is refused
+
+    @property
+    def progress(self) -> float:
+        """The part of the bytes that storage has taken, 0.0 to 1.0; 1.0 does not yet mean durable."""
+        return self._nbytes_written / self._nbytes_total if self._nbytes_total else 0.0
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self.committed.done()
+
+    def __repr__(self) -> str:
+        """Step and state."""
+        if self.skipped:
+            state = "skipped"
+        elif self.committed.done():
+            state = "failed" if self.committed.exception() else "committed"
+        else:
+            state = "written" if self.written.done() else "staged" if self.staged.done() else "staging"
+        return f"<SaveHandle step={self.step} {state}>"
+
+    def _fail(self, error: Exception) -> None:
+        for future in (self.staged, self.written, self.committed):
+            if not future.done():
+                future.set_exception(error)
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path or URL as text, local paths made absolute."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))

@@ -1,0 +1,327 @@
+"""Reads one committed checkpoint: its records, its skeletons, and verified tensor bytes at the medium's speed.
+
+Bytes go straight into the memory that the tensors will have: an anonymous region per stretch of wanted blocks, read
+in 16 MiB pieces by several threads, with O_DIRECT where the page cache does not hold them, and each block compared
+with its digest in place. The region lives as long as a tensor in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError
+from sidesave.stager import host_memory
+from sidesave.stager.arena import PAGE, madvise, page_up
+from sidesave.stager.dtypes import DTYPES
+from sidesave.stager.tree import Skeleton
+from sidesave.writer_daemon import integrity
+from sidesave.writer_daemon.manifest import (
+    DIGEST_NBYTES,
+    FileRecord,
+    Manifest,
+    RankRecord,
+    TensorEntry,
+    TensorFile,
+    digest,
+    digest_blocks,
+)
+from sidesave.writer_daemon.storage import PosixStorage
+
+_PIECE_NBYTES: Final = 16 << 20
+_THREADS: Final = 4
+_MADV_HUGEPAGE: Final = 14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A tensor's place: its file and its header entry."""
+
+    file: _OpenFile
+    entry: TensorEntry
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    record: FileRecord
+    path: str
+    layout: TensorFile
+    blocks: list[tuple[int, int]]
+    digests: bytes
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Consecutive blocks of one file and the memory they go to; ``base`` is the file offset of the memory's start."""
+
+    file: _OpenFile
+    first: int
+    last: int
+    base: int
+    memory: mmap.mmap
+
+
+class CheckpointReader:
+    """A checkpoint opened for reading; nothing of its tensors is read before :meth:`read`."""
+
+    def __init__(self, path: str) -> None:
+        """Open the directory ``path``, reading and checking manifest, records, headers and skeletons.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            IntegrityError: A file is missing or does not match its digest.
+            FormatVersionError: It was written in a newer format.
+        """
+        if not os.path.isdir(path):
+            raise CheckpointNotFoundError(2, "there is no checkpoint", path)
+        self.path = path
+        self._storage = PosixStorage(os.path.dirname(path) or "/")
+        try:
+            self._name = os.path.basename(path)
+            self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
+            self.records: list[RankRecord] = [
+                integrity.read_record(self._storage, self._name, entry) for entry in self.manifest.records
+            ]
+            self._located: dict[str, _Located] = {}
+            for record in self.records:
+                for entry in record.files:
+                    self._open_file(entry)
+            if self._located.keys() != self.manifest.tensors.keys():
+                odd = sorted(self._located.keys() ^ self.manifest.tensors.keys())[:5]
+                raise IntegrityError(f"{path}: manifest and files disagree about {odd}")
+            self.skeletons: list[Skeleton] = [self._read_skeleton(record) for record in self.records]
+        except BaseException:
+            self._storage.close()
+            raise
+
+    def _open_file(self, record: FileRecord) -> None:
+        path = f"{self._name}/{record.name}"
+        digests = integrity.read_digests(self._storage, self._name, record)
+        with self._storage.open(path) as source:
+            if source.nbytes != record.nbytes:
+                raise IntegrityError(f"{self.path}/{record.name}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
+            layout = integrity.read_header(source, f"{self.path}/{record.name}", digests)
+        blocks = digest_blocks(layout)
+        if layout.nbytes != record.nbytes or len(digests) != DIGEST_NBYTES * len(blocks):
+            raise IntegrityError(f"{self.path}/{record.name}: header, record and digest list disagree about the length")
+        file = _OpenFile(record, os.path.join(self.path, record.name), layout, blocks, digests)
+        for entry in layout.entries:
+            if entry.dtype not in DTYPES:
+                raise IntegrityError(f"{self.path}/{record.name}: {entry.name} has the unknown dtype {entry.dtype!r}")
+            count = 1
+            for extent in entry.shape:
+                count *= extent
+            if count * DTYPES[entry.dtype].itemsize != entry.nbytes:
+                raise IntegrityError(f"{self.path}/{record.name}: {entry.name} has a length that is not its shape's")
+            self._located[entry.name] = _Located(file, entry)
+
+    def _read_skeleton(self, record: RankRecord) -> Skeleton:
+        path = f"{self._name}/{record.objects.name}"
+        data = integrity.read_small_file(self._storage, path, record.objects)
+        return Skeleton(data, os.path.join(self.path, record.objects.name))
+
+    def close(self) -> None:
+        """Release the directory; tensors that were read stay valid. Idempotent."""
+        self._storage.close()
+
+    def __enter__(self) -> CheckpointReader:
+        """The reader itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def entry(self, fqn: str) -> TensorEntry:
+        """Stored dtype, shape and size of a tensor; ``IntegrityError`` when a skeleton names one that is not there."""
+        try:
+            return self._located[fqn].entry
+        except KeyError:
+            raise IntegrityError(f"{self.path}: the tensor {fqn} is missing") from None
+
+    def read(self, fqns: Iterable[str], *, verify: bool = True) -> dict[str, torch.Tensor]:
+        """Read tensors into fresh host memory; blocking, at the medium's speed.
+
+        Args:
+            fqns: Which ones.
+            verify: Compare every block with its digest.
+
+        Raises:
+            IntegrityError: A block does not match; the message names file, block and FQNs.
+            HostMemoryError: There is not enough memory.
+        """
+        wanted = {fqn: self.entry(fqn) for fqn in dict.fromkeys(fqns)}
+        stretches = [
+            stretch
+            for file in {self._located[fqn].file for fqn, entry in wanted.items() if entry.nbytes}
+            for stretch in _stretches(file, [e for f, e in wanted.items() if self._located[f].file is file])
+        ]
+        for stretch in stretches:
+            _advise_huge_pages(stretch.memory)
+        sources = {stretch.file.path: _Source(stretch.file.path) for stretch in stretches}
+        try:
+            with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
+                work = [
+                    pool.submit(_read_blocks, sources[stretch.file.path], stretch, first, last, verify)
+                    for stretch in stretches
+                    for first, last in _pieces(stretch)
+                ]
+                try:
+                    for future in work:
+                        future.result()
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        finally:
+            for source in sources.values():
+                source.close()
+        return {fqn: self._tensor(self._located[fqn].file, entry, stretches) for fqn, entry in wanted.items()}
+
+    @staticmethod
+    def _tensor(file: _OpenFile, entry: TensorEntry, stretches: list[_Stretch]) -> torch.Tensor:
+        dtype = DTYPES[entry.dtype]
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        for stretch in stretches:
+            start, end = stretch.file.blocks[stretch.first][0], sum(stretch.file.blocks[stretch.last])
+            if stretch.file is file and start <= entry.offset and entry.offset + entry.nbytes <= end:
+                count = entry.nbytes // dtype.itemsize
+                flat = torch.frombuffer(stretch.memory, dtype=dtype, count=count, offset=entry.offset - stretch.base)
+                return flat.view(entry.shape)
+        raise AssertionError("every wanted tensor lies in a stretch")
+
+
+def _stretches(file: _OpenFile, entries: list[TensorEntry]) -> Iterator[_Stretch]:
+    """The runs of blocks that hold ``entries``, each with memory of its own."""
+    needed = _blocks_of(file, entries)
+    first = 0
+    for index, number in enumerate(needed):
+        if index == 0 or needed[index - 1] != number - 1:
+            first = number
+        if index == len(needed) - 1 or needed[index + 1] != number + 1:
+            base = file.blocks[first][0] // PAGE * PAGE
+            nbytes = page_up(sum(file.blocks[number]) - base)
+            host_memory.require(nbytes, f"loading {file.record.name}")
+            yield _Stretch(file, first, number, base, mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _blocks_of(file: _OpenFile, entries: list[TensorEntry]) -> list[int]:
+    """Numbers of the blocks that hold a byte of ``entries``, ascending."""
+    spans = sorted((entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes)
+    numbers: list[int] = []
+    position = 0
+    for number, (offset, nbytes) in enumerate(file.blocks):
+        while position < len(spans) and spans[position][1] <= offset:
+            position += 1
+        if position < len(spans) and spans[position][0] < offset + nbytes:
+            numbers.append(number)
+    return numbers
+
+
+def _pieces(stretch: _Stretch) -> Iterator[tuple[int, int]]:
+    blocks = stretch.file.blocks
+    first = stretch.first
+    for number in range(stretch.first, stretch.last + 1):
+        if number == stretch.last or sum(blocks[number + 1]) - blocks[first][0] > _PIECE_NBYTES:
+            yield first, number
+            first = number + 1
+
+
+def _read_blocks(source: _Source, stretch: _Stretch, first: int, last: int, verify: bool) -> None:
+    file = stretch.file
+    start, end = file.blocks[first][0], sum(file.blocks[last])
+    # Direct reads are of whole pages: the page at a border is read by both neighbours, with the same bytes.
+    begin = start // PAGE * PAGE
+    stop = page_up(end)
+    window = memoryview(stretch.memory)[begin - stretch.base : stop - stretch.base]
+    if source.read_into(window, begin) < end - begin:
+        raise IntegrityError(f"{file.path}: ends before byte {end:,}")
+    if not verify:
+        return
+    for number in range(first, last + 1):
+        offset, nbytes = file.blocks[number]
+        block = window[offset - begin : offset - begin + nbytes]
+        if digest(block) != file.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+            names = [e.name for e in file.layout.entries if e.offset < offset + nbytes and offset < e.offset + e.nbytes]
+            holding = f"; it holds {', '.join(names[:5])}" if names else ""
+            raise IntegrityError(
+                f"{file.path}: block {number} (bytes {offset:,} to {offset + nbytes:,}) does not match its digest"
+                f"{holding}"
+            )
+
+
+class _Source:
+    """A file read from the page cache where it is there, and past it where it is not."""
+
+    def __init__(self, path: str) -> None:
+        self._cached = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._direct = -1
+        with suppress(OSError):  # a file system without O_DIRECT
+            self._direct = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
+        self._nbytes = os.fstat(self._cached).st_size
+        address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached, 0)
+        self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
+
+    def read_into(self, window: memoryview, offset: int) -> int:
+        """Fill ``window`` from ``offset``, a page border; returns how many bytes there were."""
+        fd = self._cached if self._direct < 0 or self._is_cached(offset, len(window)) else self._direct
+        done = 0
+        while done < len(window):
+            count = os.preadv(fd, [window[done:]], offset + done)
+            done += count
+            if count == 0 or (fd == self._direct and done % PAGE):
+                break
+        return done
+
+    def _is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether all pages are in memory. The mapping is only asked about, never read: no SIGBUS can come of it."""
+        nbytes = min(nbytes, self._nbytes - offset)
+        if not self._address or nbytes <= 0:
+            return True
+        pages = (ctypes.c_ubyte * (page_up(nbytes) // PAGE))()
+        if _libc.mincore(self._address + offset, nbytes, pages):
+            return False
+        return bytes(pages).count(0) == 0
+
+    def close(self) -> None:
+        if self._address:
+            _libc.munmap(self._address, max(self._nbytes, 1))
+            self._address = 0
+        for fd in (self._cached, self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._cached = self._direct = -1
+
+
+def _advise_huge_pages(memory: mmap.mmap) -> None:
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    madvise(address, len(memory), _MADV_HUGEPAGE)
+
+
+def open_checkpoint(path: str) -> CheckpointReader:
+    """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
+    path = os.path.abspath(path)
+    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "manifest.json")):
+        from sidesave.client.catalog import scan
+
+        found = scan(path)
+        if found:
+            raise InvalidArgumentError(
+                f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
+            )
+        raise CheckpointNotFoundError(2, "there is no checkpoint", path)
+    return CheckpointReader(path)

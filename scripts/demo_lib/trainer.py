@@ -1,0 +1,131 @@
+"""The trainer: an ordinary training script, its own process, that saves with `sidesave` and resumes by itself.
+
+It appends one JSON line per event to `DIR/log.jsonl` and writes the same line to its standard output, so that whoever
+started it can follow. It knows nothing of the driver that kills it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from demo_lib import SIZES
+from demo_lib.corpus import BlockSampler
+from demo_lib.model import CharTransformer
+
+if TYPE_CHECKING:
+    from sidesave import Checkpointer
+
+LOG_NAME = "log.jsonl"
+MODEL_SEED = 20_240_229
+WARMUP_STEPS = 20
+
+
+class EventLog:
+    """Appends JSON lines to a file and to standard output, each with one unbuffered write, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._outputs = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
+
+    def write(self, event: str, **fields: object) -> None:
+        line = json.dumps({"event": event, "time_s": time.monotonic(), **fields}).encode() + b"\n"
+        for output in self._outputs:
+            os.write(output, line)
+
+
+def learning_rate(step: int) -> float:
+    """Linear warmup, then decay with the inverse square root, as a factor of the base rate."""
+    return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
+
+
+def reached(log: EventLog, ckpt: Checkpointer, event: str, step: int, began_s: float, future: Future[Any]) -> None:
+    """Called by a future of a save, from whichever thread completes it."""
+    error, after_s = future.exception(), time.monotonic() - began_s
+    log.write(event, step=step, after_s=after_s, daemon_pid=ckpt.daemon_pid, error=error and repr(error))
+
+
+def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
+    size = SIZES[size_name]
+    log = EventLog(run / LOG_NAME)
+    text = corpus.read_text()
+    place = {character: index for index, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([place[character] for character in text])
+
+    torch.manual_seed(MODEL_SEED)
+    model = CharTransformer(size, characters=len(place))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
+    sampler = BlockSampler(tokens, batch=size.batch, context=size.context, seed=MODEL_SEED)
+
+    def state(*, loss: float) -> dict[str, object]:
+        objects = {"model": model, "optimizer": optimizer, "lr": schedule, "data": sampler}
+        return {**objects, "rng": torch.get_rng_state(), "loss": loss}
+
+    with ExitStack() as stack:
+        ckpt, done = None, 0
+        if save:
+            import sidesave  # Only here: the run without saving must not have it in the process.
+
+            ckpt = stack.enter_context(sidesave.Checkpointer(run / "checkpoints"))
+            if (newest := ckpt.latest_step()) is not None:
+                torch.set_rng_state(ckpt.load(into=state(loss=0.0))["rng"])
+                done = newest
+        log.write("start", resumed_from=done, daemon_pid=ckpt and ckpt.daemon_pid)
+
+        for step in range(done + 1, size.steps + 1):
+            began_s = time.monotonic()
+            inputs, targets = sampler.next_batch()
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            value = float(loss.item())
+            log.write("step", step=step, loss=value.hex(), step_s=time.monotonic() - began_s)
+            if ckpt is None or step % size.save_every:
+                continue
+
+            began_s = time.monotonic()
+            handle = ckpt.save(step, state(loss=value))
+            log.write("save", step=step, call_s=time.monotonic() - began_s)
+
+            for event, future in (
+                ("staged", handle.staged),
+                ("written", handle.written),
+                ("committed", handle.committed),
+            ):
+                future.add_done_callback(partial(reached, log, ckpt, event, step, began_s))
+        if ckpt is not None:
+            ckpt.wait()
+    log.write("done")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--no-save", dest="save", action="store_false")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(options.threads)
+    options.run.mkdir(parents=True, exist_ok=True)
+    train(options.run, options.corpus, options.size, save=options.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The errors of sidesave, one tree.
+
+::
+
+    SidesaveError
+    ├── InvalidArgumentError        (ValueError)        an argument is wrong; nothing was done
+    ├── ClosedError                 (RuntimeError)      the checkpointer has been closed
+    ├── StagingError                                    the state could not be copied to host memory
+    │   ├── TornSnapshotError                           a tensor changed while it was being copied
+    │   ├── HostMemoryError         (MemoryError)       not enough host memory for a staging slot
+    │   └── UnsupportedValueError   (TypeError)         the state holds something that cannot be saved
+    ├── DaemonError                                     the writer daemon failed
+    │   ├── DaemonStartError                            it did not come up
+    │   ├── DaemonDiedError                             it died, and respawning it did not help
+    │   └── ProtocolError           (ValueError)        a message was malformed or from a stranger
+    ├── WriteError                  (OSError)           storage refused; errno and filename are set
+    │   ├── WriteStalledError       (TimeoutError)      storage did not answer within the deadline
+    │   ├── NoSpaceError                                full disk or quota
+    │   └── CommitUnknownError      (TimeoutError)      the bytes are durable, the commit is not known
+    └── CheckpointError                                 a checkpoint, or its directory, is not as asked
+        ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── CheckpointExistsError   (FileExistsError)
+        ├── IntegrityError          (ValueError)        bytes do not match their digests, or lack
+        ├── FormatVersionError      (ValueError)        written by a newer sidesave
+        ├── StateMismatchError      (ValueError)        keys, shapes or dtypes differ from the target's
+        └── DirectoryInUseError     (OSError)           another live session holds the directory
+
+Each mixes in the built-in class that a caller would expect. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ClosedError",
+    "CommitUnknownError",
+    "DaemonDiedError",
+    "DaemonError",
+    "DaemonStartError",
+    "DirectoryInUseError",
+    "FormatVersionError",
+    "HostMemoryError",
+    "IntegrityError",
+    "InvalidArgumentError",
+    "NoSpaceError",
+    "ProtocolError",
+    "SidesaveError",
+    "StagingError",
+    "StateMismatchError",
+    "TornSnapshotError",
+    "UnsupportedValueError",
+    "WriteError",
+    "WriteStalledError",
+    "from_wire",
+    "write_error",
+]
+
+
+class SidesaveError(Exception):
+    """Base of every error that sidesave raises on purpose."""
+
+
+class InvalidArgumentError(SidesaveError, ValueError):
+    """An argument is wrong; nothing was done."""
+
+
+class ClosedError(SidesaveError, RuntimeError):
+    """The checkpointer has been closed."""
+
+
+class StagingError(SidesaveError):
+    """The state could not be copied to host memory."""
+
+
+class TornSnapshotError(StagingError):
+    """A tensor was changed while it was being copied, so the save was dropped."""
+
+
+class HostMemoryError(StagingError, MemoryError):
+    """There is not enough host memory for a staging slot."""
+
+
+class UnsupportedValueError(StagingError, TypeError):
+    """The state holds a value that cannot be saved; the message names its FQN."""
+
+
+class DaemonError(SidesaveError):
+    """The writer daemon failed."""
+
+
+class DaemonStartError(DaemonError):
+    """The writer daemon did not come up."""
+
+
+class DaemonDiedError(DaemonError):
+    """The writer daemon died and respawning it did not help."""
+
+
+class ProtocolError(DaemonError, ValueError):
+    """A message between trainer and daemon was malformed, or not from whom it should be."""
+
+
+class WriteError(SidesaveError, OSError):
+    """Storage refused an operation; ``errno`` and ``filename`` say what and where."""
+
+
+class WriteStalledError(WriteError, TimeoutError):
+    """Storage did not answer within the deadline."""
+
+
+class NoSpaceError(WriteError):
+    """The file system is full, or a quota is used up."""
+
+
+class CommitUnknownError(WriteError, TimeoutError):
+    """This rank's bytes are durable, but whether the step was committed is not known."""
+
+
+class CheckpointError(SidesaveError):
+    """A checkpoint, or the directory that holds it, is not as asked."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No such checkpoint."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """The step exists in the current lineage and ``overwrite=True`` was not given."""
+
+
+class IntegrityError(CheckpointError, ValueError):
+    """Bytes on disk do not match their digests, or are missing."""
+
+
+class FormatVersionError(CheckpointError, ValueError):
+    """The checkpoint was written in a newer format than this version reads."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """Keys, shapes or dtypes of a checkpoint differ from those of the target."""
+
+
+class DirectoryInUseError(CheckpointError, OSError):
+    """Another live session holds the run directory; the message names it."""
+
+
+def write_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> WriteError:
+    """Turn an ``OSError`` of storage into the ``WriteError`` that says what was being done where."""
+    if isinstance(error, WriteError):
+        return error
+    code = error.errno or _errno.EIO
+    kind = NoSpaceError if code in (_errno.ENOSPC, _errno.EDQUOT) else WriteError
+    return kind(code, f"{doing}: {os.strerror(code)}", os.fspath(path))
+
+
+def from_wire(name: str, message: str, errno: int | None, path: str | None) -> SidesaveError:
+    """Rebuild an error that a daemon reported; an unknown name becomes a ``DaemonError``."""
+    kind = globals().get(name) if name in __all__ else None
+    if not (isinstance(kind, type) and issubclass(kind, SidesaveError)):
+        return DaemonError(f"{name}: {message}")
+    if issubclass(kind, OSError) and errno is not None:
+        return kind(errno, message, path)
+    return kind(message)

@@ -1,0 +1,233 @@
+"""Shared staging memory: one sealed memfd, mapped by the trainer and by its writer daemon.
+
+The arena owns a file descriptor and a raw mapping. It knows nothing of tensors, disks or sockets, and never imports
+torch: the daemon maps the same memory through this module. Layout::
+
+    0      header page    magic, sizes, and the words that trainer and daemon read from each other
+    4096   descriptor     the encoded SAVE message of the newest staged save
+    data_offset ...       the file images, each page-aligned
+
+The mapping is raw rather than an ``mmap`` object: collecting an inherited ``mmap`` object in a forked child unmaps
+addresses that the child may have reused. It is hidden from children (``MADV_DONTFORK``), and its descriptor is closed
+in them, so that no DataLoader worker keeps a dead trainer's memory alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from sidesave.errors import ProtocolError
+
+PAGE: Final = 4096
+"""Alignment of everything that O_DIRECT touches, in bytes."""
+
+_MAGIC: Final = b"SIDESAV1"
+_HEADER = struct.Struct("<8sQQ")  # magic, arena bytes, data offset
+_GENERATION_AT: Final = 64  # each word on a cache line of its own
+_STAGED_AT: Final = 128
+_DESCRIPTOR_NBYTES_AT: Final = 136
+
+_MADV_DONTFORK: Final = 10
+_MADV_DONTNEED: Final = 4
+_F_ADD_SEALS: Final = 1033
+_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
+_MFD_NOEXEC_SEAL: Final = 0x8
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def page_up(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def madvise(address: int, nbytes: int, advice: int) -> int:
+    """Call ``madvise(2)``; returns 0 or the errno."""
+    return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
+
+
+_child_cleanups: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def forget_in_child(owner: object) -> None:
+    """Have ``owner._forget()`` called in every forked child: it closes descriptors and touches nothing else."""
+    _child_cleanups.add(owner)
+
+
+def _after_fork_in_child() -> None:
+    for owner in list(_child_cleanups):
+        forget: Callable[[], None] = getattr(owner, "_forget")  # noqa: B009 - a private hook of our own classes
+        forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Arena:
+    """A mapped memfd: create one in the trainer, attach to it by descriptor in the daemon."""
+
+    def __init__(self, fd: int, nbytes: int, address: int, *, writable: bool) -> None:
+        """Adopt a mapping; use :meth:`create` or :meth:`attach`."""
+        self._fd = fd
+        self._address = address
+        self._writable = writable
+        self.nbytes: Final = nbytes
+        forget_in_child(self)
+
+    @classmethod
+    def create(cls, descriptor_nbytes: int, data_nbytes: int) -> Arena:
+        """Make an arena for ``data_nbytes`` of images, mapped for writing and then sealed.
+
+        No page is allocated yet. Raises ``OSError`` when the kernel refuses the descriptor or the mapping.
+        """
+        data_offset = PAGE + page_up(descriptor_nbytes)
+        nbytes = data_offset + page_up(data_nbytes)
+        try:
+            fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+        except OSError:  # NOEXEC_SEAL is younger (Linux 6.3) than memfd itself
+            fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            address = _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError:
+            os.close(fd)
+            raise
+        arena = cls(fd, nbytes, address, writable=True)
+        try:
+            ctypes.memmove(address, _HEADER.pack(_MAGIC, nbytes, data_offset), _HEADER.size)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        except OSError:
+            arena.close()
+            raise
+        return arena
+
+    @classmethod
+    def attach(cls, fd: int) -> Arena:
+        """Map a received descriptor for reading; the arena owns ``fd`` from here on, also when this raises.
+
+        Raises ``ProtocolError`` when it is not a sealed arena: an unsealed one could be truncated under the reader.
+        """
+        try:
+            nbytes = os.fstat(fd).st_size
+            seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
+            if seals & 0x6 != 0x6 or nbytes < PAGE:
+                raise ProtocolError("the descriptor is not a sealed staging arena")
+            magic, stated, data_offset = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+            if magic != _MAGIC or stated != nbytes or not PAGE <= data_offset <= nbytes:
+                raise ProtocolError("the descriptor holds no staging arena of this version")
+            address = _map(fd, nbytes, mmap.PROT_READ)
+        except ProtocolError:
+            os.close(fd)
+            raise
+        except OSError as error:
+            os.close(fd)
+            raise ProtocolError(f"the descriptor cannot be mapped: {error}") from error
+        return cls(fd, nbytes, address, writable=False)
+
+    @property
+    def fd(self) -> int:
+        """The memfd; -1 once closed."""
+        return self._fd
+
+    @property
+    def address(self) -> int:
+        """Where byte 0 is mapped; 0 once closed."""
+        return self._address
+
+    @property
+    def data_offset(self) -> int:
+        """Where the first image starts, in bytes from the arena's start."""
+        return int(_HEADER.unpack_from(self.view(0, _HEADER.size))[2])
+
+    @property
+    def data_nbytes(self) -> int:
+        """Room for images, in bytes."""
+        return self.nbytes - self.data_offset
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes ``[offset, offset + nbytes)``; valid until :meth:`close`."""
+        if not (self._address and 0 <= offset and 0 <= nbytes and offset + nbytes <= self.nbytes):
+            raise ValueError(f"bytes {offset}+{nbytes} are outside an arena of {self.nbytes}")
+        return memoryview((ctypes.c_ubyte * nbytes).from_address(self._address + offset)).cast("B")
+
+    def _word(self, at: int) -> ctypes.c_uint64:
+        if not self._address:
+            raise ValueError("the arena is closed")
+        return ctypes.c_uint64.from_address(self._address + at)
+
+    @property
+    def generation(self) -> int:
+        """How many saves have used this memory: a writer that sees it change publishes nothing."""
+        return self._word(_GENERATION_AT).value
+
+    def begin_generation(self) -> int:
+        """Start filling the arena anew; what was staged in it before is void. Returns the new generation."""
+        word = self._word(_GENERATION_AT)
+        word.value += 1
+        return word.value
+
+    def mark_staged(self, descriptor: bytes) -> None:
+        """Declare the current generation complete, with its encoded SAVE message.
+
+        From this store on the daemon can finish the save alone: it finds the message here when its trainer dies before
+        sending it.
+        """
+        if len(descriptor) > self.data_offset - PAGE:
+            raise ValueError(f"a descriptor of {len(descriptor)} bytes does not fit in {self.data_offset - PAGE}")
+        ctypes.memmove(self._address + PAGE, descriptor, len(descriptor))
+        self._word(_DESCRIPTOR_NBYTES_AT).value = len(descriptor)
+        self._word(_STAGED_AT).value = self.generation
+
+    def staged_descriptor(self) -> bytes | None:
+        """The SAVE message of the staged generation, or None while nothing complete is in the arena."""
+        nbytes = self._word(_DESCRIPTOR_NBYTES_AT).value
+        if self._word(_STAGED_AT).value != self.generation or not 0 < nbytes <= self.data_offset - PAGE:
+            return None
+        return bytes(self.view(PAGE, nbytes))
+
+    def drop_pages(self, offset: int, nbytes: int) -> None:
+        """Unmap whole pages from this process; the memory and the other process's view of it stay."""
+        start, end = page_up(offset), (offset + nbytes) // PAGE * PAGE
+        if end > start and self._address:
+            madvise(self._address + start, end - start, _MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Unmap and close; idempotent. No view of the arena may be used afterwards."""
+        address, self._address = self._address, 0
+        fd, self._fd = self._fd, -1
+        if address:
+            _libc.munmap(address, self.nbytes)
+        if fd >= 0:
+            os.close(fd)
+
+    def _forget(self) -> None:
+        self._address = 0  # MADV_DONTFORK: the child has no such mapping
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _map(fd: int, nbytes: int, protection: int) -> int:
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {nbytes} bytes of staging memory: {os.strerror(code)}")
+    error = madvise(address, nbytes, _MADV_DONTFORK)
+    if error:
+        _libc.munmap(address, nbytes)
+        raise OSError(error, "cannot hide staging memory from forked children")
+    return int(address)

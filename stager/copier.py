@@ -1,0 +1,234 @@
+"""The copies of a save: what is captured at the call, what goes on beside training, and when it is all there.
+
+Every copy is a byte copy: source and target have one dtype and shape, which the plan has checked. CPU tensors are
+captured by all cores at the memory's limit; overlapping that copy was measured to gain nothing, so it is done only on
+request. CUDA tensors go through :mod:`sidesave.stager.cuda`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+import xxhash
+
+from sidesave.errors import SidesaveError, StagingError, TornSnapshotError
+from sidesave.stager import ownership
+from sidesave.stager.cuda import CudaCopy, CudaLanes
+from sidesave.stager.image import Plan
+from sidesave.stager.memcopy import MemoryCopier, Region
+from sidesave.stager.pool import Slot
+from sidesave.stager.tree import FlatState
+
+logger = logging.getLogger(__name__)
+
+GUARD_TIMEOUT_S: Final = 300.0
+"""An optimizer waits this long for a copy before it goes on; the save is then torn, and says so."""
+SAMPLES: Final = 32
+"""Elements of each overlapped CPU tensor that the fingerprint looks at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One tensor to copy: byte-equal ``source`` and ``target``, and the target's offset in the arena's data."""
+
+    fqn: str
+    source: torch.Tensor
+    target: torch.Tensor
+    offset: int
+
+
+class StagingCopy:
+    """The copies of one save that go on after its call."""
+
+    def __init__(self, jobs: Sequence[Job], cuda: CudaCopy | None, *, validate: bool) -> None:
+        """Take the fingerprint of ``jobs``, the overlapped CPU tensors; ``cuda`` has its own."""
+        self._jobs = jobs
+        self._cuda = cuda
+        self._validate = validate
+        self._released = threading.Event()
+        self._over = threading.Event()
+        self._versions = [job.source._version for job in jobs]
+        self._before = self._sample()
+        self.error: SidesaveError | None = None
+
+    def run(self) -> None:
+        """Copy, then compare fingerprints; runs in the stager thread and leaves the outcome in ``error``."""
+        try:
+            with torch.no_grad():  # thread-local: without it the copies would grow an autograd graph
+                if self._cuda is not None:
+                    self._cuda.enqueue()
+                for job in self._jobs:
+                    job.target.copy_(job.source)
+                torn = [
+                    job.fqn
+                    for job, before, after, version in zip(
+                        self._jobs, self._before, self._sample(), self._versions, strict=True
+                    )
+                    if before != after or job.source._version != version
+                ]
+                self._released.set()
+                if self._cuda is not None:
+                    torn += self._cuda.finish()
+            if torn:
+                self.error = _torn(torn)
+        except SidesaveError as error:
+            self.error = error
+        except Exception as error:  # noqa: BLE001 - whatever torch raises is this save's failure, not the thread's
+            self.error = StagingError(f"copying the state failed: {error}")
+            self.error.__cause__ = error
+        finally:
+            self._released.set()
+            self._over.set()
+            self._jobs, self._before = (), []
+
+    def close_guard(self) -> None:
+        """Hold an optimizer back: on the host until CPU copies are done, in stream order for CUDA copies."""
+        if not self._released.wait(GUARD_TIMEOUT_S):
+            logger.error(
+                "a copy did not finish within %g s; the optimizer goes on and that save is dropped", GUARD_TIMEOUT_S
+            )
+            return
+        if self._cuda is not None:
+            self._cuda.make_streams_wait()
+
+    def join(self) -> None:
+        """Wait on the host until the bytes are there."""
+        self._over.wait(GUARD_TIMEOUT_S)
+
+    def _sample(self) -> list[bytes]:
+        if self._validate:
+            return [_digest(job.source) for job in self._jobs]
+        return [_spot_check(job.source) for job in self._jobs]
+
+
+def _torn(fqns: Sequence[str]) -> TornSnapshotError:
+    names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
+    return TornSnapshotError(
+        f"changed while being copied: {names}. Wrap the code that writes them in `with checkpointer.guard():`; "
+        "until then this state is copied at the call"
+    )
+
+
+def _spot_check(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous()
+    return bytes(cast("list[int]", picked.view(torch.uint8).tolist()))
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    import ctypes
+
+    nbytes = tensor.numel() * tensor.element_size()
+    return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
+
+
+class Copier:
+    """Starts the copies of saves; owns the stager thread, which begins with the first copy that needs it."""
+
+    def __init__(self, *, overlap: bool | None, validate: bool) -> None:
+        """Set the policy: ``overlap`` None overlaps CUDA tensors only, False captures everything at the call."""
+        self._overlap = overlap
+        self._validate = validate
+        self._lanes = CudaLanes()
+        self._memory = MemoryCopier()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._distrusted: set[int] = set()
+        if overlap is not False:
+            ownership.install()
+
+    def copy(
+        self, flat: FlatState, plan: Plan, slot: Slot, done: Callable[[SidesaveError | None], None], *, blocking: bool
+    ) -> None:
+        """Capture what must be captured and start the rest; returns when the caller may go on training.
+
+        ``done`` is called exactly once, with the error if there is one: before this returns where everything was
+        captured, else from the stager thread.
+        """
+        jobs = [
+            Job(fqn, source, target, file.offset + placement.offset)
+            for tensors, targets, file in zip(flat.containers.values(), slot.targets, plan.files, strict=True)
+            for (fqn, source), target, placement in zip(tensors.items(), targets, file.placements, strict=True)
+        ]
+        may_overlap = not (blocking or self._overlap is False or ownership.in_guard() or id(plan) in self._distrusted)
+        owned = ownership.owned_addresses(flat.optimizers) if may_overlap and self._wants_overlap(jobs) else set[int]()
+        captured: list[Job] = []
+        overlapped: list[Job] = []
+        on_cuda: list[Job] = []
+        for job in jobs:
+            device = job.source.device.type
+            if device == "cuda":
+                on_cuda.append(job)
+            elif device == "cpu" and self._overlap and self._may_run_beside(job, owned):
+                overlapped.append(Job(job.fqn, job.source.detach(), job.target, job.offset))
+            else:
+                captured.append(job)
+        with torch.no_grad():
+            cuda = self._lanes.begin(on_cuda, owned, slot, validate=self._validate) if on_cuda else None
+            self._capture(captured)
+        if cuda is None and not overlapped:
+            done(None)
+            return
+        copy = StagingCopy(overlapped, cuda, validate=self._validate)
+        ownership.add_pending(copy)
+
+        def run() -> None:
+            copy.run()
+            ownership.remove_pending(copy)
+            if isinstance(copy.error, TornSnapshotError):
+                self._distrusted.add(id(plan))
+                logger.warning("%s", copy.error)
+            done(copy.error)
+
+        if blocking:
+            run()
+        else:
+            self._submit(run)
+
+    def _capture(self, jobs: list[Job]) -> None:
+        """Copy now, blocking: plain host memory by all cores, what has to be gathered or resolved through torch."""
+        regions: list[Region] = []
+        for job in jobs:
+            source = job.source
+            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+                regions.append((job.target.data_ptr(), source.data_ptr(), source.nbytes))
+            else:
+                job.target.copy_(source)
+        self._memory.copy(regions)
+
+    def _wants_overlap(self, jobs: list[Job]) -> bool:
+        return bool(self._overlap) or any(job.source.device.type == "cuda" for job in jobs)
+
+    @staticmethod
+    def _may_run_beside(job: Job, owned: set[int]) -> bool:
+        source = job.source
+        return (
+            source.data_ptr() in owned
+            and source.is_contiguous()
+            and not (source.is_conj() or source.is_neg() or source.is_shared() or ownership.is_resizable(source))
+        )
+
+    def _submit(self, run: Callable[[], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._work, name="sidesave-stager", daemon=True)
+            self._thread.start()
+        self._queue.put(run)
+
+    def _work(self) -> None:
+        while (run := self._queue.get()) is not None:
+            run()
+
+    def close(self) -> None:
+        """Finish the copies under way and stop the thread; idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._queue.put(None)
+            thread.join()
+        self._memory.close()
+        self._lanes.close()

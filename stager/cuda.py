@@ -1,0 +1,274 @@
+"""Copies from CUDA devices: a side stream each, small tensors packed first, the compute stream held back only in order.
+
+At the call, on the compute stream: tensors that nothing guards are captured into device scratch (large ones are copied
+out and the stream made to wait), small guarded ones are packed into the same scratch, and an event marks the point in
+time that the save is of. Then the stager thread enqueues, on the side stream behind that event, one copy for each run
+of packed tensors and the large tensors in chunks: a bulk copy holds the copy engine first in, first out, so that a
+short ``.item()`` behind it waits for at most one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+
+from sidesave.stager import ownership
+from sidesave.stager.image import SMALL_NBYTES
+from sidesave.stager.pinning import PIECE_NBYTES
+
+if TYPE_CHECKING:
+    from sidesave.stager.copier import Job
+    from sidesave.stager.pool import Slot
+
+logger = logging.getLogger(__name__)
+
+CHUNK_NBYTES: Final = 32 << 20
+SCRATCH_NBYTES: Final = 64 << 20
+_NORMED: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive bytes of the image that were packed consecutively into scratch."""
+
+    scratch_offset: int
+    image_offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _DeviceCopy:
+    """One device's part of a save."""
+
+    lane: _Lane
+    image: torch.Tensor
+    image_base: int
+    runs: list[_Run]
+    direct: list[Job]
+    guarded: list[Job]
+    start: torch.cuda.Event
+    before: list[torch.Tensor]
+    validate: bool
+    after: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    done: torch.cuda.Event | None = None
+
+
+class CudaCopy:
+    """The CUDA part of one save; see ``StagingCopy`` for who calls what."""
+
+    def __init__(self, parts: Sequence[_DeviceCopy]) -> None:
+        """Take the parts that :meth:`CudaLanes.begin` has prepared."""
+        self._parts = list(parts)
+
+    def enqueue(self) -> None:
+        """Enqueue every copy and record the done events; blocks while the driver's queue is full, not on the copies."""
+        for part in self._parts:
+            lane = part.lane
+            torch.cuda.set_device(lane.device)  # a thread that stays on device 0 would open a context there
+            try:
+                with torch.cuda.stream(lane.stream):
+                    lane.stream.wait_event(part.start)
+                    for run in part.runs:
+                        source = lane.scratch[run.scratch_offset : run.scratch_offset + run.nbytes]
+                        _copy_bytes(part, source, run.image_offset)
+                    lane.scratch_read = torch.cuda.Event()
+                    lane.scratch_read.record(lane.stream)
+                    lane.scratch_free.set()
+                    for job in part.direct:
+                        _copy_bytes(part, job.source.reshape(-1).view(torch.uint8), job.offset)
+                    part.after = _fingerprint(part.guarded, validate=part.validate)
+                    part.done = torch.cuda.Event(blocking=True)
+                    part.done.record(lane.stream)
+            except BaseException:
+                lane.scratch_free.set()
+                lane.stream.synchronize()  # nothing may still be copying into a slot that is given back
+                raise
+
+    def make_streams_wait(self) -> None:
+        """Let the calling thread's current streams wait for the copies; called after :meth:`enqueue`."""
+        for part in self._parts:
+            if part.done is not None:
+                torch.cuda.current_stream(part.lane.device).wait_event(part.done)
+
+    def finish(self) -> list[str]:
+        """Wait on the host until the bytes are in host memory; returns the FQNs that changed meanwhile."""
+        torn: list[str] = []
+        for part in self._parts:
+            assert part.done is not None
+            part.done.synchronize()
+            for before, after in zip(part.before, part.after, strict=True):
+                same = (before == after) | (before.isnan() & after.isnan() if before.is_floating_point() else False)
+                if not bool(same.all()):
+                    torn += [
+                        job.fqn
+                        for job, ok in zip(part.guarded, cast("list[bool]", same.tolist()), strict=True)
+                        if not ok
+                    ]
+        self._parts = []
+        return torn
+
+
+def _copy_bytes(part: _DeviceCopy, source: torch.Tensor, image_offset: int) -> None:
+    """Enqueue a copy in chunks, none of which crosses the border of two pinned pieces."""
+    done = 0
+    while done < source.numel():
+        position = image_offset + done
+        to_border = PIECE_NBYTES - (part.image_base + position) % PIECE_NBYTES
+        nbytes = min(CHUNK_NBYTES, source.numel() - done, to_border)
+        part.image[position : position + nbytes].copy_(source[done : done + nbytes], non_blocking=True)
+        done += nbytes
+
+
+def _fingerprint(jobs: Sequence[Job], *, validate: bool) -> list[torch.Tensor]:
+    """Norms, element i for job i, and with ``validate`` exact checksums as well; enqueued on the current stream."""
+    if not jobs:
+        return []
+    sources = [job.source for job in jobs]
+    prints = [torch.stack([norm.double() for norm in torch._foreach_norm(sources)])]
+    if validate:
+        checksums = [source.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for source in sources]
+        prints.append(torch.stack(checksums))
+    return prints
+
+
+class _Lane:
+    """What one device needs: a side stream, scratch, and the turn at the scratch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.scratch_free = threading.Event()
+        self.scratch_free.set()
+        self.scratch_read: torch.cuda.Event | None = None
+        try:
+            self.scratch = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            logger.warning("no device memory for 64 MiB of scratch on %s: small tensors are copied one by one", device)
+            self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def begin(self, jobs: Sequence[Job], owned: set[int], slot: Slot, *, validate: bool) -> _DeviceCopy:
+        """Capture and pack on the current stream; the caller's thread, under ``no_grad``."""
+        assert slot.image is not None and slot.arena is not None
+        # The save before this one reads the scratch: wait until its copies are enqueued, then in stream order.
+        self.scratch_free.wait()
+        if self.scratch_read is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.scratch_read)
+        guarded: list[Job] = []
+        packed: list[Job] = []
+        direct: list[Job] = []
+        now: list[Job] = []
+        room = self.scratch.numel()
+        for job in sorted(jobs, key=lambda job: job.offset):
+            nbytes = job.target.numel() * job.target.element_size()
+            plain = job.source.is_contiguous() and not (job.source.is_conj() or job.source.is_neg())
+            safe = plain and job.source.dtype in _NORMED and job.source.data_ptr() in owned
+            small = nbytes < SMALL_NBYTES
+            if nbytes == 0:
+                continue
+            if safe and not small:
+                direct.append(job)
+                guarded.append(job)
+            elif nbytes + 16 <= room:
+                packed.append(job)
+                room -= nbytes + 16  # at most that much is lost to alignment
+            else:
+                now.append(job)
+        runs = self._pack(packed)
+        stream = torch.cuda.current_stream(self.device)
+        if now:
+            self._copy_now(now, stream)
+        before = _fingerprint(guarded, validate=validate)
+        for job in guarded:
+            job.source.record_stream(self.stream)
+        start = torch.cuda.Event()
+        start.record(stream)
+        self.scratch_free.clear()
+        base = slot.arena.data_offset
+        return _DeviceCopy(self, slot.image, base, runs, direct, guarded, start, before, validate)
+
+    def _pack(self, jobs: Sequence[Job]) -> list[_Run]:
+        runs: list[_Run] = []
+        views: list[torch.Tensor] = []
+        position = 0
+        for job in jobs:
+            nbytes = job.target.numel() * job.target.element_size()
+            last = runs[-1] if runs else None
+            if last is not None and last.image_offset + last.nbytes == job.offset:
+                last.nbytes += nbytes
+            else:
+                # Image offsets are multiples of the element size: the same remainder keeps the scratch views aligned.
+                position += -position % 16
+                runs.append(_Run(position, job.offset, nbytes))
+            view = self.scratch[position : position + nbytes].view(job.target.dtype).view(job.target.shape)
+            views.append(view)
+            position += nbytes
+        if views:
+            torch._foreach_copy_(views, [job.source for job in jobs])
+        return runs
+
+    def _copy_now(self, jobs: Sequence[Job], stream: torch.cuda.Stream) -> None:
+        """Unguarded tensors that exceed the scratch: the compute stream waits for their way out."""
+        self.stream.wait_event(stream.record_event())
+        with torch.cuda.stream(self.stream):
+            for job in jobs:
+                job.target.copy_(job.source.contiguous().resolve_conj().resolve_neg(), non_blocking=True)
+        stream.wait_event(self.stream.record_event())
+
+
+class CudaLanes:
+    """The lanes of all devices that a checkpointer has met."""
+
+    def __init__(self) -> None:
+        """Start without any: a process that never saves CUDA tensors touches no CUDA."""
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def begin(self, jobs: Sequence[Job], owned: set[int], slot: Slot, *, validate: bool) -> CudaCopy:
+        """Capture and pack the CUDA tensors of a save on the current stream of each device."""
+        _watch_graphs()
+        by_device: dict[torch.device, list[Job]] = {}
+        for job in jobs:
+            by_device.setdefault(job.source.device, []).append(job)
+        parts: list[_DeviceCopy] = []
+        for device, of_device in by_device.items():
+            if device not in self._lanes:
+                with torch.cuda.device(device):
+                    self._lanes[device] = _Lane(device)
+            with torch.cuda.device(device):
+                parts.append(self._lanes[device].begin(of_device, owned, slot, validate=validate))
+        return CudaCopy(parts)
+
+    def close(self) -> None:
+        """Drop streams and scratch; no copy may be under way."""
+        self._lanes.clear()
+
+
+_watching = False
+
+
+def _watch_graphs() -> None:
+    """Guard what runs no Python: a replayed graph may hold an optimizer step.
+
+    A capture waits for pending copies first (nothing may wait for them inside it), and every replay does so in stream
+    order, which costs nothing while no save is in flight.
+    """
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    graph: Any = torch.cuda.CUDAGraph
+    replay, capture_begin = graph.replay, graph.capture_begin
+
+    def guarded_replay(self: Any) -> None:
+        ownership.close_guards()
+        replay(self)
+
+    def guarded_capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        ownership.finish_pending()
+        capture_begin(self, *args, **kwargs)
+
+    graph.replay, graph.capture_begin = guarded_replay, guarded_capture_begin

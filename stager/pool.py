@@ -1,0 +1,208 @@
+"""Staging slots: a fixed number of arenas that saves take in turn.
+
+A slot is busy from staging until its bytes are durable, so waiting for a free one is the wait for the save before the
+previous one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
+from sidesave.stager import host_memory
+from sidesave.stager.arena import Arena, page_up
+from sidesave.stager.image import Plan
+from sidesave.stager.pinning import PinnedRange
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTOR_NBYTES: Final = 4096
+"""Room for an encoded SAVE message with few files; each further file adds ``_DESCRIPTOR_PER_FILE``."""
+_DESCRIPTOR_PER_FILE: Final = 512
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One arena and what is laid out in it.
+
+    Attributes:
+        arena_id: Names the arena on the wire; never used twice.
+        targets: The plan's tensors as views of the arena, per container, in the plan's order.
+        image: The arena's data as bytes.
+    """
+
+    arena: Arena | None = None
+    arena_id: int = 0
+    plan: Plan | None = None
+    image: torch.Tensor | None = None
+    targets: list[list[torch.Tensor]] = field(default_factory=list[list[torch.Tensor]])
+    pinned: PinnedRange | None = None
+    busy: bool = False
+
+    def lay_out(self, plan: Plan) -> None:
+        """Write the plan's headers into the arena and make its views; nothing to do when it is there already."""
+        if self.plan is plan:
+            return
+        assert self.arena is not None
+        self.plan = None
+        base = self.arena.data_offset
+        self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
+        self.targets = []
+        for (_, _, kinds), file in zip(plan.structure, plan.files, strict=True):
+            self.arena.view(base + file.offset, len(file.header))[:] = file.header
+            views: list[torch.Tensor] = []
+            for (dtype, shape), placement in zip(kinds, file.placements, strict=True):
+                begin = file.offset + placement.offset
+                views.append(self.image[begin : begin + placement.nbytes].view(dtype).view(shape))
+            self.targets.append(views)
+        self.plan = plan
+
+    def write_objects(self, objects: bytes) -> None:
+        """Put the encoded skeleton behind the images."""
+        assert self.arena is not None and self.plan is not None
+        self.arena.view(self.arena.data_offset + self.plan.objects_offset, len(objects))[:] = objects
+
+    def unmap(self) -> None:
+        """Give the memory back; no copy and no write may be under way."""
+        self.plan, self.image, self.targets = None, None, []
+        if self.pinned is not None:
+            self.pinned.close()
+            self.pinned = None
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+class SlotPool:
+    """The slots of one checkpointer."""
+
+    def __init__(
+        self,
+        slots: int,
+        budget_nbytes: int | None,
+        attach: Callable[[int, Arena], None],
+        detach: Callable[[int], None],
+    ) -> None:
+        """Make ``slots`` empty slots.
+
+        Args:
+            slots: How many saves can be between their call and their durability.
+            budget_nbytes: Most host memory for all slots together; None leaves it to what the machine has.
+            attach: Told of each new arena, with its number; it hands it to the daemon.
+            detach: Told of each arena that is about to go.
+        """
+        self._slots = [Slot() for _ in range(slots)]
+        self._budget_nbytes = budget_nbytes
+        self._attach = attach
+        self._detach = detach
+        self._changed = threading.Condition()
+        self._next_arena = 1
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the slots take now, in bytes."""
+        return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
+
+    def try_acquire(self) -> Slot | None:
+        """A free slot, or None."""
+        with self._changed:
+            return self._take()
+
+    def acquire(self, timeout_s: float) -> Slot:
+        """A free slot; blocks up to ``timeout_s`` seconds, then raises ``WriteStalledError``."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise ClosedError("the checkpointer was closed while a save waited for a staging slot")
+                slot = self._take()
+                if slot is not None:
+                    return slot
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    message = f"all {len(self._slots)} staging slots were still being written after {timeout_s:g} s"
+                    raise WriteStalledError(message)
+                self._changed.wait(left)
+
+    def _take(self) -> Slot | None:
+        free = [slot for slot in self._slots if not slot.busy]
+        if not free:
+            return None
+        slot = max(free, key=lambda slot: 0 if slot.arena is None else slot.arena.nbytes)
+        slot.busy = True
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Make a slot free again; after :meth:`close` its memory goes at once."""
+        with self._changed:
+            slot.busy = False
+            if self._closed:
+                self._drop(slot)
+            self._changed.notify_all()
+
+    def fit(self, slot: Slot, plan: Plan, objects_nbytes: int, *, pin: bool) -> None:
+        """Give a held slot an arena for ``plan`` and lay the plan out in it. Blocks while pages are allocated.
+
+        Raises:
+            HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
+        """
+        data_nbytes = plan.nbytes + page_up(objects_nbytes)
+        descriptor_nbytes = DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)
+        arena = slot.arena
+        fits = arena is not None and (
+            data_nbytes <= arena.data_nbytes <= max(2 * data_nbytes, 1 << 20)
+            and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
+        )
+        if not fits:
+            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(objects_nbytes // 4))
+        if pin and slot.pinned is None:
+            self._pin(slot)
+        slot.lay_out(plan)
+
+    def _replace(self, slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> None:
+        with self._changed:
+            self._drop(slot)
+            if self._budget_nbytes is not None and self.nbytes + data_nbytes > self._budget_nbytes:
+                raise HostMemoryError(
+                    f"a staging slot of {data_nbytes / 2**20:,.1f} MiB beside {self.nbytes / 2**20:,.1f} MiB already "
+                    f"taken exceeds max_host_memory_bytes={self._budget_nbytes:,}; raise it, or use fewer slots"
+                )
+        arena = Arena.create(descriptor_nbytes, data_nbytes)
+        try:
+            host_memory.populate(arena)
+        except BaseException:
+            arena.close()
+            raise
+        with self._changed:
+            slot.arena, slot.arena_id = arena, self._next_arena
+            self._next_arena += 1
+        self._attach(slot.arena_id, arena)
+
+    def _pin(self, slot: Slot) -> None:
+        assert slot.arena is not None
+        try:
+            slot.pinned = PinnedRange(slot.arena.address, slot.arena.nbytes)
+        except RuntimeError as error:
+            logger.warning("staging memory cannot be pinned, so copies from the GPU will be slow: %s", error)
+
+    def _drop(self, slot: Slot) -> None:
+        if slot.arena is not None:
+            self._detach(slot.arena_id)
+            slot.unmap()
+
+    def close(self) -> None:
+        """Give back every slot that is free; a busy one goes when it is released. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for slot in self._slots:
+                if not slot.busy:
+                    self._drop(slot)
+            self._changed.notify_all()

@@ -1,0 +1,580 @@
+"""Nested state to a flat map of tensors plus a skeleton, and back.
+
+The skeleton is the same nest with every tensor replaced by its FQN and everything else by itself, as msgpack. Values
+that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every other node is a list whose
+first element is a tag of :class:`Tag`. Nothing in it is pickle unless the caller allowed it, and decoding runs no code.
+
+Tensors are collected as they are, without a copy. One memory region is collected once: tied weights become a second
+reference to the first FQN.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import enum
+import io
+import pathlib
+import pickle
+import re
+import sys
+import zoneinfo
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, cast, runtime_checkable
+
+import msgpack
+import torch
+from torch import nn
+
+from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
+from sidesave.stager.dtypes import CARRIERS, NAMES, dtype_from_name, dtype_name
+
+MAX_DEPTH: Final = 100
+TENSORS: Final = "tensors"
+"""The container of bare tensors at the top level."""
+OBJECTS: Final = "objects"
+"""The stem of the file that holds the skeleton."""
+_MAX_STEM: Final = 150
+
+
+class Tag(enum.IntEnum):
+    """First element of a skeleton node; the numbers are part of the format."""
+
+    TENSOR = 0  # fqn [, logical dtype where the stored one is a carrier]
+    DICT = 1  # {str: node}
+    ITEMS = 2  # [[key node, node], ...]: a dict with other keys
+    LIST = 3
+    TUPLE = 4
+    INT = 5  # hexadecimal text: beyond 64 bits
+    COMPLEX = 6  # real, imaginary
+    SET = 7
+    FROZENSET = 8
+    ORDERED_DICT = 9  # like ITEMS
+    COUNTER = 10  # like ITEMS
+    DEFAULT_DICT = 11  # name of the factory, then like ITEMS
+    DEQUE = 12  # maxlen, items
+    BYTEARRAY = 13
+    BYTES_IO = 14  # content, position
+    NUMPY_SCALAR = 15  # dtype, bytes
+    NUMPY_ARRAY = 16  # tensor node
+    NUMPY_FILE = 17  # an array that torch has no dtype for, as a .npy file
+    SIZE = 18
+    DTYPE = 19
+    DEVICE = 20
+    DATETIME = 21  # ISO text, fold, zone
+    DATE = 22
+    TIME = 23  # ISO text, fold, zone
+    TIMEDELTA = 24  # days, seconds, microseconds
+    PATH = 25
+    PURE_PATH = 26
+    SPARSE = 27  # layout, shape, coalesced, {part: tensor node}
+    PICKLE = 28
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives and takes its state: schedulers, data loaders, samplers, scalers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a nest of savable values."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take such a nest back."""
+        ...
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A state taken apart.
+
+    Attributes:
+        containers: FQN to tensor, per container (one file each), in the order of the state. The tensors are dense and
+            of a dtype that safetensors knows; their memory is the caller's.
+        objects: The encoded skeleton with all plain data.
+        pickled: Whether a value had to be pickled.
+        optimizers: Every optimizer met, for the ownership rules.
+        modules: Every module met.
+    """
+
+    containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])
+    objects: bytes = b""
+    pickled: bool = False
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    modules: list[nn.Module] = field(default_factory=list[nn.Module])
+
+
+def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False) -> FlatState:
+    """Take a state apart, without copying a tensor.
+
+    Raises:
+        InvalidArgumentError: The state is no mapping with string keys.
+        UnsupportedValueError: A value that cannot be saved, or two values with one FQN; the message names the FQN.
+    """
+    if not isinstance(cast("object", state), Mapping):
+        raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
+    flattener = _Flattener(allow_pickle)
+    skeleton: dict[str, Any] = {}
+    with torch.no_grad():
+        for key, value in state.items():
+            if not isinstance(cast("object", key), str) or not key:
+                raise InvalidArgumentError(f"state keys must be non-empty strings, not {key!r}")
+            flattener.container = TENSORS if isinstance(value, torch.Tensor) else container_name(key)
+            skeleton[key] = flattener.encode(value, key, 0)
+    flat = flattener.flat
+    flat.objects = _pack(skeleton)
+    return flat
+
+
+def container_name(key: str) -> str:
+    """The file stem for a top-level key: letters, digits, ``_`` and ``-`` stand, all else is percent-encoded."""
+    stem = re.sub(
+        r"[^A-Za-z0-9_-]",
+        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass")),
+        key,
+    )
+    if stem in (TENSORS, OBJECTS, "rank", "manifest"):
+        stem = f"%{ord(stem[0]):02X}{stem[1:]}"
+    if len(stem) > _MAX_STEM:
+        import xxhash
+
+        stem = f"{stem[:_MAX_STEM]}-{xxhash.xxh3_64_hexdigest(stem.encode())}"
+    return stem
+
+
+def _pack(skeleton: Any) -> bytes:
+    return cast("bytes", msgpack.packb(skeleton, use_bin_type=True, unicode_errors="surrogatepass"))
+
+
+_PRIMITIVES: Final = frozenset({type(None), bool, float, str, bytes})
+_FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}
+_FACTORIES_BY_NAME: Final = {name: factory for factory, name in _FACTORIES.items()}
+_SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class _Flattener:
+    def __init__(self, allow_pickle: bool) -> None:
+        self.flat = FlatState()
+        self.container = ""
+        self._allow_pickle = allow_pickle
+        self._fqns: set[str] = set()
+        self._by_address: dict[int, list[tuple[torch.Tensor, Any]]] = {}
+
+    def encode(self, value: Any, fqn: str, depth: int) -> Any:
+        kind: type = type(value)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            return self._tensor(value, fqn)
+        if kind in _PRIMITIVES:
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 64 else [Tag.INT, hex(value)]
+        if depth > MAX_DEPTH:
+            raise UnsupportedValueError(f"{fqn}: nested deeper than {MAX_DEPTH} levels, or in a cycle")
+        handler = _HANDLERS.get(kind)
+        if handler is not None:
+            return handler(self, value, fqn, depth)
+        return self._encode_by_ancestry(value, fqn, depth)
+
+    def _encode_by_ancestry(self, value: Any, fqn: str, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor_subclass(value, fqn)
+        if isinstance(value, nn.Module):
+            self.flat.modules.append(value)
+            return self._dict(value.state_dict(keep_vars=True), fqn, depth)
+        if isinstance(value, torch.optim.Optimizer):
+            self.flat.optimizers.append(value)
+            return self._dict(value.state_dict(), fqn, depth)
+        if isinstance(value, enum.Enum):
+            return self.encode(value.value, fqn, depth + 1)
+        if isinstance(value, pathlib.PosixPath):
+            return [Tag.PATH, str(value)]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
+            return [Tag.NUMPY_SCALAR, value.dtype.str, value.tobytes()]
+        if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and not value.dtype.hasobject:
+            return self._array(value, fqn)
+        if isinstance(value, Stateful) and not isinstance(value, type):
+            return self.encode(value.state_dict(), fqn, depth + 1)
+        if self._allow_pickle:
+            self.flat.pickled = True
+            try:
+                return [Tag.PICKLE, pickle.dumps(value, protocol=5)]
+            except Exception as error:
+                raise UnsupportedValueError(
+                    f"{fqn}: a {type(value).__qualname__} cannot be pickled: {error}"
+                ) from error
+        raise UnsupportedValueError(
+            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; give it state_dict() and "
+            "load_state_dict(), turn it into plain data, or pass allow_pickle=True"
+        )
+
+    # Containers ------------------------------------------------------------------------------------------------
+
+    def _dict(self, value: dict[Any, Any], fqn: str, depth: int) -> Any:
+        encode, prefix, below = self.encode, fqn + ".", depth + 1
+        if all(type(key) is str for key in value):
+            return [Tag.DICT, {key: encode(item, prefix + key, below) for key, item in value.items()}]
+        return [Tag.ITEMS, self._items(value, fqn, depth)]
+
+    def _items(self, value: dict[Any, Any], fqn: str, depth: int) -> list[Any]:
+        return [
+            [self._key(key, fqn, depth), self.encode(item, f"{fqn}.{key}", depth + 1)] for key, item in value.items()
+        ]
+
+    def _key(self, key: Any, fqn: str, depth: int) -> Any:
+        if isinstance(key, torch.Tensor):
+            raise UnsupportedValueError(f"{fqn}: a tensor cannot be a key")
+        return self.encode(key, f"{fqn}.<key>", depth + 1)
+
+    def _sequence(self, value: Any, fqn: str, depth: int) -> list[Any]:
+        if _PRIMITIVES.issuperset(map(type, value)):
+            return list(value)
+        return [self.encode(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(value)]
+
+    # Tensors ---------------------------------------------------------------------------------------------------
+
+    def _tensor_subclass(self, value: torch.Tensor, fqn: str) -> Any:
+        if nn.parameter.is_lazy(value):
+            raise UnsupportedValueError(f"{fqn}: a lazy parameter has no values; run a forward pass first")
+        if isinstance(value, (nn.Parameter, nn.Buffer)):
+            plain = value.detach()
+            if type(plain) is torch.Tensor:
+                return self._tensor(plain, fqn)
+        raise UnsupportedValueError(
+            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} is not a plain tensor; save its local "
+            "part or its dequantized value"
+        )
+
+    def _tensor(self, value: torch.Tensor, fqn: str) -> Any:
+        if value.layout is not torch.strided:
+            return self._sparse(value, fqn)
+        dtype = value.dtype
+        if value.is_meta:
+            raise UnsupportedValueError(f"{fqn}: a meta tensor has no values; materialize it first")
+        if dtype not in NAMES and dtype not in CARRIERS:
+            raise UnsupportedValueError(f"{fqn}: {dtype} cannot be saved")
+        address = value.data_ptr()
+        if address and (others := self._by_address.get(address)):
+            for other, node in others:
+                if _same_region(value, other):
+                    return node
+        node: list[Any] = [Tag.TENSOR, fqn]
+        stored = value
+        carrier = CARRIERS.get(dtype)
+        if carrier is not None:
+            node.append(dtype_name(dtype))
+            stored = value.detach().resolve_conj().resolve_neg()
+            stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
+        self._add(fqn, stored)
+        if address:
+            self._by_address.setdefault(address, []).append((value, node))
+        return node
+
+    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
+        if fqn in self._fqns or fqn == "__metadata__":
+            raise UnsupportedValueError(
+                f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
+            )
+        self._fqns.add(fqn)
+        try:
+            self.flat.containers[self.container][fqn] = tensor
+        except KeyError:
+            self.flat.containers[self.container] = {fqn: tensor}
+
+    def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
+        parts = _SPARSE_PARTS.get(value.layout)
+        if parts is None or value.is_meta:
+            raise UnsupportedValueError(f"{fqn}: tensors of layout {value.layout} on {value.device} cannot be saved")
+        value = value.detach()
+        nodes = {part.strip("_"): self._tensor(getattr(value, part)(), f"{fqn}.{part.strip('_')}") for part in parts}
+        coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
+        return [Tag.SPARSE, str(value.layout).removeprefix("torch."), list(value.shape), coalesced, nodes]
+
+    def _array(self, value: Any, fqn: str) -> Any:
+        import numpy as np
+
+        array = np.ascontiguousarray(value).reshape(value.shape)  # ascontiguousarray makes 0-dim arrays 1-dim
+        if not array.flags.writeable:
+            array = array.copy()
+        try:
+            return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
+        except TypeError:
+            file = io.BytesIO()
+            np.lib.format.write_array(file, array, allow_pickle=False)
+            return [Tag.NUMPY_FILE, file.getvalue()]
+
+
+def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def _zone(value: datetime.datetime | datetime.time, fqn: str) -> str | None:
+    if value.tzinfo is None or isinstance(value.tzinfo, datetime.timezone):
+        return None  # the ISO text carries a fixed offset
+    if isinstance(value.tzinfo, zoneinfo.ZoneInfo) and value.tzinfo.key:
+        return value.tzinfo.key
+    raise UnsupportedValueError(f"{fqn}: a time zone of type {type(value.tzinfo).__qualname__} cannot be saved")
+
+
+def _naive_iso(value: datetime.datetime | datetime.time, fqn: str) -> list[Any]:
+    zone = _zone(value, fqn)
+    text = value.isoformat() if zone is None else value.replace(tzinfo=None).isoformat()
+    return [text, value.fold, zone]
+
+
+def _default_dict(flattener: _Flattener, value: Any, fqn: str, depth: int) -> Any:
+    if value.default_factory not in _FACTORIES:
+        raise UnsupportedValueError(f"{fqn}: a defaultdict with factory {value.default_factory!r}; turn it into a dict")
+    return [Tag.DEFAULT_DICT, _FACTORIES[value.default_factory], flattener._items(value, fqn, depth)]
+
+
+_Handler = Callable[[_Flattener, Any, str, int], Any]
+
+_HANDLERS: Final[dict[type, _Handler]] = {
+    dict: lambda f, v, q, d: f._dict(v, q, d),
+    list: lambda f, v, q, d: [Tag.LIST, *f._sequence(v, q, d)],
+    tuple: lambda f, v, q, d: [Tag.TUPLE, *f._sequence(v, q, d)],
+    set: lambda f, v, q, d: [Tag.SET, *f._sequence(sorted(v, key=repr), q, d)],
+    frozenset: lambda f, v, q, d: [Tag.FROZENSET, *f._sequence(sorted(v, key=repr), q, d)],
+    collections.OrderedDict: lambda f, v, q, d: [Tag.ORDERED_DICT, f._items(v, q, d)],
+    collections.Counter: lambda f, v, q, d: [Tag.COUNTER, f._items(v, q, d)],
+    collections.defaultdict: _default_dict,
+    collections.deque: lambda f, v, q, d: [Tag.DEQUE, v.maxlen, *f._sequence(v, q, d)],
+    complex: lambda f, v, q, d: [Tag.COMPLEX, v.real, v.imag],
+    bytearray: lambda f, v, q, d: [Tag.BYTEARRAY, bytes(v)],
+    io.BytesIO: lambda f, v, q, d: [Tag.BYTES_IO, v.getvalue(), v.tell()],
+    torch.Size: lambda f, v, q, d: [Tag.SIZE, *v],
+    torch.dtype: lambda f, v, q, d: [Tag.DTYPE, dtype_name(v)],
+    torch.device: lambda f, v, q, d: [Tag.DEVICE, str(v)],
+    datetime.datetime: lambda f, v, q, d: [Tag.DATETIME, *_naive_iso(v, q)],
+    datetime.date: lambda f, v, q, d: [Tag.DATE, v.isoformat()],
+    datetime.time: lambda f, v, q, d: [Tag.TIME, *_naive_iso(v, q)],
+    datetime.timedelta: lambda f, v, q, d: [Tag.TIMEDELTA, v.days, v.seconds, v.microseconds],
+    pathlib.PurePosixPath: lambda f, v, q, d: [Tag.PURE_PATH, str(v)],
+}
+
+
+# Decoding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried."""
+
+    fqn: str
+    dtype: torch.dtype | None
+
+
+class Skeleton:
+    """A decoded skeleton: plain data, and references where tensors go."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        """Decode ``data``, the objects file ``where``; ``IntegrityError`` when it is malformed."""
+        self._where = where
+        try:
+            body: Any = msgpack.unpackb(
+                data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"
+            )
+        except Exception as error:
+            raise IntegrityError(f"{where}: not a skeleton: {error}") from error
+        if not isinstance(body, dict):
+            raise IntegrityError(f"{where}: a skeleton must be a map")
+        self._body = cast("dict[str, Any]", body)
+
+    def keys(self) -> list[str]:
+        """The top-level names."""
+        return list(self._body)
+
+    def build(
+        self,
+        tensor: Callable[[TensorRef], Any],
+        *,
+        only: Callable[[str], bool] = lambda fqn: True,
+        allow_pickle: bool = False,
+    ) -> dict[str, Any]:
+        """The nest again.
+
+        Args:
+            tensor: Gives the value that stands for a reference.
+            only: Leaves of which this is false are left out, and so are items of a dict that lose all they had.
+            allow_pickle: Let pickled values be unpickled, which runs code that the checkpoint chooses.
+
+        Raises:
+            IntegrityError: A node is malformed.
+            UnsupportedValueError: A value is pickled and ``allow_pickle`` is false.
+        """
+        return _Builder(self._where, tensor, only, allow_pickle).mapping(self._body, "")
+
+
+class _Missing(enum.Enum):
+    LEFT_OUT = 0
+
+
+_OUT: Final = _Missing.LEFT_OUT
+
+
+class _Builder:
+    def __init__(
+        self, where: str, tensor: Callable[[TensorRef], Any], only: Callable[[str], bool], allow_pickle: bool
+    ) -> None:
+        self._where = where
+        self._tensor = tensor
+        self._only = only
+        self._allow_pickle = allow_pickle
+
+    def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
+        built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
+        return {key: value for key, value in built.items() if value is not _OUT}
+
+    def build(self, node: Any, fqn: str, depth: int) -> Any:
+        if depth > MAX_DEPTH + 5:
+            raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
+        if not isinstance(node, list):
+            if isinstance(node, dict):
+                raise IntegrityError(f"{self._where}: {fqn} is malformed")
+            return node if self._only(fqn) else _OUT
+        try:
+            tag, *rest = cast("list[Any]", node)
+            return self._tagged(Tag(tag), rest, fqn, depth)
+        except (IntegrityError, UnsupportedValueError):
+            raise
+        except Exception as error:
+            raise IntegrityError(f"{self._where}: {fqn} is malformed: {error}") from error
+
+    def _tagged(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        match tag:
+            case Tag.DICT:
+                items = cast("dict[str, Any]", rest[0]).items()
+                built = {str(key): self.build(item, f"{fqn}.{key}", depth + 1) for key, item in items}
+                return self._kept(built)
+            case Tag.ITEMS:
+                return self._items(rest[0], fqn, depth)
+            case Tag.ORDERED_DICT:
+                kept = self._items(rest[0], fqn, depth)
+                return kept if kept is _OUT else collections.OrderedDict(kept)
+            case Tag.COUNTER:
+                kept = self._items(rest[0], fqn, depth)
+                return kept if kept is _OUT else collections.Counter[Any](kept)
+            case Tag.DEFAULT_DICT:
+                kept = self._items(rest[1], fqn, depth)
+                return kept if kept is _OUT else collections.defaultdict(_FACTORIES_BY_NAME[rest[0]], kept)
+            case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
+                maxlen = rest.pop(0) if tag is Tag.DEQUE else None
+                items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
+                kept = [item for item in items if item is not _OUT]
+                if items and not kept:
+                    return _OUT
+                return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
+            case _:
+                return self._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
+
+    def _kept(self, built: dict[Any, Any]) -> Any:
+        kept = {key: value for key, value in built.items() if value is not _OUT}
+        return kept if kept or not built else _OUT
+
+    def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
+        everything = _Builder(self._where, self._tensor, lambda fqn: True, False)
+        built: dict[Any, Any] = {}
+        for key_node, item in pairs:
+            key = everything.build(key_node, f"{fqn}.<key>", depth + 1)
+            built[key] = self.build(item, f"{fqn}.{key}", depth + 1)
+        return self._kept(built)
+
+    def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        match tag:
+            case Tag.TENSOR:
+                dtype = dtype_from_name(rest[1]) if len(rest) > 1 else None
+                if len(rest) > 1 and dtype not in CARRIERS:
+                    raise ValueError(f"{rest[1]!r} is not a carried dtype")
+                return self._tensor(TensorRef(str(rest[0]), dtype))
+            case Tag.SPARSE:
+                return self._sparse(rest, fqn, depth)
+            case Tag.NUMPY_ARRAY:
+                value = self.build(rest[0], fqn, depth + 1)
+                return value.numpy() if isinstance(value, torch.Tensor) else value
+            case Tag.NUMPY_FILE:
+                import numpy as np
+
+                return np.lib.format.read_array(io.BytesIO(rest[0]), allow_pickle=False)
+            case Tag.NUMPY_SCALAR:
+                import numpy as np
+
+                return np.frombuffer(rest[1], dtype=np.dtype(rest[0]))[0]
+            case Tag.PICKLE:
+                if not self._allow_pickle:
+                    raise UnsupportedValueError(
+                        f"{self._where}: {fqn} was pickled; pass allow_pickle=True if you trust who wrote it"
+                    )
+                return pickle.loads(rest[0])
+            case _:
+                return self._plain(tag, rest, fqn, depth)
+
+    def _plain(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        match tag:
+            case Tag.INT:
+                return int(rest[0], 16)
+            case Tag.COMPLEX:
+                return complex(*rest)
+            case Tag.SET:
+                return {self.build(item, fqn, depth + 1) for item in rest}
+            case Tag.FROZENSET:
+                return frozenset(self.build(item, fqn, depth + 1) for item in rest)
+            case Tag.BYTEARRAY:
+                return bytearray(rest[0])
+            case Tag.BYTES_IO:
+                stream = io.BytesIO(rest[0])
+                stream.seek(rest[1])
+                return stream
+            case Tag.SIZE:
+                return torch.Size(rest)
+            case Tag.DTYPE:
+                dtype = dtype_from_name(rest[0])
+                if dtype is None:
+                    raise ValueError(f"this torch has no dtype {rest[0]!r}")
+                return dtype
+            case Tag.DEVICE:
+                return torch.device(rest[0])
+            case Tag.DATETIME:
+                return _zoned(datetime.datetime.fromisoformat(rest[0]), rest[1], rest[2])
+            case Tag.TIME:
+                return _zoned(datetime.time.fromisoformat(rest[0]), rest[1], rest[2])
+            case Tag.DATE:
+                return datetime.date.fromisoformat(rest[0])
+            case Tag.TIMEDELTA:
+                return datetime.timedelta(*rest)
+            case Tag.PATH:
+                return pathlib.Path(rest[0])
+            case Tag.PURE_PATH:
+                return pathlib.PurePosixPath(rest[0])
+            case _:
+                raise ValueError(f"no leaf has tag {tag}")
+
+    def _sparse(self, rest: list[Any], fqn: str, depth: int) -> Any:
+        layout, shape, coalesced, nodes = rest
+        layout = getattr(torch, layout)
+        parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in _SPARSE_PARTS[layout]]
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            return parts[-1]  # a caller that only wants names
+        if layout is torch.sparse_coo:
+            make = cast("Any", torch.sparse_coo_tensor)
+            return make(*parts, shape, is_coalesced=coalesced, check_invariants=True)
+        make = cast("Any", torch.sparse_compressed_tensor)
+        return make(*parts, shape, layout=layout, check_invariants=True)
+
+
+def _zoned(value: Any, fold: int, zone: str | None) -> Any:
+    return value.replace(fold=fold, tzinfo=value.tzinfo if zone is None else zoneinfo.ZoneInfo(zone))

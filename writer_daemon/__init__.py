@@ -1,0 +1,1 @@
+"""Bytes in shared memory to a durable checkpoint. Never imports torch."""

@@ -1,0 +1,176 @@
+"""Reading back what was written: every byte of a checkpoint against its digests.
+
+Used before a leftover is committed, and by ``sidesave.verify``. Faults are reported, not raised, one by one: a report
+that stops at the first flipped bit does not tell whether the rest can be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from sidesave.errors import IntegrityError, WriteError
+from sidesave.writer_daemon.manifest import (
+    DIGEST_NBYTES,
+    MANIFEST,
+    MAX_JSON_NBYTES,
+    FileRecord,
+    Manifest,
+    RankRecord,
+    TensorFile,
+    digest,
+    digest_blocks,
+    header_nbytes,
+    parse_tensor_file,
+)
+from sidesave.writer_daemon.storage import InputFile, Storage
+
+_READ_NBYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong: in which file, at which bytes of it, and the FQNs that lie there."""
+
+    file: str
+    problem: str
+    offset: int | None = None
+    fqns: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line for people."""
+        at = "" if self.offset is None else f" at byte {self.offset:,}"
+        names = f" ({', '.join(self.fqns)})" if self.fqns else ""
+        return f"{self.file}{at}: {self.problem}{names}"
+
+
+def read_record(storage: Storage, directory: str, entry: FileRecord) -> RankRecord:
+    """The rank record that a manifest lists; ``IntegrityError`` when it is missing or not the one meant."""
+    path = f"{directory}/{entry.name}"
+    return RankRecord.from_bytes(read_small_file(storage, path, entry), path)
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest:
+    """The manifest of a directory; ``IntegrityError`` when it is missing or damaged."""
+    path = f"{directory}/{MANIFEST}"
+    data = storage.read(path, MAX_JSON_NBYTES)
+    if data is None:
+        raise IntegrityError(f"{path}: there is no manifest")
+    return Manifest.from_bytes(data, path)
+
+
+def read_small_file(storage: Storage, path: str, entry: FileRecord) -> bytes:
+    """A file that has one digest, compared with it; ``IntegrityError`` otherwise."""
+    data = storage.read(path, entry.nbytes + 1)
+    if data is None:
+        raise IntegrityError(f"{path}: the file is missing")
+    if len(data) != entry.nbytes:
+        raise IntegrityError(f"{path}: {len(data)} bytes instead of {entry.nbytes}")
+    if digest(data).hex() != entry.xxh3_128:
+        raise IntegrityError(f"{path}: content does not match its digest")
+    return data
+
+
+def check_checkpoint(
+    storage: Storage, directory: str, on_bytes: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[Fault]:
+    """Every fault of a committed directory, files that the manifest does not list included.
+
+    Args:
+        storage: The run directory.
+        directory: The name of the step's directory in it.
+        on_bytes: Called with the number of bytes checked since its last call.
+    """
+    try:
+        manifest = read_manifest(storage, directory)
+    except (IntegrityError, WriteError) as error:
+        yield Fault(MANIFEST, str(error))
+        return
+    known = {MANIFEST}
+    for entry in manifest.records:
+        known.add(entry.name)
+        try:
+            record = read_record(storage, directory, entry)
+        except (IntegrityError, WriteError) as error:
+            yield Fault(entry.name, str(error))
+            continue
+        yield from check_record(storage, directory, record, on_bytes)
+        known.add(record.objects.name)
+        for file in record.files:
+            known.add(file.name)
+            known.add(file.digests.name if file.digests else "")
+    for name in sorted(set(storage.list_directory(directory)) - known):
+        yield Fault(name, "the manifest does not list this file")
+
+
+def check_record(
+    storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[Fault]:
+    """Every fault in the files of one rank."""
+    try:
+        on_bytes(len(read_small_file(storage, f"{directory}/{record.objects.name}", record.objects)))
+    except (IntegrityError, WriteError) as error:
+        yield Fault(record.objects.name, str(error))
+    for entry in record.files:
+        try:
+            yield from _check_tensor_file(storage, directory, entry, on_bytes)
+        except (IntegrityError, WriteError) as error:
+            yield Fault(entry.name, str(error))
+
+
+def read_digests(storage: Storage, directory: str, entry: FileRecord) -> bytes:
+    """The digest list of a tensor file, compared with the record's digest of it."""
+    assert entry.digests is not None
+    return read_small_file(storage, f"{directory}/{entry.digests.name}", entry.digests)
+
+
+def read_header(source: InputFile, path: str, digests: bytes) -> TensorFile:
+    """Verify a tensor file's header against its first digests, then parse it."""
+    length = header_nbytes(bytes(source.read_at(0, 8)), source.nbytes, path)
+    header = bytes(source.read_at(0, length))
+    blocks = digest_blocks(TensorFile(length, length, (), {}))
+    for number, (offset, nbytes) in enumerate(blocks):
+        expected = digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
+        if digest(memoryview(header)[offset : offset + nbytes]) != expected:
+            raise IntegrityError(f"{path}: the header does not match its digest (block {number})")
+    return parse_tensor_file(header, path)
+
+
+def _check_tensor_file(
+    storage: Storage, directory: str, entry: FileRecord, on_bytes: Callable[[int], None]
+) -> Iterator[Fault]:
+    path = f"{directory}/{entry.name}"
+    digests = read_digests(storage, directory, entry)
+    with storage.open(path) as source:
+        if source.nbytes != entry.nbytes:
+            raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {entry.nbytes:,}")
+        file = read_header(source, path, digests)
+        blocks = digest_blocks(file)
+        if file.nbytes != entry.nbytes or len(digests) != len(blocks) * DIGEST_NBYTES:
+            raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
+        for first, last in _batches(blocks):
+            start = blocks[first][0]
+            data = source.read_at(start, sum(blocks[last]) - start)
+            for number in range(first, last + 1):
+                offset, nbytes = blocks[number]
+                block = data[offset - start : offset - start + nbytes]
+                if digest(block) != digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+                    yield Fault(
+                        entry.name, f"block {number} does not match its digest", offset, _at(file, offset, nbytes)
+                    )
+            on_bytes(len(data))
+
+
+def _batches(blocks: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for number in range(1, len(blocks) + 1):
+        if number == len(blocks) or sum(blocks[number]) - blocks[first][0] > _READ_NBYTES:
+            yield first, number - 1
+            first = number
+
+
+def _at(file: TensorFile, offset: int, nbytes: int) -> tuple[str, ...]:
+    return tuple(
+        entry.name for entry in file.entries if entry.offset < offset + nbytes and offset < entry.offset + entry.nbytes
+    )

@@ -1,0 +1,221 @@
+"""The life of a save as a pure state machine: an event comes in, actions go out. No I/O, no clock, no threads.
+
+::
+
+    QUEUED ──> WRITING ──> COMMITTING ──> done (committed)
+                  │             │
+                  └─────────────┴──────> done (failed; partial bytes reclaimed)
+
+Saves are written one at a time, in the order in which they came: two at once would share the disk's bandwidth and make
+both late. Invariants, which the property tests hold:
+
+* a save is answered by exactly one of COMMITTED and FAILED, and WRITTEN comes before COMMITTED;
+* at most one storage operation is under way;
+* the daemon exits only when nothing is left to do, and then always.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from sidesave.writer_daemon.protocol import Committed, Failed, Message, Progress, Save, Written
+
+
+class Phase(enum.Enum):
+    """Where a save stands."""
+
+    QUEUED = "queued"
+    WRITING = "writing"
+    COMMITTING = "committing"
+
+
+# Events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A save arrived: SAVE, or found staged in the memory of a dead trainer."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """An earlier daemon had written this save; only its commit is open."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """More bytes of the save being written have reached storage."""
+
+    save_id: int
+    nbytes: int
+    total_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """The rank's files and record are durable (``error`` None), or not."""
+
+    save_id: int
+    nbytes: int
+    seconds: float
+    error: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitEnded:
+    """The step's directory has its name (``error`` None), or not."""
+
+    save_id: int
+    name: str
+    nbytes: int
+    error: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """No byte has moved for the stall deadline."""
+
+    error: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Finish what is here and exit: the trainer is gone or said DRAIN, or a signal came."""
+
+
+Event = Submitted | Watched | Progressed | WriteEnded | CommitEnded | Stalled | DrainRequested
+
+
+# Actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartWrite:
+    """Write the save's files and publish its record; without ``memory`` an earlier daemon's record is adopted."""
+
+    save: Save
+    memory: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommit:
+    """Publish the manifest and give the directory its name."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim:
+    """Remove what a save that was given up has left."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell the trainer."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Nothing is left to do."""
+
+
+Action = StartWrite | StartCommit | Reclaim | Send | Exit
+
+
+@dataclass(slots=True)
+class _Job:
+    save: Save
+    memory: bool
+    phase: Phase = Phase.QUEUED
+    answered: bool = False  # a stalled save has been reported as failed, though its thread is still stuck
+
+
+@dataclass(slots=True)
+class Jobs:
+    """All saves that a daemon has in hand."""
+
+    attempt: int
+    _queue: list[_Job] = field(default_factory=list[_Job])
+    _draining: bool = False
+    _seen: set[int] = field(default_factory=set[int])
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    @property
+    def active(self) -> Save | None:
+        """The save that storage is busy with."""
+        return self._queue[0].save if self._queue and self._queue[0].phase is not Phase.QUEUED else None
+
+    def knows(self, save_id: int) -> bool:
+        """Whether this save was ever accepted by this daemon."""
+        return save_id in self._seen
+
+    def handle(self, event: Event) -> list[Action]:
+        """Advance by one event; returns what has to be done, in order."""
+        actions: list[Action] = []
+        match event:
+            case Submitted(save) | Watched(save):
+                # A repeated SAVE is the same save: the answer to the first is under way or was given.
+                if save.save_id not in self._seen:
+                    self._seen.add(save.save_id)
+                    self._queue.append(_Job(save, memory=isinstance(event, Submitted)))
+            case Progressed(save_id, nbytes, total_nbytes):
+                if not self._answered(save_id):
+                    progress = Progress(attempt=self.attempt, save_id=save_id, nbytes=nbytes, total_nbytes=total_nbytes)
+                    actions.append(Send(progress))
+            case WriteEnded(save_id, nbytes, seconds, error):
+                job = self._expect(save_id, Phase.WRITING)
+                if error is not None or job.answered:
+                    if error is None:
+                        actions.append(Reclaim(job.save))
+                    self._finish(job, error, actions)
+                else:
+                    written = Written(attempt=self.attempt, save_id=save_id, nbytes=nbytes, seconds=seconds)
+                    actions.append(Send(written))
+                    job.phase = Phase.COMMITTING
+                    actions.append(StartCommit(job.save))
+            case CommitEnded(save_id, name, nbytes, error):
+                job = self._expect(save_id, Phase.COMMITTING)
+                if error is None and not job.answered:
+                    actions.append(Send(Committed(attempt=self.attempt, save_id=save_id, name=name, nbytes=nbytes)))
+                    job.answered = True
+                self._finish(job, error, actions)
+            case Stalled(error):
+                if self._queue and self._queue[0].phase is not Phase.QUEUED and not self._queue[0].answered:
+                    self._queue[0].answered = True
+                    actions.append(Send(error))
+            case DrainRequested():
+                self._draining = True
+        self._advance(actions)
+        return actions
+
+    def _answered(self, save_id: int) -> bool:
+        return not any(job.save.save_id == save_id and not job.answered for job in self._queue)
+
+    def _expect(self, save_id: int, phase: Phase) -> _Job:
+        job = self._queue[0] if self._queue else None
+        assert job is not None and job.save.save_id == save_id and job.phase is phase, (save_id, phase, job)
+        return job
+
+    def _finish(self, job: _Job, error: Failed | None, actions: list[Action]) -> None:
+        if error is not None and not job.answered:
+            actions.append(Send(error))
+        self._queue.remove(job)
+
+    def _advance(self, actions: list[Action]) -> None:
+        if self._queue and self._queue[0].phase is Phase.QUEUED:
+            job = self._queue[0]
+            job.phase = Phase.WRITING
+            actions.append(StartWrite(job.save, job.memory))
+        elif not self._queue and self._draining:
+            actions.append(Exit())

@@ -1,0 +1,298 @@
+"""The wire: typed messages between trainer and daemon, as msgpack maps. Nothing else knows their encoding.
+
+Every message is a frozen dataclass with a ``kind``; the map on the wire holds that kind, the protocol version and the
+fields. Decoding is strict: an unknown kind, another version, a missing or surplus field, a value of another type or
+outside its bounds is a ``ProtocolError``. Nothing on the wire is ever pickle.
+
+Over the inherited socket pair, together with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``.
+Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``STATUS``, ``DRAIN``; daemon to trainer: ``HELLO``, ``READY``,
+``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``FAILED``, ``HEARTBEAT``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, cast
+
+import msgpack
+
+from sidesave.errors import ProtocolError
+
+VERSION: Final = 1
+MAX_MESSAGE_NBYTES: Final = 1 << 20
+"""A longer message is refused unread; a SAVE of 1,000 containers takes 100 KB."""
+
+_NAME = re.compile(r"[A-Za-z0-9%_@-][A-Za-z0-9%_@.-]{0,199}")
+
+
+def is_safe_name(name: str) -> bool:
+    """Whether ``name`` may become a file name of ours: no separator, no leading dot, no control characters."""
+    return _NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """One run of bytes in an arena: ``offset`` from the arena's start, page-aligned, and ``nbytes``."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if not is_safe_name(self.name):
+            raise ProtocolError(f"{self.name!r} is no container name")
+        if self.offset % 4096 or self.offset < 4096 or self.nbytes < 0:
+            raise ProtocolError(f"extent {self.name} at {self.offset}+{self.nbytes} is not page-aligned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parent:
+    """The checkpoint that a run was resumed from."""
+
+    step: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Base of what travels; ``attempt`` counts daemons of one trainer and is checked by the receiver."""
+
+    kind: ClassVar[str] = ""
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boot(Message):
+    """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
+
+    ``token`` comes back in HELLO. ``io_class`` is ``""``, ``"idle"`` or ``"best-effort"``; no ``cpus`` means all.
+    """
+
+    kind: ClassVar[str] = "BOOT"
+    endpoint: str
+    token: bytes
+    directory: str
+    session: str
+    trainer_pid: int
+    stall_timeout_s: float
+    takeover_timeout_s: float
+    nice: int
+    io_class: str
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attach(Message):
+    """On the socket pair, with the arena's memfd."""
+
+    kind: ClassVar[str] = "ATTACH"
+    arena: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detach(Message):
+    """On the socket pair: the trainer no longer uses this arena."""
+
+    kind: ClassVar[str] = "DETACH"
+    arena: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """The daemon is alive and connected. Alive is not ready: it may have to wait for a lease, or to recover."""
+
+    kind: ClassVar[str] = "HELLO"
+    token: bytes
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(Message):
+    """The daemon holds the directory's lease and has recovered what dead sessions left: names of step directories."""
+
+    kind: ClassVar[str] = "READY"
+    recovered: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save(Message):
+    """A staged state: extents, never bytes.
+
+    ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
+    directory is not created a second time.
+    """
+
+    kind: ClassVar[str] = "SAVE"
+    save_id: int
+    arena: int
+    generation: int
+    step: int
+    session: str
+    sequence: int
+    rank: int
+    world_size: int
+    files: tuple[Extent, ...]
+    objects: Extent
+    parent: Parent | None
+    replace: bool
+    pickled: bool
+    created_s: float
+    torch_version: str
+    retry: bool
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ProtocolError(f"SAVE of step {self.step}, rank {self.rank} of {self.world_size} makes no sense")
+        if re.fullmatch(r"[0-9a-f]{16}", self.session) is None:
+            raise ProtocolError(f"{self.session!r} is no session")
+        if len({extent.name for extent in self.files}) != len(self.files):
+            raise ProtocolError("two files of a SAVE have the same name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch(Message):
+    """Asks for the outcome of a save whose bytes an earlier daemon declared written; no memory is needed."""
+
+    kind: ClassVar[str] = "WATCH"
+    save: Save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress(Message):
+    """Bytes of a save handed to storage so far, of all it has."""
+
+    kind: ClassVar[str] = "PROGRESS"
+    save_id: int
+    nbytes: int
+    total_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written(Message):
+    """This rank's bytes and its record are durable; the arena may be reused."""
+
+    kind: ClassVar[str] = "WRITTEN"
+    save_id: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Message):
+    """The step is visible and durable; ``name`` is its directory's."""
+
+    kind: ClassVar[str] = "COMMITTED"
+    save_id: int
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Message):
+    """A save failed, or, with ``save_id`` None, the daemon itself; ``error`` is a name of ``sidesave.errors``."""
+
+    kind: ClassVar[str] = "FAILED"
+    save_id: int | None
+    error: str
+    message: str
+    errno: int | None
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(Message):
+    """Asks for a HEARTBEAT now."""
+
+    kind: ClassVar[str] = "STATUS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(Message):
+    """The poll loop lives; how many saves it has in hand."""
+
+    kind: ClassVar[str] = "HEARTBEAT"
+    saves: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain(Message):
+    """Finish what was accepted, release the lease, exit."""
+
+    kind: ClassVar[str] = "DRAIN"
+
+
+_KINDS: Final[dict[str, type[Message]]] = {cls.kind: cls for cls in Message.__subclasses__()}
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message."""
+    fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
+    return cast("bytes", msgpack.packb({"kind": message.kind, "version": VERSION, **fields}, use_bin_type=True))
+
+
+def decode(data: bytes | memoryview) -> Message:
+    """Read a message, or raise ``ProtocolError``; nothing is executed and memory is bounded by ``len(data)``."""
+    if len(data) > MAX_MESSAGE_NBYTES:
+        raise ProtocolError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_NBYTES}")
+    try:
+        raw = cast("Any", msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True))
+    except Exception as error:
+        raise ProtocolError(f"not a msgpack message: {error}") from error
+    if not isinstance(raw, dict):
+        raise ProtocolError("a message must be a map")
+    body = cast("dict[str, Any]", raw)
+    kind, version = body.pop("kind", None), body.pop("version", None)
+    if version != VERSION:
+        raise ProtocolError(f"protocol version {version!r} is not {VERSION}: trainer and daemon differ")
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError(f"unknown message kind {kind!r}")
+    return cast("Message", _build(cls, body, cls.kind))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
+    return value
+
+
+_hints: dict[type, dict[str, Any]] = {}
+
+
+def _build(cls: type, body: dict[str, Any], where: str) -> Any:
+    if cls not in _hints:
+        hints = typing.get_type_hints(cls)
+        _hints[cls] = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    hints = _hints[cls]
+    if body.keys() != hints.keys():
+        raise ProtocolError(f"{where}: fields {sorted(map(str, body.keys() ^ hints.keys()))} are missing or unknown")
+    values = {name: _convert(hint, body[name], f"{where}.{name}") for name, hint in hints.items()}
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (option for option in typing.get_args(hint) if option is not type(None))
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where} must be a list")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(item, one, where) for one in cast("list[Any]", value))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{where} must be a map")
+        return _build(hint, cast("dict[str, Any]", value), where)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ProtocolError(f"{where} must be {getattr(hint, '__name__', hint)}, not {type(value).__name__}")
+    return value

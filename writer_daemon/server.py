@@ -1,0 +1,352 @@
+"""The daemon's process: one loop that listens, one thread that writes.
+
+The loop owns the sockets and the state machine (``jobs``) and never touches storage, so it answers while storage hangs.
+It listens to the trainer's messages, to the socket pair that brings staging memory, to the trainer's end (its pidfd
+and the end of the socket pair: an ``exec`` silences the first, a forked child the second), and to signals. The thread
+executes one storage operation after another and reports back as events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psutil
+import zmq
+
+from sidesave.errors import ProtocolError, SidesaveError, WriteStalledError
+from sidesave.stager.arena import Arena
+from sidesave.writer_daemon import commit, jobs, protocol
+from sidesave.writer_daemon.lease import Holder, Lease
+from sidesave.writer_daemon.protocol import Failed, Message, Save
+from sidesave.writer_daemon.storage import PosixStorage, Storage
+from sidesave.writer_daemon.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 1.0
+_BOOT_TIMEOUT_S: Final = 30.0
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Server:
+    """Serves one trainer over an inherited socket pair until it drains or dies."""
+
+    def __init__(self, control: socket.socket) -> None:
+        """Take over ``control``; nothing happens before :meth:`run`."""
+        self._control = control
+        self._arenas: dict[int, Arena] = {}
+        self._events: queue.SimpleQueue[jobs.Event] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._trainer_gone = False
+        self._running = True
+        self._last_progress = time.monotonic()
+
+    def run(self) -> int:
+        """Serve until everything accepted is done and the trainer is gone or has asked to drain; the exit status."""
+        self._catch_signals()
+        boot, self._pidfd = self._receive_boot()
+        self._boot = boot
+        _be_modest(boot)
+        self._jobs = jobs.Jobs(boot.attempt)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(boot.endpoint)
+        self._send(protocol.Hello(attempt=boot.attempt, token=boot.token, pid=os.getpid()))
+        try:
+            storage = PosixStorage(boot.directory)
+            holder = Holder.current(boot.session, boot.trainer_pid)
+            lease = Lease(boot.directory, holder, boot.takeover_timeout_s, self._trainer_is_there)
+            name = f"{boot.attempt}-{os.getpid()}"
+            recovery = commit.recover(storage, lease, name)
+        except SidesaveError as error:
+            self._send(_failed(boot.attempt, None, error))
+            self._linger()
+            return 1
+        ready = protocol.Ready(attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed)
+        self._send(ready)
+        self._worker = _Worker(storage, lease, name, self._post)
+        threading.Thread(target=self._execute, name="sidesave-storage", daemon=True).start()
+        self._loop()
+        self._linger()
+        lease.release()
+        return 0
+
+    # The loop --------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for fd in (self._control.fileno(), self._pidfd, self._wake, self._signals.fileno()):
+            poller.register(fd, zmq.POLLIN)
+        next_heartbeat = time.monotonic()
+        while self._running:
+            ready = {event[0] for event in poller.poll(int(HEARTBEAT_S * 1000))}
+            self._drain_wakeups()
+            if self._signals.fileno() in ready:
+                self._signals.recv(4096)
+                self._handle(jobs.DrainRequested())
+            if self._control.fileno() in ready and not self._trainer_gone:
+                self._read_control()
+            if self._socket in ready:
+                self._read_messages()
+            if not self._trainer_gone and self._pidfd in ready:
+                self._trainer_gone = True
+            if self._trainer_gone and self._control.fileno() in poller:
+                poller.unregister(self._control.fileno())
+                poller.unregister(self._pidfd)
+                self._adopt_staged()
+                self._handle(jobs.DrainRequested())
+            while self._running:
+                try:
+                    event = self._events.get_nowait()
+                except queue.Empty:
+                    break
+                self._handle(event)
+            now = time.monotonic()
+            self._watch_for_stall(now)
+            if now >= next_heartbeat:
+                next_heartbeat = now + HEARTBEAT_S
+                self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
+
+    def _handle(self, event: jobs.Event) -> None:
+        self._last_progress = time.monotonic()
+        for action in self._jobs.handle(event):
+            match action:
+                case jobs.Send(message):
+                    self._send(message)
+                case jobs.StartWrite(save, memory):
+                    arena = self._arenas.get(save.arena) if memory else None
+                    self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena, self._boot.attempt))
+                case jobs.StartCommit(save):
+                    self._work.put(lambda save=save: self._worker.commit(save, self._boot.attempt))
+                case jobs.Reclaim(save):
+                    self._work.put(lambda save=save: self._worker.reclaim(save))
+                case jobs.Exit():
+                    self._running = False
+
+    def _watch_for_stall(self, now: float) -> None:
+        save = self._jobs.active
+        if save is not None and now - self._last_progress > self._boot.stall_timeout_s:
+            message = f"no byte of step {save.step} has moved for {self._boot.stall_timeout_s:g} s"
+            error = WriteStalledError(110, message, self._boot.directory)
+            self._handle(jobs.Stalled(_failed(self._boot.attempt, save.save_id, error)))
+
+    # What comes in ---------------------------------------------------------------------------------------------
+
+    def _read_messages(self) -> None:
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = protocol.decode(data)
+                if message.attempt != self._boot.attempt:
+                    raise ProtocolError(f"a message of attempt {message.attempt} reached attempt {self._boot.attempt}")
+                self._accept(message)
+            except ProtocolError as error:
+                logger.warning("refused a message: %s", error)
+                self._send(_failed(self._boot.attempt, None, error))
+
+    def _accept(self, message: Message) -> None:
+        match message:
+            case Save():
+                if message.arena not in self._arenas:
+                    self._read_control()  # its ATTACH was sent first, on the other channel
+                if message.arena not in self._arenas:
+                    error = ProtocolError(f"arena {message.arena} was never attached")
+                    self._send(_failed(self._boot.attempt, message.save_id, error))
+                    return
+                self._handle(jobs.Submitted(message))
+            case protocol.Watch(save=save):
+                self._handle(jobs.Watched(save))
+            case protocol.Status():
+                self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
+            case protocol.Drain():
+                self._handle(jobs.DrainRequested())
+            case _:
+                raise ProtocolError(f"a trainer does not send {message.kind}")
+
+    def _receive_boot(self) -> tuple[protocol.Boot, int]:
+        self._control.settimeout(_BOOT_TIMEOUT_S)
+        data, fds, _, _ = socket.recv_fds(self._control, protocol.MAX_MESSAGE_NBYTES, 1)
+        self._control.setblocking(False)
+        boot = protocol.decode(data)
+        if not isinstance(boot, protocol.Boot) or len(fds) != 1:
+            raise ProtocolError("the first message must be BOOT, with a pidfd")
+        return boot, fds[0]
+
+    def _read_control(self) -> None:
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._control, 65536, 4)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("the socket pair broke: %s", error)
+                data, fds = b"", []
+            if not data:
+                self._trainer_gone = True
+                return
+            try:
+                self._accept_memory(protocol.decode(data), fds)
+            except ProtocolError as error:
+                logger.warning("refused staging memory: %s", error)
+
+    def _accept_memory(self, message: Message, fds: list[int]) -> None:
+        match message, fds:
+            case protocol.Attach(arena=number), [fd]:
+                self._arenas[number] = Arena.attach(fd)
+            case protocol.Detach(arena=number), []:
+                arena = self._arenas.pop(number, None)
+                if arena is not None:  # a write under way keeps it; the mapping goes with the last reference
+                    del arena
+            case _:
+                for fd in fds:
+                    os.close(fd)
+                raise ProtocolError(f"{message.kind} with {len(fds)} descriptors makes no sense here")
+
+    def _adopt_staged(self) -> None:
+        """The trainer died: saves that it had staged, and may not have sent, are in the memory itself."""
+        self._read_messages()
+        for number, arena in self._arenas.items():
+            descriptor = arena.staged_descriptor()
+            if descriptor is None:
+                continue
+            try:
+                save = protocol.decode(descriptor)
+            except ProtocolError as error:
+                logger.warning("a staged save cannot be read: %s", error)
+                continue
+            if isinstance(save, Save) and save.arena == number and not self._jobs.knows(save.save_id):
+                self._handle(jobs.Submitted(dataclasses.replace(save, retry=True)))
+
+    # What goes out ---------------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # the trainer is stopped or gone; what matters is on disk
+            logger.warning("the trainer does not take %s", message.kind)
+
+    def _linger(self) -> None:
+        """Give the last messages up to two seconds to leave, unless nobody is there to read them."""
+        self._socket.close(linger=0 if self._trainer_gone else 2000)
+        self._context.term()
+
+    def _post(self, event: jobs.Event) -> None:
+        self._events.put(event)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake, 1)
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _execute(self) -> None:
+        while True:
+            self._work.get()()
+
+    # The trainer's end, signals --------------------------------------------------------------------------------
+
+    def _trainer_is_there(self) -> bool:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        poller.register(self._control, select.POLLHUP)
+        return not any(event & (select.POLLIN | select.POLLHUP) for _, event in poller.poll(0))
+
+    def _catch_signals(self) -> None:
+        self._signals, writer = socket.socketpair()
+        self._signals.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, _ignore)  # the wakeup descriptor tells the loop
+
+
+class _Worker:
+    """Storage operations, each ending in an event. Runs in the storage thread; any error becomes the save's."""
+
+    def __init__(self, storage: Storage, lease: Lease, attempt: str, post: Callable[[jobs.Event], None]) -> None:
+        self._storage = storage
+        self._lease = lease
+        self._attempt = attempt
+        self._post = post
+        self._writer = Writer(storage, attempt)
+
+    def write(self, save: Save, arena: Arena | None, attempt: int) -> None:
+        started = time.monotonic()
+
+        def progressed(nbytes: int, total: int) -> None:
+            self._post(jobs.Progressed(save.save_id, nbytes, total))
+
+        try:
+            record = commit.find_record(self._storage, save) if save.retry else None
+            if record is None:
+                if arena is None:
+                    raise ProtocolError(f"step {save.step} was said to be written, but its record is not there")
+                record = self._writer.write(save, arena, progressed)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must fail one save, not the daemon
+            commit.reclaim(self._storage, save)
+            self._post(jobs.WriteEnded(save.save_id, 0, 0.0, _failed(attempt, save.save_id, error)))
+            return
+        self._post(jobs.WriteEnded(save.save_id, record.nbytes, time.monotonic() - started))
+
+    def commit(self, save: Save, attempt: int) -> None:
+        try:
+            content = commit.commit(self._storage, self._lease, save, self._attempt)
+        except Exception as error:  # noqa: BLE001 - as above
+            commit.reclaim(self._storage, save)
+            self._post(jobs.CommitEnded(save.save_id, "", 0, _failed(attempt, save.save_id, error)))
+            return
+        name = commit.manifest.step_directory(save.step)
+        self._post(jobs.CommitEnded(save.save_id, name, content.nbytes))
+
+    def reclaim(self, save: Save) -> None:
+        commit.reclaim(self._storage, save)
+
+
+def _failed(attempt: int, save_id: int | None, error: Exception) -> Failed:
+    if not isinstance(error, SidesaveError):
+        logger.error("unexpected error", exc_info=error)
+    errno = getattr(error, "errno", None)
+    path = getattr(error, "filename", None)
+    return Failed(
+        attempt=attempt,
+        save_id=save_id,
+        error=type(error).__name__,
+        message=(error.strerror if isinstance(error, OSError) and error.strerror else str(error))[:4000],
+        errno=errno if isinstance(errno, int) else None,
+        path=path if isinstance(path, str) else None,
+    )
+
+
+def _ignore(number: int, frame: object) -> None:
+    """A handler that does nothing; without one the signal would end the process."""
+
+
+def _be_modest(boot: protocol.Boot) -> None:
+    """Apply niceness, I/O class and cores; what the system refuses is logged and left."""
+    me = psutil.Process()
+    try:
+        if boot.nice:
+            me.nice(boot.nice)
+        if boot.io_class:
+            me.ionice(psutil.IOPRIO_CLASS_IDLE if boot.io_class == "idle" else psutil.IOPRIO_CLASS_BE)
+        if boot.cpus:
+            me.cpu_affinity(list(boot.cpus))
+    except (psutil.Error, OSError, ValueError) as error:
+        logger.warning("cannot set the daemon's priority or cores: %s", error)

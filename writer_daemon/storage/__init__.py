@@ -1,0 +1,6 @@
+"""Where checkpoints are kept: a small ABC and one module per backend."""
+
+from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
+from sidesave.writer_daemon.storage.posix import PosixStorage
+
+__all__ = ["InputFile", "OutputFile", "PosixStorage", "Storage"]

@@ -1,0 +1,113 @@
+"""The storage that a run directory lives on, as the writer sees it: few operations, each with its durability stated.
+
+Paths are relative to the run directory: ``name`` or ``directory/name``. Every operation raises ``WriteError`` (or a
+subclass) with errno and the full path, and every one may be repeated after a crash of the caller.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+
+
+class OutputFile(ABC):
+    """A new file under an attempt name: written in any order, by several threads, then finished once."""
+
+    @abstractmethod
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at ``offset``, both multiples of 4096, from page-aligned memory. Thread-safe."""
+
+    @abstractmethod
+    def finish(self, nbytes: int) -> None:
+        """Cut the file to ``nbytes`` and make its content durable. After an error the file must be given up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the descriptor; idempotent. Without :meth:`finish` before, the content means nothing."""
+
+
+class InputFile(ABC):
+    """A file being read; closed by its ``with`` block."""
+
+    nbytes: int
+    """The file's length when it was opened."""
+
+    @abstractmethod
+    def read_at(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes ``[offset, offset + nbytes)``, fewer where the file ends; valid until the next call. Blocking."""
+
+
+class Storage(ABC):
+    """One run directory."""
+
+    root: str
+    """Full path or URL of the run directory, for messages."""
+
+    @abstractmethod
+    def free_nbytes(self) -> int:
+        """Bytes that an unprivileged user can still write, as far as the system tells."""
+
+    @abstractmethod
+    def make_directory(self, name: str, mode: int) -> bool:
+        """Create a directory; False when it is there. Durable after :meth:`sync_directory` of its parent."""
+
+    @abstractmethod
+    def list_directory(self, name: str) -> list[str]:
+        """Names in a directory, read afresh; empty when there is no such directory."""
+
+    @abstractmethod
+    def create(self, path: str, nbytes: int) -> OutputFile:
+        """Make a new file and reserve ``nbytes`` for it where the system can; never opens an existing one."""
+
+    @abstractmethod
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        """A small file's content, None when there is none; longer than ``max_nbytes`` is an error."""
+
+    @abstractmethod
+    def open(self, path: str) -> AbstractContextManager[InputFile]:
+        """Open a file for reading from the medium, past the page cache where that can be had."""
+
+    @abstractmethod
+    def publish(self, temporary: str, final: str) -> bool:
+        """Give a finished file its name, once: False when the name is taken (nothing is replaced).
+
+        The temporary name is gone afterwards in the first case. Durable after :meth:`sync_directory`.
+        """
+
+    @abstractmethod
+    def rename_directory(self, source: str, target: str) -> None:
+        """Rename a directory onto a name that must be free. Durable after :meth:`sync_directory` of the parent."""
+
+    @abstractmethod
+    def open_to_readers(self, name: str) -> None:
+        """Give a private directory the mode that the umask allows."""
+
+    @abstractmethod
+    def sync_directory(self, name: str) -> None:
+        """Make the entries of a directory durable; ``""`` is the run directory itself."""
+
+    @abstractmethod
+    def sync_file(self, path: str) -> None:
+        """Make a published file durable again; for recovery only."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file; no error when it is not there."""
+
+    @abstractmethod
+    def remove_tree(self, name: str) -> None:
+        """Remove a directory of ours and all in it, following no link; no error when it is not there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the run directory; idempotent."""
+
+    @contextmanager
+    def creating(self, path: str, nbytes: int) -> Generator[OutputFile]:
+        """:meth:`create`, closed at the end of the block."""
+        file = self.create(path, nbytes)
+        try:
+            yield file
+        finally:
+            file.close()
