@@ -259,10 +259,7 @@ class Checkpointer:
                 return
             arena.mark_staged(protocol.encode(save))  # from here on the save survives this process
             handle.staged.set_result(None)
-            if self._connection.failure is not None:
-                self._settle(save_id, self._connection.failure)
-            else:
-                self._connection.submit(save)
+            self._connection.submit(save)
 
         try:
             self._copier.copy(flat, plan, slot, staged, blocking=blocking)

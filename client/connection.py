@@ -127,8 +127,14 @@ class Connection:
 
     def submit(self, save: Save) -> None:
         """Have a staged save written; the outcome comes through the callbacks. Never blocks."""
-        self._to_send.put(save)
-        self._wake_up()
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._to_send.put(save)
+        if failure is None:
+            self._wake_up()
+        else:
+            self._on_lost([save.save_id], failure)
 
     def close(self, timeout_s: float) -> None:
         """Let the daemon finish and exit, at most ``timeout_s``; afterwards it is left to finish alone. Idempotent."""
@@ -368,20 +374,12 @@ class Connection:
         return process.last_words()
 
     def _give_up(self, error: SidesaveError) -> None:
-        self._failure = error
-        while True:
-            with contextlib.suppress(queue.Empty):
-                save = self._to_send.get_nowait()
-                self._outstanding[save.save_id] = _Outstanding(save)
-                continue
-            break
+        with self._lock:
+            self._failure = error  # from here on submit() refuses
         lost, self._outstanding = list(self._outstanding), {}
+        while not self._to_send.empty():
+            lost.append(self._to_send.get().save_id)
         self._on_lost(lost, error)
-
-    @property
-    def failure(self) -> SidesaveError | None:
-        """Why no daemon can be had any more; None while one runs or is being started."""
-        return self._failure
 
 
 def _socket_directory() -> str:

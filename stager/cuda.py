@@ -9,6 +9,7 @@ short ``.item()`` behind it waits for at most one chunk.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -42,14 +43,30 @@ class _Run:
 
 
 @dataclass(slots=True)
+class _Target:
+    """Staging memory as the copies see it; ``base`` is where the image starts in the arena."""
+
+    image: torch.Tensor
+    base: int
+
+    def copy_from(self, source: torch.Tensor, offset: int) -> None:
+        """Enqueue a copy of bytes in chunks, none of which crosses the border of two pinned pieces."""
+        done = 0
+        while done < source.numel():
+            position = offset + done
+            to_border = PIECE_NBYTES - (self.base + position) % PIECE_NBYTES
+            nbytes = min(CHUNK_NBYTES, source.numel() - done, to_border)
+            self.image[position : position + nbytes].copy_(source[done : done + nbytes], non_blocking=True)
+            done += nbytes
+
+
+@dataclass(slots=True)
 class _DeviceCopy:
-    """One device's part of a save."""
+    """One device's part of a save; ``guarded`` are the tensors that are read beside training."""
 
     lane: _Lane
-    image: torch.Tensor
-    image_base: int
+    target: _Target
     runs: list[_Run]
-    direct: list[Job]
     guarded: list[Job]
     start: torch.cuda.Event
     before: list[torch.Tensor]
@@ -75,12 +92,12 @@ class CudaCopy:
                     lane.stream.wait_event(part.start)
                     for run in part.runs:
                         source = lane.scratch[run.scratch_offset : run.scratch_offset + run.nbytes]
-                        _copy_bytes(part, source, run.image_offset)
+                        part.target.copy_from(source, run.image_offset)
                     lane.scratch_read = torch.cuda.Event()
                     lane.scratch_read.record(lane.stream)
                     lane.scratch_free.set()
-                    for job in part.direct:
-                        _copy_bytes(part, job.source.reshape(-1).view(torch.uint8), job.offset)
+                    for job in part.guarded:
+                        part.target.copy_from(_bytes_of(job.source), job.offset)
                     part.after = _fingerprint(part.guarded, validate=part.validate)
                     part.done = torch.cuda.Event(blocking=True)
                     part.done.record(lane.stream)
@@ -102,37 +119,32 @@ class CudaCopy:
             assert part.done is not None
             part.done.synchronize()
             for before, after in zip(part.before, part.after, strict=True):
-                same = (before == after) | (before.isnan() & after.isnan() if before.is_floating_point() else False)
-                if not bool(same.all()):
-                    torn += [
-                        job.fqn
-                        for job, ok in zip(part.guarded, cast("list[bool]", same.tolist()), strict=True)
-                        if not ok
-                    ]
+                same = cast("list[bool]", ((before == after) | (before.isnan() & after.isnan())).tolist())
+                torn += [job.fqn for job, unchanged in zip(part.guarded, same, strict=True) if not unchanged]
         self._parts = []
         return torn
 
 
-def _copy_bytes(part: _DeviceCopy, source: torch.Tensor, image_offset: int) -> None:
-    """Enqueue a copy in chunks, none of which crosses the border of two pinned pieces."""
-    done = 0
-    while done < source.numel():
-        position = image_offset + done
-        to_border = PIECE_NBYTES - (part.image_base + position) % PIECE_NBYTES
-        nbytes = min(CHUNK_NBYTES, source.numel() - done, to_border)
-        part.image[position : position + nbytes].copy_(source[done : done + nbytes], non_blocking=True)
-        done += nbytes
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous device tensor as flat bytes; others are gathered, resolved and flattened first."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _fingerprint(jobs: Sequence[Job], *, validate: bool) -> list[torch.Tensor]:
-    """Norms, element i for job i, and with ``validate`` exact checksums as well; enqueued on the current stream."""
+    """Norms, element i for job i, and with ``validate`` exact checksums as well; enqueued on the current stream.
+
+    ``jobs`` must be sorted by dtype: the fused kernel takes one dtype at a time. Norms of half-precision tensors are
+    accumulated and returned in float32, for a norm of three digits would notice little.
+    """
     if not jobs:
         return []
-    sources = [job.source for job in jobs]
-    prints = [torch.stack([norm.double() for norm in torch._foreach_norm(sources)])]
+    norms: list[torch.Tensor] = []
+    for dtype, group in itertools.groupby(jobs, key=lambda job: job.source.dtype):
+        wide = torch.float32 if dtype.itemsize == 2 else None
+        norms.append(torch.stack(torch._foreach_norm([job.source for job in group], 2, wide)).double())
+    prints = [torch.cat(norms)]
     if validate:
-        checksums = [source.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for source in sources]
-        prints.append(torch.stack(checksums))
+        prints.append(torch.stack([_bytes_of(job.source).sum(dtype=torch.int64) for job in jobs]).double())
     return prints
 
 
@@ -160,7 +172,6 @@ class _Lane:
             torch.cuda.current_stream(self.device).wait_event(self.scratch_read)
         guarded: list[Job] = []
         packed: list[Job] = []
-        direct: list[Job] = []
         now: list[Job] = []
         room = self.scratch.numel()
         for job in sorted(jobs, key=lambda job: job.offset):
@@ -171,29 +182,29 @@ class _Lane:
             if nbytes == 0:
                 continue
             if safe and not small:
-                direct.append(job)
                 guarded.append(job)
             elif nbytes + 16 <= room:
                 packed.append(job)
                 room -= nbytes + 16  # at most that much is lost to alignment
             else:
                 now.append(job)
+        guarded.sort(key=lambda job: str(job.source.dtype))
         runs = self._pack(packed)
         stream = torch.cuda.current_stream(self.device)
+        target = _Target(slot.image, slot.arena.data_offset)
         if now:
-            self._copy_now(now, stream)
+            self._copy_now(now, target, stream)
         before = _fingerprint(guarded, validate=validate)
         for job in guarded:
             job.source.record_stream(self.stream)
         start = torch.cuda.Event()
         start.record(stream)
         self.scratch_free.clear()
-        base = slot.arena.data_offset
-        return _DeviceCopy(self, slot.image, base, runs, direct, guarded, start, before, validate)
+        return _DeviceCopy(self, target, runs, guarded, start, before, validate)
 
     def _pack(self, jobs: Sequence[Job]) -> list[_Run]:
         runs: list[_Run] = []
-        views: list[torch.Tensor] = []
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         position = 0
         for job in jobs:
             nbytes = job.target.numel() * job.target.element_size()
@@ -205,19 +216,21 @@ class _Lane:
                 position += -position % 16
                 runs.append(_Run(position, job.offset, nbytes))
             view = self.scratch[position : position + nbytes].view(job.target.dtype).view(job.target.shape)
+            views, sources = by_dtype.setdefault(job.target.dtype, ([], []))
             views.append(view)
+            sources.append(job.source)
             position += nbytes
-        if views:
-            torch._foreach_copy_(views, [job.source for job in jobs])
+        for views, sources in by_dtype.values():  # one fused launch per dtype
+            torch._foreach_copy_(views, sources)
         return runs
 
-    def _copy_now(self, jobs: Sequence[Job], stream: torch.cuda.Stream) -> None:
+    def _copy_now(self, jobs: Sequence[Job], target: _Target, stream: torch.cuda.Stream) -> None:
         """Unguarded tensors that exceed the scratch: the compute stream waits for their way out."""
-        self.stream.wait_event(stream.record_event())
+        self.stream.wait_stream(stream)
         with torch.cuda.stream(self.stream):
             for job in jobs:
-                job.target.copy_(job.source.contiguous().resolve_conj().resolve_neg(), non_blocking=True)
-        stream.wait_event(self.stream.record_event())
+                target.copy_from(_bytes_of(job.source), job.offset)
+        stream.wait_stream(self.stream)
 
 
 class CudaLanes:

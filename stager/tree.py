@@ -168,7 +168,7 @@ class _Flattener:
         self._by_address: dict[int, list[tuple[torch.Tensor, Any]]] = {}
 
     def encode(self, value: Any, fqn: str, depth: int) -> Any:
-        kind: type = type(value)
+        kind = cast("Any", type(value))
         if kind is torch.Tensor or kind is nn.Parameter:
             return self._tensor(value, fqn)
         if kind in _PRIMITIVES:
@@ -386,8 +386,9 @@ class Skeleton:
         """Decode ``data``, the objects file ``where``; ``IntegrityError`` when it is malformed."""
         self._where = where
         try:
-            body: Any = msgpack.unpackb(
-                data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"
+            body = cast(
+                "Any",
+                msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"),
             )
         except Exception as error:
             raise IntegrityError(f"{where}: not a skeleton: {error}") from error

@@ -147,7 +147,13 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, sessio
         storage.remove_tree(replaced)
         storage.rename_directory(target, replaced)
         storage.sync_directory("")
-    storage.rename_directory(partial, target)
+        try:
+            storage.rename_directory(partial, target)
+        except WriteError:
+            storage.rename_directory(replaced, target)
+            raise
+    else:
+        storage.rename_directory(partial, target)
     storage.sync_directory("")
     storage.remove_tree(replaced)
 

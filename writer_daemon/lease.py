@@ -6,10 +6,13 @@ description of the holder inside, for messages. The file stays; a lock on it is 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +26,9 @@ from sidesave.errors import DirectoryInUseError, WriteError, write_error
 
 LEASE_FILE: Final = ".sidesave.lease"
 _POLL_S: Final = 0.05
+_KILL_TIMEOUT_S: Final = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class Holder:
     boot_id: str
     pid_namespace: int
     pid: int
+    started_s: float
     trainer_pid: int
     trainer_started_s: float
 
@@ -46,6 +53,7 @@ class Holder:
             boot_id=_boot_id(),
             pid_namespace=_pid_namespace(),
             pid=os.getpid(),
+            started_s=_started_s(os.getpid()) or 0.0,
             trainer_pid=trainer_pid,
             trainer_started_s=_started_s(trainer_pid) or 0.0,
         )
@@ -56,6 +64,16 @@ class Holder:
             return False
         started = _started_s(self.trainer_pid)
         return started is None or started != self.trainer_started_s
+
+    def kill(self) -> None:
+        """SIGKILL the holding daemon, if it still is that process."""
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                if _started_s(self.pid) == self.started_s:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            finally:
+                os.close(pidfd)
 
 
 def _boot_id() -> str:
@@ -82,11 +100,13 @@ class Lease:
         """Take the lease of ``root``.
 
         Where the present holder's trainer is dead, its daemon is finishing what was staged: that is waited for, up to
-        ``takeover_timeout_s`` and while ``keep_waiting()``. Raises ``DirectoryInUseError`` naming the holder otherwise.
+        ``takeover_timeout_s`` and while ``keep_waiting()``; then the daemon is killed, which fences it. Raises
+        ``DirectoryInUseError`` naming the holder when that lives, or cannot be killed.
         """
         self._path = f"{root}/{LEASE_FILE}"
         self.session: Final = holder.session
         deadline = time.monotonic() + takeover_timeout_s
+        killed = False
         while True:
             fd = self._open()
             try:
@@ -95,7 +115,11 @@ class Lease:
                 other = _describe(fd)
                 os.close(fd)
                 finishing = other is not None and other.trainer_is_gone()
-                if not finishing or time.monotonic() > deadline or not keep_waiting():
+                if other is not None and finishing and not killed and time.monotonic() > deadline:
+                    logger.warning("daemon %d of a dead trainer has not finished in time: killing it", other.pid)
+                    other.kill()
+                    killed, deadline = True, time.monotonic() + _KILL_TIMEOUT_S
+                elif not finishing or time.monotonic() > deadline or not keep_waiting():
                     raise _in_use(root, other, finishing) from None
                 time.sleep(_POLL_S)
                 continue

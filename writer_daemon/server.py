@@ -63,6 +63,7 @@ class Server:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a trainer that was stopped for hours must still learn of its saves
         self._socket.connect(boot.endpoint)
         self._send(protocol.Hello(attempt=boot.attempt, token=boot.token, pid=os.getpid()))
         try:
@@ -122,12 +123,14 @@ class Server:
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
 
     def _handle(self, event: jobs.Event) -> None:
-        self._last_progress = time.monotonic()
+        if not isinstance(event, (jobs.Submitted, jobs.Watched, jobs.DrainRequested)):
+            self._last_progress = time.monotonic()
         for action in self._jobs.handle(event):
             match action:
                 case jobs.Send(message):
                     self._send(message)
                 case jobs.StartWrite(save, memory):
+                    self._last_progress = time.monotonic()
                     arena = self._arenas.get(save.arena) if memory else None
                     self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena, self._boot.attempt))
                 case jobs.StartCommit(save):

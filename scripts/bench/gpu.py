@@ -50,7 +50,7 @@ class Subject:
     def settle(self) -> None:
         """Delete what was saved and let disk and device come to rest."""
         self.peer.discard()
-        settle()
+        settle(self.state.nbytes)
         torch.cuda.synchronize()
 
 

@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import load_file
 
-from scripts.bench.common import Field, arguments, rotated, settle, workspace
+from scripts.bench.common import Field, arguments, private_memory, rotated, settle, workspace
 from scripts.bench.peers import DcpSave, Peer, Safetensors, Sidesave, TorchSave, choose, require
-from scripts.bench.raw_limits import BLOCK, LIBC, direct_read, private_memory
+from scripts.bench.raw_limits import BLOCK, LIBC, direct_read
 from scripts.bench.report import Report, machine, median, rate, ratios, spread
 from scripts.bench.state import TrainState, flatten
 
@@ -85,6 +85,7 @@ class Loader:
     """One way to read a checkpoint back, with what it took: one entry a round."""
 
     path: Path
+    nbytes: int
     load: Callable[[], object]
     cold_s: list[float] = field(default_factory=list)
     cold_touched_s: list[float] = field(default_factory=list)
@@ -94,13 +95,13 @@ class Loader:
 
     def measure(self) -> None:
         """Load from the cold cache, then from the warm one."""
-        settle()
         self.stayed = max(self.stayed, make_cold(self.path))
         self._time(self.cold_s, self.cold_touched_s)
         make_warm(self.path)
         self._time(self.warm_s, self.warm_touched_s)
 
     def _time(self, loaded_s: list[float], touched_s: list[float]) -> None:
+        settle(self.nbytes)
         start = time.perf_counter()
         loaded = self.load()
         loaded_s.append(time.perf_counter() - start)
@@ -115,18 +116,18 @@ def loaders_of(peer: Peer, state: TrainState) -> dict[str, Loader]:
         case TorchSave():
             file = path / "state.pt"
             return {
-                "torch.load": Loader(path, lambda: torch.load(file)),
-                "torch.load(mmap=True)": Loader(path, lambda: torch.load(file, mmap=True)),
+                "torch.load": Loader(path, state.nbytes, lambda: torch.load(file)),
+                "torch.load(mmap=True)": Loader(path, state.nbytes, lambda: torch.load(file, mmap=True)),
             }
         case Safetensors():
-            return {"safetensors.load_file": Loader(path, lambda: load_file(path / "state.safetensors"))}
+            return {"safetensors.load_file": Loader(path, state.nbytes, lambda: load_file(path / "state.safetensors"))}
         case DcpSave():
-            return {"dcp.load in place": Loader(path, lambda: dcp_load(path, state))}
+            return {"dcp.load in place": Loader(path, state.nbytes, lambda: dcp_load(path, state))}
         case Sidesave():
             sidesave = require("sidesave")
             return {
-                "sidesave.load": Loader(path, lambda: sidesave.load(path)),
-                "sidesave.load in place": Loader(path, lambda: sidesave_load(path, state)),
+                "sidesave.load": Loader(path, state.nbytes, lambda: sidesave.load(path)),
+                "sidesave.load in place": Loader(path, state.nbytes, lambda: sidesave_load(path, state)),
             }
         case _:
             return {}
@@ -165,7 +166,7 @@ def main() -> None:
             loaders |= loaders_of(peer, state)
             if isinstance(peer, Safetensors):
                 path = peer.saved[-1]
-                loaders[RAW] = Loader(path, lambda path=path: raw_read(path / "state.safetensors"))
+                loaders[RAW] = Loader(path, state.nbytes, lambda path=path: raw_read(path / "state.safetensors"))
         for turn in range(args.rounds):
             for loader in rotated(list(loaders.values()), turn):
                 loader.measure()

@@ -144,7 +144,7 @@ def measure_start(name: str, folder: Path, turn: int) -> list[float]:
     target.mkdir()
     script = folder / f"start-{name}.py"
     script.write_text(PRELUDE + STARTS[name])
-    settle()
+    settle(0)
     command = [sys.executable, str(script), str(time.monotonic()), str(target)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

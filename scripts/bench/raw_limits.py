@@ -3,7 +3,6 @@
 python -m scripts.bench.raw_limits --size large
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -17,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from scripts.bench.common import arguments, rotated, settle, workspace
+from scripts.bench.common import MADV_POPULATE_WRITE, arguments, private_memory, rotated, settle, workspace
 from scripts.bench.report import Report, machine, rate, spread
 from scripts.bench.state import TrainState
 
@@ -26,15 +25,6 @@ BLOCK = 8 * MIB
 THREADS = (1, 2, 4)
 CORES = len(os.sched_getaffinity(0))
 LIBC = ctypes.CDLL(None, use_errno=True)  # `mmap.madvise` would hold the GIL
-MADV_POPULATE_WRITE = 23  # Linux 5.14
-
-
-def private_memory(nbytes: int) -> mmap.mmap:
-    """Return fresh page-aligned memory, of huge pages if it can be: a read into small ones is three times slower."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def random_buffer(nbytes: int) -> mmap.mmap:
@@ -184,7 +174,7 @@ def direct_write_best(folder: Path, nbytes: int, source: mmap.mmap) -> float:
     times = []
     for threads in THREADS:
         path = folder / f"raw-{threads}"
-        settle()
+        settle(0)
         times.append(direct_write(path, nbytes, source, threads))
         path.unlink()
     return min(times)
@@ -231,7 +221,7 @@ def main() -> None:
         rates: dict[str, list[float]] = {name: [] for name in limits}
         for turn in range(args.rounds):
             for name, (amount, limit) in rotated(list(limits.items()), turn):
-                settle()
+                settle(nbytes)
                 rates[name] += rate(amount, [limit()])
         report.note(f"{nbytes / 1e9:.2f} GB, {args.rounds} rounds. {machine(folder)}.")
 

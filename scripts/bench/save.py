@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.bench.common import Field, SaveTimes, arguments, measure_save, rotated, settle, workspace
+from scripts.bench.common import Field, SaveTimes, arguments, measure_save, rotated, workspace
 from scripts.bench.peers import Peer, Sidesave, choose
 from scripts.bench.raw_limits import MIB, copy_best, direct_write_best, host_targets, random_buffer
 from scripts.bench.report import Report, Series, machine, median, ratios, spread
@@ -53,7 +53,6 @@ def steady_rounds(peers: Sequence[Peer], state: TrainState, baselines: Baselines
     for step in range(1, rounds + 1):
         turns = [baselines.write, baselines.copy, *(turn_of(peer, step) for peer in peers)]
         for turn in rotated(turns, step):
-            settle()
             turn()
 
 

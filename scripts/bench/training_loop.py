@@ -76,7 +76,7 @@ def run_block(trainer: Trainer, peer: Peer | None, pace: Pace, first_save: int, 
     """Train one block and note its times."""
     if peer is not None:
         peer.discard()
-    settle()
+    settle(trainer.state.nbytes)
     trainer.step(None)
     start = time.perf_counter()
     for save in range(pace.saves):
