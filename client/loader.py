@@ -207,6 +207,8 @@ def _describe(reader: CheckpointReader, cast_to: torch.dtype | None) -> Callable
         if ref.dtype is not None:
             shape = shape[:-1] if CARRIERS[ref.dtype].pair else shape
             dtype = ref.dtype
+        if ref.sparse_shape is not None:
+            shape = ref.sparse_shape
         return _Expected(shape, cast_to if cast_to is not None and dtype.is_floating_point else dtype)
 
     return describe

@@ -28,6 +28,9 @@ from sidesave.errors import ProtocolError
 PAGE: Final = 4096
 """Alignment of everything that O_DIRECT touches, in bytes."""
 
+HUGE_PAGE: Final = 2 << 20
+"""Size and alignment of the pages that a mapping is populated with where the kernel gives them."""
+
 _MAGIC: Final = b"SIDESAV1"
 _HEADER = struct.Struct("<8sQQ")  # magic, arena bytes, data offset
 _GENERATION_AT: Final = 64  # each word on a cache line of its own
@@ -36,6 +39,9 @@ _DESCRIPTOR_NBYTES_AT: Final = 136
 
 _MADV_DONTFORK: Final = 10
 _MADV_DONTNEED: Final = 4
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 _F_ADD_SEALS: Final = 1033
 _SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # SEAL, SHRINK, GROW, FUTURE_WRITE
 _MFD_NOEXEC_SEAL: Final = 0x8
@@ -222,12 +228,28 @@ class Arena:
 
 
 def _map(fd: int, nbytes: int, protection: int) -> int:
-    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
-    if address is None or address == ctypes.c_void_p(-1).value:
+    """Map a whole memfd at a multiple of 2 MiB, so that its huge pages can be mapped as such."""
+    reserved = _mmap(None, nbytes + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-reserved // HUGE_PAGE) * HUGE_PAGE
+    end = address + page_up(nbytes)
+    try:
+        _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        error = madvise(address, nbytes, _MADV_DONTFORK)
+        if error:
+            raise OSError(error, "cannot hide staging memory from forked children")
+    except OSError:
+        _libc.munmap(reserved, nbytes + HUGE_PAGE)
+        raise
+    if address > reserved:
+        _libc.munmap(reserved, address - reserved)
+    if reserved + nbytes + HUGE_PAGE > end:
+        _libc.munmap(end, reserved + nbytes + HUGE_PAGE - end)
+    return address
+
+
+def _mmap(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if mapped is None or mapped == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot map {nbytes} bytes of staging memory: {os.strerror(code)}")
-    error = madvise(address, nbytes, _MADV_DONTFORK)
-    if error:
-        _libc.munmap(address, nbytes)
-        raise OSError(error, "cannot hide staging memory from forked children")
-    return int(address)
+    return int(mapped)

@@ -56,7 +56,7 @@ class Tag(enum.IntEnum):
     DEQUE = 12  # maxlen, items
     BYTEARRAY = 13
     BYTES_IO = 14  # content, position
-    NUMPY_SCALAR = 15  # dtype, bytes
+    NUMPY_SCALAR = 15  # dtype, bytes; or "" and a .npy file where neither bytes nor dtype say it all
     NUMPY_ARRAY = 16  # tensor node
     NUMPY_FILE = 17  # an array that torch has no dtype for, as a .npy file
     SIZE = 18
@@ -196,7 +196,9 @@ class _Flattener:
         if isinstance(value, pathlib.PosixPath):
             return [Tag.PATH, str(value)]
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
+        if numpy is not None and _is_numpy_scalar(value):
+            if value.dtype.fields or not value.dtype.itemsize:
+                return [Tag.NUMPY_SCALAR, "", _to_npy(value)]
             return [Tag.NUMPY_SCALAR, value.dtype.str, value.tobytes()]
         if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and not value.dtype.hasobject:
             return self._array(value, fqn)
@@ -258,8 +260,9 @@ class _Flattener:
         dtype = value.dtype
         if value.is_meta:
             raise UnsupportedValueError(f"{fqn}: a meta tensor has no values; materialize it first")
-        if dtype not in NAMES and dtype not in CARRIERS:
-            raise UnsupportedValueError(f"{fqn}: {dtype} cannot be saved")
+        if value.is_nested or (dtype not in NAMES and dtype not in CARRIERS):
+            kind = "a nested tensor" if value.is_nested else dtype
+            raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
         address = value.data_ptr()
         if address and (others := self._by_address.get(address)):
             for other, node in others:
@@ -305,10 +308,28 @@ class _Flattener:
             array = array.copy()
         try:
             return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
-        except TypeError:
-            file = io.BytesIO()
-            np.lib.format.write_array(file, array, allow_pickle=False)
-            return [Tag.NUMPY_FILE, file.getvalue()]
+        except (TypeError, ValueError):  # no such dtype; foreign byte order
+            return [Tag.NUMPY_FILE, _to_npy(array)]
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    import numpy as np
+
+    return isinstance(value, np.generic) and not isinstance(value, np.record) and not value.dtype.hasobject
+
+
+def _to_npy(value: Any) -> bytes:
+    import numpy as np
+
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
+    return file.getvalue()
+
+
+def _from_npy(data: bytes) -> Any:
+    import numpy as np
+
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 
 def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -373,10 +394,25 @@ _HANDLERS: Final[dict[type, _Handler]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried."""
+    """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried.
+
+    For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole.
+    """
 
     fqn: str
     dtype: torch.dtype | None
+    sparse_shape: tuple[int, ...] | None = None
+
+
+def _reference(fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None) -> TensorRef:
+    dtype = dtype_from_name(carried)
+    if carried and dtype not in CARRIERS:
+        raise ValueError(f"{carried!r} is not a carried dtype")
+    return TensorRef(str(fqn), dtype, sparse_shape)
+
+
+def _everything(fqn: str) -> bool:
+    return True
 
 
 class Skeleton:
@@ -392,8 +428,8 @@ class Skeleton:
             )
         except Exception as error:
             raise IntegrityError(f"{where}: not a skeleton: {error}") from error
-        if not isinstance(body, dict):
-            raise IntegrityError(f"{where}: a skeleton must be a map")
+        if not isinstance(body, dict) or not all(isinstance(key, str) for key in cast("dict[Any, Any]", body)):
+            raise IntegrityError(f"{where}: a skeleton must be a map of names")
         self._body = cast("dict[str, Any]", body)
 
     def keys(self) -> list[str]:
@@ -404,7 +440,7 @@ class Skeleton:
         self,
         tensor: Callable[[TensorRef], Any],
         *,
-        only: Callable[[str], bool] = lambda fqn: True,
+        only: Callable[[str], bool] = _everything,
         allow_pickle: bool = False,
     ) -> dict[str, Any]:
         """The nest again.
@@ -436,6 +472,8 @@ class _Builder:
         self._tensor = tensor
         self._only = only
         self._allow_pickle = allow_pickle
+        # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
+        self._whole: _Builder = self if only is _everything else _Builder(where, tensor, _everything, allow_pickle)
 
     def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
         built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
@@ -445,7 +483,7 @@ class _Builder:
         if depth > MAX_DEPTH + 5:
             raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
         if not isinstance(node, list):
-            if isinstance(node, dict):
+            if type(node) not in _PRIMITIVES and type(node) is not int:
                 raise IntegrityError(f"{self._where}: {fqn} is malformed")
             return node if self._only(fqn) else _OUT
         try:
@@ -481,39 +519,35 @@ class _Builder:
                     return _OUT
                 return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
             case _:
-                return self._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
+                return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
 
     def _kept(self, built: dict[Any, Any]) -> Any:
         kept = {key: value for key, value in built.items() if value is not _OUT}
         return kept if kept or not built else _OUT
 
     def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
-        everything = _Builder(self._where, self._tensor, lambda fqn: True, False)
         built: dict[Any, Any] = {}
         for key_node, item in pairs:
-            key = everything.build(key_node, f"{fqn}.<key>", depth + 1)
+            key = self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
             built[key] = self.build(item, f"{fqn}.{key}", depth + 1)
         return self._kept(built)
 
     def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
             case Tag.TENSOR:
-                dtype = dtype_from_name(rest[1]) if len(rest) > 1 else None
-                if len(rest) > 1 and dtype not in CARRIERS:
-                    raise ValueError(f"{rest[1]!r} is not a carried dtype")
-                return self._tensor(TensorRef(str(rest[0]), dtype))
+                return self._tensor(_reference(*rest))
             case Tag.SPARSE:
                 return self._sparse(rest, fqn, depth)
             case Tag.NUMPY_ARRAY:
                 value = self.build(rest[0], fqn, depth + 1)
                 return value.numpy() if isinstance(value, torch.Tensor) else value
             case Tag.NUMPY_FILE:
-                import numpy as np
-
-                return np.lib.format.read_array(io.BytesIO(rest[0]), allow_pickle=False)
+                return _from_npy(rest[0])
             case Tag.NUMPY_SCALAR:
                 import numpy as np
 
+                if not rest[0]:
+                    return _from_npy(rest[1])[()]
                 return np.frombuffer(rest[1], dtype=np.dtype(rest[0]))[0]
             case Tag.PICKLE:
                 if not self._allow_pickle:
@@ -535,7 +569,7 @@ class _Builder:
             case Tag.FROZENSET:
                 return frozenset(self.build(item, fqn, depth + 1) for item in rest)
             case Tag.BYTEARRAY:
-                return bytearray(rest[0])
+                return bytearray(memoryview(rest[0]))  # which a number, a request for that many zeros, is not
             case Tag.BYTES_IO:
                 stream = io.BytesIO(rest[0])
                 stream.seek(rest[1])
@@ -569,7 +603,7 @@ class _Builder:
         layout = getattr(torch, layout)
         parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in _SPARSE_PARTS[layout]]
         if not all(isinstance(part, torch.Tensor) for part in parts):
-            return parts[-1]  # a caller that only wants names
+            return self._tensor(_reference(*nodes["values"][1:], sparse_shape=tuple(shape)))  # for a caller without any
         if layout is torch.sparse_coo:
             make = cast("Any", torch.sparse_coo_tensor)
             return make(*parts, shape, is_coalesced=coalesced, check_invariants=True)

@@ -1,8 +1,15 @@
 """What every test may rely on."""
 
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("sidesave", deadline=None)  # a slow machine is no failure
+settings.load_profile("sidesave")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,3 +27,24 @@ def _cuda_available() -> bool:
     import torch  # only where a test asks for it: it takes seconds
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts file systems for one test, as root: ``mount("-t", "tmpfs", "none")`` returns where."""
+    points: list[Path] = []
+
+    def mount(*arguments: str | os.PathLike[str]) -> Path:
+        point = tmp_path / f"mount-{len(points)}"
+        point.mkdir()
+        done = subprocess.run(["mount", *arguments, point], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"cannot mount: {done.stderr.strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    busy = [point for point in reversed(points) if subprocess.run(["umount", point]).returncode]
+    for point in busy:
+        subprocess.run(["umount", "--lazy", point])
+    assert not busy, "something still holds a file of these"

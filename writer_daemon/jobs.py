@@ -17,7 +17,7 @@ both late. Invariants, which the property tests hold:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sidesave.writer_daemon.protocol import Committed, Failed, Message, Progress, Save, Written
 
@@ -191,9 +191,13 @@ class Jobs:
                     job.answered = True
                 self._finish(job, error, actions)
             case Stalled(error):
-                if self._queue and self._queue[0].phase is not Phase.QUEUED and not self._queue[0].answered:
-                    self._queue[0].answered = True
-                    actions.append(Send(error))
+                if self._queue and self._queue[0].phase is not Phase.QUEUED:
+                    if not self._queue[0].answered:
+                        self._queue[0].answered = True
+                        actions.append(Send(error))
+                    else:  # stuck for another deadline: those behind it would wait for ever
+                        waiting, self._queue = self._queue[1:], self._queue[:1]
+                        actions += [Send(replace(error, save_id=job.save.save_id)) for job in waiting]
             case DrainRequested():
                 self._draining = True
         self._advance(actions)

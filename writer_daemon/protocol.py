@@ -247,7 +247,7 @@ def decode(data: bytes | memoryview) -> Message:
         raise ProtocolError("a message must be a map")
     body = cast("dict[str, Any]", raw)
     kind, version = body.pop("kind", None), body.pop("version", None)
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise ProtocolError(f"protocol version {version!r} is not {VERSION}: trainer and daemon differ")
     cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:

@@ -28,9 +28,10 @@ MIB = 1 << 20
 # Each prints seconds since the process was started: after its imports, after construction, after 4 MB were committed.
 STARTS = {
     "sidesave": """
-import torch, sidesave
+import torch
+from sidesave import Checkpointer
 report()
-with sidesave.Checkpointer(folder) as checkpointer:
+with Checkpointer(folder) as checkpointer:
     report()
     checkpointer.save(1, {"x": torch.ones(1 << 20)}).committed.result()
     report()

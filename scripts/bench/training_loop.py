@@ -7,7 +7,6 @@ disk is quiet and the last checkpoints are deleted. What a save adds is the diff
 the same round, divided by the saves of a block. The wait for the last save of a block is left out, as in a real run.
 """
 
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -37,12 +36,11 @@ class Trainer:
     def __init__(self, state: TrainState, step_s: float) -> None:
         self.state = state
         self.batch = 1
-        while (taken := self._typical_step()) < step_s:
+        while (taken := self._best_step()) < step_s:
             self.batch += max(1, int(self.batch * min(1.0, step_s / taken - 1)))
 
-    def _typical_step(self) -> float:
-        self.step(None)
-        return statistics.median(self.step(None) for _ in range(3))
+    def _best_step(self) -> float:
+        return min(self.step(None) for _ in range(4))
 
     def step(self, peer: Peer | None) -> float:
         """Train one step, the update under the peer's guard; return seconds."""

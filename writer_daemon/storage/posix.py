@@ -42,8 +42,6 @@ class PosixStorage(Storage):
         except OSError as error:
             raise write_error(error, "cannot open the run directory", root) from error
         self._direct: bool | None = None  # unknown until the first file
-        self._umask = os.umask(0)
-        os.umask(self._umask)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -65,7 +63,7 @@ class PosixStorage(Storage):
     def free_nbytes(self) -> int:
         with self._doing("cannot ask for free space", ""):
             facts = os.fstatvfs(self._fd)
-        return facts.f_bavail * facts.f_frsize
+        return facts.f_bavail * facts.f_frsize if facts.f_blocks else 1 << 62  # some file systems do not say
 
     def list_directory(self, name: str) -> list[str]:
         with self._doing("cannot list", name):
@@ -126,6 +124,7 @@ class PosixStorage(Storage):
             self._preallocate(fd, path, nbytes)
         except WriteError:
             file.close()
+            self.remove(path)
             raise
         return file
 
@@ -160,17 +159,17 @@ class PosixStorage(Storage):
         """Reserve space, so that a full disk is found before the first byte; also 10-20 % faster on ext4."""
         if not nbytes:
             return
+        free = self.free_nbytes()
         while _libc.fallocate(fd, 0, 0, nbytes):
             code = ctypes.get_errno()
             if code == errno.EINTR:
                 continue
+            if code == errno.ENOSPC or (code in _NO_PREALLOCATION and nbytes > free):
+                message = f"{nbytes:,} bytes are needed, {free:,} are free"
+                raise NoSpaceError(errno.ENOSPC, message, self._full(path))
             if code not in _NO_PREALLOCATION:
                 error = OSError(code, os.strerror(code))
                 raise write_error(error, f"cannot reserve {nbytes:,} bytes", self._full(path))
-            free = self.free_nbytes()
-            if nbytes > free:
-                message = f"{nbytes:,} bytes are needed, {free:,} are free"
-                raise NoSpaceError(errno.ENOSPC, message, self._full(path))
             return
 
     def publish(self, temporary: str, final: str) -> bool:
@@ -205,7 +204,8 @@ class PosixStorage(Storage):
 
     def open_to_readers(self, name: str) -> None:
         with self._doing("cannot change the mode of", name):
-            os.chmod(name, 0o777 & ~self._umask, dir_fd=self._fd)
+            shared = os.stat(name, dir_fd=self._fd).st_mode & stat.S_ISGID
+            os.chmod(name, 0o777 & ~_umask() | shared, dir_fd=self._fd)
 
     def sync_directory(self, name: str) -> None:
         with self._doing("cannot sync", name):
@@ -228,7 +228,14 @@ class PosixStorage(Storage):
             os.unlink(path, dir_fd=self._fd)
 
     def remove_tree(self, name: str) -> None:
-        for entry in self.list_directory(name):
+        try:
+            entries = self.list_directory(name)
+        except WriteError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            self.remove(name)  # a link or a file in a directory's place
+            return
+        for entry in entries:
             path = f"{name}/{entry}"
             try:
                 self.remove(path)
@@ -300,6 +307,12 @@ class _PosixFile(OutputFile):
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _umask() -> int:
+    """The process's umask, read and not set: another thread may be creating a file at this moment."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+        return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), 0o077)
 
 
 def _renameat2(directory_fd: int, source: str, target: str, flags: int) -> int:

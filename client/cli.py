@@ -1,0 +1,452 @@
+"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``doctor``. It reads checkpoints and writes none.
+
+Only what a command needs is imported: ``ls``, ``verify`` and ``--help`` do without torch. Exit status: 0 all is well, 1
+something is wrong (an error, damage, a failed check), 2 the call itself makes no sense.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fnmatch
+import json
+import logging
+import math
+import os
+import reprlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+
+from sidesave.client import catalog
+from sidesave.client.handle import CheckpointInfo, path_text
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, SidesaveError
+from sidesave.writer_daemon import integrity
+from sidesave.writer_daemon.manifest import MANIFEST, parse_hidden_directory, parse_step_directory, step_directory
+from sidesave.writer_daemon.storage import PosixStorage
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    sys.exit(f"the sidesave command needs {error.name}, which an extra brings: pip install 'sidesave[cli]'")
+
+if TYPE_CHECKING:
+    from sidesave.client.diff import Report
+
+_MARKS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
+_UNCONFINED: Final = 100_000
+"""Columns of an output that is no terminal: programs get whole lines."""
+
+app = typer.Typer(
+    help="Look into the checkpoints of a run, check them, compare them, and check this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A step directory, or a run directory.")]
+StepOption = Annotated[int | None, typer.Option(min=0, help="Which step of a run directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the command line; the console script."""
+    logging.basicConfig(level=logging.WARNING, format="sidesave: %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files go first
+    app()
+
+
+@contextlib.contextmanager
+def _errors_told() -> Iterator[None]:
+    """One line for an error that has a cause outside of this program; everything else keeps its traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (SidesaveError, OSError) as error:
+        typer.echo(f"sidesave: {_printable(error_text(error))}", err=True)
+        usage = isinstance(error, (CheckpointNotFoundError, InvalidArgumentError))
+        raise typer.Exit(2 if usage else 1) from None
+
+
+def error_text(error: BaseException) -> str:
+    """An error in one line, without Python's ``[Errno 2]``."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return str(error) or type(error).__name__
+
+
+# Which checkpoint ------------------------------------------------------------------------------------------------
+
+
+def _directory(path: str) -> Path:
+    found = Path(path_text(path))
+    if not found.is_dir():
+        raise CheckpointNotFoundError(2, "there is no such directory", str(found))
+    directory = found.resolve()
+    hidden = parse_hidden_directory(directory.name)
+    if hidden is not None and hidden[2] != "replaced":
+        raise InvalidArgumentError(f"{directory} is an unfinished checkpoint, or one being removed; nothing reads those")
+    return directory
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return (directory / MANIFEST).exists() or parse_step_directory(directory.name) is not None
+
+
+def _checkpoint(path: str, step: int | None = None) -> Path:
+    """The checkpoint that is meant: ``path`` itself, or one of the run directory ``path``, the latest by default."""
+    directory = _directory(path)
+    if _is_checkpoint(directory):
+        if step is not None:
+            raise InvalidArgumentError(f"--step chooses in a run directory, and {directory} is one checkpoint")
+        return directory
+    if step is not None and (directory / step_directory(step)).is_dir():
+        return directory / step_directory(step)
+    found = catalog.scan(str(directory))
+    wanted = [info for info in found if step is None or info.step == step]
+    if not wanted:
+        there = f"there is no step {step}, only {[info.step for info in found][-20:]}" if found else "no checkpoints here"
+        raise CheckpointNotFoundError(2, there, str(directory))
+    return Path(wanted[-1].path)
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    """Every checkpoint of a run directory by step, those with a damaged manifest included."""
+    steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
+    steps |= {Path(info.path): info.step for info in catalog.scan(str(run))}
+    return sorted(steps, key=lambda path: steps[path])
+
+
+# Output ----------------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else _UNCONFINED
+    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    """A table without lines; columns whose name starts with ``>`` are for numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        number = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(_jsonable(value), indent=2, allow_nan=False))
+
+
+def _jsonable(value: Any) -> Any:
+    """What JSON has no form for, infinities included, becomes text."""
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in cast("list[Any]", value)]
+    plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else _brief(value)
+
+
+def _printable(text: str) -> str:
+    """Names come from files: no control character of theirs may reach the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _size(nbytes: int) -> str:
+    power = min(5, (len(str(nbytes)) - 1) // 3)
+    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}" if power else f"{nbytes} B"
+
+
+def _when(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+
+
+_abbreviation = reprlib.Repr()
+_abbreviation.maxstring = _abbreviation.maxother = _abbreviation.maxlong = 100
+
+
+def _brief(value: Any) -> str:
+    """A plain value in a line; how much there is of it where not all is shown."""
+    text = _printable(_abbreviation.repr(value))
+    return f"{text} ({len(value):,} in all)" if "..." in text and hasattr(value, "__len__") else text
+
+
+@contextlib.contextmanager
+def _progress(total_nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar for bytes that goes when done; nothing where nobody watches."""
+    if not sys.stdout.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), transient=True) as bar:
+        task = bar.add_task("", total=total_nbytes)
+        yield lambda nbytes: bar.update(task, advance=nbytes)
+
+
+# ls --------------------------------------------------------------------------------------------------------------
+
+
+@app.command("ls")
+@_errors_told()
+def list_checkpoints(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonOption = False
+) -> None:
+    """List the checkpoints of a run directory in the order of their commits."""
+    directory = _directory(run)
+    found = catalog.scan(str(directory))
+    damaged = sorted(set(_checkpoints(directory)) - {Path(info.path) for info in found})
+    latest = found[-1] if found else None
+    lineage = catalog.lineage(found, None if latest is None else (latest.step, latest.session))
+
+    def mark(info: CheckpointInfo) -> str:
+        return "latest" if info is latest else "" if info.step in lineage else "superseded"
+
+    if as_json:
+        rows = [{**asdict(info), "mark": mark(info)} for info in found]
+        _print_json({"run": str(directory), "checkpoints": rows, "damaged": [str(path) for path in damaged]})
+        return
+    if not found and not damaged:
+        typer.echo(f"no checkpoints in {_printable(str(directory))}", err=True)
+        return
+    table = _table(">step", "saved", ">size", "session", "parent", ">sequence", "")
+    for info in found:
+        parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
+        saved, size = _when(info.created_s), _size(info.nbytes)
+        table.add_row(str(info.step), saved, size, info.session, parent, str(info.sequence), mark(info))
+    for path in damaged:
+        table.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", "unreadable: see sidesave verify")
+    _console().print(table)
+
+
+# show ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@_errors_told()
+def show(
+    checkpoint: CheckpointArgument,
+    step: StepOption = None,
+    pattern: Annotated[
+        str | None, typer.Option("--filter", metavar="PATTERN", help="Only FQNs that match, such as 'model.layers.*'.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint holds: tensors, totals, plain data. Pickled values stay closed."""
+    from sidesave.client.diff import Contents
+
+    def wanted(fqn: str) -> bool:
+        return pattern is None or fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
+
+    with Contents(str(_checkpoint(checkpoint, step))) as contents:
+        tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
+        nest = contents.nest(wanted)
+        head, path = contents.manifest, contents.reader.path
+    items: dict[str, list[int]] = {}
+    for facts in tensors.values():
+        counts = items.setdefault(facts.item, [0, 0])
+        counts[0] += 1
+        counts[1] += facts.nbytes
+    if as_json:
+        about = {name: getattr(head, name) for name in _ABOUT}
+        rows = {
+            fqn: {"dtype": facts.dtype_name, "shape": facts.shape, "nbytes": facts.nbytes, "item": facts.item}
+            for fqn, facts in tensors.items()
+        }
+        totals = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in items.items()}
+        _print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest})
+        return
+    console = _console()
+    ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
+    about = f"{ranks}, session {head.session}, sequence {head.sequence}, torch {head.torch_version}"
+    console.print(_printable(f"step {head.step}, saved {_when(head.created_s)}, {_size(head.nbytes)}, {about}\n"))
+    table = _table("tensor", "dtype", "shape", ">bytes")
+    for fqn, facts in tensors.items():
+        table.add_row(_printable(fqn), facts.dtype_name, str(list(facts.shape)), f"{facts.nbytes:,}")
+    console.print(table)
+    totals = _table("item", ">tensors", ">bytes")
+    for name, (count, nbytes) in items.items():
+        totals.add_row(_printable(name), f"{count:,}", f"{nbytes:,}")
+    totals.add_row("all", f"{len(tensors):,}", f"{sum(facts.nbytes for facts in tensors.values()):,}")
+    console.print()
+    console.print(totals)
+    console.print("\nplain data")
+    for name, value in nest.items():
+        for line in _plain_lines(name, value, "  ")[1]:
+            console.print(line)
+
+
+_ABOUT: Final = (
+    "step", "session", "sequence", "parent", "created_s", "world_size", "pickled", "nbytes", "torch_version"
+)  # fmt: skip
+
+
+def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
+    """How many tensors a nest holds, and the lines that show the rest of it; what is nothing but tensors has none."""
+    from sidesave.client.diff import TensorLeaf, children
+
+    if isinstance(value, TensorLeaf):
+        return 1, []
+    title = f"{indent}{_printable(str(name))}:"
+    below = children(value)
+    if below is None:
+        return 0, [f"{title} {_brief(value)}"]
+    tensors, lines = 0, list[str]()
+    for key, item in below:
+        count, further = _plain_lines(key, item, indent + "  ")
+        tensors += count
+        lines += further
+    if lines:
+        lines.insert(0, f"{title} (and {tensors:,} tensor{'s' * (tensors != 1)})" if tensors else title)
+    return tensors, lines
+
+
+# verify ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@_errors_told()
+def verify(checkpoint: CheckpointArgument, step: StepOption = None) -> None:
+    """Compare every byte of a checkpoint, or of all checkpoints of a run, with its digests."""
+    directory = _directory(checkpoint)
+    whole_run = step is None and not _is_checkpoint(directory)
+    paths = _checkpoints(directory) if whole_run else []
+    ok = True
+    for path in paths or [_checkpoint(checkpoint, step)]:
+        ok = _verify(path) and ok
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _verify(path: Path) -> bool:
+    started, checked = time.monotonic(), 0
+    try:
+        total = catalog.read_info(str(path)).nbytes
+    except (SidesaveError, OSError):
+        total = 0  # the faults will tell
+    storage = PosixStorage(str(path.parent))
+    faults: list[str] = []
+    try:
+        with _progress(total) as advance:
+
+            def count(nbytes: int) -> None:
+                nonlocal checked
+                checked += nbytes
+                advance(nbytes)
+
+            faults += map(str, integrity.check_checkpoint(storage, path.name, count))
+    except (SidesaveError, OSError) as error:
+        faults.append(error_text(error))
+    finally:
+        storage.close()
+    found = f"{len(faults)} fault{'s' * (len(faults) != 1)}" if faults else "ok"
+    typer.echo(_printable(f"{path}: {found}, {_size(checked)} in {time.monotonic() - started:.2f} s"))
+    for fault in faults:
+        typer.echo(f"  {_printable(fault)}")
+    return not faults
+
+
+# diff ------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@_errors_told()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A step directory, or a run directory for its latest.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
+    top: Annotated[int, typer.Option(min=0, help="At most so many lines of each kind; 0 for all.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints, tensor by tensor and value by value; changes are relative to A."""
+    from sidesave.client.diff import ABSENT, Contents, common_nbytes, compare
+
+    paths = [str(_checkpoint(path)) for path in (first, second)]
+    with Contents(paths[0]) as a, Contents(paths[1]) as b, _progress(common_nbytes(a, b)) as advance:
+        report = compare(a, b, advance)
+    report.changed.sort(key=lambda change: -math.inf if change.relative_l2 is None else -change.relative_l2)
+    if as_json:
+        about = {"a": paths[0], "b": paths[1], "same": report.same}
+        changed = [asdict(change) for change in report.changed[: top or None]]
+        names = {"only_a": report.only_first, "only_b": report.only_second, "mismatched": report.mismatched}
+        plain = {
+            fqn: {side: value for side, value in zip("ab", pair, strict=True) if value is not ABSENT}
+            for fqn, pair in report.plain.items()
+        }
+        _print_json({**about, "changed": changed, **names, "plain": plain, "equal": report.equal})
+        return
+    _print_report(report, top or _UNCONFINED)
+
+
+def _print_report(report: Report, top: int) -> None:
+    console = _console()
+    odd = len(report.only_first) + len(report.only_second) + len(report.mismatched)
+    counts = f"{len(report.changed):,} changed, {odd:,} not comparable, {len(report.equal):,} equal"
+    console.print(f"tensors: {counts}; plain values: {len(report.plain):,} changed")
+    if report.changed:
+        table = _table("changed tensor", ">max |B-A|", ">|B-A|/|A|", ">elements changed", ">NaN in A", ">NaN in B")
+        for change in report.changed[:top]:
+            figures = ["-" if n is None else f"{n:.3g}" for n in (change.max_abs, change.relative_l2)]
+            share = f"{change.changed:,} ({change.changed / change.elements:.1%})"
+            table.add_row(_printable(change.fqn), *figures, share, *(f"{count:,}" for count in change.nans))
+        console.print()
+        console.print(table)
+        _print_more(console, len(report.changed), top)
+    _print_lines(console, "tensors only in A", report.only_first, top)
+    _print_lines(console, "tensors only in B", report.only_second, top)
+    mismatched = [f"{fqn}: {a} -> {b}" for fqn, (a, b) in report.mismatched.items()]
+    _print_lines(console, "tensors of another dtype or shape", mismatched, top)
+    _print_lines(console, "plain data", [f"{fqn}: {_brief(a)} -> {_brief(b)}" for fqn, (a, b) in report.plain.items()], top)
+
+
+def _print_lines(console: Console, title: str, lines: list[str], top: int) -> None:
+    if lines:
+        console.print("", title, *(f"  {_printable(line)}" for line in lines[:top]), sep="\n")
+        _print_more(console, len(lines), top)
+
+
+def _print_more(console: Console, count: int, top: int) -> None:
+    if count > top:
+        console.print(f"  and {count - top:,} more: see --top")
+
+
+# doctor ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@_errors_told()
+def doctor(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go.")] = ".",
+    as_json: JsonOption = False,
+) -> None:
+    """Check what sidesave needs of this machine and of a directory; takes some seconds and leaves nothing behind."""
+    from sidesave.client.doctor import Finding, examine
+
+    place = Path(path_text(directory))
+    if place.exists() and not place.is_dir():
+        raise InvalidArgumentError(f"{place} is no directory")
+    found: list[Finding] = []
+    console = _console()
+    for finding in examine(place):
+        found.append(finding)
+        if not as_json:
+            console.print(f"{finding.status:4}", style=_MARKS[finding.status], end="  ")
+            console.print(_printable(f"{finding.name:14}  {finding.finding}"))
+            if finding.remedy:
+                console.print(f"{'':22}-> {finding.remedy}")
+    if as_json:
+        _print_json([asdict(finding) for finding in found])
+    if any(finding.status == "fail" for finding in found):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    main()

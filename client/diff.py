@@ -1,0 +1,346 @@
+"""What two checkpoints hold, and where they differ: tensors by value, plain data by its encoding.
+
+Memory stays bounded: tensors are read in batches of 64 MiB, a larger one alone, and compared piece by piece. Pickled
+values are compared by their digests and never unpickled.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgpack
+import torch
+
+from sidesave.client.reader import open_checkpoint
+from sidesave.errors import IntegrityError, UnsupportedValueError
+from sidesave.stager import tree
+from sidesave.stager.dtypes import CARRIERS, DTYPES, dtype_name
+from sidesave.stager.tree import Skeleton, Tag, TensorRef
+from sidesave.writer_daemon import integrity, manifest
+from sidesave.writer_daemon.manifest import RankRecord
+from sidesave.writer_daemon.storage import PosixStorage
+
+_BATCH_NBYTES: Final = 64 << 20
+_PIECE_ELEMENTS: Final = 2 << 20
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PRIMITIVES: Final = (type(None), bool, int, float, str, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor's place in the nest; ``fqn`` is another's where the two are tied."""
+
+    fqn: str
+
+    def __repr__(self) -> str:
+        """As a listing shows it."""
+        return f"<tensor {self.fqn}>"
+
+
+@dataclass(frozen=True, slots=True)
+class PickledLeaf:
+    """A pickled value, which stays closed."""
+
+    nbytes: int
+    xxh3_128: str
+
+    def __repr__(self) -> str:
+        """As a listing shows it."""
+        return f"<pickled, {self.nbytes:,} bytes>"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor as its user knows it; ``item`` is the name at the top of the state under which it was saved."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    item: str
+
+    @property
+    def dtype_name(self) -> str:
+        """``float32``."""
+        return dtype_name(self.dtype)
+
+    def __str__(self) -> str:
+        """``float32 [3, 4]``."""
+        return f"{self.dtype_name} {list(self.shape)}"
+
+
+class Contents:
+    """A checkpoint opened to be looked into: its manifest and what it holds; a context manager.
+
+    Raises like ``CheckpointReader``.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open the checkpoint directory ``path``; no tensor is read."""
+        self.reader = open_checkpoint(path)
+        self.manifest = self.reader.manifest
+        self._carried: dict[str, torch.dtype] = {}
+        self._pickled: dict[str, PickledLeaf] = {}
+        try:
+            self._skeletons = [
+                self._closed(record) if record.pickled else skeleton
+                for record, skeleton in zip(self.reader.records, self.reader.skeletons, strict=True)
+            ]
+            self.nest()
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: dict[str, TensorFacts] = {}
+        items = {tree.container_name(key): key for skeleton in self._skeletons for key in skeleton.keys()}  # noqa: SIM118
+        for fqn, info in self.manifest.tensors.items():
+            stored, dtype, shape = DTYPES[info.dtype], self._carried.get(fqn), info.shape
+            nbytes = math.prod(shape) * stored.itemsize
+            if dtype is not None and CARRIERS[dtype].pair:
+                shape = shape[:-1]
+            item = fqn if info.container == tree.TENSORS else items.get(info.container, info.container)
+            self.tensors[fqn] = TensorFacts(dtype or stored, shape, nbytes, item)
+
+    def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
+        """The state with a leaf in the place of each tensor; by rank where there are several."""
+        nests = [skeleton.build(self._leaf, only=only) for skeleton in self._skeletons]
+        return nests[0] if len(nests) == 1 else {f"rank {rank}": nest for rank, nest in enumerate(nests)}
+
+    def _leaf(self, ref: TensorRef) -> TensorLeaf | PickledLeaf:
+        if ref.fqn in self._pickled:
+            return self._pickled[ref.fqn]
+        if ref.dtype is not None:
+            self._carried[ref.fqn] = ref.dtype
+        return TensorLeaf(ref.fqn)
+
+    def _closed(self, record: RankRecord) -> Skeleton:
+        """A rank's skeleton in which references that stand for nothing take the place of pickled values."""
+        directory = Path(self.reader.path)
+        storage = PosixStorage(str(directory.parent))
+        try:
+            data = integrity.read_small_file(storage, f"{directory.name}/{record.objects.name}", record.objects)
+        finally:
+            storage.close()
+        where = str(directory / record.objects.name)
+        try:
+            body = cast("dict[str, Any]", msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass"))
+            closed = {key: self._close_pickles(node) for key, node in body.items()}
+            packed = cast("bytes", msgpack.packb(closed, use_bin_type=True, unicode_errors="surrogatepass"))
+        except Exception as error:
+            raise IntegrityError(f"{where}: not a skeleton: {error}") from error
+        return Skeleton(packed, where)
+
+    def _close_pickles(self, node: Any) -> Any:
+        match node:
+            case [Tag.PICKLE, data]:
+                leaf = PickledLeaf(len(data), manifest.digest(data).hex())
+                name = f"\0pickled {leaf.xxh3_128}"
+                self._pickled[name] = leaf
+                return [Tag.TENSOR, name]
+            case [Tag.DICT, _]:
+                body = cast("dict[str, Any]", node[1])
+                return [Tag.DICT, {key: self._close_pickles(item) for key, item in body.items()}]
+            case [Tag.ITEMS | Tag.ORDERED_DICT | Tag.COUNTER | Tag.DEFAULT_DICT, *_]:
+                pairs = cast("list[list[Any]]", node[-1])
+                return [*node[:-1], [[self._close_pickles(part) for part in pair] for pair in pairs]]
+            case [Tag.LIST | Tag.TUPLE | Tag.DEQUE | Tag.SET | Tag.FROZENSET, *items]:
+                return [node[0], *map(self._close_pickles, items)]
+            case _:
+                return node
+
+    def close(self) -> None:
+        """Release the directory; idempotent."""
+        self.reader.close()
+
+    def __enter__(self) -> Contents:
+        """The contents."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+# Plain data ------------------------------------------------------------------------------------------------------
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of a node of the nest; None for a leaf, such as a list of nothing but plain values."""
+    if isinstance(value, dict):
+        return cast("dict[Any, Any]", value).items() or None
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = cast("list[Any]", value)
+        return enumerate(items) if any(not isinstance(item, _PRIMITIVES) for item in items) else None
+    return None
+
+
+def _plain_leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
+    """The leaves that are no tensors of their own, each with its FQN."""
+    below = children(value)
+    if below is not None:
+        for key, item in below:
+            yield from _plain_leaves(item, f"{fqn}.{key}" if fqn else str(key))
+    elif not (isinstance(value, TensorLeaf) and value.fqn == fqn):
+        yield fqn, value
+
+
+def _encoded(value: Any) -> Any:
+    """What a value is compared by: NaN equals NaN here, and 1 is not 1.0."""
+    try:
+        return tree.flatten({"value": value}).objects
+    except UnsupportedValueError:
+        return value
+
+
+# Comparing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """How the values of a tensor have changed.
+
+    Attributes:
+        changed: Elements of which a bit differs.
+        elements: Elements in all.
+        max_abs: Largest absolute difference of two elements; None, and so is the next, for a dtype without arithmetic.
+        relative_l2: L2 norm of the difference over that of the first tensor, without NaN and infinite elements.
+        nans: NaNs in the first and in the second.
+    """
+
+    fqn: str
+    changed: int
+    elements: int
+    max_abs: float | None = None
+    relative_l2: float | None = None
+    nans: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Report:
+    """Where two checkpoints differ; ``plain`` and ``mismatched`` map FQNs to what each has."""
+
+    equal: list[str] = field(default_factory=list[str])
+    changed: list[TensorChange] = field(default_factory=list[TensorChange])
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    only_first: list[str] = field(default_factory=list[str])
+    only_second: list[str] = field(default_factory=list[str])
+    plain: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.changed or self.mismatched or self.only_first or self.only_second or self.plain)
+
+
+class Absent:
+    """Stands for the plain value that one of two checkpoints lacks."""
+
+    def __repr__(self) -> str:
+        """As a listing shows it."""
+        return "<absent>"
+
+
+ABSENT: Final = Absent()
+
+
+def common_nbytes(first: Contents, second: Contents) -> int:
+    """How many bytes :func:`compare` reads of each."""
+    return sum(first.tensors[fqn].nbytes for fqn in _comparable(first, second))
+
+
+def _comparable(first: Contents, second: Contents) -> list[str]:
+    kinds = {fqn: (facts.dtype, facts.shape) for fqn, facts in second.tensors.items()}
+    return [fqn for fqn, facts in first.tensors.items() if kinds.get(fqn) == (facts.dtype, facts.shape)]
+
+
+def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Report:
+    """Compare two checkpoints; blocking, reads every tensor that both have, verified.
+
+    Args:
+        first: The one that changes are relative to.
+        second: The other.
+        on_bytes: Called with the number of bytes compared, of one checkpoint, since its last call.
+
+    Raises:
+        IntegrityError: A block that was read does not match its digest.
+        HostMemoryError: A tensor and its counterpart do not fit in memory.
+    """
+    comparable = _comparable(first, second)
+    equal_kind = set(comparable)
+    report = Report(
+        only_first=[fqn for fqn in first.tensors if fqn not in second.tensors],
+        only_second=[fqn for fqn in second.tensors if fqn not in first.tensors],
+    )
+    for fqn in first.tensors:
+        if fqn in second.tensors and fqn not in equal_kind:
+            report.mismatched[fqn] = (str(first.tensors[fqn]), str(second.tensors[fqn]))
+    for batch in _batches(comparable, first):
+        before, after = first.reader.read(batch), second.reader.read(batch)
+        for fqn in batch:
+            change = _change(fqn, before.pop(fqn), after.pop(fqn), first.tensors[fqn].dtype)
+            if change is None:
+                report.equal.append(fqn)
+            else:
+                report.changed.append(change)
+            on_bytes(first.tensors[fqn].nbytes)
+    old, new = dict(_plain_leaves(first.nest(), "")), dict(_plain_leaves(second.nest(), ""))
+    for fqn in dict.fromkeys([*old, *new]):
+        pair = old.get(fqn, ABSENT), new.get(fqn, ABSENT)
+        if _encoded(pair[0]) != _encoded(pair[1]):
+            report.plain[fqn] = pair
+    return report
+
+
+def _batches(fqns: list[str], contents: Contents) -> Iterator[list[str]]:
+    batch: list[str] = []
+    room = _BATCH_NBYTES
+    for fqn in fqns:
+        nbytes = contents.tensors[fqn].nbytes
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], _BATCH_NBYTES
+        batch.append(fqn)
+        room -= nbytes
+    if batch:
+        yield batch
+
+
+def _change(fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> TensorChange | None:
+    carrier = CARRIERS.get(dtype)
+    width = 2 if carrier is not None and carrier.pair else 1
+    before, after = before.reshape(-1), after.reshape(-1)
+    bits = _BITS[before.dtype.itemsize]
+    if torch.equal(before.view(bits), after.view(bits)):
+        return None
+    changed, largest, squares, reference, nans = 0, 0.0, 0.0, 0.0, [0, 0]
+    arithmetic = True
+    for start in range(0, before.numel(), _PIECE_ELEMENTS):
+        pieces = [side[start : start + _PIECE_ELEMENTS] for side in (before, after)]
+        differs = (pieces[0].view(bits) != pieces[1].view(bits)).view(-1, width).any(1)
+        changed += int(differs.sum())
+        try:
+            old, new = (_wide(piece, dtype, width) for piece in pieces)
+        except NotImplementedError:
+            arithmetic = False
+            continue
+        nans = [count + int(values.isnan().sum()) for count, values in zip(nans, (old, new), strict=True)]
+        delta = (new - old)[differs].abs()
+        delta = delta[~delta.isnan()]
+        largest = max(largest, float(delta.max()) if delta.numel() else 0.0)
+        squares += float(delta[delta.isfinite()].square().sum())
+        reference += float(old.abs()[old.isfinite()].square().sum())
+    elements = before.numel() // width
+    if not arithmetic:
+        return TensorChange(fqn, changed, elements)
+    relative = math.sqrt(squares / reference) if reference else (math.inf if squares else 0.0)
+    return TensorChange(fqn, changed, elements, largest, relative, (nans[0], nans[1]))
+
+
+def _wide(piece: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """A piece of stored values in double precision; ``NotImplementedError`` where torch cannot convert its dtype."""
+    if width == 2:
+        return torch.view_as_complex(piece.to(torch.float64).view(-1, 2))
+    return piece.view(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)

@@ -1,0 +1,255 @@
+"""The life of a save, driven by every order of events that storage, trainer and signals can produce."""
+
+import dataclasses
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sidesave.writer_daemon import jobs
+from sidesave.writer_daemon.jobs import Jobs
+from sidesave.writer_daemon.protocol import Committed, Extent, Failed, Message, Progress, Save, Written
+
+ATTEMPT = 3
+OBJECTS = Extent(name="objects", offset=4096, nbytes=10)
+
+
+def a_save(save_id: int) -> Save:
+    return Save(
+        attempt=ATTEMPT,
+        save_id=save_id,
+        arena=1,
+        generation=1,
+        step=save_id * 10,
+        session="0123456789abcdef",
+        sequence=save_id,
+        rank=0,
+        world_size=1,
+        files=(),
+        objects=OBJECTS,
+        parent=None,
+        replace=False,
+        pickled=False,
+        created_s=0.0,
+        torch_version="",
+        retry=False,
+    )
+
+
+def a_failure(save_id: int) -> Failed:
+    return Failed(attempt=ATTEMPT, save_id=save_id, error="WriteError", message="no", errno=5, path="/x")
+
+
+def messages(actions: list[jobs.Action]) -> list[Message]:
+    return [action.message for action in actions if isinstance(action, jobs.Send)]
+
+
+class Daemon(RuleBasedStateMachine):
+    """Plays the server and its storage thread around a ``Jobs`` and keeps the books by which it is judged."""
+
+    @initialize()
+    def start(self) -> None:
+        self.jobs = Jobs(ATTEMPT)
+        self.accepted: list[Save] = []
+        self.with_memory: dict[int, bool] = {}
+        self.started: list[int] = []  # writes, in the order of their start
+        self.busy: tuple[str, Save] | None = None  # the storage operation under way
+        self.written: set[int] = set()
+        self.answers: dict[int, Message] = {}
+        self.draining = False
+        self.exited = False
+
+    def feed(self, event: jobs.Event) -> list[jobs.Action]:
+        actions = self.jobs.handle(event)
+        for action in actions:
+            assert not self.exited, f"{action} after Exit"
+            match action:
+                case jobs.StartWrite(save, memory):
+                    assert self.busy is None, "two storage operations at once"
+                    assert save.save_id not in self.answers
+                    assert memory == self.with_memory[save.save_id]
+                    self.started.append(save.save_id)
+                    self.busy = ("write", save)
+                case jobs.StartCommit(save):
+                    assert self.busy is None, "two storage operations at once"
+                    assert save.save_id in self.written, "committed what was never said to be written"
+                    self.busy = ("commit", save)
+                case jobs.Reclaim(save):
+                    assert isinstance(self.answers[save.save_id], Failed), "removed a save that had not failed"
+                case jobs.Send(message):
+                    self.hear(message)
+                case jobs.Exit():
+                    assert self.draining
+                    assert self.busy is None
+                    assert self.answers.keys() == {save.save_id for save in self.accepted}
+                    self.exited = True
+        return actions
+
+    def hear(self, message: Message) -> None:
+        assert message.attempt == ATTEMPT
+        assert isinstance(message, Written | Committed | Failed | Progress)
+        save_id = message.save_id
+        assert save_id is not None
+        assert save_id not in self.answers, f"{message} after {self.answers[save_id]}"
+        match message:
+            case Written():
+                assert save_id not in self.written
+                self.written.add(save_id)
+            case Committed():
+                assert save_id in self.written
+                self.answers[save_id] = message
+            case Failed():
+                self.answers[save_id] = message
+            case _:
+                pass
+
+    def is_running(self) -> bool:
+        return not self.exited
+
+    def is_writing(self) -> bool:
+        return self.busy is not None and self.busy[0] == "write"
+
+    def is_committing(self) -> bool:
+        return self.busy is not None and self.busy[0] == "commit"
+
+    @precondition(is_running)
+    @rule(watched=st.booleans())
+    def a_save_arrives(self, watched: bool) -> None:
+        save = a_save(len(self.accepted) + 1)
+        assert not self.jobs.knows(save.save_id)
+        self.accepted.append(save)
+        self.with_memory[save.save_id] = not watched
+        self.feed(jobs.Watched(save) if watched else jobs.Submitted(save))
+        assert self.jobs.knows(save.save_id)
+
+    @precondition(lambda self: self.is_running() and self.accepted)
+    @rule(data=st.data(), watched=st.booleans())
+    def a_save_arrives_again(self, data: st.DataObject, watched: bool) -> None:
+        save = dataclasses.replace(data.draw(st.sampled_from(self.accepted)), retry=True)
+        assert self.feed(jobs.Watched(save) if watched else jobs.Submitted(save)) == []
+
+    @precondition(lambda self: self.is_running() and self.accepted)
+    @rule(data=st.data())
+    def bytes_move(self, data: st.DataObject) -> None:
+        save = data.draw(st.sampled_from(self.accepted))  # of an answered one as well: its thread may be stuck
+        told = messages(self.feed(jobs.Progressed(save.save_id, 5, 10)))
+        assert len(told) == (save.save_id not in self.answers)
+
+    @precondition(is_writing)
+    @rule(failed=st.booleans())
+    def a_write_ends(self, failed: bool) -> None:
+        assert self.busy is not None
+        _, save = self.busy
+        given_up = save.save_id in self.answers
+        self.busy = None
+        actions = self.feed(jobs.WriteEnded(save.save_id, 100, 1.0, a_failure(save.save_id) if failed else None))
+        if failed:
+            assert isinstance(self.answers[save.save_id], Failed)
+        else:
+            assert (jobs.Reclaim(save) in actions) == given_up, "durable bytes of a save given up must go, others stay"
+
+    @precondition(is_committing)
+    @rule(failed=st.booleans())
+    def a_commit_ends(self, failed: bool) -> None:
+        assert self.busy is not None
+        _, save = self.busy
+        self.busy = None
+        self.feed(jobs.CommitEnded(save.save_id, "step-1", 100, a_failure(save.save_id) if failed else None))
+        assert save.save_id in self.answers
+
+    @precondition(is_running)
+    @rule()
+    def storage_stalls(self) -> None:
+        active = self.jobs.active
+        if active is None:
+            assert self.feed(jobs.Stalled(a_failure(0))) == []
+            return
+        already = active.save_id in self.answers
+        self.feed(jobs.Stalled(a_failure(active.save_id)))
+        assert isinstance(self.answers[active.save_id], Failed)
+        if already:
+            assert self.answers.keys() == {save.save_id for save in self.accepted}, "stuck storage leaves no save open"
+
+    @precondition(is_running)
+    @rule()
+    def drain(self) -> None:
+        self.draining = True
+        self.feed(jobs.DrainRequested())
+
+    @precondition(lambda self: self.exited)
+    @rule()
+    def a_successor_starts(self) -> None:
+        self.start()
+
+    @invariant()
+    def nothing_waits_without_a_reason(self) -> None:
+        if self.exited:
+            return
+        open_saves = [save for save in self.accepted if save.save_id not in self.answers]
+        assert self.busy is not None or not open_saves, f"nobody works on {open_saves}"
+        assert self.jobs.active == (self.busy[1] if self.busy else None)
+        in_hand = {save.save_id for save in open_saves} | ({self.busy[1].save_id} if self.busy else set())
+        assert len(self.jobs) == len(in_hand)
+        assert not (self.draining and len(self.jobs) == 0), "drained and empty, yet no Exit"
+
+    @invariant()
+    def saves_start_in_the_order_in_which_they_came(self) -> None:
+        assert self.started == sorted(self.started)
+
+    def teardown(self) -> None:
+        """Whatever has happened: once asked to drain, and with storage answering, it ends."""
+        if self.is_running():
+            self.drain()
+        for _ in range(2 * len(self.accepted) + 1):
+            if self.is_writing():
+                self.a_write_ends(failed=False)
+            elif self.is_committing():
+                self.a_commit_ends(failed=False)
+        assert self.exited
+        assert self.answers.keys() == {save.save_id for save in self.accepted}
+
+
+TestDaemon = Daemon.TestCase
+TestDaemon.settings = settings(max_examples=300, stateful_step_count=30)
+
+
+def test_save_runs_from_queue_to_commit():
+    machine, save = Jobs(ATTEMPT), a_save(1)
+    assert machine.handle(jobs.Submitted(save)) == [jobs.StartWrite(save, memory=True)]
+    written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5))
+    assert machine.handle(jobs.WriteEnded(1, 7, 0.5)) == [written, jobs.StartCommit(save)]
+    committed = jobs.Send(Committed(attempt=ATTEMPT, save_id=1, name="step-00000010", nbytes=7))
+    assert machine.handle(jobs.CommitEnded(1, "step-00000010", 7)) == [committed]
+    assert machine.handle(jobs.DrainRequested()) == [jobs.Exit()]
+
+
+def test_failed_save_makes_way_for_the_next():
+    machine, first, second = Jobs(ATTEMPT), a_save(1), a_save(2)
+    machine.handle(jobs.Submitted(first))
+    assert machine.handle(jobs.Submitted(second)) == []
+    failed = a_failure(1)
+    actions = machine.handle(jobs.WriteEnded(1, 0, 0.0, failed))
+    assert actions == [jobs.Send(failed), jobs.StartWrite(second, memory=True)]
+
+
+def test_written_save_of_an_earlier_daemon_is_looked_up_without_memory():
+    machine, save = Jobs(ATTEMPT), a_save(1)
+    assert machine.handle(jobs.Watched(save)) == [jobs.StartWrite(save, memory=False)]
+
+
+def test_stalled_save_that_comes_back_is_reclaimed_and_not_committed():
+    machine, save = Jobs(ATTEMPT), a_save(1)
+    machine.handle(jobs.Submitted(save))
+    stalled = a_failure(1)
+    assert machine.handle(jobs.Stalled(stalled)) == [jobs.Send(stalled)]
+    assert machine.handle(jobs.WriteEnded(1, 7, 900.0)) == [jobs.Reclaim(save)]
+
+
+def test_saves_behind_stuck_storage_fail_with_it_after_a_second_deadline():
+    machine = Jobs(ATTEMPT)
+    for save_id in (1, 2, 3):
+        machine.handle(jobs.Submitted(a_save(save_id)))
+    assert machine.handle(jobs.Stalled(a_failure(1))) == [jobs.Send(a_failure(1))]
+    assert machine.handle(jobs.Stalled(a_failure(1))) == [jobs.Send(a_failure(2)), jobs.Send(a_failure(3))]
+    assert machine.handle(jobs.DrainRequested()) == [], "the stuck operation still holds the directory"
+    assert machine.handle(jobs.WriteEnded(1, 0, 0.0, a_failure(1))) == [jobs.Exit()]

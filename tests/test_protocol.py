@@ -1,0 +1,289 @@
+"""The wire: what is sent arrives as it was, and nothing else gets in."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidesave.errors import ProtocolError
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Extent, Message, Parent, Save, decode, encode, is_safe_name
+
+KINDS = list(protocol._KINDS.values())
+INT = st.integers(-(2**63), 2**64 - 1)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
+NAMES = st.from_regex(r"[A-Za-z0-9%_@-][A-Za-z0-9%_@.-]{0,40}", fullmatch=True)
+EXTENTS = st.builds(
+    Extent, name=NAMES, offset=st.integers(1, 2**50).map(lambda page: page * 4096), nbytes=st.integers(0, 2**62)
+)
+
+
+@st.composite
+def saves(draw: st.DrawFn) -> Save:
+    world_size = draw(st.integers(1, 10_000))
+    return Save(
+        attempt=draw(INT),
+        save_id=draw(INT),
+        arena=draw(INT),
+        generation=draw(INT),
+        step=draw(st.integers(0, 10**18)),
+        session=draw(st.from_regex(r"[0-9a-f]{16}", fullmatch=True)),
+        sequence=draw(st.integers(0, 2**63)),
+        rank=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        files=tuple(draw(st.lists(EXTENTS, max_size=4, unique_by=lambda extent: extent.name))),
+        objects=draw(EXTENTS),
+        parent=draw(st.none() | st.builds(Parent, step=INT, session=TEXT)),
+        replace=draw(st.booleans()),
+        pickled=draw(st.booleans()),
+        created_s=draw(st.floats(allow_nan=False)),
+        torch_version=draw(TEXT),
+        retry=draw(st.booleans()),
+    )
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """What a field of this type may hold."""
+    if isinstance(hint, types.UnionType):
+        return st.one_of(*(values(option) for option in typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        return st.lists(values(typing.get_args(hint)[0]), max_size=4).map(tuple)
+    plain = {
+        int: INT,
+        str: TEXT,
+        bytes: st.binary(max_size=30),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        type(None): st.none(),
+        Save: saves(),
+    }
+    return plain[hint]
+
+
+def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
+    if cls is Save:
+        return saves()
+    hints = typing.get_type_hints(cls)
+    return st.builds(cls, **{field.name: values(hints[field.name]) for field in dataclasses.fields(cls)})
+
+
+MESSAGES = st.one_of(*(messages_of(cls) for cls in KINDS))
+
+
+def raw(message: Message) -> dict[str, Any]:
+    """The map that travels."""
+    return msgpack.unpackb(encode(message))
+
+
+def a_save(**changes: Any) -> Save:
+    extent = Extent(name="model", offset=8192, nbytes=100)
+    save = Save(
+        attempt=1,
+        save_id=1,
+        arena=1,
+        generation=1,
+        step=7,
+        session="0123456789abcdef",
+        sequence=1,
+        rank=0,
+        world_size=1,
+        files=(extent,),
+        objects=Extent(name="objects", offset=12288, nbytes=10),
+        parent=Parent(step=3, session="fedcba9876543210"),
+        replace=False,
+        pickled=False,
+        created_s=1.5,
+        torch_version="2.8",
+        retry=False,
+    )
+    return dataclasses.replace(save, **changes)
+
+
+def test_the_wire_has_the_kinds_that_the_design_names():
+    assert {cls.kind for cls in KINDS} >= {
+        *("HELLO", "READY", "SAVE", "WATCH", "PROGRESS", "WRITTEN", "COMMITTED", "FAILED"),
+        *("STATUS", "HEARTBEAT", "DRAIN", "BOOT", "ATTACH", "DETACH"),
+    }
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.kind)
+def test_every_message_arrives_as_it_was_sent(cls: type[Message]):
+    @given(messages_of(cls))
+    def round_trip(message: Message) -> None:
+        arrived = decode(encode(message))
+        assert type(arrived) is cls
+        assert arrived == message
+
+    round_trip()
+
+
+@given(MESSAGES, TEXT)
+def test_unknown_kind_is_refused(message: Message, kind: str):
+    if kind not in {cls.kind for cls in KINDS}:
+        with pytest.raises(ProtocolError, match="unknown message kind"):
+            decode(msgpack.packb(raw(message) | {"kind": kind}))
+
+
+@pytest.mark.parametrize("kind", [None, 5, b"DRAIN", ["DRAIN"], {"DRAIN": 1}, True])
+def test_kind_that_is_no_text_is_refused(kind: Any):
+    with pytest.raises(ProtocolError, match="unknown message kind"):
+        decode(msgpack.packb({"kind": kind, "version": protocol.VERSION, "attempt": 1}))
+
+
+@pytest.mark.parametrize("version", [0, 2, -1, 2**63, None, "1", 1.0, True, [1]])
+def test_other_protocol_version_is_refused(version: Any):
+    with pytest.raises(ProtocolError, match="protocol version"):
+        decode(msgpack.packb({"kind": "DRAIN", "version": version, "attempt": 1}))
+
+
+@given(MESSAGES, TEXT, st.data())
+def test_surplus_or_missing_field_is_refused(message: Message, surplus: str, data: st.DataObject):
+    body = raw(message)
+    if surplus not in body:
+        with pytest.raises(ProtocolError, match="missing or unknown"):
+            decode(msgpack.packb(body | {surplus: 1}))
+    del body[data.draw(st.sampled_from(sorted(body)))]
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(body))
+
+
+WRONG = st.one_of(st.none(), st.booleans(), INT, st.floats(), TEXT, st.binary(max_size=4), st.just([[]]), st.just({}))
+
+
+@given(MESSAGES, WRONG, st.data())
+def test_value_of_another_type_is_refused(message: Message, wrong: Any, data: st.DataObject):
+    body = raw(message)
+    field = data.draw(st.sampled_from(sorted(body.keys() - {"kind", "version"})))
+    if type(wrong) is type(body[field]) or (isinstance(body[field], float) and type(wrong) is int):
+        return
+    hint = typing.get_type_hints(type(message))[field]
+    if isinstance(hint, types.UnionType) and (wrong is None or type(wrong) in typing.get_args(hint)):
+        return
+    body[field] = wrong
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(body))
+
+
+def test_nested_value_of_another_type_is_refused():
+    for path in (("files", 0, "nbytes"), ("objects", "name"), ("parent", "step")):
+        body = raw(a_save())
+        inner: Any = body
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = b"?"
+        with pytest.raises(ProtocolError, match=str(path[-1])):
+            decode(msgpack.packb(body))
+
+
+@given(st.binary(max_size=400))
+def test_random_bytes_are_refused_with_a_protocol_error_only(data: bytes):
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@given(MESSAGES, st.data())
+def test_damaged_message_is_refused_or_still_of_the_wire(message: Message, data: st.DataObject):
+    packed = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        arrived = decode(bytes(packed[: data.draw(st.integers(0, len(packed)))]))
+    except ProtocolError:
+        return
+    assert type(arrived) in KINDS
+
+
+@given(st.recursive(WRONG, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4)))
+def test_any_other_msgpack_value_is_refused(value: Any):
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(value))
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"\x91" * 100_000 + b"\xc0",  # nested 100,000 deep
+        b"\xdd\xff\xff\xff\xff",  # a list that says it has 4 billion items
+        b"\xdf\xff\xff\xff\xff",  # a map of 4 billion
+        b"\xc6\xff\xff\xff\xff",  # 4 GiB of bytes
+        b"\xc7\x00\x7f",  # an extension type
+        b"\x81\x01\x01",  # a key that is no text
+        msgpack.packb({"kind": "DRAIN", "version": 1, "attempt": 1}) + b"\xc0",  # something behind the message
+        b"",
+    ],
+)
+def test_hostile_encoding_is_refused(packed: bytes):
+    with pytest.raises(ProtocolError):
+        decode(packed)
+
+
+def test_oversize_message_is_refused_unread():
+    text = "x" * protocol.MAX_MESSAGE_NBYTES
+    message = protocol.Failed(attempt=1, save_id=1, error="", message=text, errno=1, path="")
+    with pytest.raises(ProtocolError, match="over the limit"):
+        decode(encode(message))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../x", "a/b", "/etc/passwd", "a\\..\\b", ".x", "a\0b", "a\nb", "a b", "ä", "x" * 201, "model\n"],
+)
+def test_name_that_could_leave_the_directory_is_refused(name: str):
+    assert not is_safe_name(name)
+    body = raw(a_save())
+    body["files"][0]["name"] = name
+    with pytest.raises(ProtocolError, match="no container name"):
+        decode(msgpack.packb(body))
+
+
+@given(st.text(max_size=20))
+def test_safe_name_is_one_path_component_that_is_not_hidden(name: str):
+    if is_safe_name(name):
+        assert name not in ("", ".", "..")
+        assert not name.startswith(".")
+        assert not set(name) & set("/\0\\")
+        assert name.isascii() and name.isprintable()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -1},
+        {"sequence": -1},
+        {"world_size": 0},
+        {"rank": 1},
+        {"rank": -1},
+        {"session": "../../etc/passwd"},
+        {"session": "0123456789abcdeF"},
+        {"session": "0123456789abcdef\n"},
+    ],
+)
+def test_save_that_makes_no_sense_is_refused(changes: dict[str, Any]):
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(raw(a_save()) | changes))
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(4097, 1), (0, 1), (-4096, 1), (4096, -1)])
+def test_extent_outside_the_data_area_is_refused(offset: int, nbytes: int):
+    body = raw(a_save())
+    body["objects"] = {"name": "objects", "offset": offset, "nbytes": nbytes}
+    with pytest.raises(ProtocolError, match="not page-aligned"):
+        decode(msgpack.packb(body))
+
+
+def test_two_files_of_one_name_are_refused():
+    body = raw(a_save())
+    body["files"] *= 2
+    with pytest.raises(ProtocolError, match="same name"):
+        decode(msgpack.packb(body))
+
+
+def test_whole_number_arrives_as_a_float_where_one_is_due():
+    arrived = decode(msgpack.packb(raw(a_save()) | {"created_s": 3}))
+    assert isinstance(arrived, Save)
+    assert type(arrived.created_s) is float

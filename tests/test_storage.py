@@ -1,0 +1,484 @@
+"""What the writer relies on, whatever the run directory lives on: one suite, subclassed once per backend."""
+
+import errno
+import mmap
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidesave.errors import NoSpaceError, WriteError
+from sidesave.writer_daemon.storage import PosixStorage, Storage
+
+MIB = 1 << 20
+
+
+def pages(data: bytes) -> memoryview:
+    """``data`` as the writer hands it over: page-aligned memory, padded to whole pages."""
+    buffer = mmap.mmap(-1, max(4096, -(-len(data) // 4096) * 4096))
+    buffer[: len(data)] = data
+    return memoryview(buffer)
+
+
+def put(storage: Storage, path: str, data: bytes) -> None:
+    """Write a whole file under its temporary or final name."""
+    with storage.creating(path, len(data)) as output:
+        output.write_at(pages(data), 0)
+        output.finish(len(data))
+
+
+def get(storage: Storage, path: str) -> bytes:
+    with storage.open(path) as source:
+        return bytes(source.read_at(0, source.nbytes))
+
+
+def names(folder: str | Path) -> list[str]:
+    return [path.name for path in Path(folder).iterdir()]
+
+
+def noise(nbytes: int) -> bytes:
+    return os.urandom(min(nbytes, 65536)) * (nbytes // 65536 + 1)
+
+
+class StorageConformance:
+    """The promises of ``Storage``. A backend's class provides ``storage``, fresh and empty for each test."""
+
+    @pytest.fixture
+    def storage(self) -> Iterator[Storage]:
+        raise NotImplementedError
+
+    # Files
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 * MIB + 5])
+    def test_file_reads_back_with_its_length(self, storage: Storage, nbytes: int):
+        data = noise(nbytes)[:nbytes]
+        put(storage, "file", data)
+        assert get(storage, "file") == data
+        assert storage.read("file", nbytes) == data
+
+    def test_chunks_may_be_written_in_any_order_by_several_threads(self, storage: Storage):
+        data = noise(2 * MIB)[: 2 * MIB - 77]
+        view = pages(data)
+        with storage.creating("file", len(data)) as output:
+            offsets = list(range(0, len(view), 256 << 10))
+            threads = [
+                threading.Thread(target=output.write_at, args=(view[offset:][: 256 << 10], offset))
+                for offset in reversed(offsets)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            output.finish(len(data))
+        assert get(storage, "file") == data
+
+    def test_create_never_opens_an_existing_file(self, storage: Storage):
+        put(storage, "file", b"first")
+        with pytest.raises(WriteError) as caught:
+            storage.create("file", 5)
+        assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, f"{storage.root}/file")
+        assert get(storage, "file") == b"first"
+
+    def test_create_in_a_missing_directory_is_refused(self, storage: Storage):
+        with pytest.raises(WriteError) as caught:
+            storage.create("nowhere/file", 5)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{storage.root}/nowhere/file")
+        assert storage.list_directory("") == []
+
+    def test_file_is_published_once(self, storage: Storage):
+        put(storage, ".file.1", b"first")
+        put(storage, ".file.2", b"second")
+        assert storage.publish(".file.1", "file")
+        assert not storage.publish(".file.2", "file")
+        assert get(storage, "file") == b"first"
+        assert get(storage, ".file.2") == b"second"
+        assert sorted(storage.list_directory("")) == [".file.2", "file"]
+
+    def test_publishing_again_after_a_crash_replaces_nothing(self, storage: Storage):
+        put(storage, ".file.1", b"content")
+        assert storage.publish(".file.1", "file")
+        with pytest.raises(WriteError):
+            storage.publish(".file.1", "file")
+        assert get(storage, "file") == b"content"
+
+    def test_read_is_limited(self, storage: Storage):
+        put(storage, "file", b"12345")
+        assert storage.read("file", 5) == b"12345"
+        with pytest.raises(WriteError) as caught:
+            storage.read("file", 4)
+        assert caught.value.errno == errno.EFBIG
+        assert storage.read("missing", 4) is None
+        assert storage.read("missing/file", 4) is None
+
+    def test_any_stretch_of_a_file_can_be_read(self, storage: Storage):
+        data = noise(30_000)[:30_001]
+        put(storage, "file", data)
+        with storage.open("file") as source:
+
+            @settings(max_examples=200)
+            @given(st.integers(0, 31_000), st.integers(0, 31_000))
+            def stretch(offset: int, nbytes: int) -> None:
+                assert bytes(source.read_at(offset, nbytes)) == data[offset : offset + nbytes]
+
+            assert source.nbytes == len(data)
+            stretch()
+            assert bytes(source.read_at(4095, 2)) == data[4095:4097]
+
+    def test_missing_file_cannot_be_opened(self, storage: Storage):
+        with pytest.raises(WriteError) as caught, storage.open("missing"):
+            pass
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{storage.root}/missing")
+
+    def test_remove_may_be_repeated(self, storage: Storage):
+        put(storage, "file", b"1")
+        for _ in range(2):
+            storage.remove("file")
+        assert storage.list_directory("") == []
+
+    def test_everything_can_be_synced(self, storage: Storage):
+        storage.make_directory("step", 0o700)
+        put(storage, "step/file", b"1")
+        storage.sync_file("step/file")
+        storage.sync_directory("step")
+        storage.sync_directory("")
+        for missing in ("step/none", "none"):
+            with pytest.raises(WriteError) as caught:
+                storage.sync_file(missing)
+            assert caught.value.filename == f"{storage.root}/{missing}"
+
+    # Directories
+
+    def test_directory_is_made_once(self, storage: Storage):
+        assert storage.make_directory("step", 0o700)
+        put(storage, "step/file", b"1")
+        assert not storage.make_directory("step", 0o700)
+        assert storage.list_directory("step") == ["file"]
+
+    def test_directory_is_not_made_in_the_place_of_a_file(self, storage: Storage):
+        put(storage, "step", b"1")
+        with pytest.raises(WriteError) as caught:
+            storage.make_directory("step", 0o700)
+        assert caught.value.errno == errno.EEXIST
+
+    def test_missing_directory_lists_as_empty(self, storage: Storage):
+        assert storage.list_directory("none") == []
+
+    def test_listing_is_read_afresh(self, storage: Storage):
+        for number in range(50):
+            put(storage, f"file-{number:02}", b"")
+            assert sorted(storage.list_directory("")) == [f"file-{n:02}" for n in range(number + 1)]
+
+    def test_directory_is_renamed_with_its_content(self, storage: Storage):
+        storage.make_directory(".partial", 0o700)
+        put(storage, ".partial/file", b"1")
+        storage.rename_directory(".partial", "step")
+        assert storage.list_directory("") == ["step"]
+        assert get(storage, "step/file") == b"1"
+
+    @pytest.mark.parametrize("taken_by", ["an empty directory", "a full directory", "a file"])
+    def test_rename_onto_an_existing_name_is_refused(self, storage: Storage, taken_by: str):
+        storage.make_directory(".partial", 0o700)
+        put(storage, ".partial/file", b"new")
+        if taken_by == "a file":
+            put(storage, "step", b"old")
+        else:
+            storage.make_directory("step", 0o700)
+        if taken_by == "a full directory":
+            put(storage, "step/file", b"old")
+        with pytest.raises(WriteError) as caught:
+            storage.rename_directory(".partial", "step")
+        assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, f"{storage.root}/step")
+        assert get(storage, ".partial/file") == b"new"
+        assert sorted(storage.list_directory("")) == [".partial", "step"]
+
+    def test_tree_is_removed_with_all_that_is_in_it(self, storage: Storage):
+        for name in ("step", "step/deep", "step/deep/er"):
+            storage.make_directory(name, 0o700)
+            put(storage, f"{name}/file", b"1")
+        for _ in range(2):
+            storage.remove_tree("step")
+            assert storage.list_directory("") == []
+
+    # Space and the end
+
+    def test_free_space_is_known_or_said_to_be_plenty(self, storage: Storage):
+        assert storage.free_nbytes() > 0
+
+    def test_close_may_be_repeated(self, storage: Storage):
+        storage.close()
+        storage.close()
+
+
+class PosixConformance(StorageConformance):
+    """What only a POSIX file system has: links, modes, and a root that may be moved or deleted."""
+
+    @pytest.fixture
+    def root(self) -> Iterator[Path]:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def storage(self, root: Path) -> Iterator[Storage]:
+        storage = PosixStorage(str(root))
+        yield storage
+        storage.close()
+
+    @pytest.fixture
+    def outside(self, root: Path) -> Path:
+        """A directory beside the run directory that no operation may reach."""
+        outside = root.with_name("outside")
+        outside.mkdir()
+        (outside / "precious").write_text("precious")
+        return outside
+
+    def test_removing_a_tree_follows_no_link(self, storage: Storage, root: Path, outside: Path):
+        (root / "step").mkdir()
+        (root / "step/link").symlink_to(outside)
+        (root / "step/file-link").symlink_to(outside / "precious")
+        storage.remove_tree("step")
+        assert not (root / "step").exists()
+        (root / "step").symlink_to(outside)
+        storage.remove_tree("step")
+        assert not (root / "step").is_symlink()
+        assert (outside / "precious").read_text() == "precious"
+
+    def test_nothing_is_written_or_read_through_a_link(self, storage: Storage, root: Path, outside: Path):
+        (root / "dangling").symlink_to(outside / "new")
+        (root / "link").symlink_to(outside / "precious")
+        (root / "folder").symlink_to(outside)
+        put(storage, ".temporary", b"1")
+        refused: list[Callable[[], object]] = [
+            lambda: storage.create("dangling", 1),
+            lambda: storage.create("link", 1),
+            lambda: storage.read("link", 100),
+            lambda: get(storage, "link"),
+            lambda: storage.sync_file("link"),
+            lambda: storage.list_directory("folder"),
+            lambda: storage.make_directory("folder", 0o700),
+            lambda: storage.rename_directory(".temporary", "dangling"),
+        ]
+        for operation in refused:
+            with pytest.raises(WriteError):
+                operation()
+        assert not storage.publish(".temporary", "dangling")
+        assert names(outside) == ["precious"]
+
+    def test_moved_run_directory_is_still_the_one_written_to(self, storage: Storage, root: Path):
+        moved = root.with_name("moved")
+        root.rename(moved)
+        root.mkdir()
+        put(storage, ".file", b"1")
+        storage.publish(".file", "file")
+        assert names(moved) == ["file"]
+        assert names(root) == []
+
+    def test_deleted_run_directory_is_a_typed_error(self, storage: Storage, root: Path):
+        root.rmdir()
+        for operation in (lambda: storage.make_directory("step", 0o700), lambda: storage.create("file", 1)):
+            with pytest.raises(WriteError) as caught:
+                operation()
+            assert caught.value.errno == errno.ENOENT
+        assert storage.list_directory("") == []
+
+    @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
+    def test_unfinished_is_private_and_finished_follows_the_umask(self, storage: Storage, root: Path, umask: int):
+        before = os.umask(umask)
+        try:
+            storage.make_directory(".partial", 0o700)
+            put(storage, ".partial/file", b"1")
+            assert stat.S_IMODE((root / ".partial").stat().st_mode) == 0o700
+            storage.open_to_readers(".partial")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((root / ".partial").stat().st_mode) == 0o777 & ~umask
+        assert stat.S_IMODE((root / ".partial/file").stat().st_mode) == 0o666 & ~umask
+
+    def test_set_group_id_of_a_shared_directory_is_kept(self, storage: Storage, root: Path):
+        root.chmod(0o2775)
+        storage.make_directory(".partial", 0o700)
+        storage.open_to_readers(".partial")
+        assert (root / ".partial").stat().st_mode & stat.S_ISGID
+
+    def test_no_descriptor_is_left_open(self, storage: Storage):
+        put(storage, "warm-up", b"1")
+        before = len(names("/proc/self/fd"))
+        put(storage, "file", b"1" * 5000)
+        get(storage, "file")
+        storage.sync_file("file")
+        storage.list_directory("")
+        for failing in ("file", "none/file"):
+            with pytest.raises(WriteError):
+                storage.create(failing, 1)
+        assert len(names("/proc/self/fd")) == before
+
+
+class TestLocalDisk(PosixConformance):
+    """Where pytest keeps its files: ext4 on the machines this was written on."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        (tmp_path / "run").mkdir()
+        return tmp_path / "run"
+
+    def test_missing_root_is_a_typed_error(self, root: Path):
+        with pytest.raises(WriteError) as caught:
+            PosixStorage(f"{root}/none")
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{root}/none")
+
+    def test_writing_goes_past_the_page_cache(self, storage: Storage, root: Path):
+        with storage.creating("file", 8192) as output:
+            flags = [
+                int(line.split()[1], 8)
+                for fd in names("/proc/self/fd")
+                if os.path.realpath(f"/proc/self/fd/{fd}") == f"{root}/file"
+                for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+                if line.startswith("flags:")
+            ]
+            output.finish(0)
+        if not any(flag & os.O_DIRECT for flag in flags):
+            pytest.skip(f"the file system of {root} does not take O_DIRECT")
+
+    @pytest.mark.skipif(shutil.which("fiu-run") is None, reason="needs fiu-run (Debian: fiu-utils)")
+    @pytest.mark.parametrize("point", ["posix/io/sync/fsync", "posix/io/rw/pwrite"])
+    def test_error_of_the_medium_is_a_typed_error(self, root: Path, point: str):
+        code = (
+            "import mmap, sys\n"
+            "from sidesave.errors import WriteError\n"
+            "from sidesave.writer_daemon.storage import PosixStorage\n"
+            "storage = PosixStorage(sys.argv[1])\n"
+            "try:\n"
+            "    with storage.creating('file', 4096) as output:\n"
+            "        output.write_at(memoryview(mmap.mmap(-1, 4096)), 0)\n"
+            "        output.finish(4096)\n"
+            "except WriteError as error:\n"
+            "    print(error.errno, error.filename)\n"
+        )
+        fault = f"enable name={point},failinfo={errno.EIO}"
+        command = ["fiu-run", "-x", "-c", fault, sys.executable, "-c", code, root]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.stdout.startswith(f"{errno.EIO} {root}/file"), done.stderr
+
+
+class TestTmpfs(PosixConformance):
+    @pytest.fixture
+    def root(self) -> Iterator[Path]:
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("/dev/shm is not writable")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+            (Path(name) / "run").mkdir()
+            yield Path(name) / "run"
+
+
+@pytest.mark.root
+class TestWithoutDirectIo(PosixConformance):
+    """ramfs: no O_DIRECT, no fallocate, no word about free space."""
+
+    @pytest.fixture
+    def root(self, mount: Callable[..., Path]) -> Path:
+        root = mount("-t", "ramfs", "none") / "run"
+        root.mkdir()
+        return root
+
+    def test_the_file_system_refuses_direct_io(self, root: Path):
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.open(root / "file", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+
+
+class SmallDisk(PosixConformance):
+    """A file system of a few megabytes, to be filled."""
+
+    def test_what_does_not_fit_is_refused_with_the_figures_before_a_byte_is_written(self, storage: Storage, root: Path):
+        free = storage.free_nbytes()
+        wanted = free + 5 * MIB
+        with pytest.raises(NoSpaceError) as caught:
+            storage.create("file", wanted)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, f"{root}/file")
+        assert f"{wanted:,}" in str(caught.value)
+        assert f"{free:,}" in str(caught.value)
+        assert storage.list_directory("") == [], "a refused file takes no space"
+        assert storage.free_nbytes() == free
+
+    def test_space_that_runs_out_under_way_is_a_typed_error(self, storage: Storage, root: Path):
+        data = pages(noise(storage.free_nbytes() + 5 * MIB))
+        with storage.creating("file", 0) as output, pytest.raises(NoSpaceError) as caught:
+            output.write_at(data, 0)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, f"{root}/file")
+
+    def test_there_is_room_again_after_a_removal(self, storage: Storage):
+        nbytes = storage.free_nbytes() // 2
+        for _ in range(4):
+            storage.make_directory("step", 0o700)
+            put(storage, "step/file", noise(nbytes)[:nbytes])
+            storage.remove_tree("step")
+
+
+@pytest.mark.root
+class TestSmallExt4(SmallDisk):
+    @pytest.fixture
+    def root(self, mount: Callable[..., Path], tmp_path: Path) -> Path:
+        return loop_mounted(mount, tmp_path, "ext4")
+
+
+@pytest.mark.root
+class TestWithoutPreallocation(SmallDisk):
+    """ext2: no fallocate, so that only the file system's own figures tell what fits."""
+
+    @pytest.fixture
+    def root(self, mount: Callable[..., Path], tmp_path: Path) -> Path:
+        return loop_mounted(mount, tmp_path, "ext2")
+
+
+@pytest.mark.root
+class TestSmallTmpfs(SmallDisk):
+    @pytest.fixture
+    def root(self, mount: Callable[..., Path]) -> Path:
+        root = mount("-t", "tmpfs", "-o", "size=8m", "none") / "run"
+        root.mkdir()
+        return root
+
+
+def loop_mounted(mount: Callable[..., Path], folder: Path, kind: str) -> Path:
+    image = folder / "image"
+    with image.open("wb") as file:
+        file.truncate(16 * MIB)
+    make = shutil.which(f"mkfs.{kind}") or shutil.which(f"mkfs.{kind}", path="/usr/sbin:/sbin")
+    if make is None:
+        pytest.skip(f"needs mkfs.{kind}")
+    subprocess.run([make, "-q", "-F", image], check=True, capture_output=True)
+    root = mount("-o", "loop", image) / "run"
+    root.mkdir()
+    return root
+
+
+def test_reading_the_umask_never_changes_it(tmp_path: Path):
+    """Another thread of the trainer may create a file at that moment: it must not become world-writable."""
+    seen: set[int] = set()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            status = Path("/proc/self/status").read_text()
+            seen.add(int(status.partition("Umask:")[2].split()[0], 8))
+
+    watcher = threading.Thread(target=watch)
+    before = os.umask(0o077)
+    try:
+        watcher.start()
+        for number in range(300):
+            storage = PosixStorage(str(tmp_path))
+            storage.make_directory(f"{number}", 0o700)
+            storage.open_to_readers(f"{number}")
+            storage.close()
+    finally:
+        stop.set()
+        watcher.join()
+        os.umask(before)
+    assert seen == {0o077}

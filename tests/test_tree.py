@@ -1,0 +1,631 @@
+"""A state taken apart and put together again: every value comes back with its own type, and what cannot is refused."""
+
+import collections
+import datetime
+import enum
+import io
+import pathlib
+import pickle
+import resource
+import warnings
+import zoneinfo
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import nn
+
+import sidesave
+from sidesave.client import loader
+from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
+from sidesave.stager import tree
+from sidesave.stager.dtypes import CARRIERS, NAMES
+from sidesave.stager.tree import Skeleton, Tag, TensorRef
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # torch: complex32, sparse CSR and quantization are "beta"
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The values of a dense tensor as bytes, whatever its strides."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def _pairs(a: Iterable[Any], b: Iterable[Any], at: str) -> str:
+    return next(filter(None, (difference(x, y, f"{at}[{n}]") for n, (x, y) in enumerate(zip(a, b, strict=True)))), "")
+
+
+def difference(a: Any, b: Any, at: str = "") -> str:
+    """Where ``b`` is not ``a`` in type, bits, order, or what else the type has; "" when nowhere."""
+    if type(a) is nn.Parameter:
+        a = a.detach()
+    if type(a) is not type(b):
+        return f"{at}: {type(a)} became {type(b)}"
+    match a:
+        case torch.Tensor():
+            if (a.dtype, a.shape, a.layout, a.device) != (b.dtype, b.shape, b.layout, b.device):
+                return f"{at}: {a.dtype} {a.shape} {a.layout} became {b.dtype} {b.shape} {b.layout}"
+            if a.layout is not torch.strided:
+                if a.layout is torch.sparse_coo and a.is_coalesced() != b.is_coalesced():
+                    return f"{at}: coalesced or not"
+                return _pairs(_parts(a), _parts(b), at)
+            return "" if bits(a) == bits(b) else f"{at}: other bits"
+        case np.ndarray() | np.generic():
+            same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+            return "" if same else f"{at}: {a!r} became {b!r}"
+        case dict():
+            if len(a) != len(b):
+                return f"{at}: {len(a)} keys became {len(b)}"
+            if isinstance(a, collections.defaultdict) and a.default_factory is not b.default_factory:
+                return f"{at}: other factory"
+            return _pairs(a, b, at) or _pairs(a.values(), b.values(), at)
+        case set() | frozenset():
+            gone = [x for x in a if all(difference(x, y) for y in b)]
+            return "" if len(a) == len(b) and not gone else f"{at}: {a!r} became {b!r}"
+        case list() | tuple() | collections.deque():
+            if len(a) != len(b) or getattr(a, "maxlen", None) != getattr(b, "maxlen", None):
+                return f"{at}: {a!r} became {b!r}"
+            return _pairs(a, b, at)
+        case io.BytesIO():
+            return "" if (a.getvalue(), a.tell()) == (b.getvalue(), b.tell()) else f"{at}: other stream"
+        case datetime.datetime() | datetime.time():
+            same = a.replace(tzinfo=None) == b.replace(tzinfo=None) and a.fold == b.fold and _zone(a) == _zone(b)
+            return "" if same else f"{at}: {a!r} became {b!r}"
+        case float() | complex():
+            return _pairs([repr(a)], [repr(b)], at)  # nan is nan, and -0.0 is not 0.0
+        case _:
+            return "" if a == b else f"{at}: {a!r} became {b!r}"
+
+
+def _zone(value: datetime.datetime | datetime.time) -> Any:
+    zone = value.tzinfo
+    return zone.key if isinstance(zone, zoneinfo.ZoneInfo) else zone and zone.utcoffset(None)
+
+
+def round_trip(value: Any, *, allow_pickle: bool = False) -> Any:
+    """Through the skeleton and back; tensors by way of their bytes, as a file would hold them."""
+    flat = tree.flatten({"x": value}, allow_pickle=allow_pickle)
+    stored = {fqn: tensor for tensors in flat.containers.values() for fqn, tensor in tensors.items()}
+
+    def tensor(ref: TensorRef) -> torch.Tensor:
+        source = stored[ref.fqn]
+        copy = torch.empty(source.shape, dtype=source.dtype)
+        return loader._finish(copy.copy_(source.detach()), ref, None, None)
+
+    return Skeleton(flat.objects, "objects").build(tensor, allow_pickle=allow_pickle)["x"]
+
+
+def assert_comes_back(value: Any) -> None:
+    assert difference(value, round_trip(value)) == ""
+
+
+# Plain data ------------------------------------------------------------------------------------------------------
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too: file names are such
+FIXED_ZONES = st.integers(-86399, 86399).map(lambda offset_s: datetime.timezone(datetime.timedelta(seconds=offset_s)))
+ZONES = st.none() | FIXED_ZONES | st.timezones()
+HASHABLE = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=-(1 << 200), max_value=1 << 200)
+    | st.floats()
+    | st.complex_numbers()
+    | ANY_TEXT
+    | st.binary()
+    | st.builds(lambda at, fold: at.replace(fold=fold), st.datetimes(timezones=ZONES), st.integers(0, 1))
+    | st.builds(lambda at, fold: at.replace(fold=fold), st.times(timezones=ZONES), st.integers(0, 1))
+    | st.dates()
+    | st.timedeltas()
+    | ANY_TEXT.map(pathlib.Path)
+    | ANY_TEXT.map(pathlib.PurePosixPath)
+    | st.lists(st.integers(0, (1 << 63) - 1), max_size=4).map(torch.Size)
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.complex128, torch.quint8, torch.bool])
+    | st.sampled_from(["cpu", "meta", "cuda:3", "cuda", "mps"]).map(torch.device)
+)
+LEAVES = (
+    HASHABLE
+    | st.binary().map(bytearray)
+    | st.builds(lambda content, at: _stream(content, at), st.binary(), st.integers(0, 40))
+    | st.sets(HASHABLE, max_size=3)
+    | st.frozensets(HASHABLE, max_size=3)
+)
+KEYS = HASHABLE | st.tuples(HASHABLE, HASHABLE) | st.frozensets(HASHABLE, max_size=2)
+FACTORIES: list[Any] = [None, list, dict, set, int, float]
+
+
+def _stream(content: bytes, position: int) -> io.BytesIO:
+    stream = io.BytesIO(content)
+    stream.seek(position)
+    return stream
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    items = st.lists(inner, max_size=3)
+    pairs = st.lists(st.tuples(KEYS, inner), max_size=3)
+    return (
+        items
+        | items.map(tuple)
+        | st.builds(lambda found, maxlen: collections.deque(found, maxlen), items, st.none() | st.integers(0, 5))
+        | st.dictionaries(ANY_TEXT, inner, max_size=3)
+        | pairs.map(dict)
+        | pairs.map(collections.OrderedDict)
+        | st.builds(lambda f, body: collections.defaultdict(f, body), st.sampled_from(FACTORIES), pairs.map(dict))
+        | st.dictionaries(KEYS, st.integers(), max_size=3).map(collections.Counter)
+    )
+
+
+@given(st.recursive(LEAVES, _containers, max_leaves=12))
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_plain_data_comes_back_with_type_and_value(value: Any):
+    assert_comes_back(value)
+
+
+def test_the_ends_of_the_64_bit_range_and_what_lies_beyond_come_back():
+    edges = [sign * (1 << bit) + off for bit in (31, 32, 63, 64, 65, 5000) for sign in (1, -1) for off in (-1, 0, 1)]
+    assert_comes_back(edges)
+    assert_comes_back(dict.fromkeys(edges, "key"))
+
+
+def test_enums_come_back_by_value():
+    class Color(enum.Enum):
+        RED = "red"
+
+    class Level(enum.IntEnum):
+        LOW = 7
+
+    class Mode(enum.StrEnum):
+        FAST = "fast"
+
+    assert round_trip([Color.RED, Level.LOW, Mode.FAST]) == ["red", 7, "fast"]
+    assert [type(value) for value in round_trip([Color.RED, Level.LOW, Mode.FAST])] == [str, int, str]
+
+
+def test_a_hundred_levels_of_nesting_come_back_and_more_are_refused():
+    value: Any = 1.5
+    for level in range(tree.MAX_DEPTH):
+        value = [value] if level % 2 else {"deeper": value}
+    assert_comes_back(value)
+    with pytest.raises(UnsupportedValueError, match=r"^x\..*nested deeper than 100 levels"):
+        round_trip([[value]])
+
+
+# NumPy -----------------------------------------------------------------------------------------------------------
+
+
+def _read_only() -> np.ndarray:
+    array = np.arange(6)
+    array.flags.writeable = False
+    return array
+
+
+RECORDS = np.dtype([("id", "<i4"), ("position", "<f8", (2,))])
+ARRAYS: dict[str, Any] = {
+    **{f"array of {code}": np.arange(5).astype(code) for code in "?bhiqBHIQefdFD"},
+    "long double": np.arange(3, dtype=np.longdouble) / 3,
+    "0-dim": np.array(2.5),
+    "empty": np.zeros((0, 3), np.float32),
+    "read-only": _read_only(),
+    "broadcast, hence read-only": np.broadcast_to(np.float32(3), (4, 2)),
+    "negative strides": np.arange(12).reshape(3, 4)[::-1, ::-2],
+    "transposed": np.arange(12).reshape(3, 4).T,
+    "big-endian": np.array([1, -2, 3], dtype=">i4"),
+    "big-endian floats": np.array([1.5, np.nan], dtype=">f8"),
+    "structured": np.array([(1, (2.0, 3.0)), (4, (5.0, 6.0))], dtype=RECORDS),
+    "structured, 0-dim": np.array((1, (2.0, 3.0)), dtype=RECORDS),
+    "datetime64": np.array(["2026-01-02T03:04:05.678", "NaT"], dtype="M8[ms]"),
+    "timedelta64": np.array([5, -7], dtype="m8[ns]"),
+    "unicode": np.array(["", "häß", "\U0001f600"]),
+    "bytes": np.array([b"", b"a\0b"]),
+    "no characters at all": np.array(["", ""], dtype="U0"),
+}
+SCALARS: dict[str, Any] = {
+    **{f"scalar {code}": np.dtype(code).type(1) for code in "?bhilBHILefdgFDG"},
+    "nan": np.float32("nan"),
+    "negative zero": np.float64(-0.0),
+    "empty str_": np.str_(""),
+    "str_": np.str_("häß"),
+    "empty bytes_": np.bytes_(b""),
+    "record": np.array([(7, (8.0, 9.0))], dtype=RECORDS)[0],
+    "datetime64 scalar": np.datetime64("2026-01-02T03:04:05.678901234", "ns"),
+    "NaT": np.datetime64("NaT"),
+    "timedelta64 scalar": np.timedelta64(-3, "D"),
+}
+
+
+@pytest.mark.parametrize("name", [*ARRAYS, *SCALARS])
+def test_a_numpy_value_comes_back_with_dtype_and_bits(name: str):
+    assert_comes_back({**ARRAYS, **SCALARS}[name])
+
+
+def test_a_numpy_array_that_is_saved_can_be_written_to_afterwards(tmp_path: Path):
+    memory = np.memmap(tmp_path / "map", dtype=np.int16, mode="w+", shape=(3, 2))
+    memory[:] = 7
+    came_back = round_trip([memory, _read_only()])
+    assert type(came_back[0]) is np.ndarray
+    for array in came_back:
+        array += 1
+    assert came_back[0].tolist() == [[8, 8]] * 3
+
+
+# Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Any bit patterns at all, nan payloads included."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    generator = torch.Generator().manual_seed(count + dtype.itemsize)
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
+
+
+def _sparse(layout: torch.layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    dense = torch.zeros(4, 6, dtype=dtype)
+    dense[0, 1], dense[2, 2:4], dense[3, 5] = 1, 2, 3
+    if layout in (torch.sparse_bsr, torch.sparse_bsc):
+        return dense.to_sparse(layout=layout, blocksize=(2, 3))
+    return dense.to_sparse(layout=layout)
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    floats = noise(torch.float32, 6, 8)
+    return {
+        **{str(dtype): noise(dtype, 3, 4) for dtype in (*NAMES, *CARRIERS)},
+        **{f"0-dim {dtype}": noise(dtype, 1)[0] for dtype in (*NAMES, *CARRIERS)},
+        "empty": torch.empty(0),
+        "empty with dimensions": torch.empty(3, 0, 2, dtype=torch.complex128),
+        "transposed": floats.t(),
+        "slice": floats[1:4, 2:7],
+        "every other": floats[::2, ::3],
+        "expanded": torch.tensor([1.5]).expand(5, 3),
+        "channels last": noise(torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "overlapping windows": torch.arange(8.0).unfold(0, 4, 1),
+        "conjugate complex64": noise(torch.complex64, 3, 2).conj(),
+        "conjugate complex128": noise(torch.complex128, 3, 2).conj(),
+        "conjugate complex128, transposed": noise(torch.complex128, 3, 2).mH,
+        "imaginary part of a conjugate, a negated view": noise(torch.complex64, 3, 2).conj().imag,
+        "negated view": torch._neg_view(torch.arange(5.0)),
+        "requires grad": torch.arange(3.0, requires_grad=True),
+        "no leaf": torch.arange(3.0, requires_grad=True) * 2,
+        "parameter": nn.Parameter(torch.arange(4.0)),
+        "COO": _sparse(torch.sparse_coo),
+        "COO, not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), [1.0, 2.0, 3.0], (4,)),
+        "COO, hybrid": torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.arange(6.0).view(2, 3), (4, 3)),
+        "COO without a value": torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0), (4, 3)),
+        "COO, complex128": _sparse(torch.sparse_coo, torch.complex128),
+        "CSR": _sparse(torch.sparse_csr),
+        "CSC": _sparse(torch.sparse_csc, torch.float64),
+        "BSR": _sparse(torch.sparse_bsr),
+        "BSC": _sparse(torch.sparse_bsc, torch.int16),
+    }
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch: complex32 is experimental, sparse layouts are beta
+    TENSORS = _tensors()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every kind of value above, saved by a daemon and loaded from disk."""
+    run = tmp_path_factory.mktemp("run")
+    state = {"bare": TENSORS["transposed"], "tensors": TENSORS, "arrays": ARRAYS, "scalars": SCALARS}
+    with sidesave.Checkpointer(run) as checkpointer:
+        checkpointer.save(1, state)
+    assert sidesave.verify(run / "step-00000001").ok
+    return sidesave.load(run / "step-00000001")
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_comes_back_from_disk_bit_for_bit(saved: dict[str, Any], name: str):
+    assert difference(TENSORS[name], saved["tensors"][name]) == ""
+    assert not saved["tensors"][name].requires_grad
+
+
+def test_a_bare_tensor_and_numpy_values_come_back_from_disk(saved: dict[str, Any]):
+    assert difference(TENSORS["transposed"], saved["bare"]) == ""
+    assert difference(ARRAYS, saved["arrays"]) == ""
+    assert difference(SCALARS, saved["scalars"]) == ""
+
+
+def test_tied_weights_are_stored_once_and_come_back_tied():
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    state = {"model": nn.ModuleDict({"in": embedding, "out": head}), "again": [embedding.weight], "raw": head.weight}
+    flat = tree.flatten(state)
+    assert {name: list(tensors) for name, tensors in flat.containers.items()} == {"model": ["model.in.weight"]}
+    came_back = round_trip(state)
+    tied = [came_back["model"]["in.weight"], came_back["model"]["out.weight"], came_back["again"][0], came_back["raw"]]
+    assert len({tensor.data_ptr() for tensor in tied} | {0}) == 5  # `round_trip` makes one for each reference
+    assert all(difference(embedding.weight, tensor) == "" for tensor in tied)
+
+
+def test_different_views_of_one_memory_are_stored_each():
+    base = torch.arange(8.0)
+    views = {
+        "all": base,
+        "prefix": base[:4],
+        "rows": base.view(2, 4),
+        "as integers": base.view(torch.int32),
+        "every other": base[::2],
+        "negated": torch._neg_view(base),
+    }
+    assert list(tree.flatten({"views": views}).containers["views"]) == [f"views.{name}" for name in views]
+    assert_comes_back(views)
+
+
+# Refusals --------------------------------------------------------------------------------------------------------
+
+
+class Opaque:
+    """Says nothing of its state."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+def _list_cycle() -> list[Any]:
+    cycle: list[Any] = []
+    cycle.append({"again": cycle})
+    return cycle
+
+
+class _Zone(datetime.tzinfo):
+    pass
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "meta": (lambda: torch.empty(2, device="meta"), "x.y: a meta tensor has no values"),
+    "meta module": (lambda: nn.Linear(2, 2, device="meta"), "x.y.weight: a meta tensor has no values"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), "x.y: torch.quint8"),
+    "raw bits": (lambda: torch.empty(2, dtype=torch.bits8), "x.y: torch.bits8"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "x.y: a nested tensor"),
+    "mkldnn": (lambda: torch.ones(2, 2).to_mkldnn(), "x.y: tensors of layout torch._mkldnn"),
+    "sparse meta": (lambda: torch.ones(2, 2).to_sparse().to("meta"), "x.y: tensors of layout torch.sparse_coo on meta"),
+    "lazy parameter": (lambda: nn.LazyLinear(2), "x.y.weight: a lazy parameter"),
+    "tensor subclass": (lambda: torch.ones(1).as_subclass(type("Odd", (torch.Tensor,), {})), r"x.y: a .*Odd is not"),
+    "object": (lambda: Opaque(1), r"x.y: a .*Opaque cannot be saved; .*allow_pickle"),
+    "class with state_dict": (lambda: nn.Linear, "x.y: a builtins.type cannot be saved"),
+    "function": (lambda: print, "x.y: a builtins.builtin_function"),
+    "object array": (lambda: np.array([object()]), "x.y: a numpy.ndarray"),
+    "masked array": (lambda: np.ma.array([1], mask=[True]), "x.y: a numpy.ma.*MaskedArray"),
+    "record scalar": (lambda: np.rec.array([(1,)], dtype=[("a", "i4")])[0], "x.y: a numpy.*record"),
+    "named tuple": (lambda: Pair(1, 2), "x.y: a .*Pair"),
+    "dict subclass": (lambda: type("Bag", (dict,), {})(a=1), "x.y: a .*Bag"),
+    "defaultdict": (lambda: collections.defaultdict(lambda: 3), "x.y: a defaultdict with factory"),
+    "time zone": (lambda: datetime.datetime(2026, 1, 1, tzinfo=_Zone()), "x.y: a time zone of type _Zone"),
+    "list cycle": (_list_cycle, r"x.y.0.again.0.*nested deeper .* or in a cycle"),
+    "tensor as a key": (lambda: {torch.ones(1): 2}, "x.y: a tensor cannot be a key"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_saved_is_refused_by_name(name: str):
+    make, message = REFUSED[name]
+    with pytest.raises(UnsupportedValueError, match="^" + message):
+        tree.flatten({"x": {"y": make()}})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}},
+        {"a": {"b": {"c": torch.ones(1)}}, "a.b": {"c": torch.zeros(1)}},
+        {"a.b.c": torch.ones(1), "a": {"b": {"c": torch.zeros(1)}}},
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(state: dict[str, Any]):
+    with pytest.raises(UnsupportedValueError, match=r"^a\.b\.c: two tensors"):
+        tree.flatten(state)
+
+
+def test_keys_that_only_differ_in_type_hold_plain_data_but_not_two_tensors():
+    assert_comes_back({1: "number", "1": "text"})
+    with pytest.raises(UnsupportedValueError, match=r"^a\.1: two tensors"):
+        tree.flatten({"a": {1: torch.ones(1), "1": torch.zeros(1)}})
+
+
+def test_the_name_that_safetensors_reserves_is_refused():
+    with pytest.raises(UnsupportedValueError, match=r"^__metadata__: .*reserved"):
+        tree.flatten({"__metadata__": torch.ones(1)})
+
+
+@pytest.mark.parametrize("state", [None, [1], {1: 2}, {"": 2}, {None: 1}])
+def test_a_state_that_is_no_dict_of_names_is_refused(state: Any):
+    with pytest.raises(InvalidArgumentError):
+        tree.flatten(state)
+
+
+def test_top_level_names_of_any_kind_come_back_from_disk(tmp_path: Path):
+    names = ["tensors", "objects", "rank", "manifest", "%74ensors", "a/b", "..", "a b", "Grüße", "x" * 400, "x" * 401]
+    state = {name: [torch.tensor(float(n))] for n, name in enumerate(names)}
+    state |= {f"plain {name}": name for name in names} | {"\udc80": "a surrogate", "bare": torch.ones(2)}
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        info = checkpointer.save(1, state, blocking=True).committed.result()
+    assert difference(state, sidesave.load(info)) == ""
+    assert sidesave.verify(info).ok
+
+
+def test_a_tensor_name_that_is_no_unicode_is_refused(tmp_path: Path):
+    with (
+        sidesave.Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(UnsupportedValueError, match="not valid Unicode"),
+    ):
+        checkpointer.save(1, {"x": {"\udc80": torch.ones(1)}})
+
+
+# Pickle ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_value_needs_the_word_on_both_sides(tmp_path: Path):
+    state = {"odd": {"one": Opaque(3), "plain": 4}}
+    with sidesave.Checkpointer(tmp_path, allow_pickle=True) as checkpointer:
+        info = checkpointer.save(1, state, blocking=True).committed.result()
+        assert checkpointer.load() == state
+    assert b'"pickle":true' in (Path(info) / "manifest.json").read_bytes()
+    with pytest.raises(UnsupportedValueError, match=r"odd\.one was pickled; pass allow_pickle=True"):
+        sidesave.load(info)
+    assert sidesave.load(info, allow_pickle=True) == state
+    assert sidesave.load(info, include="odd.plain") == {"odd": {"plain": 4}}
+
+
+def test_a_pickled_key_comes_back_where_pickle_is_allowed():
+    value = {Opaque(5): "a key", (1, Opaque(6)): "in a key"}
+    assert round_trip(value, allow_pickle=True) == value
+
+
+def test_plain_data_does_not_mark_a_checkpoint_as_pickled(tmp_path: Path):
+    with sidesave.Checkpointer(tmp_path, allow_pickle=True) as checkpointer:
+        info = checkpointer.save(1, {"x": [1, {2}, torch.ones(3)]}, blocking=True).committed.result()
+    assert b'"pickle":false' in (Path(info) / "manifest.json").read_bytes()
+
+
+def test_what_even_pickle_cannot_take_is_refused_by_name():
+    with pytest.raises(UnsupportedValueError, match=r"^x\.y: a function cannot be pickled"):
+        tree.flatten({"x": {"y": lambda: 0}}, allow_pickle=True)
+
+
+# Hostile skeletons -----------------------------------------------------------------------------------------------
+
+
+def packed(body: Any) -> bytes:
+    return msgpack.packb(body, use_bin_type=True) or b""
+
+
+def build(data: bytes) -> None:
+    """Decode as a loader does, with whatever tensors it asks for; any error but the two typed ones is a failure."""
+    try:
+        skeleton = Skeleton(data, "objects")
+        skeleton.build(lambda ref: ref.fqn)  # one that only wants names
+        skeleton.build(lambda ref: torch.zeros(2, 2))
+    except (IntegrityError, UnsupportedValueError):
+        pass
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_random_bytes_are_refused_with_a_typed_error(data: bytes):
+    build(data)
+
+
+SCRAPS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=20)
+    | st.sampled_from(
+        ["float32", "complex128", "sparse_coo", "sparse_csr", "UTC", "2026-01-01", "<f8", "O", "values", "indices"]
+    )
+    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4))
+)
+NODES = st.recursive(
+    SCRAPS,
+    lambda inner: (
+        st.lists(inner, max_size=5)
+        | st.tuples(st.sampled_from(Tag), st.lists(inner, max_size=5)).map(lambda node: [int(node[0]), *node[1]])
+        | st.dictionaries(st.text(max_size=3) | st.sampled_from(["values", "indices"]), inner, max_size=3)
+    ),
+    max_leaves=15,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), NODES, min_size=1, max_size=3))
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_random_skeletons_build_or_are_refused_with_a_typed_error(body: dict[str, Any]):
+    build(packed(body))
+
+
+def _npy_header(shape: str, descr: str = "'<f8'") -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+MALFORMED: dict[str, Any] = {
+    "a number of bytes in place of bytes": [Tag.BYTEARRAY, 1 << 33],
+    "a number of bytes in place of a stream": [Tag.BYTES_IO, 1 << 33, 0],
+    "position before the start": [Tag.BYTES_IO, b"", -1],
+    "array larger than its file": [Tag.NUMPY_FILE, _npy_header(f"({1 << 40},)")],
+    "array of objects": [Tag.NUMPY_FILE, _npy_header("(1,)", "'|O'") + pickle.dumps([print])],
+    "scalar of objects": [Tag.NUMPY_SCALAR, "O", b"\0" * 8],
+    "scalar of nothing": [Tag.NUMPY_SCALAR, "<f8", b""],
+    "giant scalar": [Tag.NUMPY_SCALAR, f"V{1 << 40}", b""],
+    "extension type": msgpack.ExtType(5, b"data"),
+    "bare map": {"a": 1},
+    "no tag": [],
+    "unknown tag": [99, 1],
+    "tag of text": ["DICT", {}],
+    "unhashable key": [Tag.ITEMS, [[[Tag.LIST], 1]]],
+    "unhashable item": [Tag.SET, [Tag.LIST]],
+    "carried dtype that is none": [Tag.TENSOR, "fqn", "float32"],
+    "dtype that is a function": [Tag.DTYPE, "compile"],
+    "layout that is a function": [Tag.SPARSE, "compile", [2], True, {}],
+    "sparse without parts": [Tag.SPARSE, "sparse_coo", [2], True, {}],
+    "default factory that runs": [Tag.DEFAULT_DICT, "print", []],
+    "zone outside the database": [Tag.DATETIME, "2026-01-01T00:00:00", 0, "../../../../etc/passwd"],
+    "endless length": [Tag.DEQUE, 1 << 63, 1],
+    "timedelta out of range": [Tag.TIMEDELTA, 1 << 62, 0, 0],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_node_is_an_integrity_error_that_names_it(name: str):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    skeleton = Skeleton(packed({"x": [Tag.LIST, MALFORMED[name]]}), "the/objects")
+    with pytest.raises(IntegrityError, match=r"^the/objects: x\.0 is"):
+        skeleton.build(lambda ref: torch.zeros(2))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, a gigabyte"
+
+
+@pytest.mark.parametrize("depth", [200, 5000, 200_000])
+def test_a_skeleton_nested_without_end_is_refused(depth: int):
+    node = b"\x92" + bytes([Tag.LIST])  # an array of two: the tag, then the next level
+    with pytest.raises(IntegrityError, match=r"nested too deep|not a skeleton"):
+        Skeleton(b"\x81\xa1x" + node * depth + b"\xc0", "objects").build(lambda ref: None)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc0", b"\x93\x01\x02\x03", b"\x81\xc4\x01a\x01", b"\x81\x01\x02", b"\x80\x80"]
+)
+def test_a_skeleton_that_is_no_map_of_names_is_refused(data: bytes):
+    with pytest.raises(IntegrityError, match=r"^objects: "):
+        Skeleton(data, "objects")
+
+
+def test_a_pickled_node_runs_nothing_unless_allowed(tmp_path: Path):
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    data = packed({"x": [Tag.SET, [Tag.PICKLE, pickle.dumps(Bomb())]]})
+    with pytest.raises(UnsupportedValueError, match=r"^objects: x was pickled"):
+        Skeleton(data, "objects").build(lambda ref: None)
+    assert not (tmp_path / "ran").exists()
