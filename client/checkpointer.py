@@ -30,6 +30,7 @@ from sidesave.errors import (
     ClosedError,
     InvalidArgumentError,
     SidesaveError,
+    StagingError,
     WriteStalledError,
     write_error,
 )
@@ -44,16 +45,19 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS: Final = 8
 _EXIT_TIMEOUT_S: Final = 600.0
+_FOLLOW_NBYTES: Final = 64 << 20
 MAX_STEP: Final = 10**18
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A save between its call and its outcome."""
+    """A save between its call and its outcome; the slot goes back once it is neither filled nor read any more."""
 
     handle: SaveHandle
     slot: Slot | None
     save: Save | None = None
+    filling: bool = True
+    released: bool = False
 
 
 class Checkpointer:
@@ -190,11 +194,7 @@ class Checkpointer:
             slot = slot or self._pool.acquire(self._busy_timeout_s)
             handle = SaveHandle(step)
             save_id = next(self._ids)
-            try:
-                self._stage(save_id, step, flat, slot, handle, replace=replace, blocking=blocking)
-            except BaseException:
-                self._pool.release(slot)
-                raise
+            self._stage(save_id, step, flat, slot, handle, replace=replace, blocking=blocking)
         if blocking:
             try:
                 handle.committed.result()
@@ -216,8 +216,12 @@ class Checkpointer:
         blocking: bool,
     ) -> None:
         created_s = time.time()
-        plan = self._plan(flat)
-        self._pool.fit(slot, plan, len(flat.objects), pin=_has_cuda(flat))
+        try:
+            plan = self._plan(flat)
+            self._pool.fit(slot, plan, len(flat.objects), pin=_has_cuda(flat))
+        except BaseException:
+            self._pool.release(slot)
+            raise
         arena = slot.arena
         assert arena is not None
         generation = arena.begin_generation()
@@ -253,19 +257,33 @@ class Checkpointer:
             entry.save = save
             self._in_flight[save_id] = entry
 
-        def staged(error: SidesaveError | None) -> None:
-            if error is not None:
-                self._settle(save_id, error)
-                return
-            arena.mark_staged(protocol.encode(save))  # from here on the save survives this process
-            handle.staged.set_result(None)
-            self._connection.submit(save)
+        # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
+        follow = plan.nbytes >= _FOLLOW_NBYTES and self._copier.captures_all(flat)
 
+        def staged(error: SidesaveError | None) -> None:
+            if error is None:
+                arena.mark_staged(protocol.encode(save))  # from here on the save survives this process
+            with self._lock:
+                entry.filling = False
+                settled = entry.released
+            if settled:  # storage refused before all was copied
+                self._release(entry)
+            elif error is not None:
+                self._settle(save_id, error)
+            else:
+                handle.staged.set_result(None)
+                if not follow:
+                    self._connection.submit(save)
+
+        if follow:
+            self._connection.submit(save)
         try:
             self._copier.copy(flat, plan, slot, staged, blocking=blocking)
-        except BaseException:
-            with self._lock:
-                self._in_flight.pop(save_id, None)
+        except BaseException as error:
+            arena.begin_generation()  # a writer that follows gives up
+            entry.filling = False
+            self._settle(save_id, StagingError(f"copying the state failed: {error}"), report=False)
+            self._release(entry)
             raise
 
     def _plan(self, flat: tree.FlatState) -> Plan:
@@ -460,7 +478,7 @@ class Checkpointer:
         for save_id in ids:
             self._settle(save_id, error)
 
-    def _settle(self, save_id: int, outcome: CheckpointInfo | SidesaveError) -> None:
+    def _settle(self, save_id: int, outcome: CheckpointInfo | SidesaveError, *, report: bool = True) -> None:
         """Give a save its outcome: slot, futures, lineage, and the list of what is still to be raised."""
         with self._lock:
             entry = self._in_flight.get(save_id)
@@ -469,7 +487,7 @@ class Checkpointer:
             if isinstance(outcome, CheckpointInfo):
                 self._lineage.add(outcome.step)
                 self._on_disk.add(outcome.step)
-            elif self._on_error == "raise":
+            elif self._on_error == "raise" and report:
                 self._unreported.append(outcome)
         self._release(entry)
         if isinstance(outcome, CheckpointInfo):
@@ -478,7 +496,7 @@ class Checkpointer:
             entry.handle.committed.set_result(outcome)
         else:
             entry.handle._fail(outcome)
-            if self._on_error == "warn":
+            if self._on_error == "warn" and report:
                 warnings.warn(f"the save of step {entry.handle.step} failed: {outcome}", RuntimeWarning, stacklevel=2)
         with self._settled:
             del self._in_flight[save_id]
@@ -486,7 +504,10 @@ class Checkpointer:
 
     def _release(self, entry: _InFlight) -> None:
         with self._lock:
-            slot, entry.slot = entry.slot, None
+            entry.released = True
+            slot = None
+            if not entry.filling:
+                slot, entry.slot = entry.slot, None
         if slot is not None:
             self._pool.release(slot)
 

@@ -12,19 +12,19 @@ import fnmatch
 import json
 import logging
 import math
-import os
 import reprlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Generator
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
 
 from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo, path_text
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, SidesaveError
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.manifest import MANIFEST, parse_hidden_directory, parse_step_directory, step_directory
 from sidesave.writer_daemon.storage import PosixStorage
@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from sidesave.client.diff import Report
 
-_MARKS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
+_COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _UNCONFINED: Final = 100_000
 """Columns of an output that is no terminal: programs get whole lines."""
 
@@ -59,24 +59,28 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def main() -> None:
     """Run the command line; the console script."""
     logging.basicConfig(level=logging.WARNING, format="sidesave: %(message)s")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files go first
+    signal.signal(signal.SIGTERM, _leave)
     app()
 
 
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)  # an exception, so that temporary files are removed on the way out
+
+
 @contextlib.contextmanager
-def _errors_told() -> Iterator[None]:
+def _errors_told() -> Generator[None]:
     """One line for an error that has a cause outside of this program; everything else keeps its traceback."""
     try:
         yield
     except BrokenPipeError:
         raise
     except (SidesaveError, OSError) as error:
-        typer.echo(f"sidesave: {_printable(error_text(error))}", err=True)
+        typer.echo(f"sidesave: {_printable(_error_text(error))}", err=True)
         usage = isinstance(error, (CheckpointNotFoundError, InvalidArgumentError))
         raise typer.Exit(2 if usage else 1) from None
 
 
-def error_text(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """An error in one line, without Python's ``[Errno 2]``."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
@@ -93,7 +97,7 @@ def _directory(path: str) -> Path:
     directory = found.resolve()
     hidden = parse_hidden_directory(directory.name)
     if hidden is not None and hidden[2] != "replaced":
-        raise InvalidArgumentError(f"{directory} is an unfinished checkpoint, or one being removed; nothing reads those")
+        raise InvalidArgumentError(f"{directory} is an unfinished checkpoint, or one on its way out")
     return directory
 
 
@@ -113,8 +117,10 @@ def _checkpoint(path: str, step: int | None = None) -> Path:
     found = catalog.scan(str(directory))
     wanted = [info for info in found if step is None or info.step == step]
     if not wanted:
-        there = f"there is no step {step}, only {[info.step for info in found][-20:]}" if found else "no checkpoints here"
-        raise CheckpointNotFoundError(2, there, str(directory))
+        others = [info.step for info in found][-20:]
+        raise CheckpointNotFoundError(
+            2, f"no step {step} among {others}" if found else "no checkpoints", str(directory)
+        )
     return Path(wanted[-1].path)
 
 
@@ -177,11 +183,12 @@ _abbreviation.maxstring = _abbreviation.maxother = _abbreviation.maxlong = 100
 def _brief(value: Any) -> str:
     """A plain value in a line; how much there is of it where not all is shown."""
     text = _printable(_abbreviation.repr(value))
-    return f"{text} ({len(value):,} in all)" if "..." in text and hasattr(value, "__len__") else text
+    cut = "..." in text and hasattr(value, "__len__") and len(value) > 6
+    return f"{text} ({len(value):,} in all)" if cut else text
 
 
 @contextlib.contextmanager
-def _progress(total_nbytes: int) -> Iterator[Callable[[int], None]]:
+def _progress(total_nbytes: int) -> Generator[Callable[[int], None]]:
     """A bar for bytes that goes when done; nothing where nobody watches."""
     if not sys.stdout.isatty():
         yield lambda nbytes: None
@@ -201,8 +208,14 @@ def _progress(total_nbytes: int) -> Iterator[Callable[[int], None]]:
 def list_checkpoints(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonOption = False
 ) -> None:
-    """List the checkpoints of a run directory in the order of their commits."""
+    """List the checkpoints of a run.
+
+    They stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back behind
+    it.
+    """
     directory = _directory(run)
+    if _is_checkpoint(directory):
+        raise InvalidArgumentError(f"{directory} is one checkpoint; its run directory is {directory.parent}")
     found = catalog.scan(str(directory))
     damaged = sorted(set(_checkpoints(directory)) - {Path(info.path) for info in found})
     latest = found[-1] if found else None
@@ -241,7 +254,10 @@ def show(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what a checkpoint holds: tensors, totals, plain data. Pickled values stay closed."""
+    """Show what a checkpoint holds.
+
+    Its tensors, totals and plain data; of a run directory the latest. Pickled values are not unpickled.
+    """
     from sidesave.client.diff import Contents
 
     def wanted(fqn: str) -> bool:
@@ -257,7 +273,9 @@ def show(
         counts[0] += 1
         counts[1] += facts.nbytes
     if as_json:
-        about = {name: getattr(head, name) for name in _ABOUT}
+        about = {one.name: getattr(head, one.name) for one in fields(head)}
+        for long in ("records", "layouts", "tensors"):
+            del about[long]
         rows = {
             fqn: {"dtype": facts.dtype_name, "shape": facts.shape, "nbytes": facts.nbytes, "item": facts.item}
             for fqn, facts in tensors.items()
@@ -268,7 +286,8 @@ def show(
     console = _console()
     ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
     about = f"{ranks}, session {head.session}, sequence {head.sequence}, torch {head.torch_version}"
-    console.print(_printable(f"step {head.step}, saved {_when(head.created_s)}, {_size(head.nbytes)}, {about}\n"))
+    console.print(_printable(f"step {head.step}, saved {_when(head.created_s)}, {_size(head.nbytes)}, {about}"))
+    console.print()
     table = _table("tensor", "dtype", "shape", ">bytes")
     for fqn, facts in tensors.items():
         table.add_row(_printable(fqn), facts.dtype_name, str(list(facts.shape)), f"{facts.nbytes:,}")
@@ -283,11 +302,6 @@ def show(
     for name, value in nest.items():
         for line in _plain_lines(name, value, "  ")[1]:
             console.print(line)
-
-
-_ABOUT: Final = (
-    "step", "session", "sequence", "parent", "created_s", "world_size", "pickled", "nbytes", "torch_version"
-)  # fmt: skip
 
 
 def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
@@ -316,7 +330,10 @@ def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
 @app.command()
 @_errors_told()
 def verify(checkpoint: CheckpointArgument, step: StepOption = None) -> None:
-    """Compare every byte of a checkpoint, or of all checkpoints of a run, with its digests."""
+    """Compare every byte with its digest.
+
+    Of a run directory all checkpoints are verified, or the one chosen by --step. Exit status 1 means damage.
+    """
     directory = _directory(checkpoint)
     whole_run = step is None and not _is_checkpoint(directory)
     paths = _checkpoints(directory) if whole_run else []
@@ -345,7 +362,7 @@ def _verify(path: Path) -> bool:
 
             faults += map(str, integrity.check_checkpoint(storage, path.name, count))
     except (SidesaveError, OSError) as error:
-        faults.append(error_text(error))
+        faults.append(_error_text(error))
     finally:
         storage.close()
     found = f"{len(faults)} fault{'s' * (len(faults) != 1)}" if faults else "ok"
@@ -366,7 +383,11 @@ def diff(
     top: Annotated[int, typer.Option(min=0, help="At most so many lines of each kind; 0 for all.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints, tensor by tensor and value by value; changes are relative to A."""
+    """Compare two checkpoints.
+
+    Changes are of B relative to A: the largest difference of two elements, the L2 norm of the difference over that of
+    A, and the elements of which a bit differs. The exit status is 0 whether they differ or not.
+    """
     from sidesave.client.diff import ABSENT, Contents, common_nbytes, compare
 
     paths = [str(_checkpoint(path)) for path in (first, second)]
@@ -383,7 +404,7 @@ def diff(
         }
         _print_json({**about, "changed": changed, **names, "plain": plain, "equal": report.equal})
         return
-    _print_report(report, top or _UNCONFINED)
+    _print_report(report, top or sys.maxsize)
 
 
 def _print_report(report: Report, top: int) -> None:
@@ -404,7 +425,8 @@ def _print_report(report: Report, top: int) -> None:
     _print_lines(console, "tensors only in B", report.only_second, top)
     mismatched = [f"{fqn}: {a} -> {b}" for fqn, (a, b) in report.mismatched.items()]
     _print_lines(console, "tensors of another dtype or shape", mismatched, top)
-    _print_lines(console, "plain data", [f"{fqn}: {_brief(a)} -> {_brief(b)}" for fqn, (a, b) in report.plain.items()], top)
+    plain = [f"{fqn}: {_brief(a)} -> {_brief(b)}" for fqn, (a, b) in report.plain.items()]
+    _print_lines(console, "plain data", plain, top)
 
 
 def _print_lines(console: Console, title: str, lines: list[str], top: int) -> None:
@@ -427,7 +449,11 @@ def doctor(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go.")] = ".",
     as_json: JsonOption = False,
 ) -> None:
-    """Check what sidesave needs of this machine and of a directory; takes some seconds and leaves nothing behind."""
+    """Check this machine and a directory.
+
+    What sidesave needs is tried out, which takes some seconds and leaves nothing behind. Exit status 1 means that a
+    check has failed.
+    """
     from sidesave.client.doctor import Finding, examine
 
     place = Path(path_text(directory))
@@ -438,7 +464,7 @@ def doctor(
     for finding in examine(place):
         found.append(finding)
         if not as_json:
-            console.print(f"{finding.status:4}", style=_MARKS[finding.status], end="  ")
+            console.print(f"{finding.status:4}", style=_COLORS[finding.status], end="  ")
             console.print(_printable(f"{finding.name:14}  {finding.finding}"))
             if finding.remedy:
                 console.print(f"{'':22}-> {finding.remedy}")

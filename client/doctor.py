@@ -47,8 +47,8 @@ _OLDEST_KERNEL: Final = (5, 3)  # pidfd_open; F_SEAL_FUTURE_WRITE is of 5.1
 _OLDEST_TORCH: Final = (2, 8)
 _MADV_POPULATE_WRITE: Final = 23
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO in the kernel's sources
-_NETWORK: Final = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"}
-_OUTLIVE: Final = "have it outlive the trainer by the time a save takes: sh -c 'python train.py; code=$?; sleep 60; exit $code'"
+_NETWORK: Final = re.compile("9p|afs|beegfs|ceph|cifs|fuse.*|glusterfs|gpfs|lustre|nfs4?|smb3|virtiofs")
+_OUTLIVE: Final = "have it live on for as long as a save takes: sh -c 'python train.py; code=$?; sleep 60; exit $code'"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -102,7 +102,7 @@ def _in_directory(directory: Path, scratch: Path) -> Iterator[Finding]:
     yield from _run("publishing", partial(_publishing, scratch), another)
     yield from _run("space", partial(_space, scratch), another)
     yield from _run("disk speed", partial(_disk_speed, scratch), "free some space, or " + another)
-    yield from _run("daemon", partial(_daemon, scratch), "see the checks above; sidesave.Checkpointer raises the same error")
+    yield from _run("daemon", partial(_daemon, scratch), "see the checks above; Checkpointer raises the same error")
 
 
 def _run(name: str, check: Check, remedy: str) -> Iterator[Finding]:
@@ -191,12 +191,13 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:
 
 def _shared_memory() -> Iterator[Verdict]:
     with contextlib.suppress(OSError):
-        yield "ok", f"{_gb(shutil.disk_usage('/dev/shm').total)}; its size does not matter, staging memory is a memfd", ""
+        size = _gb(shutil.disk_usage("/dev/shm").total)
+        yield "ok", f"{size}; its size does not matter, staging memory is a memfd", ""
 
 
 def _locked_memory() -> Iterator[Verdict]:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    size = "unlimited" if limit == resource.RLIM_INFINITY else _gb(limit)
+    size = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10:,} KiB"
     yield "ok", f"{size}; it does not matter, sidesave locks no memory and CUDA pins through its driver", ""
 
 
@@ -216,16 +217,16 @@ def _gpu() -> Iterator[Verdict]:
     if not torch.cuda.is_available():
         yield "ok", "none that torch can use; tensors are copied within the call of save()", ""
         return
-    name = torch.cuda.get_device_name()
     arena = Arena.create(PAGE, 64 * _MIB)
     try:
         host_memory.populate(arena)
+        name = torch.cuda.get_device_name()
         started = time.monotonic()
         PinnedRange(arena.address, arena.nbytes).close()
         yield "ok", f"{name}; 64 MiB pinned and unpinned in {time.monotonic() - started:.3f} s", ""
     except RuntimeError as error:
         remedy = "saves work, but copies from the GPU are slow; look for the driver's reason in dmesg"
-        yield "warn", f"{name}; staging memory cannot be pinned: {error}", remedy
+        yield "warn", f"staging memory cannot be pinned: {error}", remedy
     finally:
         arena.close()
 
@@ -243,14 +244,15 @@ def _sockets() -> Iterator[Verdict]:
 
 def _survival() -> Iterator[Finding]:
     """What ends the daemon when the trainer dies, as seen from here: the trainer may be started in another way."""
-    threats = [finding for check in (_container, _service, _slurm, _oom_group) for finding in _run("survival", check, "")]
+    checks = (_container, _service, _slurm, _oom_group)
+    threats = [finding for check in checks for finding in _run("survival", check, "")]
     yield from threats or [Finding("survival", "ok", "nothing found that ends the daemon when the trainer dies")]
 
 
 def _container() -> Iterator[Verdict]:
     if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
         comm = Path("/proc/1/comm").read_text().strip()
-        found = f"in a container: the daemon is killed when its process 1 ({comm}) ends, before or after its save is done"
+        found = f"in a container: when its process 1 ({comm}) ends, the daemon is killed, whatever it is writing"
         yield "warn", found, f"if process 1 is the trainer or waits for nothing else, {_OUTLIVE}"
 
 
@@ -259,7 +261,8 @@ def _service() -> Iterator[Verdict]:
     unit, path = next(((Path(name).name, name) for _, name in groups if name.endswith(".service")), ("", ""))
     if not unit:
         return
-    command = ["systemctl", *(["--user"] if "/user@" in f"/{path}" else []), "show", "-p", "KillMode,TimeoutStopUSec", unit]
+    manager = "--user" if "user@" in path else "--system"
+    command = ["systemctl", manager, "show", "-p", "KillMode,TimeoutStopUSec", unit]
     facts: dict[str, str] = {}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
@@ -298,7 +301,7 @@ def _file_system(directory: Path) -> Iterator[Verdict]:
         yield "warn", f"{found}: in memory, gone with a reboot", "choose a directory on a disk"
     elif kind == "overlay":
         yield "warn", f"{found}: it may be a container's own layer and go with the container", "mount a volume"
-    elif kind in _NETWORK or kind.startswith("fuse"):
+    elif _NETWORK.fullmatch(kind):
         remedy = "measure a save and a load; write a run from one host, unless file locks (flock) hold between hosts"
         yield "warn", f"{found}: a network or user-space file system, where sidesave has been tried little", remedy
     else:
@@ -389,8 +392,8 @@ def _disk_speed(scratch: Path) -> Iterator[Verdict]:
             wrote = _rate(lambda offset: output.write_at(piece, offset), lambda: output.finish(_SPEED_NBYTES))
         found = f"{wrote:.2f} GB/s written and synced, {_rate(read):.2f} GB/s read"
     if wrote < 0.2:
-        hours = f"{100 / wrote / 3600:.1f} hours"
-        yield "warn", f"{found}: 100 GB take {hours}", "training goes on meanwhile; save less often, or to a faster disk"
+        found += f": 100 GB take {100 / wrote / 60:,.0f} minutes"
+        yield "warn", found, "training goes on meanwhile; save less often, or to a faster disk"
     else:
         yield "ok", found, ""
 
@@ -414,11 +417,11 @@ def _rate(work: Callable[[int], object], finish: Callable[[], object] = lambda: 
 def _daemon(scratch: Path) -> Iterator[Verdict]:
     import torch
 
-    import sidesave
+    from sidesave.client.checkpointer import Checkpointer
 
     state = {"tensor": torch.zeros(1 << 20)}
     started = time.monotonic()
-    with sidesave.Checkpointer(scratch / "run", stall_timeout_s=_ANSWER_TIMEOUT_S) as checkpointer:
+    with Checkpointer(scratch / "run", stall_timeout_s=_ANSWER_TIMEOUT_S) as checkpointer:
         up = time.monotonic()
         checkpointer.save(0, state).committed.result(_ANSWER_TIMEOUT_S)
         saved = time.monotonic()

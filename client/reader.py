@@ -115,8 +115,8 @@ class CheckpointReader:
             if source.nbytes != record.nbytes:
                 raise IntegrityError(f"{self.path}/{record.name}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
             layout = integrity.read_header(source, f"{self.path}/{record.name}", digests)
-        blocks = digest_blocks(layout)
-        if layout.nbytes != record.nbytes or len(digests) != DIGEST_NBYTES * len(blocks):
+        blocks = digest_blocks(layout) if layout.nbytes == record.nbytes else []
+        if not blocks or len(digests) != DIGEST_NBYTES * len(blocks):
             raise IntegrityError(f"{self.path}/{record.name}: header, record and digest list disagree about the length")
         file = _OpenFile(record, os.path.join(self.path, record.name), layout, blocks, digests)
         for entry in layout.entries:

@@ -36,6 +36,7 @@ _HEADER = struct.Struct("<8sQQ")  # magic, arena bytes, data offset
 _GENERATION_AT: Final = 64  # each word on a cache line of its own
 _STAGED_AT: Final = 128
 _DESCRIPTOR_NBYTES_AT: Final = 136
+_FILLED_AT: Final = 192
 
 _MADV_DONTFORK: Final = 10
 _MADV_DONTNEED: Final = 4
@@ -177,8 +178,18 @@ class Arena:
         """How many saves have used this memory: a writer that sees it change publishes nothing."""
         return self._word(_GENERATION_AT).value
 
+    @property
+    def filled(self) -> int:
+        """How many bytes from the arena's start are final in the current generation: a writer may go that far."""
+        return self._word(_FILLED_AT).value
+
+    def advance(self, nbytes: int) -> None:
+        """Declare the first ``nbytes`` of the arena final."""
+        self._word(_FILLED_AT).value = nbytes
+
     def begin_generation(self) -> int:
         """Start filling the arena anew; what was staged in it before is void. Returns the new generation."""
+        self.advance(0)
         word = self._word(_GENERATION_AT)
         word.value += 1
         return word.value
@@ -194,6 +205,7 @@ class Arena:
         ctypes.memmove(self._address + PAGE, descriptor, len(descriptor))
         self._word(_DESCRIPTOR_NBYTES_AT).value = len(descriptor)
         self._word(_STAGED_AT).value = self.generation
+        self.advance(self.nbytes)
 
     def staged_descriptor(self) -> bytes | None:
         """The SAVE message of the staged generation, or None while nothing complete is in the arena."""

@@ -54,7 +54,7 @@ class StagingCopy:
         self._released = threading.Event()
         self._over = threading.Event()
         self._versions = [job.source._version for job in jobs]
-        self._before = self._sample()
+        self._before = [self._fingerprint(job.source) for job in jobs]
         self.error: SidesaveError | None = None
 
     def run(self) -> None:
@@ -64,13 +64,12 @@ class StagingCopy:
                 if self._cuda is not None:
                     self._cuda.enqueue()
                 for job in self._jobs:
-                    job.target.copy_(job.source)
+                    if not ownership.is_resizable(job.source):  # it was not at the call: it has lost its memory
+                        job.target.copy_(job.source)
                 torn = [
                     job.fqn
-                    for job, before, after, version in zip(
-                        self._jobs, self._before, self._sample(), self._versions, strict=True
-                    )
-                    if before != after or job.source._version != version
+                    for job, before, version in zip(self._jobs, self._before, self._versions, strict=True)
+                    if self._has_changed(job, before, version)
                 ]
                 self._released.set()
                 if self._cuda is not None:
@@ -101,10 +100,20 @@ class StagingCopy:
         """Wait on the host until the bytes are there."""
         self._over.wait(GUARD_TIMEOUT_S)
 
-    def _sample(self) -> list[bytes]:
-        if self._validate:
-            return [_digest(job.source) for job in self._jobs]
-        return [_spot_check(job.source) for job in self._jobs]
+    def _has_changed(self, job: Job, before: bytes, version: int) -> bool:
+        """Whether the copy may not be what was there at the call.
+
+        Looks at source and copy: weights may have been swapped and swapped back meanwhile.
+        """
+        return (
+            ownership.is_resizable(job.source)
+            or job.source._version != version
+            or self._fingerprint(job.source) != before
+            or self._fingerprint(job.target) != before
+        )
+
+    def _fingerprint(self, tensor: torch.Tensor) -> bytes:
+        return _digest(tensor) if self._validate else _spot_check(tensor)
 
 
 def _torn(fqns: Sequence[str]) -> TornSnapshotError:
@@ -157,7 +166,11 @@ class Copier:
             for (fqn, source), target, placement in zip(tensors.items(), targets, file.placements, strict=True)
         ]
         may_overlap = not (blocking or self._overlap is False or ownership.in_guard() or id(plan) in self._distrusted)
-        owned = ownership.owned_addresses(flat.optimizers) if may_overlap and self._wants_overlap(jobs) else set[int]()
+        owned = (
+            ownership.owned_addresses(flat.optimizers, flat.modules)
+            if may_overlap and self._wants_overlap(jobs)
+            else set[int]()
+        )
         captured: list[Job] = []
         overlapped: list[Job] = []
         on_cuda: list[Job] = []
@@ -171,7 +184,7 @@ class Copier:
                 captured.append(job)
         with torch.no_grad():
             cuda = self._lanes.begin(on_cuda, owned, slot, validate=self._validate) if on_cuda else None
-            self._capture(captured)
+            self._capture(captured, slot if len(captured) == len(jobs) else None)
         if cuda is None and not overlapped:
             done(None)
             return
@@ -191,8 +204,11 @@ class Copier:
         else:
             self._submit(run)
 
-    def _capture(self, jobs: list[Job]) -> None:
-        """Copy now, blocking: plain host memory by all cores, what has to be gathered or resolved through torch."""
+    def _capture(self, jobs: list[Job], whole: Slot | None) -> None:
+        """Copy now, blocking: plain host memory by all cores, what has to be gathered or resolved through torch.
+
+        Where this is all there is to copy, the ``whole`` slot's arena tells its reader how far it is.
+        """
         regions: list[Region] = []
         for job in jobs:
             source = job.source
@@ -200,7 +216,14 @@ class Copier:
                 regions.append((job.target.data_ptr(), source.data_ptr(), source.nbytes))
             else:
                 job.target.copy_(source)
-        self._memory.copy(regions)
+        arena = None if whole is None else whole.arena
+        self._memory.copy(regions, None if arena is None else lambda address: arena.advance(address - arena.address))
+
+    def captures_all(self, flat: FlatState) -> bool:
+        """Whether everything will be captured at the call, so that the writer can follow the copy."""
+        return not self._overlap and all(
+            tensor.device.type == "cpu" for tensors in flat.containers.values() for tensor in tensors.values()
+        )
 
     def _wants_overlap(self, jobs: list[Job]) -> bool:
         return bool(self._overlap) or any(job.source.device.type == "cuda" for job in jobs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -33,18 +33,22 @@ class MemoryCopier:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def copy(self, regions: list[Region]) -> None:
-        """Copy all regions, blocking; they must not overlap, and their memory must stay."""
-        total = sum(nbytes for _, _, nbytes in regions)
-        pieces = _Pieces(regions)
-        if total < 2 * PIECE_NBYTES or not self._helpers:
-            _work(pieces)
+    def copy(self, regions: list[Region], on_prefix: Callable[[int], None] | None = None) -> None:
+        """Copy all regions, blocking; they must not overlap, and their memory must stay.
+
+        ``on_prefix``, if given, is called now and then with a target address: all regions below it are copied, in the
+        order of their target addresses.
+        """
+        regions = sorted(regions)
+        pieces = _Pieces(regions, on_prefix)
+        if sum(nbytes for _, _, nbytes in regions) < 2 * PIECE_NBYTES or not self._helpers:
+            pieces.work()
             return
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sidesave-copy")
-        helpers = [self._pool.submit(_work, pieces) for _ in range(self._helpers)]
-        _work(pieces)
+        helpers = [self._pool.submit(pieces.work) for _ in range(self._helpers)]
+        pieces.work()
         for helper in helpers:
             if not helper.cancel():  # one that has not begun has nothing left to do
                 helper.result()
@@ -58,11 +62,14 @@ class MemoryCopier:
 
 
 class _Pieces:
-    """The pieces of a copy, each given to exactly one thread."""
+    """The pieces of a copy in the order of their targets, each given to exactly one thread."""
 
-    def __init__(self, regions: list[Region]) -> None:
+    def __init__(self, regions: list[Region], on_prefix: Callable[[int], None] | None) -> None:
         self._pieces = self._cut(regions)
+        self._on_prefix = on_prefix
         self._lock = threading.Lock()
+        self._under_way: dict[int, None] = {}  # targets, ascending
+        self._told = 0
 
     @staticmethod
     def _cut(regions: list[Region]) -> Iterator[Region]:
@@ -70,11 +77,21 @@ class _Pieces:
             for offset in range(0, nbytes, PIECE_NBYTES):
                 yield target + offset, source + offset, min(PIECE_NBYTES, nbytes - offset)
 
-    def take(self) -> Region | None:
+    def work(self) -> None:
+        """Copy pieces until none is left."""
+        finished = 0
+        while (piece := self._take(finished)) is not None:
+            _memmove(*piece)
+            finished = piece[0]
+
+    def _take(self, finished: int) -> Region | None:
         with self._lock:
-            return next(self._pieces, None)
-
-
-def _work(pieces: _Pieces) -> None:
-    while (piece := pieces.take()) is not None:
-        _memmove(*piece)
+            self._under_way.pop(finished, None)
+            piece = next(self._pieces, None)
+            if piece is not None:
+                self._under_way[piece[0]] = None
+                first = next(iter(self._under_way))
+                if self._on_prefix is not None and first - self._told >= PIECE_NBYTES:
+                    self._told = first
+                    self._on_prefix(first)
+            return piece

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable
 from typing import Any, Protocol, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -103,8 +104,11 @@ def in_guard() -> bool:
     return getattr(_holds, "depth", 0) > 0
 
 
-def owned_addresses(optimizers: Iterable[Optimizer]) -> set[int]:
-    """Addresses of the tensors that ``optimizers``, and those seen stepping, hold and alone change."""
+def owned_addresses(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module] = ()) -> set[int]:
+    """Addresses of the tensors that ``optimizers``, and those seen stepping, hold and alone change.
+
+    Weights that ``modules`` themselves write in forward are not among them: embeddings with ``max_norm``.
+    """
     addresses: set[int] = set()
     for optimizer in {*optimizers, *list(_seen)}:
         if not _is_torchs_own(optimizer):
@@ -113,6 +117,9 @@ def owned_addresses(optimizers: Iterable[Optimizer]) -> set[int]:
             addresses.update(parameter.data_ptr() for parameter in group["params"])
         for state in optimizer.state.values():
             addresses.update(value.data_ptr() for value in state.values() if type(value) is torch.Tensor)
+    for module in (inner for outer in modules for inner in outer.modules()):
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            addresses.discard(module.weight.data_ptr())
     addresses.discard(0)
     return addresses
 

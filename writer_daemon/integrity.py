@@ -146,8 +146,8 @@ def _check_tensor_file(
         if source.nbytes != entry.nbytes:
             raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {entry.nbytes:,}")
         file = read_header(source, path, digests)
-        blocks = digest_blocks(file)
-        if file.nbytes != entry.nbytes or len(digests) != len(blocks) * DIGEST_NBYTES:
+        blocks = digest_blocks(file) if file.nbytes == entry.nbytes else []
+        if not blocks or len(digests) != len(blocks) * DIGEST_NBYTES:
             raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
         for first, last in _batches(blocks):
             start = blocks[first][0]

@@ -60,7 +60,8 @@ def parse_step_directory(name: str) -> int | None:
 def parse_hidden_directory(name: str) -> tuple[int, str, str] | None:
     """Step, session and state of a hidden directory's name, or None."""
     match = _PARTIAL.fullmatch(name)
-    return (int(match[1]), match[2], match[3]) if match else None
+    parsed = (int(match[1]), match[2], match[3]) if match else None
+    return parsed if parsed and hidden_directory(*parsed) == name else None
 
 
 def rank_file(container: str, rank: int, suffix: str) -> str:
@@ -163,7 +164,9 @@ def _runs(file: TensorFile) -> Iterator[tuple[int, int]]:
 def load_json(data: bytes, path: str) -> dict[str, Any]:
     """Parse a JSON object strictly: duplicate keys, NaN and other top-level values are an ``IntegrityError``."""
     try:
-        value = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -189,7 +192,7 @@ def _dump(body: dict[str, Any]) -> bytes:
 
 def _get(body: dict[str, Any], key: str, kind: type, path: str) -> Any:
     value = body.get(key)
-    if type(value) is not kind or (kind is int and cast("int", value) < 0):
+    if type(value) is not kind or (kind in (int, float) and not 0 <= cast("float", value) < 1 << 63):
         raise IntegrityError(f"{path}: {key!r} must be a non-negative {kind.__name__}, not {value!r:.80}")
     return value
 

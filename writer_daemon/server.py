@@ -50,6 +50,7 @@ class Server:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._trainer_gone = False
+        self._abandoned = threading.Event()
         self._running = True
         self._last_progress = time.monotonic()
 
@@ -78,7 +79,7 @@ class Server:
             return 1
         ready = protocol.Ready(attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed)
         self._send(ready)
-        self._worker = _Worker(storage, lease, name, self._post)
+        self._worker = _Worker(storage, lease, Writer(storage, name, self._abandoned), name, self._post)
         threading.Thread(target=self._execute, name="sidesave-storage", daemon=True).start()
         self._loop()
         self._linger()
@@ -224,6 +225,7 @@ class Server:
 
     def _adopt_staged(self) -> None:
         """The trainer died: saves that it had staged, and may not have sent, are in the memory itself."""
+        self._abandoned.set()
         self._read_messages()
         for number, arena in self._arenas.items():
             descriptor = arena.staged_descriptor()
@@ -283,12 +285,14 @@ class Server:
 class _Worker:
     """Storage operations, each ending in an event. Runs in the storage thread; any error becomes the save's."""
 
-    def __init__(self, storage: Storage, lease: Lease, attempt: str, post: Callable[[jobs.Event], None]) -> None:
+    def __init__(
+        self, storage: Storage, lease: Lease, writer: Writer, attempt: str, post: Callable[[jobs.Event], None]
+    ) -> None:
         self._storage = storage
         self._lease = lease
         self._attempt = attempt
         self._post = post
-        self._writer = Writer(storage, attempt)
+        self._writer = writer
 
     def write(self, save: Save, arena: Arena | None, attempt: int) -> None:
         started = time.monotonic()

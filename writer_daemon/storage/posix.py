@@ -83,10 +83,9 @@ class PosixStorage(Storage):
             except FileNotFoundError:
                 return None
             with os.fdopen(fd, "rb") as file:
-                data = file.read(max_nbytes + 1)
-            if len(data) > max_nbytes:
-                raise OSError(errno.EFBIG, "over the limit")
-            return data
+                if os.fstat(fd).st_size > max_nbytes:
+                    raise OSError(errno.EFBIG, "over the limit")
+                return file.read()
 
     @contextlib.contextmanager
     def open(self, path: str) -> Generator[InputFile]:

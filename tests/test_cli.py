@@ -1,0 +1,421 @@
+"""The `sidesave` command on real checkpoints: what it says, its exit status, and what it must not do."""
+
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import sidesave
+from sidesave.client.cli import app
+
+MODULE = [sys.executable, "-m", "sidesave.client.cli"]
+CHECKS = {
+    "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "sockets", "survival", "directory",
+    "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
+}  # fmt: skip
+
+
+class Trap:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def sidesave_cli(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def output(*arguments: object, status: int = 0) -> str:
+    result = sidesave_cli(*arguments)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def as_json(*arguments: object, status: int = 0) -> Any:
+    return json.loads(output(*arguments, "--json", status=status))
+
+
+def save(run: Path, *states: dict[str, Any], **options: Any) -> list[Path]:
+    with sidesave.Checkpointer(run, **options) as checkpointer:
+        handles = [checkpointer.save(step, state) for step, state in enumerate(states)]
+        return [Path(handle.committed.result().path) for handle in handles]
+
+
+def flip(path: Path, offset: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 10 and 20; back to 10 in another session, which saves 30."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "bare": torch.zeros(5, dtype=torch.int16)}
+    with sidesave.Checkpointer(path) as checkpointer:
+        for step in (10, 20):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            checkpointer.save(step, {**state, "step": step, "seen": list(range(1000))})
+    with sidesave.Checkpointer(path) as checkpointer:
+        checkpointer.load(10)
+        checkpointer.save(30, {**state, "step": 30})
+    return path
+
+
+# ls --------------------------------------------------------------------------------------------------------------
+
+
+def test_ls_lists_commits_in_order_and_marks_latest_and_superseded(run: Path):
+    listed = as_json("ls", run)
+    assert [(row["step"], row["mark"]) for row in listed["checkpoints"]] == [
+        (10, ""),
+        (20, "superseded"),
+        (30, "latest"),
+    ]
+    first, _, last = listed["checkpoints"]
+    assert last["parent"] == [10, first["session"]]
+    assert last["session"] != first["session"]
+    lines = output("ls", run).splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "10", "20", "30"]
+    assert lines[2].endswith("superseded")
+    assert f"10 of {first['session']}" in lines[3]
+
+
+def test_ls_lists_a_checkpoint_whose_manifest_is_damaged(tmp_path: Path):
+    _, last = save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
+    flip(last / "manifest.json")
+    assert "1" in next(line for line in output("ls", tmp_path).splitlines() if "unreadable" in line).split()
+    listed = as_json("ls", tmp_path)
+    assert listed["damaged"] == [str(last)]
+    assert [row["mark"] for row in listed["checkpoints"]] == ["latest"]
+
+
+def test_ls_of_a_directory_without_checkpoints_says_so(tmp_path: Path):
+    assert "no checkpoints" in output("ls", tmp_path)
+    assert as_json("ls", tmp_path)["checkpoints"] == []
+
+
+# Bad calls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"], ["diff", "."]])
+def test_a_path_that_is_no_directory_is_one_line_and_status_2(command: list[str], tmp_path: Path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        result = sidesave_cli(*command[:1], path, *command[1:])
+        assert result.exit_code == 2
+        assert result.output.splitlines() == [f"sidesave: there is no such directory: {path}"]
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_what_is_not_there_is_one_line_and_status_2(command: str, run: Path, tmp_path: Path):
+    assert output(command, tmp_path, status=2) == f"sidesave: no checkpoints: {tmp_path}\n"
+    assert "no step 11 among [10, 20, 30]" in output(command, run, "--step", 11, status=2)
+    assert "one checkpoint" in output(command, run / "step-00000010", "--step", 10, status=2)
+
+
+def test_an_unfinished_checkpoint_is_not_read(tmp_path: Path):
+    partial = tmp_path / f".step-00000001.{'0' * 16}.partial"
+    partial.mkdir()
+    assert "unfinished" in output("show", partial, status=2)
+
+
+def test_ls_of_a_checkpoint_names_its_run(run: Path):
+    assert f"its run directory is {run}" in output("ls", run / "step-00000010", status=2)
+
+
+def test_an_unknown_option_is_status_2():
+    assert "No such option" in output("ls", ".", "--nonsense", status=2)
+
+
+# show ------------------------------------------------------------------------------------------------------------
+
+
+def test_show_lists_tensors_totals_and_plain_data(run: Path):
+    shown = as_json("show", run, "--step", 20)
+    assert shown["tensors"]["model.0.weight"] == {"dtype": "float32", "shape": [3, 4], "nbytes": 48, "item": "model"}
+    assert shown["tensors"]["bare"] == {"dtype": "int16", "shape": [5], "nbytes": 10, "item": "bare"}
+    assert shown["items"]["optimizer"] == {"tensors": 4, "nbytes": 4 * (12 + 3 + 6 + 2)}
+    assert sum(item["nbytes"] for item in shown["items"].values()) == 2 * 4 * (12 + 3 + 6 + 2) + 10
+    assert shown["plain"]["optimizer"]["param_groups"][0]["lr"] == 0.5
+    assert shown["plain"]["model"]["0.weight"] == "<tensor model.0.weight>"
+    text = output("show", run, "--step", 20)
+    assert "float32  [3, 4]" in text
+    assert "optimizer: (and 4 tensors)" in text
+    assert "seen: [0, 1, 2, 3, 4, 5, ...] (1,000 in all)" in text
+
+
+def test_show_of_a_run_shows_the_latest(run: Path):
+    assert as_json("show", run)["step"] == 30
+    assert as_json("show", run / "step-00000010")["step"] == 10
+
+
+def test_show_filters_tensors_and_plain_data(run: Path):
+    shown = as_json("show", run, "--filter", "model.*.weight")
+    assert list(shown["tensors"]) == ["model.0.weight", "model.1.weight"]
+    assert list(shown["plain"]) == ["model"]
+    assert list(as_json("show", run, "--filter", "model.1")["tensors"]) == ["model.1.weight", "model.1.bias"]
+
+
+def test_show_gives_the_dtypes_of_the_user_and_not_the_stored_ones(tmp_path: Path):
+    state = {"c": torch.zeros(2, 3, dtype=torch.complex128), "f": torch.zeros(4).to(torch.float8_e4m3fnuz)}
+    save(tmp_path, state)
+    tensors = as_json("show", tmp_path)["tensors"]
+    assert tensors["c"] == {"dtype": "complex128", "shape": [2, 3], "nbytes": 96, "item": "c"}
+    assert tensors["f"] == {"dtype": "float8_e4m3fnuz", "shape": [4], "nbytes": 4, "item": "f"}
+
+
+def test_pickled_values_are_shown_and_compared_but_never_unpickled(tmp_path: Path):
+    mark = tmp_path / "unpickled"
+    nest = {"list": [1, Trap(mark)], 7: (Trap(mark), torch.ones(2))}
+    paths = save(
+        tmp_path / "run", {"a": Trap(mark), "nest": nest}, {"a": Trap(tmp_path), "nest": nest}, allow_pickle=True
+    )
+    assert output("show", paths[0]).count("<pickled, ") == 3
+    shown = as_json("show", paths[0])
+    assert shown["pickled"] is True
+    assert shown["plain"]["nest"]["list"][0] == 1
+    assert list(as_json("diff", *paths)["plain"]) == ["a"]
+    assert not mark.exists()
+
+
+def test_names_cannot_send_control_characters_to_the_terminal(tmp_path: Path):
+    save(tmp_path, {"\x1b[31m": torch.zeros(1), "text": "\x1b]0;title\x07", "\udc80": [1]})
+    text = output("show", tmp_path) + output("verify", tmp_path)
+    assert "\x1b" not in text
+    assert "\\x1b[31m" in text
+
+
+# verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_says_ok(run: Path):
+    lines = output("verify", run).splitlines()
+    assert [line.partition(": ok, ")[0] for line in lines] == [f"{run}/step-000000{step}" for step in (10, 20, 30)]
+    assert output("verify", run, "--step", 20).count("\n") == 1
+    assert output("verify", run / "step-00000010").count(": ok, ") == 1
+
+
+def test_verify_finds_a_flipped_byte_and_names_file_and_fqn(tmp_path: Path):
+    first, last = save(tmp_path, *[{"model": {"a": torch.zeros(1 << 18), "b": torch.ones(9)}}] * 2)
+    flip(first / "model.rank-00000.safetensors")
+    flip(first / "objects.rank-00000.msgpack")
+    lines = output("verify", tmp_path, status=1).splitlines()
+    assert lines[0].startswith(f"{first}: 2 faults, ")
+    [tensor] = [line for line in lines if line.endswith("(model.b)")]
+    assert tensor.startswith("  model.rank-00000.safetensors at byte ")
+    assert any("objects.rank-00000.msgpack" in line for line in lines)
+    assert lines[-1].startswith(f"{last}: ok, ")
+
+
+def test_verify_reports_a_checkpoint_whose_manifest_is_gone(tmp_path: Path):
+    first, _ = save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
+    (first / "manifest.json").unlink()
+    for arguments in ([first], [tmp_path], [tmp_path, "--step", 0]):
+        assert "there is no manifest" in output("verify", *arguments, status=1)
+
+
+def test_verify_shows_progress_on_a_terminal_only(run: Path):
+    ours, theirs = pty.openpty()
+    try:
+        subprocess.run([*MODULE, "verify", run], stdout=theirs, stderr=theirs, timeout=60, check=True)
+        assert b"\x1b[" in os.read(ours, 65536)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "\x1b" not in output("verify", run)
+
+
+def test_a_damaged_checkpoint_is_one_line_and_status_1(tmp_path: Path):
+    [path] = save(tmp_path, {"x": torch.zeros(3)})
+    flip(path / "tensors.rank-00000.safetensors", 20)
+    for command in (["show", path], ["diff", path, path]):
+        result = sidesave_cli(*command)
+        assert result.exit_code == 1
+        assert len(result.output.splitlines()) == 1
+        assert "tensors.rank-00000.safetensors" in result.output
+
+
+# diff ------------------------------------------------------------------------------------------------------------
+
+
+def changes(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> Any:
+    return as_json("diff", *save(tmp_path / "run", before, after))
+
+
+def test_diff_of_equal_checkpoints_finds_nothing(tmp_path: Path):
+    state = {
+        "t": torch.tensor([1.0, math.nan]),
+        "plain": [math.nan, {1, 2}, b"x"],
+        "none": None,
+        "empty": torch.zeros(0),
+    }
+    found = changes(state, state, tmp_path)
+    assert found["same"] is True
+    assert found["equal"] == ["t", "empty"]
+    assert found["plain"] == {}
+    assert "0 changed" in output("diff", tmp_path / "run" / "step-00000000", tmp_path / "run")
+
+
+def test_diff_measures_how_values_changed(tmp_path: Path):
+    before = torch.full((2 << 20,), 3.0)
+    before = torch.cat([before, torch.tensor([4.0, 4.0, math.nan, 1.0, math.inf])])  # beyond one piece
+    after = before.clone()
+    after[0], after[-5], after[-2] = 3.5, 2.0, math.nan
+    [change] = changes({"t": before}, {"t": after}, tmp_path)["changed"]
+    assert (change["fqn"], change["changed"], change["elements"]) == ("t", 3, (2 << 20) + 5)
+    assert change["max_abs"] == 2.0
+    assert change["relative_l2"] == pytest.approx(math.sqrt((0.25 + 4) / (9 * (2 << 20) + 16 + 16 + 1)))
+    assert change["nans"] == [1, 2]
+    table = output("diff", *sorted((tmp_path / "run").glob("step-*")))
+    assert "3 (0.0%)" in table
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "max_abs"),
+    [
+        (torch.tensor([True, False]), torch.tensor([True, True]), 1),
+        (torch.tensor([250], dtype=torch.uint8), torch.tensor([5], dtype=torch.uint8), 245),
+        (torch.tensor([1 << 40]), torch.tensor([0]), 2.0**40),
+        (torch.tensor([1.0]).bfloat16(), torch.tensor([3.0]).bfloat16(), 2),
+        (torch.tensor([1.0]).to(torch.float8_e5m2), torch.tensor([2.0]).to(torch.float8_e5m2), 1),
+        (torch.tensor([1.0]).to(torch.float8_e4m3fnuz), torch.tensor([2.0]).to(torch.float8_e4m3fnuz), 1),
+        (torch.tensor([3 + 4j]), torch.tensor([0j]), 5),
+        (torch.tensor([3 + 4j] * 2).to(torch.complex128), torch.tensor([0j] * 2).to(torch.complex128), 5),
+        (torch.tensor(0.0), torch.tensor(-0.0), 0),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", "")),
+)
+def test_diff_understands_every_dtype(before: torch.Tensor, after: torch.Tensor, max_abs: float, tmp_path: Path):
+    [change] = changes({"t": before, "pad": torch.ones(1)}, {"t": after, "pad": torch.ones(1)}, tmp_path)["changed"]
+    assert change["max_abs"] == max_abs
+    assert 0 < change["changed"] <= change["elements"] == before.numel()
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no dtype without arithmetic")
+def test_diff_compares_a_dtype_without_arithmetic_by_its_bytes(tmp_path: Path):
+    before = torch.arange(8, dtype=torch.uint8)
+    after = before.clone()
+    after[3] = 100
+    kind = torch.float4_e2m1fn_x2
+    [change] = changes({"t": before.view(kind)}, {"t": after.view(kind)}, tmp_path)["changed"]
+    assert (change["changed"], change["elements"], change["max_abs"]) == (1, 8, None)
+
+
+def test_diff_names_what_only_one_has_and_what_cannot_be_compared(tmp_path: Path):
+    shared = torch.ones(2)
+    before = {"a": shared, "tied": shared, "n": {"gone": torch.ones(1), "lr": 0.1, "k": 1}, "s": torch.ones(2), "x": 5}
+    after = {
+        "a": torch.ones(2),
+        "tied": torch.ones(2),
+        "n": {"new": torch.ones(1), "lr": 0.2, "k": 1.0},
+        "s": shared.half(),
+    }
+    paths = save(tmp_path / "run", before, after)
+    found = as_json("diff", *paths)
+    assert (found["only_a"], found["only_b"]) == (["n.gone"], ["n.new", "tied"][::-1])
+    assert found["mismatched"] == {"s": ["float32 [2]", "float16 [2]"]}
+    assert found["plain"] == {
+        "n.lr": {"a": 0.1, "b": 0.2},
+        "n.k": {"a": 1, "b": 1.0},
+        "x": {"a": 5},
+        "tied": {"a": "<tensor a>"},
+    }
+    text = output("diff", *paths)
+    assert "n.lr: 0.1 -> 0.2" in text
+    assert "x: 5 -> <absent>" in text
+
+
+def test_diff_shows_the_largest_changes_first_and_no_more_than_asked_for(tmp_path: Path):
+    before = {f"t{index}": torch.ones(2) for index in range(5)}
+    after = {f"t{index}": torch.ones(2) + index for index in range(5)}
+    paths = save(tmp_path / "run", before, after)
+    assert [change["fqn"] for change in as_json("diff", *paths, "--top", 2)["changed"]] == ["t4", "t3"]
+    text = output("diff", *paths, "--top", 2)
+    assert "4 changed" in text
+    assert "and 2 more" in text
+    assert "t1" not in text
+    assert "t1" in output("diff", *paths, "--top", 0)
+
+
+# doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_runs_every_check_and_leaves_nothing_behind(tmp_path: Path):
+    findings = as_json("doctor", tmp_path)
+    assert {finding["name"] for finding in findings} >= CHECKS
+    assert all(finding["finding"] for finding in findings)
+    assert all(finding["remedy"] for finding in findings if finding["status"] != "ok")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_checks_the_parent_of_a_directory_that_is_yet_to_be_made(tmp_path: Path):
+    text = output("doctor", tmp_path / "new" / "run")
+    assert f"{tmp_path} is on" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_fails_where_nothing_can_be_written():
+    findings = as_json("doctor", "/proc/self", status=1)
+    assert [finding["name"] for finding in findings if finding["status"] == "fail"] == ["directory"]
+
+
+def test_doctor_refuses_a_file(tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert output("doctor", tmp_path / "file", status=2).endswith("file is no directory\n")
+
+
+def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
+    with subprocess.Popen([*MODULE, "doctor", tmp_path], stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+# The process -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_runs_as_a_process(run: Path):
+    done = subprocess.run([*MODULE, "ls", run, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert [row["step"] for row in json.loads(done.stdout)["checkpoints"]] == [10, 20, 30]
+    done = subprocess.run([*MODULE, "show", run / "nothing"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"sidesave: there is no such directory: {run}/nothing\n"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["--help"]])
+def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
+    code = "import sys\nfrom sidesave.client import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_its_extra_the_command_says_which_to_install(missing: str):
+    code = f"import sys; sys.modules['{missing}'] = None; from sidesave.client.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "pip install 'sidesave[cli]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

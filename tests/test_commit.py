@@ -1,0 +1,1004 @@
+"""From written to committed on real directories, whatever a dead daemon has left there, and the records that vouch."""
+
+import dataclasses
+import json
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidesave.client import catalog, loader
+from sidesave.errors import CheckpointExistsError, FormatVersionError, IntegrityError, ProtocolError, WriteError
+from sidesave.stager import tree
+from sidesave.stager.image import make_plan, structure_of
+from sidesave.stager.pool import SlotPool
+from sidesave.writer_daemon import commit, manifest, protocol
+from sidesave.writer_daemon.commit import Recovery
+from sidesave.writer_daemon.lease import Holder, Lease
+from sidesave.writer_daemon.manifest import FileRecord, Head, Manifest, RankRecord, TensorInfo
+from sidesave.writer_daemon.protocol import Extent, Parent, Save
+from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
+from sidesave.writer_daemon.writer import Writer
+
+OLD, NEW = "0" * 16, "f" * 16
+"""Sessions: one that is dead, and this one."""
+
+State = dict[str, Any]
+
+
+def a_state(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(300, 500, generator=generator), "b": torch.randn(7, generator=generator)},
+        "optimizer": {"m": torch.randn(1000, generator=generator), "step": seed},
+    }
+
+
+def same(one: State, other: State) -> bool:
+    a, b = tree.flatten(one), tree.flatten(other)
+    return a.objects == b.objects and all(
+        torch.equal(tensor, b.containers[name][fqn])
+        for name, tensors in a.containers.items()
+        for fqn, tensor in tensors.items()
+    )
+
+
+class Session:
+    """One session of one rank: staging memory, and the daemon's operations on a run directory."""
+
+    def __init__(self, root: Path, name: str = NEW, storage: Storage | None = None) -> None:
+        self.root = root
+        self.name = name
+        self.storage = storage or PosixStorage(str(root))
+        self.lease = Lease(str(root), Holder.current(name, os.getpid()), 0.0, lambda: True)
+        self.attempt = f"1-{os.getpid()}-{id(self)}"
+        self.writer = self._writer()
+        self._pool = SlotPool(1, None, lambda number, arena: None, lambda number: None)
+        self._slot = self._pool.acquire(0.0)
+
+    def stage(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Save:
+        flat = tree.flatten(state)
+        plan = make_plan(structure_of(flat.containers))
+        self._pool.fit(self._slot, plan, len(flat.objects), pin=False)
+        for tensors, targets in zip(flat.containers.values(), self._slot.targets, strict=True):
+            for tensor, target in zip(tensors.values(), targets, strict=True):
+                target.copy_(tensor)
+        self._slot.write_objects(flat.objects)
+        arena = self._slot.arena
+        assert arena is not None
+        base = arena.data_offset
+        save = Save(
+            attempt=1,
+            save_id=sequence,
+            arena=1,
+            generation=arena.begin_generation(),
+            step=step,
+            session=self.name,
+            sequence=sequence,
+            rank=0,
+            world_size=1,
+            files=tuple(Extent(name=f.container, offset=base + f.offset, nbytes=f.nbytes) for f in plan.files),
+            objects=Extent(name=tree.OBJECTS, offset=base + plan.objects_offset, nbytes=len(flat.objects)),
+            parent=Parent(step=1, session=OLD),
+            replace=replace,
+            pickled=False,
+            created_s=time.time(),
+            torch_version="2.8",
+            retry=False,
+        )
+        arena.mark_staged(protocol.encode(save))
+        return save
+
+    def write(self, save: Save) -> RankRecord:
+        assert self._slot.arena is not None
+        return self.writer.write(save, self._slot.arena, lambda done, total: None)
+
+    def commit(self, save: Save) -> Manifest:
+        return commit.commit(self.storage, self.lease, save, self.attempt)
+
+    def save(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Manifest:
+        save = self.stage(step, state, sequence=sequence, replace=replace)
+        self.write(save)
+        return self.commit(save)
+
+    def recover(self) -> Recovery:
+        return commit.recover(self.storage, self.lease, self.attempt)
+
+    def resume(self, save: Save) -> None:
+        """What a respawned daemon does with a save that comes again."""
+        if commit.find_record(self.storage, save) is None:
+            self.write(dataclasses.replace(save, retry=True))
+        self.commit(save)
+
+    def end(self) -> None:
+        """As if the daemon had died: the kernel drops the lease, memory stays with the trainer."""
+        self.writer.close()
+        self.lease.release()
+        self.storage.close()
+
+    def respawn(self) -> None:
+        """A daemon in the place of a dead one, on the same staging memory."""
+        self.storage = PosixStorage(str(self.root))
+        self.lease = Lease(str(self.root), Holder.current(self.name, os.getpid()), 0.0, lambda: True)
+        self.attempt = f"2-{os.getpid()}-{id(self.lease)}"
+        self.writer = self._writer()
+
+    def mortal(self, last: int) -> None:
+        """From here on the daemon dies before its ``last``-th operation on storage."""
+        self.writer.close()
+        self.storage.close()
+        self.storage = MortalStorage(self.root, last)
+        self.writer = self._writer()
+
+    def _writer(self) -> Writer:
+        return Writer(self.storage, self.attempt, threading.Event())
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def session(root: Path) -> Iterator[Session]:
+    session = Session(root)
+    yield session
+    session.end()
+
+
+def entries(root: Path) -> list[str]:
+    """All but the lease file."""
+    return sorted(path.name for path in root.iterdir() if path.name != ".sidesave.lease")
+
+
+def check(root: Path, step: int, state: State) -> None:
+    path = root / manifest.step_directory(step)
+    report = loader.verify(path)
+    assert report.ok, report.faults
+    assert same(loader.load(path), state)
+
+
+def leave(root: Path, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Path:
+    """A partial directory whose daemon died after its record and before the commit."""
+    dead = Session(root, OLD)
+    dead.write(dead.stage(step, state, sequence=sequence, replace=replace))
+    dead.end()
+    return root / manifest.hidden_directory(step, OLD, "partial")
+
+
+# Committing ------------------------------------------------------------------------------------------------------
+
+
+def test_committed_step_is_complete_readable_and_alone(session: Session, root: Path):
+    content = session.save(100, a_state(1))
+    check(root, 100, a_state(1))
+    assert entries(root) == ["step-00000100"]
+    assert entries(root / "step-00000100") == [
+        "manifest.json",
+        "model.rank-00000.safetensors",
+        "model.rank-00000.xxh3",
+        "objects.rank-00000.msgpack",
+        "optimizer.rank-00000.safetensors",
+        "optimizer.rank-00000.xxh3",
+        "rank-00000.json",
+    ]
+    assert (content.step, content.session, content.parent) == (100, NEW, (1, OLD))
+    [info] = catalog.scan(str(root))
+    assert (info.step, info.session, info.sequence, info.nbytes) == (100, NEW, 1, content.nbytes)
+
+
+def test_nothing_of_a_save_is_visible_before_its_commit(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    assert catalog.scan(str(root)) == []
+    assert entries(root) == [f".step-00000100.{NEW}.partial"]
+    assert stat.S_IMODE((root / entries(root)[0]).stat().st_mode) == 0o700
+
+
+def test_committing_twice_does_no_harm(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    first = session.commit(save)
+    before = {path.name: path.stat().st_ino for path in (root / "step-00000100").iterdir()}
+    session.attempt += "-again"
+    assert session.commit(save) == first
+    assert {path.name: path.stat().st_ino for path in (root / "step-00000100").iterdir()} == before
+    check(root, 100, a_state(1))
+
+
+def test_commit_without_a_record_is_refused(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    with pytest.raises(IntegrityError, match="1 rank records are missing"):
+        session.commit(save)
+    session.write(save)
+    (root / f".step-00000100.{NEW}.partial/rank-00000.json").unlink()
+    with pytest.raises(IntegrityError, match="1 rank records are missing"):
+        session.commit(save)
+    assert catalog.scan(str(root)) == []
+
+
+def test_commit_of_another_saves_record_is_refused(session: Session, root: Path):
+    save = session.stage(100, a_state(1), sequence=5)
+    session.write(save)
+    with pytest.raises(IntegrityError, match="another save"):
+        session.commit(dataclasses.replace(save, sequence=6))
+    assert catalog.scan(str(root)) == []
+
+
+def test_existing_step_is_refused_and_stays(session: Session, root: Path):
+    session.save(100, a_state(1))
+    save = session.stage(100, a_state(2), sequence=2)
+    session.write(save)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+        session.commit(save)
+    assert caught.value.filename == f"{root}/step-00000100"
+    commit.reclaim(session.storage, save)
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(1))
+
+
+def test_existing_step_is_replaced_on_request(session: Session, root: Path):
+    session.save(100, a_state(1))
+    session.save(100, a_state(2), sequence=2, replace=True)
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(2))
+
+
+def test_directory_of_that_name_that_is_no_checkpoint_is_not_taken_for_one(session: Session, root: Path):
+    (root / "step-00000100").mkdir()
+    (root / "step-00000100/notes.txt").write_text("mine")
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    with pytest.raises(CheckpointExistsError):
+        session.commit(save)
+    assert (root / "step-00000100/notes.txt").read_text() == "mine"
+
+
+def test_lost_lease_commits_nothing(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    (root / ".sidesave.lease").unlink()
+    (root / ".sidesave.lease").write_text("{}")
+    with pytest.raises(WriteError, match="lease"):
+        session.commit(save)
+    assert catalog.scan(str(root)) == []
+
+
+def test_memory_that_was_handed_to_a_later_save_is_not_published(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    session.stage(200, a_state(2), sequence=2)
+    with pytest.raises(ProtocolError, match="generation"):
+        session.write(save)
+    commit.reclaim(session.storage, save)
+    assert entries(root) == []
+
+
+def test_failed_save_of_a_step_is_out_of_the_way_of_the_next(session: Session, root: Path):
+    session.write(session.stage(100, a_state(1)))  # and its commit never came
+    session.save(100, a_state(2), sequence=2)
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(2))
+
+
+def test_files_of_the_state_that_are_no_tensor_file_are_refused(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    shifted = dataclasses.replace(save.files[0], offset=save.files[0].offset + 4096)
+    with pytest.raises(ProtocolError, match="no tensor file"):
+        session.write(dataclasses.replace(save, files=(shifted,)))
+    beyond = dataclasses.replace(save.files[0], offset=1 << 40)
+    with pytest.raises(ProtocolError, match="no tensor file"):
+        session.write(dataclasses.replace(save, files=(beyond,)))
+
+
+# Leftovers -------------------------------------------------------------------------------------------------------
+
+
+def test_complete_leftover_is_committed(root: Path):
+    leave(root, 100, a_state(1))
+    session = Session(root)
+    assert session.recover() == Recovery(committed=("step-00000100",), removed=())
+    session.end()
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(1))
+
+
+def test_leftover_whose_daemon_died_after_the_manifest_is_committed(root: Path):
+    partial = leave(root, 100, a_state(1))
+    dead = Session(root, OLD)
+    record = RankRecord.from_bytes((partial / "rank-00000.json").read_bytes(), "rank-00000.json")
+    content = commit._build(dead.storage, partial.name, [record])
+    commit._publish_manifest(dead.storage, partial.name, content, dead.attempt)
+    dead.end()
+    session = Session(root)
+    assert session.recover().committed == ("step-00000100",)
+    session.end()
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(1))
+
+
+def test_temporary_files_of_a_killed_attempt_do_not_get_into_the_checkpoint(root: Path):
+    partial = leave(root, 100, a_state(1))
+    (partial / ".model.rank-00000.safetensors.7-77").write_bytes(b"half")
+    (partial / ".manifest.json.7-77").write_bytes(b"")
+    session = Session(root)
+    assert session.recover().committed == ("step-00000100",)
+    session.end()
+    check(root, 100, a_state(1))  # which reports files that the manifest does not list
+
+
+@pytest.mark.parametrize("file", ["model.rank-00000.safetensors", "optimizer.rank-00000.xxh3", "rank-00000.json"])
+def test_leftover_without_one_of_its_files_is_removed(root: Path, file: str):
+    partial = leave(root, 100, a_state(1))
+    (partial / file).unlink()
+    session = Session(root)
+    assert session.recover() == Recovery(committed=(), removed=(partial.name,))
+    session.end()
+    assert entries(root) == []
+
+
+@pytest.mark.parametrize("damage", ["flip the first bit", "flip the last bit", "cut", "empty", "lengthen"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model.rank-00000.safetensors",
+        "model.rank-00000.xxh3",
+        "objects.rank-00000.msgpack",
+        "optimizer.rank-00000.safetensors",
+        "rank-00000.json",
+    ],
+)
+def test_damaged_leftover_is_removed(root: Path, file: str, damage: str):
+    partial = leave(root, 100, a_state(1))
+    data = bytearray((partial / file).read_bytes())
+    match damage:
+        case "flip the first bit":
+            data[0] ^= 1
+        case "flip the last bit":
+            data[-1] ^= 0x80
+        case "cut":
+            del data[-1]
+        case "empty":
+            data.clear()
+        case _:
+            data += b"\0"
+    (partial / file).write_bytes(data)
+    session = Session(root)
+    assert session.recover() == Recovery(committed=(), removed=(partial.name,))
+    session.end()
+    assert entries(root) == []
+
+
+def test_damaged_manifest_in_a_leftover_is_made_anew_from_its_records(root: Path):
+    partial = leave(root, 100, a_state(1))
+    (partial / "manifest.json").write_bytes(b'{"xxh3_128":"')
+    session = Session(root)
+    assert session.recover().committed == ("step-00000100",)
+    session.end()
+    check(root, 100, a_state(1))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rank": 1},
+        {"world_size": 2},
+        {"world_size": 10**9},
+        {"step": 101},
+        {"session": NEW},
+        {"torch_version": "\udcff"},
+        {"created_s": 1e999},
+        {"files": []},
+        {"objects": {"name": "../../outside", "nbytes": 4, "xxh3_128": "0" * 32}},
+        {"objects": {"name": "objects.rank-00000.msgpack", "nbytes": 10**30, "xxh3_128": "0" * 32}},
+        {"sequence": 10**30},
+        {"parent": []},
+    ],
+    ids=str,
+)
+def test_leftover_with_a_record_that_lies_is_removed_and_stops_nobody(root: Path, field: dict[str, Any]):
+    partial = leave(root, 100, a_state(1))
+    body = json.loads((partial / "rank-00000.json").read_text())
+    (partial / "rank-00000.json").write_text(json.dumps(body | field))
+    session = Session(root)
+    recovery = session.recover()
+    session.save(100, a_state(2))
+    session.end()
+    if field != {"files": []}:  # a record of no files is whole, and its tensors are then missing
+        assert recovery == Recovery(committed=(), removed=(partial.name,))
+    check(root, 100, a_state(2))
+
+
+def test_leftover_of_a_newer_format_is_left_alone(root: Path):
+    partial = leave(root, 100, a_state(1))
+    body = json.loads((partial / "rank-00000.json").read_text())
+    (partial / "rank-00000.json").write_text(json.dumps(body | {"version": 2}))
+    session = Session(root)
+    with pytest.raises(FormatVersionError, match="upgrade"):
+        session.recover()
+    session.end()
+    assert entries(root) == [partial.name]
+
+
+@pytest.mark.parametrize("state", ["partial", "aborted", "trash", "replaced"])
+@pytest.mark.parametrize("what", ["file", "link", "folder"])
+def test_odd_thing_with_the_name_of_a_leftover_is_removed(root: Path, what: str, state: str):
+    (root / "step-00000100").mkdir()
+    outside = root.with_name("outside")
+    outside.mkdir()
+    (outside / "rank-00000.json").write_text("{}")
+    odd = root / manifest.hidden_directory(100, OLD, state)
+    if what == "file":
+        odd.write_text("x")
+    elif what == "link":
+        odd.symlink_to(outside)
+    else:
+        (odd / "folder/manifest.json").mkdir(parents=True)
+        (odd / "rank-00000.json").mkdir()
+        (odd / "link").symlink_to(outside)
+    session = Session(root)
+    assert session.recover() == Recovery(committed=(), removed=(odd.name,))
+    session.end()
+    assert entries(root) == ["step-00000100"]
+    assert (outside / "rank-00000.json").read_text() == "{}"
+
+
+def test_what_is_not_ours_is_left_alone(root: Path):
+    strangers = [".step-100.partial", ".step-00000100.xyz.partial", f".step-00000100.{OLD}.kept", "notes", "step-5"]
+    for name in strangers:
+        (root / name).mkdir()
+    session = Session(root)
+    assert session.recover() == Recovery(committed=(), removed=())
+    session.end()
+    assert entries(root) == sorted(strangers)
+
+
+def test_aborted_leftover_is_removed(root: Path):
+    partial = leave(root, 100, a_state(1))
+    partial.rename(root / manifest.hidden_directory(100, OLD, "aborted"))
+    session = Session(root)
+    session.recover()
+    session.end()
+    assert entries(root) == []
+
+
+def test_replacement_that_was_complete_is_rolled_forward(root: Path):
+    first = Session(root, OLD)
+    first.save(100, a_state(1))
+    first.end()
+    leave(root, 100, a_state(2), sequence=2, replace=True)
+    (root / "step-00000100").rename(root / manifest.hidden_directory(100, OLD, "replaced"))
+    [info] = catalog.scan(str(root))
+    assert info.path.endswith(".replaced"), "readers find the old one while the step has no name"
+    session = Session(root)
+    assert session.recover().committed == ("step-00000100",)
+    session.end()
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(2))
+
+
+def test_replacement_that_was_damaged_is_rolled_back(root: Path):
+    first = Session(root, OLD)
+    first.save(100, a_state(1))
+    first.end()
+    partial = leave(root, 100, a_state(2), sequence=2, replace=True)
+    (partial / "model.rank-00000.xxh3").unlink()
+    (root / "step-00000100").rename(root / manifest.hidden_directory(100, OLD, "replaced"))
+    session = Session(root)
+    assert session.recover() == Recovery(committed=("step-00000100",), removed=(partial.name,))
+    session.end()
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(1))
+
+
+def test_replaced_step_is_removed_once_the_new_one_is_there(root: Path):
+    first = Session(root, OLD)
+    first.save(100, a_state(1))
+    shutil.copytree(root / "step-00000100", root / manifest.hidden_directory(100, OLD, "replaced"))
+    first.end()
+    session = Session(root)
+    assert session.recover().removed == (f".step-00000100.{OLD}.replaced",)
+    session.end()
+    check(root, 100, a_state(1))
+
+
+def test_leftover_that_was_superseded_does_not_replace_its_successor(root: Path):
+    leave(root, 100, a_state(1), sequence=1)
+    kept = root / f".step-00000100.{OLD}.partial"
+    kept.rename(root / "aside")
+    session = Session(root)
+    session.save(100, a_state(2), sequence=2)
+    (root / "aside").rename(kept)
+    assert session.recover() == Recovery(committed=(), removed=(kept.name,))
+    session.end()
+    check(root, 100, a_state(2))
+
+
+def test_leftovers_of_several_steps_are_each_judged_alone(root: Path):
+    leave(root, 100, a_state(1), sequence=1)
+    damaged = leave(root, 200, a_state(2), sequence=2)
+    (damaged / "rank-00000.json").unlink()
+    leave(root, 300, a_state(3), sequence=3)
+    session = Session(root)
+    assert session.recover() == Recovery(("step-00000100", "step-00000300"), (damaged.name,))
+    session.end()
+    assert [info.step for info in catalog.scan(str(root))] == [100, 300]
+    check(root, 300, a_state(3))
+
+
+def test_finished_leftover_is_open_to_the_readers_that_the_umask_allows(root: Path):
+    before = os.umask(0o027)
+    try:
+        leave(root, 100, a_state(1))
+        session = Session(root)
+        session.recover()
+        session.end()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((root / "step-00000100").stat().st_mode) == 0o750
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (root / "step-00000100").iterdir()} == {0o640}
+
+
+def test_reclaim_removes_all_traces_and_may_be_repeated(session: Session, root: Path):
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    for _ in range(2):
+        commit.reclaim(session.storage, save)
+        assert entries(root) == []
+    (root / manifest.hidden_directory(100, NEW, "aborted")).mkdir()
+    session.write(session.stage(100, a_state(1)))
+    commit.reclaim(session.storage, save)
+    assert entries(root) == []
+
+
+# Death at any instruction ----------------------------------------------------------------------------------------
+
+
+class Death(BaseException):
+    """The daemon dies here: nothing of its code runs afterwards."""
+
+
+class MortalStorage(Storage):
+    """A run directory whose daemon dies before its ``last``-th operation; there is none after that."""
+
+    def __init__(self, root: Path, last: int) -> None:
+        self._real = PosixStorage(str(root))
+        self.root = self._real.root
+        self._left = last
+
+    def live(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Death
+
+    def free_nbytes(self) -> int:
+        return self._real.free_nbytes()
+
+    def close(self) -> None:
+        self._real.close()
+
+    def make_directory(self, name: str, mode: int) -> bool:
+        self.live()
+        return self._real.make_directory(name, mode)
+
+    def list_directory(self, name: str) -> list[str]:
+        return self._real.list_directory(name)
+
+    def create(self, path: str, nbytes: int) -> OutputFile:
+        self.live()
+        return MortalFile(self, self._real.create(path, nbytes))
+
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        return self._real.read(path, max_nbytes)
+
+    def open(self, path: str) -> AbstractContextManager[InputFile]:
+        return self._real.open(path)
+
+    def publish(self, temporary: str, final: str) -> bool:
+        self.live()
+        return self._real.publish(temporary, final)
+
+    def rename_directory(self, source: str, target: str) -> None:
+        self.live()
+        self._real.rename_directory(source, target)
+
+    def open_to_readers(self, name: str) -> None:
+        self.live()
+        self._real.open_to_readers(name)
+
+    def sync_directory(self, name: str) -> None:
+        self.live()
+        self._real.sync_directory(name)
+
+    def sync_file(self, path: str) -> None:
+        self.live()
+        self._real.sync_file(path)
+
+    def remove(self, path: str) -> None:
+        self.live()
+        self._real.remove(path)
+
+    def remove_tree(self, name: str) -> None:
+        """As it is: file by file, and death may come between two."""
+        for entry in self.list_directory(name):
+            self.remove(f"{name}/{entry}")
+        self.live()
+        self._real.remove_tree(name)
+
+
+class MortalFile(OutputFile):
+    def __init__(self, storage: MortalStorage, file: OutputFile) -> None:
+        self._storage = storage
+        self._file = file
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        self._storage.live()
+        self._file.write_at(data, offset)
+
+    def finish(self, nbytes: int) -> None:
+        self._storage.live()
+        self._file.finish(nbytes)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def dies(session: Session, last: int, daemon: Callable[[], object]) -> bool:
+    """Run ``daemon`` so that it dies before its ``last``-th operation on storage; whether it survived."""
+    session.mortal(last)
+    try:
+        daemon()
+    except Death:
+        return False
+    else:
+        return True
+    finally:
+        session.end()
+
+
+def deaths(daemon: Callable[[int], bool]) -> int:
+    """Call ``daemon`` with 0, 1, 2 and so on as its last operation until it survives; how many deaths that took."""
+    last = 0
+    while not daemon(last):
+        last += 1
+    return last
+
+
+@pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
+def test_daemon_dead_before_any_operation_successor_commits_the_save(tmp_path: Path, replacing: bool):
+    old, new = a_state(1), a_state(2)
+
+    def save_once(last: int) -> bool:
+        root = tmp_path / f"{last}"
+        root.mkdir()
+        session = Session(root)
+        if replacing:
+            session.save(100, old)
+        save = session.stage(100, new, sequence=2, replace=replacing)
+        survived = dies(session, last, lambda: (session.write(save), session.commit(save)))
+        seen = catalog.scan(str(root))
+        assert len(seen) == (1 if replacing else seen != []), "the old one or the new one, at every moment"
+        for info in seen:
+            assert same(loader.load(info.path), old if info.sequence == 1 else new)
+
+        session.respawn()
+        session.recover()
+        session.resume(save)
+        assert entries(root) == ["step-00000100"]
+        check(root, 100, new)
+        session.end()
+        shutil.rmtree(root)
+        return survived
+
+    assert deaths(save_once) > 25
+
+
+@pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
+def test_both_dead_before_any_operation_next_start_finds_one_whole_checkpoint(tmp_path: Path, replacing: bool):
+    """No memory is left: what was promised durable is committed, and of the rest nothing remains."""
+    old, new = a_state(1), a_state(2)
+    written: list[int] = []
+
+    def save_once(last: int) -> bool:
+        root = tmp_path / f"{last}"
+        root.mkdir()
+        dead = Session(root, OLD)
+        if replacing:
+            dead.save(100, old)
+        save = dead.stage(100, new, sequence=2, replace=replacing)
+
+        def daemon() -> None:
+            dead.write(save)
+            written.append(last)
+            dead.commit(save)
+
+        survived = dies(dead, last, daemon)
+        session = Session(root)
+        session.recover()
+        session.end()
+        if last in written:
+            check(root, 100, new)
+        elif replacing:
+            check(root, 100, new if catalog.scan(str(root))[0].sequence == 2 else old)
+        assert entries(root) in ([["step-00000100"]] if replacing or last in written else [[], ["step-00000100"]])
+        shutil.rmtree(root)
+        return survived
+
+    assert deaths(save_once) > 25
+    assert len(written) > 5
+
+
+@pytest.mark.slow
+def test_daemon_dead_in_the_middle_of_a_recovery_next_one_finishes_it(tmp_path: Path):
+    old, new = a_state(1), a_state(2)
+
+    def save_once(last: int) -> bool:
+        root = tmp_path / f"{last}"
+        root.mkdir()
+        session = Session(root)
+        session.save(100, old)
+        save = session.stage(100, new, sequence=2, replace=True)
+        survived = dies(session, last, lambda: (session.write(save), session.commit(save)))
+        shutil.copytree(root, tmp_path / "before", symlinks=True)
+
+        def recover_once(last_of_recovery: int) -> bool:
+            shutil.rmtree(root)
+            shutil.copytree(tmp_path / "before", root, symlinks=True)
+            session.respawn()
+            recovered = dies(session, last_of_recovery, session.recover)
+            assert len(catalog.scan(str(root))) == 1
+            session.respawn()
+            session.recover()
+            session.resume(save)
+            check(root, 100, new)
+            assert entries(root) == ["step-00000100"]
+            session.end()
+            return recovered
+
+        deaths(recover_once)
+        shutil.rmtree(tmp_path / "before")
+        shutil.rmtree(root)
+        return survived
+
+    deaths(save_once)
+
+
+# Records ---------------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+INT = st.integers(0, 2**63 - 1)
+NAMES = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,20}", fullmatch=True)
+DIGESTS = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
+PLAIN_FILES = st.builds(FileRecord, NAMES, INT, DIGESTS)
+TENSOR_FILES = st.builds(FileRecord, NAMES, INT, st.none(), TEXT, PLAIN_FILES)
+TENSORS = st.dictionaries(TEXT, st.builds(TensorInfo, TEXT, st.lists(INT, max_size=3).map(tuple), TEXT), max_size=4)
+COMMON = {
+    "session": TEXT,
+    "step": INT,
+    "sequence": INT,
+    "parent": st.none() | st.tuples(INT, TEXT),
+    "pickled": st.booleans(),
+    "created_s": st.floats(0, 1e18),
+    "torch_version": TEXT,
+    "tensors": TENSORS,
+}
+RECORDS = st.builds(
+    RankRecord,
+    rank=INT,
+    world_size=INT,
+    files=st.lists(TENSOR_FILES, max_size=3).map(tuple),
+    objects=PLAIN_FILES,
+    **COMMON,
+)
+MANIFESTS = st.lists(PLAIN_FILES, min_size=1, max_size=3).flatmap(
+    lambda records: st.builds(
+        Manifest,
+        world_size=st.just(len(records)),
+        nbytes=INT,
+        records=st.just(tuple(records)),
+        layouts=st.just(({"owners": [0]},)),
+        **COMMON,
+    )
+)
+A_MANIFEST = Manifest(
+    step=100,
+    session=NEW,
+    sequence=3,
+    world_size=1,
+    parent=(50, OLD),
+    pickled=False,
+    created_s=1.5,
+    torch_version="2.8",
+    nbytes=1234,
+    records=(FileRecord("rank-00000.json", 10, "0" * 32),),
+    layouts=({"owners": [0]},),
+    tensors={"model.w": TensorInfo("F32", (3, 4), "model")},
+)
+READERS = [Manifest.from_bytes, Head.from_bytes, RankRecord.from_bytes]
+
+
+def vouched(body: bytes) -> bytes:
+    """A manifest whose own digest is right, whatever it says."""
+    rest = body[1:] if body.startswith(b"{") else body
+    return b'{"xxh3_128":"' + manifest.digest(rest).hex().encode() + b'",' + rest
+
+
+def only_typed_errors(read: Callable[[bytes, str], object], data: bytes) -> bool:
+    """Whether ``data`` is refused, with one of the two errors that may come of reading records."""
+    try:
+        read(data, "x")
+    except (IntegrityError, FormatVersionError):
+        return True
+    return False
+
+
+@given(MANIFESTS)
+def test_manifest_reads_back_as_it_was_written(content: Manifest):
+    data = content.to_bytes()
+    assert Manifest.from_bytes(data, "x") == content
+    head = Head.from_bytes(data, "x")
+    for field in dataclasses.fields(Head):
+        assert getattr(head, field.name) == getattr(content, field.name)
+
+
+@given(RECORDS)
+def test_rank_record_reads_back_as_it_was_written(record: RankRecord):
+    assert RankRecord.from_bytes(record.to_bytes(), "x") == record
+
+
+def test_manifest_begins_with_the_digest_of_all_that_follows():
+    data = A_MANIFEST.to_bytes()
+    assert data[:13] == b'{"xxh3_128":"'
+    assert data[45:47] == b'",'
+    assert bytes.fromhex(data[13:45].decode()) == manifest.digest(data[47:])
+    assert json.loads(data)["format"] == "sidesave"
+
+
+@pytest.mark.parametrize("read", READERS[:2])
+def test_any_flipped_bit_of_a_manifest_is_found(read: Callable[[bytes, str], object]):
+    data = A_MANIFEST.to_bytes()
+    for position in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[position] ^= 1 << bit
+            with pytest.raises(IntegrityError):
+                read(bytes(damaged), "x")
+
+
+@pytest.mark.parametrize("read", READERS[:2])
+def test_cut_or_lengthened_manifest_is_found(read: Callable[[bytes, str], object]):
+    data = A_MANIFEST.to_bytes()
+    for damaged in [*(data[:length] for length in range(len(data))), data + b" ", b" " + data]:
+        with pytest.raises(IntegrityError):
+            read(damaged, "x")
+
+
+@given(st.sampled_from(READERS), st.binary(max_size=300))
+def test_random_bytes_are_no_record(read: Callable[[bytes, str], object], data: bytes):
+    assert only_typed_errors(read, data)
+    assert only_typed_errors(read, vouched(data))
+
+
+@given(RECORDS, st.data())
+def test_damaged_rank_record_is_refused_or_still_one(record: RankRecord, data: st.DataObject):
+    raw = bytearray(record.to_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    if not only_typed_errors(RankRecord.from_bytes, bytes(raw)):
+        RankRecord.from_bytes(bytes(raw), "x").to_bytes()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(READERS), MANIFESTS, RECORDS, st.data())
+def test_any_json_in_any_field_is_refused_or_means_what_it_says(
+    read: Callable[[bytes, str], object], content: Manifest, record: RankRecord, data: st.DataObject
+):
+    own = read == RankRecord.from_bytes
+    body = json.loads(record.to_bytes() if own else b"{" + content.to_bytes()[47:])
+    for key in data.draw(st.lists(st.sampled_from(sorted(body)), min_size=1, max_size=3)):
+        target = body
+        while isinstance(target[key], dict | list) and target[key] and data.draw(st.booleans()):
+            target = target[key]
+            key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+        target[key] = data.draw(JSON)
+    raw = json.dumps(body).encode()
+    only_typed_errors(read, raw if own else vouched(raw))
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"format":"sidesave","version":1,"files":' + b'[{"digests":' * 900 + b"{}" + b"}]" * 900 + b"}",
+        b"[" * 100_000,
+        b'{"format":"sidesave","version":' + b"9" * 10_000 + b"}",
+        b'{"format":"sidesave","version":1,"step":NaN}',
+        b'{"format":"sidesave","version":1,"step":-Infinity}',
+        b'{"format":"sidesave","version":1,"step":1e999}',
+        b'{"format":"sidesave","version":true}',
+        b'{"format":"sidesave","version":1.0}',
+        b'{"format":"sidesave\\ud800","version":1}',
+        b'{"format":"\xff\xfe"}',
+        b'{"f\x00o":1}',
+        '{"format":"sidesave"}'.encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+        b"{}}",
+        b"null",
+        b"",
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_hostile_json_is_refused(read: Callable[[bytes, str], object], body: bytes):
+    assert only_typed_errors(read, body)
+    assert only_typed_errors(read, vouched(body))
+
+
+@pytest.mark.parametrize("read", READERS[:2])
+@pytest.mark.parametrize("key", ["step", "session", "records", "xxh3_128", "nbytes"])
+def test_duplicate_key_is_refused(read: Callable[[bytes, str], object], key: str):
+    body = A_MANIFEST.to_bytes()[47:]
+    with pytest.raises(IntegrityError):
+        read(vouched(b'{"%s":1,' % key.encode() + body), "x")
+    with pytest.raises(IntegrityError, match=f"duplicate key '{key}'"):
+        Manifest.from_bytes(vouched(b'{"%s":1,' % key.encode() + body), "x")
+
+
+def test_nested_duplicate_key_is_refused():
+    body = A_MANIFEST.to_bytes()[47:].replace(b'"step":50,', b'"step":50,"step":51,')
+    with pytest.raises(IntegrityError, match="duplicate key 'step'"):
+        Manifest.from_bytes(vouched(body), "x")
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_newer_format_says_what_to_do(read: Callable[[bytes, str], object]):
+    kind = b"sidesave-rank" if read == RankRecord.from_bytes else b"sidesave"
+    body = b'{"format":"%s","version":2,"unheard":"of"}' % kind
+    with pytest.raises(FormatVersionError, match="version 2; this sidesave reads version 1, so upgrade it"):
+        read(body if kind == b"sidesave-rank" else vouched(body), "x")
+
+
+@given(TEXT)
+def test_file_name_that_could_leave_the_directory_is_refused(name: str):
+    body = {"name": name, "nbytes": 1, "xxh3_128": "0" * 32}
+    if set(name) & set("/\\\0\n ") or name.startswith(".") or not name:
+        with pytest.raises(IntegrityError, match="no file name"):
+            FileRecord.from_json(body, "x")
+
+
+@pytest.mark.parametrize("name", ["..", "../step-00000001/manifest.json", "/etc/passwd", ".manifest.json.1", "a/b", ""])
+def test_records_of_files_elsewhere_are_refused(name: str):
+    for record in (FileRecord(name, 1, "0" * 32), FileRecord("fine", 1, None, "c", FileRecord(name, 1, "0" * 32))):
+        with pytest.raises(IntegrityError, match="no file name"):
+            FileRecord.from_json(record.to_json(), "x")
+
+
+@given(st.integers(0, 10**18))
+def test_step_names_read_back(step: int):
+    assert manifest.parse_step_directory(manifest.step_directory(step)) == step
+    assert manifest.parse_hidden_directory(manifest.hidden_directory(step, NEW, "partial")) == (step, NEW, "partial")
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1", "step-000000001", "step-0000000a", "step-00000001/", "step--0000001", "step-" + "\u0661" * 8]
+)
+def test_other_names_are_no_steps(name: str):
+    assert manifest.parse_step_directory(name) is None
+    assert manifest.parse_hidden_directory(f".{name}.{NEW}.partial") is None
