@@ -10,11 +10,9 @@ import os
 import secrets
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -24,6 +22,7 @@ from sidesave import errors
 from sidesave.client import catalog, loader
 from sidesave.client.connection import Connection, DaemonConfig
 from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
+from sidesave.client.saves import SavesInFlight
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -31,7 +30,6 @@ from sidesave.errors import (
     InvalidArgumentError,
     SidesaveError,
     StagingError,
-    WriteStalledError,
     write_error,
 )
 from sidesave.stager import ownership, tree
@@ -39,7 +37,8 @@ from sidesave.stager.copier import Copier
 from sidesave.stager.image import Plan, Structure, make_plan, structure_of
 from sidesave.stager.pool import Slot, SlotPool
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Extent, Message, Parent, Save
+from sidesave.writer_daemon.manifest import step_directory
+from sidesave.writer_daemon.protocol import Extent, Parent, Save
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +46,6 @@ _MAX_PLANS: Final = 8
 _EXIT_TIMEOUT_S: Final = 600.0
 _FOLLOW_NBYTES: Final = 64 << 20
 MAX_STEP: Final = 10**18
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A save between its call and its outcome; the slot goes back once it is neither filled nor read any more."""
-
-    handle: SaveHandle
-    slot: Slot | None
-    save: Save | None = None
-    filling: bool = True
-    released: bool = False
 
 
 class Checkpointer:
@@ -117,17 +105,13 @@ class Checkpointer:
         self._directory = path_text(directory)
         _make_directory(self._directory)
         self._pid = os.getpid()
-        self._on_error = on_error
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
         self._allow_pickle = allow_pickle
         self._session = secrets.token_hex(8)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._settled = threading.Condition(self._lock)
         self._call = threading.RLock()
-        self._in_flight: dict[int, _InFlight] = {}
-        self._unreported: list[SidesaveError] = []
         self._plans: dict[Structure, Plan] = {}
         self._closed = False
         config = DaemonConfig(
@@ -139,7 +123,13 @@ class Checkpointer:
             io_class=io_class,
             cpus=tuple(cpus),
         )
-        self._connection = Connection(config, self._on_message, self._on_lost)
+        self._saves = SavesInFlight(
+            self._directory,
+            warn_only=on_error == "warn",
+            release_slot=self._release_slot,
+            on_committed=self._on_committed,
+        )
+        self._connection = Connection(config, self._saves.receive, self._saves.lose)
         try:
             self._copier = Copier(overlap=overlap, validate=validate)
             self._pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
@@ -183,7 +173,7 @@ class Checkpointer:
             SidesaveError: An earlier save failed (``on_error="raise"``).
         """
         self._check_open()
-        self._report_failures()
+        self._saves.raise_failure()
         _check_step(step)
         with self._call:
             replace = self._may_replace(step, overwrite)
@@ -193,27 +183,17 @@ class Checkpointer:
                 return SaveHandle(step, skipped=True)
             slot = slot or self._pool.acquire(self._busy_timeout_s)
             handle = SaveHandle(step)
-            save_id = next(self._ids)
-            self._stage(save_id, step, flat, slot, handle, replace=replace, blocking=blocking)
+            self._stage(step, flat, slot, handle, replace=replace, blocking=blocking)
         if blocking:
             try:
                 handle.committed.result()
             except SidesaveError as error:
-                with self._lock, contextlib.suppress(ValueError):
-                    self._unreported.remove(error)  # it is being raised right here
+                self._saves.was_raised(error)
                 raise
         return handle
 
     def _stage(
-        self,
-        save_id: int,
-        step: int,
-        flat: tree.FlatState,
-        slot: Slot,
-        handle: SaveHandle,
-        *,
-        replace: bool,
-        blocking: bool,
+        self, step: int, flat: tree.FlatState, slot: Slot, handle: SaveHandle, *, replace: bool, blocking: bool
     ) -> None:
         created_s = time.time()
         try:
@@ -226,13 +206,12 @@ class Checkpointer:
         assert arena is not None
         generation = arena.begin_generation()
         slot.write_objects(flat.objects)
-        entry = _InFlight(handle, slot)
         handle._nbytes_total = sum(file.nbytes for file in plan.files) + len(flat.objects)
         with self._lock:
             self._sequence += 1
             save = Save(
                 attempt=1,
-                save_id=save_id,
+                save_id=next(self._ids),
                 arena=slot.arena_id,
                 generation=generation,
                 step=step,
@@ -254,26 +233,21 @@ class Checkpointer:
                 torch_version=str(torch.__version__),
                 retry=False,
             )
-            entry.save = save
-            self._in_flight[save_id] = entry
-
+        entry = self._saves.add(save, handle, slot)
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
         follow = plan.nbytes >= _FOLLOW_NBYTES and self._copier.captures_all(flat)
 
         def staged(error: SidesaveError | None) -> None:
             if error is None:
                 arena.mark_staged(protocol.encode(save))  # from here on the save survives this process
-            with self._lock:
-                entry.filling = False
-                settled = entry.released
-            if settled:  # storage refused before all was copied
-                self._release(entry)
-            elif error is not None:
-                self._settle(save_id, error)
-            else:
-                handle.staged.set_result(None)
-                if not follow:
-                    self._connection.submit(save)
+            if not self._saves.filled(entry):
+                return  # storage had refused before all was copied
+            if error is not None:
+                self._saves.fail(entry, error)
+                return
+            handle._resolve(handle.staged, None)
+            if not follow:
+                self._connection.submit(save)
 
         if follow:
             self._connection.submit(save)
@@ -281,9 +255,8 @@ class Checkpointer:
             self._copier.copy(flat, plan, slot, staged, blocking=blocking)
         except BaseException as error:
             arena.begin_generation()  # a writer that follows gives up
-            entry.filling = False
-            self._settle(save_id, StagingError(f"copying the state failed: {error}"), report=False)
-            self._release(entry)
+            if self._saves.filled(entry):
+                self._saves.fail(entry, StagingError(f"copying the state failed: {error}"), report=False)
             raise
 
     def _plan(self, flat: tree.FlatState) -> Plan:
@@ -298,15 +271,15 @@ class Checkpointer:
 
     def _may_replace(self, step: int, overwrite: bool) -> bool:
         """Whether the save may take the place of a directory of that name; raises when the step is taken."""
+        pending = self._saves.has_step(step)
         with self._lock:
-            pending = any(entry.save is not None and entry.save.step == step for entry in self._in_flight.values())
             if overwrite or (step in self._on_disk and step not in self._lineage and not pending):
                 return True
             if step in self._lineage or pending:
                 raise CheckpointExistsError(
                     17,
                     f"step {step} is already saved or being saved; save another step, or pass overwrite=True",
-                    os.path.join(self._directory, protocol_step(step)),
+                    os.path.join(self._directory, step_directory(step)),
                 )
             return False
 
@@ -356,20 +329,8 @@ class Checkpointer:
             WriteStalledError: ``timeout_s`` seconds passed first.
         """
         self._check_process()
-        with self._lock:
-            waiting = set(self._in_flight)
-        self._wait_for(waiting, timeout_s)
-        self._report_failures()
-
-    def _wait_for(self, ids: set[int], timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._settled:
-            while ids & self._in_flight.keys():
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    steps = sorted(entry.handle.step for entry in self._in_flight.values())
-                    raise WriteStalledError(f"steps {steps} were not committed within {timeout_s:g} s")
-                self._settled.wait(min(left, 5.0) if left is not None else 5.0)
+        self._saves.wait(timeout_s)
+        self._saves.raise_failure()
 
     # Loading ---------------------------------------------------------------------------------------------------
 
@@ -441,83 +402,13 @@ class Checkpointer:
         """The writer daemon's process id; None while it is being replaced, or when closed."""
         return self._connection.pid
 
-    # Outcomes, in the connection's thread ----------------------------------------------------------------------
+    def _release_slot(self, slot: Slot) -> None:
+        self._pool.release(slot)
 
-    def _on_message(self, message: Message) -> None:
-        save_id = getattr(message, "save_id", None)
+    def _on_committed(self, info: CheckpointInfo) -> None:
         with self._lock:
-            entry = self._in_flight.get(save_id) if isinstance(save_id, int) else None
-        if entry is None or entry.save is None:
-            return
-        handle, save = entry.handle, entry.save
-        match message:
-            case protocol.Progress(nbytes=nbytes, total_nbytes=total):
-                handle._nbytes_written, handle._nbytes_total = nbytes, total
-            case protocol.Written():
-                self._release(entry)
-                if not handle.written.done():
-                    handle.written.set_result(None)
-            case protocol.Committed(name=name, nbytes=nbytes):
-                self._release(entry)
-                info = CheckpointInfo(
-                    step=save.step,
-                    path=os.path.join(self._directory, name),
-                    nbytes=nbytes,
-                    session=save.session,
-                    sequence=save.sequence,
-                    parent=None if save.parent is None else (save.parent.step, save.parent.session),
-                    created_s=save.created_s,
-                )
-                self._settle(save.save_id, info)
-            case protocol.Failed(error=name, message=text, errno=code, path=path):
-                self._settle(save.save_id, errors.from_wire(name, text, code, path))
-            case _:
-                pass
-
-    def _on_lost(self, ids: list[int], error: SidesaveError) -> None:
-        for save_id in ids:
-            self._settle(save_id, error)
-
-    def _settle(self, save_id: int, outcome: CheckpointInfo | SidesaveError, *, report: bool = True) -> None:
-        """Give a save its outcome: slot, futures, lineage, and the list of what is still to be raised."""
-        with self._lock:
-            entry = self._in_flight.get(save_id)
-            if entry is None:
-                return
-            if isinstance(outcome, CheckpointInfo):
-                self._lineage.add(outcome.step)
-                self._on_disk.add(outcome.step)
-            elif self._on_error == "raise" and report:
-                self._unreported.append(outcome)
-        self._release(entry)
-        if isinstance(outcome, CheckpointInfo):
-            if not entry.handle.written.done():
-                entry.handle.written.set_result(None)
-            entry.handle.committed.set_result(outcome)
-        else:
-            entry.handle._fail(outcome)
-            if self._on_error == "warn" and report:
-                warnings.warn(f"the save of step {entry.handle.step} failed: {outcome}", RuntimeWarning, stacklevel=2)
-        with self._settled:
-            del self._in_flight[save_id]
-            self._settled.notify_all()
-
-    def _release(self, entry: _InFlight) -> None:
-        with self._lock:
-            entry.released = True
-            slot = None
-            if not entry.filling:
-                slot, entry.slot = entry.slot, None
-        if slot is not None:
-            self._pool.release(slot)
-
-    def _report_failures(self) -> None:
-        with self._lock:
-            failures, self._unreported = self._unreported, []
-        if failures:
-            for further in failures[1:]:
-                logger.error("another save failed: %s", further)
-            raise failures[0]
+            self._lineage.add(info.step)
+            self._on_disk.add(info.step)
 
     # The end ---------------------------------------------------------------------------------------------------
 
@@ -532,14 +423,12 @@ class Checkpointer:
         self._closed = True
         try:
             self._copier.close()
-            with self._lock:
-                waiting = set(self._in_flight)
-            self._wait_for(waiting, timeout_s)
+            self._saves.wait(timeout_s)
         finally:
             self._connection.close(10.0)
             self._pool.close()
             _open.discard(self)
-        self._report_failures()
+        self._saves.raise_failure()
 
     def __enter__(self) -> Self:
         """The checkpointer itself."""
@@ -591,13 +480,6 @@ def _close_all() -> None:
             checkpointer.close(_EXIT_TIMEOUT_S)
         except SidesaveError as error:
             logger.error("a save failed: %s", error)
-
-
-def protocol_step(step: int) -> str:
-    """The directory name of a step."""
-    from sidesave.writer_daemon.manifest import step_directory
-
-    return step_directory(step)
 
 
 def _has_cuda(flat: tree.FlatState) -> bool:

@@ -319,7 +319,9 @@ def _change(fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dt
     arithmetic = True
     for start in range(0, before.numel(), _PIECE_ELEMENTS):
         pieces = [side[start : start + _PIECE_ELEMENTS] for side in (before, after)]
-        differs = (pieces[0].view(bits) != pieces[1].view(bits)).view(-1, width).any(1)
+        differs = pieces[0].view(bits) != pieces[1].view(bits)
+        if width > 1:
+            differs = differs.view(-1, width).any(1)
         changed += int(differs.sum())
         try:
             old, new = (_wide(piece, dtype, width) for piece in pieces)
@@ -327,16 +329,20 @@ def _change(fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dt
             arithmetic = False
             continue
         nans = [count + int(values.isnan().sum()) for count, values in zip(nans, (old, new), strict=True)]
-        delta = (new - old)[differs].abs()
-        delta = delta[~delta.isnan()]
-        largest = max(largest, float(delta.max()) if delta.numel() else 0.0)
-        squares += float(delta[delta.isfinite()].square().sum())
-        reference += float(old.abs()[old.isfinite()].square().sum())
+        delta = (new - old).abs().masked_fill_(~differs, 0.0).nan_to_num_(nan=0.0, posinf=math.inf)
+        largest = max(largest, float(delta.max()))
+        squares += _finite_squares(delta)
+        reference += _finite_squares(old.abs())
     elements = before.numel() // width
     if not arithmetic:
         return TensorChange(fqn, changed, elements)
     relative = math.sqrt(squares / reference) if reference else (math.inf if squares else 0.0)
     return TensorChange(fqn, changed, elements, largest, relative, (nans[0], nans[1]))
+
+
+def _finite_squares(values: torch.Tensor) -> float:
+    finite = values.nan_to_num_(nan=0.0, posinf=0.0)
+    return float(finite.dot(finite))
 
 
 def _wide(piece: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:

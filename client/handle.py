@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,14 @@ class SaveHandle:
             state = "written" if self.written.done() else "staged" if self.staged.done() else "staging"
         return f"<SaveHandle step={self.step} {state}>"
 
+    @staticmethod
+    def _resolve(future: Future[T], value: T) -> None:
+        with contextlib.suppress(InvalidStateError):  # the save failed in this moment, in another thread
+            future.set_result(value)
+
     def _fail(self, error: Exception) -> None:
         for future in (self.staged, self.written, self.committed):
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # what was reached stays reached
                 future.set_exception(error)
 
 

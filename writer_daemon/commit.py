@@ -190,8 +190,11 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     names = sorted(storage.list_directory(""))
     hidden = [(name, parsed) for name in names if (parsed := manifest.parse_hidden_directory(name))]
     for name, (step, session, state) in hidden:
-        if state == "partial" and _finish(storage, lease, name, step, session, attempt):
-            committed.append(manifest.step_directory(step))
+        try:
+            if state == "partial" and _finish(storage, lease, name, step, session, attempt):
+                committed.append(manifest.step_directory(step))
+        except IntegrityError as error:
+            logger.warning("%s is not whole, so it is removed: %s", name, error)
     for name, (step, _, state) in hidden:
         target = manifest.step_directory(step)
         if state == "replaced" and target not in storage.list_directory(""):
@@ -207,26 +210,23 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
 
 
 def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: str, attempt: str) -> bool:
-    """Commit a leftover if it is whole; False, with the reason in the log, when it is not."""
+    """Commit a leftover if it is whole; False when it is superseded or lacks a record. Raises ``IntegrityError``."""
     target = manifest.step_directory(step)
-    first = _read_own_record(storage, partial, 0)
-    if first is None:
-        return False
-    records = [first, *(_read_own_record(storage, partial, rank) for rank in range(1, first.world_size))]
+    count = sum(name.startswith("rank-") for name in _list_leftover(storage, partial))
+    records = [_read_own_record(storage, partial, rank) for rank in range(count)]
     whole = [record for record in records if record is not None]
-    if len(whole) != first.world_size or first.step != step or first.session != session:
+    if not count or len(whole) != whole[0].world_size or (whole[0].step, whole[0].session) != (step, session):
         return False
     existing = _committed(storage, target)
-    if existing is not None and existing.sequence > first.sequence:
+    if existing is not None and existing.sequence > whole[0].sequence:
         return False
     for record in whole:
+        for fault in integrity.check_record(storage, partial, record):
+            raise IntegrityError(str(fault))
         for file in record.files:
             storage.sync_file(f"{partial}/{file.name}")
-        fault = next(iter(integrity.check_record(storage, partial, record)), None)
-        if fault is not None:
-            logger.warning("%s is not whole, so it is removed: %s", partial, fault)
-            return False
     content = _build(storage, partial, whole)
+    storage.remove(f"{partial}/{manifest.MANIFEST}")  # the same, or damaged; nobody reads it here
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)
     storage.sync_directory(partial)

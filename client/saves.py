@@ -1,0 +1,180 @@
+"""The saves between their call and their outcome: their futures, their slots, and the failures still to be raised."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sidesave import errors
+from sidesave.client.handle import CheckpointInfo, SaveHandle
+from sidesave.errors import SidesaveError, WriteStalledError
+from sidesave.stager.pool import Slot
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Message, Save
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class SaveInFlight:
+    """One save; its slot goes back once it is neither filled by the trainer nor needed by the writer any more."""
+
+    save: Save
+    handle: SaveHandle
+    slot: Slot | None
+    filling: bool = True
+    released: bool = False
+
+
+class SavesInFlight:
+    """All saves of a checkpointer that have no outcome yet. Thread-safe: outcomes come from the connection's thread."""
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        warn_only: bool,
+        release_slot: Callable[[Slot], None],
+        on_committed: Callable[[CheckpointInfo], None],
+    ) -> None:
+        """Start with none.
+
+        Args:
+            directory: The run directory, for the paths of checkpoints.
+            warn_only: Warn of a failed save instead of keeping it for :meth:`raise_failure`.
+            release_slot: Takes a slot back.
+            on_committed: Told of each checkpoint before its future is.
+        """
+        self._directory = directory
+        self._warn_only = warn_only
+        self._release_slot = release_slot
+        self._on_committed = on_committed
+        self._changed = threading.Condition()
+        self._entries: dict[int, SaveInFlight] = {}
+        self._failures: list[SidesaveError] = []
+
+    def add(self, save: Save, handle: SaveHandle, slot: Slot) -> SaveInFlight:
+        """A save whose staging begins now."""
+        entry = SaveInFlight(save, handle, slot)
+        with self._changed:
+            self._entries[save.save_id] = entry
+        return entry
+
+    def has_step(self, step: int) -> bool:
+        """Whether this step is on its way."""
+        with self._changed:
+            return any(entry.save.step == step for entry in self._entries.values())
+
+    # Outcomes --------------------------------------------------------------------------------------------------
+
+    def filled(self, entry: SaveInFlight) -> bool:
+        """The trainer's copy is over, well or not; False when the save had failed before."""
+        with self._changed:
+            entry.filling = False
+            failed_before = entry.released
+        if failed_before:
+            self._release(entry)
+        return not failed_before
+
+    def receive(self, message: Message) -> None:
+        """A message of the daemon; one about a save that is not in flight is ignored."""
+        save_id = getattr(message, "save_id", None)
+        with self._changed:
+            entry = self._entries.get(save_id) if isinstance(save_id, int) else None
+        if entry is None:
+            return
+        handle, save = entry.handle, entry.save
+        match message:
+            case protocol.Progress(nbytes=nbytes, total_nbytes=total):
+                handle._nbytes_written, handle._nbytes_total = nbytes, total
+            case protocol.Written():
+                self._release(entry)
+                handle._resolve(handle.written, None)
+            case protocol.Committed(name=name, nbytes=nbytes):
+                info = CheckpointInfo(
+                    step=save.step,
+                    path=os.path.join(self._directory, name),
+                    nbytes=nbytes,
+                    session=save.session,
+                    sequence=save.sequence,
+                    parent=None if save.parent is None else (save.parent.step, save.parent.session),
+                    created_s=save.created_s,
+                )
+                self._on_committed(info)
+                self._release(entry)
+                handle._resolve(handle.written, None)
+                handle._resolve(handle.committed, info)
+                self._forget(entry)
+            case protocol.Failed(error=name, message=text, errno=code, path=path):
+                self.fail(entry, errors.from_wire(name, text, code, path))
+            case _:
+                pass
+
+    def lose(self, ids: list[int], error: SidesaveError) -> None:
+        """Fail the saves that no daemon will finish."""
+        for save_id in ids:
+            with self._changed:
+                entry = self._entries.get(save_id)
+            if entry is not None:
+                self.fail(entry, error)
+
+    def fail(self, entry: SaveInFlight, error: SidesaveError, *, report: bool = True) -> None:
+        """Give a save its failure; with ``report`` false the caller raises it itself."""
+        with self._changed:
+            if entry.save.save_id not in self._entries:
+                return
+            if report and not self._warn_only:
+                self._failures.append(error)
+        self._release(entry)
+        entry.handle._fail(error)
+        self._forget(entry)
+        if report and self._warn_only:
+            warnings.warn(f"the save of step {entry.save.step} failed: {error}", RuntimeWarning, stacklevel=2)
+
+    def _release(self, entry: SaveInFlight) -> None:
+        with self._changed:
+            entry.released = True
+            slot = None
+            if not entry.filling:
+                slot, entry.slot = entry.slot, None
+        if slot is not None:
+            self._release_slot(slot)
+
+    def _forget(self, entry: SaveInFlight) -> None:
+        with self._changed:
+            self._entries.pop(entry.save.save_id, None)
+            self._changed.notify_all()
+
+    # Waiting ---------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Block until every save that is in flight now has its outcome; ``WriteStalledError`` after ``timeout_s``."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            waiting = set(self._entries)
+            while open_ids := waiting & self._entries.keys():
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    steps = sorted(self._entries[save_id].save.step for save_id in open_ids)
+                    raise WriteStalledError(f"steps {steps} were not committed within {timeout_s:g} s")
+                self._changed.wait(left)
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that has not been raised yet, and log the others."""
+        with self._changed:
+            failures, self._failures = self._failures, []
+        for further in failures[1:]:
+            logger.error("another save failed: %s", further)
+        if failures:
+            raise failures[0]
+
+    def was_raised(self, error: SidesaveError) -> None:
+        """The caller has seen this failure."""
+        with self._changed, contextlib.suppress(ValueError):
+            self._failures.remove(error)
