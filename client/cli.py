@@ -298,10 +298,10 @@ def show(
     totals.add_row("all", f"{len(tensors):,}", f"{sum(facts.nbytes for facts in tensors.values()):,}")
     console.print()
     console.print(totals)
-    console.print("\nplain data")
-    for name, value in nest.items():
-        for line in _plain_lines(name, value, "  ")[1]:
-            console.print(line)
+    lines = [line for name, value in nest.items() for line in _plain_lines(name, value, "  ")[1]]
+    if lines:
+        console.print("\nplain data")
+        console.print("\n".join(lines))
 
 
 def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:

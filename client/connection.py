@@ -194,7 +194,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _spawned(self) -> Generator[DaemonProcess]:
-        directory = _socket_directory()
+        directory = socket_directory()
         try:
             self._attempt += 1
             token = secrets.token_bytes(16)
@@ -382,7 +382,7 @@ class Connection:
         self._on_lost(lost, error)
 
 
-def _socket_directory() -> str:
+def socket_directory() -> str:
     """A private directory whose path leaves room for a socket's name within the kernel's limit."""
     for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
         if base and len(base) + 30 < _SOCKET_PATH_LIMIT and Path(base).is_dir() and os.access(base, os.W_OK | os.X_OK):

@@ -234,7 +234,7 @@ def _gpu() -> Iterator[Verdict]:
 def _sockets() -> Iterator[Verdict]:
     from sidesave.client import connection
 
-    directory = Path(connection._socket_directory())  # pyright: ignore[reportPrivateUsage]
+    directory = Path(connection.socket_directory())
     directory.rmdir()
     yield "ok", f"in {directory.parent}", ""
 

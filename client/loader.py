@@ -121,7 +121,7 @@ def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | No
     Raises:
         WriteError: The directory cannot be opened at all.
     """
-    text = os.path.abspath(path_text(path))
+    text = os.path.realpath(path_text(path))
     checked = 0
 
     def count(nbytes: int) -> None:

@@ -314,7 +314,7 @@ def _advise_huge_pages(memory: mmap.mmap) -> None:
 
 def open_checkpoint(path: str) -> CheckpointReader:
     """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
-    path = os.path.abspath(path)
+    path = os.path.realpath(path)
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "manifest.json")):
         from sidesave.client.catalog import scan
 

@@ -54,7 +54,9 @@ def install() -> None:
         _installed = True
 
 
-@torch.compiler.disable  # an undecorated hook recompiled 20 frames in 14 steps
+# Undecorated, the hook recompiled 20 frames in 14 steps. This form, which torch.optim uses too, imports the compiler (a
+# second) not here but when it is first called.
+@torch._disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _seen.add(optimizer)
     close_guards()

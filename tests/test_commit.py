@@ -398,7 +398,6 @@ def test_damaged_manifest_in_a_leftover_is_made_anew_from_its_records(root: Path
         {"session": NEW},
         {"torch_version": "\udcff"},
         {"created_s": 1e999},
-        {"files": []},
         {"objects": {"name": "../../outside", "nbytes": 4, "xxh3_128": "0" * 32}},
         {"objects": {"name": "objects.rank-00000.msgpack", "nbytes": 10**30, "xxh3_128": "0" * 32}},
         {"sequence": 10**30},
@@ -409,20 +408,20 @@ def test_damaged_manifest_in_a_leftover_is_made_anew_from_its_records(root: Path
 def test_leftover_with_a_record_that_lies_is_removed_and_stops_nobody(root: Path, field: dict[str, Any]):
     partial = leave(root, 100, a_state(1))
     body = json.loads((partial / "rank-00000.json").read_text())
-    (partial / "rank-00000.json").write_text(json.dumps(body | field))
+    del body["xxh3_128"]
+    (partial / "rank-00000.json").write_bytes(vouched(json.dumps(body | field).encode()))
     session = Session(root)
-    recovery = session.recover()
+    assert session.recover() == Recovery(committed=(), removed=(partial.name,))
     session.save(100, a_state(2))
     session.end()
-    if field != {"files": []}:  # a record of no files is whole, and its tensors are then missing
-        assert recovery == Recovery(committed=(), removed=(partial.name,))
     check(root, 100, a_state(2))
 
 
 def test_leftover_of_a_newer_format_is_left_alone(root: Path):
     partial = leave(root, 100, a_state(1))
     body = json.loads((partial / "rank-00000.json").read_text())
-    (partial / "rank-00000.json").write_text(json.dumps(body | {"version": 2}))
+    del body["xxh3_128"]
+    (partial / "rank-00000.json").write_bytes(vouched(json.dumps(body | {"version": 2}).encode()))
     session = Session(root)
     with pytest.raises(FormatVersionError, match="upgrade"):
         session.recover()
@@ -824,11 +823,26 @@ A_MANIFEST = Manifest(
     layouts=({"owners": [0]},),
     tensors={"model.w": TensorInfo("F32", (3, 4), "model")},
 )
+A_RECORD = RankRecord(
+    session=NEW,
+    step=100,
+    sequence=3,
+    rank=0,
+    world_size=1,
+    parent=(50, OLD),
+    pickled=False,
+    created_s=1.5,
+    torch_version="2.8",
+    files=(FileRecord("m", 1, None, "model", FileRecord("n", 1, "0" * 32)),),
+    objects=FileRecord("objects", 1, "0" * 32),
+    tensors={"model.w": TensorInfo("F32", (3, 4), "model")},
+)
 READERS = [Manifest.from_bytes, Head.from_bytes, RankRecord.from_bytes]
+SAMPLES = [A_MANIFEST.to_bytes(), A_MANIFEST.to_bytes(), A_RECORD.to_bytes()]
 
 
 def vouched(body: bytes) -> bytes:
-    """A manifest whose own digest is right, whatever it says."""
+    """A manifest or record whose own digest is right, whatever it says."""
     rest = body[1:] if body.startswith(b"{") else body
     return b'{"xxh3_128":"' + manifest.digest(rest).hex().encode() + b'",' + rest
 
@@ -856,17 +870,16 @@ def test_rank_record_reads_back_as_it_was_written(record: RankRecord):
     assert RankRecord.from_bytes(record.to_bytes(), "x") == record
 
 
-def test_manifest_begins_with_the_digest_of_all_that_follows():
-    data = A_MANIFEST.to_bytes()
+@pytest.mark.parametrize("data", SAMPLES[1:], ids=["manifest", "rank record"])
+def test_record_begins_with_the_digest_of_all_that_follows(data: bytes):
     assert data[:13] == b'{"xxh3_128":"'
     assert data[45:47] == b'",'
     assert bytes.fromhex(data[13:45].decode()) == manifest.digest(data[47:])
-    assert json.loads(data)["format"] == "sidesave"
+    assert json.loads(data)["format"].startswith("sidesave")
 
 
-@pytest.mark.parametrize("read", READERS[:2])
-def test_any_flipped_bit_of_a_manifest_is_found(read: Callable[[bytes, str], object]):
-    data = A_MANIFEST.to_bytes()
+@pytest.mark.parametrize(("read", "data"), [*zip(READERS, SAMPLES, strict=True)])
+def test_any_flipped_bit_of_a_record_is_found(read: Callable[[bytes, str], object], data: bytes):
     for position in range(len(data)):
         for bit in range(8):
             damaged = bytearray(data)
@@ -875,9 +888,8 @@ def test_any_flipped_bit_of_a_manifest_is_found(read: Callable[[bytes, str], obj
                 read(bytes(damaged), "x")
 
 
-@pytest.mark.parametrize("read", READERS[:2])
-def test_cut_or_lengthened_manifest_is_found(read: Callable[[bytes, str], object]):
-    data = A_MANIFEST.to_bytes()
+@pytest.mark.parametrize(("read", "data"), [*zip(READERS, SAMPLES, strict=True)])
+def test_cut_or_lengthened_record_is_found(read: Callable[[bytes, str], object], data: bytes):
     for damaged in [*(data[:length] for length in range(len(data))), data + b" ", b" " + data]:
         with pytest.raises(IntegrityError):
             read(damaged, "x")
@@ -887,15 +899,6 @@ def test_cut_or_lengthened_manifest_is_found(read: Callable[[bytes, str], object
 def test_random_bytes_are_no_record(read: Callable[[bytes, str], object], data: bytes):
     assert only_typed_errors(read, data)
     assert only_typed_errors(read, vouched(data))
-
-
-@given(RECORDS, st.data())
-def test_damaged_rank_record_is_refused_or_still_one(record: RankRecord, data: st.DataObject):
-    raw = bytearray(record.to_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
-    if not only_typed_errors(RankRecord.from_bytes, bytes(raw)):
-        RankRecord.from_bytes(bytes(raw), "x").to_bytes()
 
 
 JSON = st.recursive(
@@ -909,16 +912,14 @@ JSON = st.recursive(
 def test_any_json_in_any_field_is_refused_or_means_what_it_says(
     read: Callable[[bytes, str], object], content: Manifest, record: RankRecord, data: st.DataObject
 ):
-    own = read == RankRecord.from_bytes
-    body = json.loads(record.to_bytes() if own else b"{" + content.to_bytes()[47:])
+    body = json.loads(b"{" + (record if read == RankRecord.from_bytes else content).to_bytes()[47:])
     for key in data.draw(st.lists(st.sampled_from(sorted(body)), min_size=1, max_size=3)):
         target = body
         while isinstance(target[key], dict | list) and target[key] and data.draw(st.booleans()):
             target = target[key]
             key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
         target[key] = data.draw(JSON)
-    raw = json.dumps(body).encode()
-    only_typed_errors(read, raw if own else vouched(raw))
+    only_typed_errors(read, vouched(json.dumps(body).encode()))
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -972,7 +973,7 @@ def test_newer_format_says_what_to_do(read: Callable[[bytes, str], object]):
     kind = b"sidesave-rank" if read == RankRecord.from_bytes else b"sidesave"
     body = b'{"format":"%s","version":2,"unheard":"of"}' % kind
     with pytest.raises(FormatVersionError, match="version 2; this sidesave reads version 1, so upgrade it"):
-        read(body if kind == b"sidesave-rank" else vouched(body), "x")
+        read(vouched(body), "x")
 
 
 @given(TEXT)

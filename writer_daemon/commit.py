@@ -62,6 +62,8 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
     found = [record for record in records if record is not None]
     if len(found) != save.world_size:
         raise IntegrityError(f"{storage.root}/{partial}: {save.world_size - len(found)} rank records are missing")
+    if (found[0].step, found[0].session, found[0].sequence) != (save.step, save.session, save.sequence):
+        raise IntegrityError(f"{storage.root}/{partial}: the records belong to another save")
     content = _build(storage, partial, found)
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)
@@ -212,10 +214,15 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
 def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: str, attempt: str) -> bool:
     """Commit a leftover if it is whole; False when it is superseded or lacks a record. Raises ``IntegrityError``."""
     target = manifest.step_directory(step)
-    count = sum(name.startswith("rank-") for name in _list_leftover(storage, partial))
-    records = [_read_own_record(storage, partial, rank) for rank in range(count)]
+    try:
+        count = sum(name.startswith("rank-") for name in storage.list_directory(partial))
+        records = [_read_own_record(storage, partial, rank) for rank in range(count)]
+    except WriteError as error:
+        if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+            raise IntegrityError(f"no directory of files: {error}") from error
+        raise
     whole = [record for record in records if record is not None]
-    if not count or len(whole) != whole[0].world_size or (whole[0].step, whole[0].session) != (step, session):
+    if not whole or len(whole) != whole[0].world_size or (whole[0].step, whole[0].session) != (step, session):
         return False
     existing = _committed(storage, target)
     if existing is not None and existing.sequence > whole[0].sequence:

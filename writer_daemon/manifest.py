@@ -1,8 +1,8 @@
 """The records on disk, format version 1: ``manifest.json``, ``rank-XXXXX.json``, digest lists, and their names.
 
 One chain vouches for every byte of a checkpoint: the manifest begins with the digest of its own remaining bytes and
-holds the digest of each rank's record; a record holds the digest of each digest list and of the objects file; a digest
-list holds one XXH3-128 digest per block of a tensor file. It detects damage, not tampering.
+holds the digest of each rank's record; a record begins in the same way and holds the digest of each digest list and of
+the objects file; a digest list holds one XXH3-128 digest per block of a tensor file. It detects damage, not tampering.
 """
 
 from __future__ import annotations
@@ -186,8 +186,16 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-def _dump(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+def _seal(body: dict[str, Any]) -> bytes:
+    """JSON that begins with the digest of all that follows it."""
+    rest = json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()[1:]
+    return b'{"xxh3_128":"' + digest(rest).hex().encode() + b'",' + rest
+
+
+def _check_digest(data: bytes, path: str) -> None:
+    match = _PREFIX.match(data)
+    if match is None or digest(memoryview(data)[match.end() :]).hex().encode() != match[1]:
+        raise IntegrityError(f"{path}: does not match its own digest")
 
 
 def _get(body: dict[str, Any], key: str, kind: type, path: str) -> Any:
@@ -287,7 +295,10 @@ class FileRecord:
         container = fields.get("container")
         if container is not None and not isinstance(container, str):
             raise IntegrityError(f"{path}: container of {name} is malformed")
-        digests = cls.from_json(fields["digests"], path) if "digests" in fields else None
+        inner = fields.get("digests")
+        if isinstance(inner, dict) and "digests" in inner:
+            raise IntegrityError(f"{path}: the digest list of {name} has one itself")
+        digests = cls.from_json(inner, path) if "digests" in fields else None
         if (own is None) == (digests is None) or (digests is not None and digests.xxh3_128 is None):
             raise IntegrityError(f"{path}: {name} must have one digest or one digest list")
         return cls(name, _get(fields, "nbytes", int, path), own, container, digests)
@@ -316,8 +327,8 @@ class RankRecord:
         return sum(file.nbytes for file in self.files) + self.objects.nbytes
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
-        return _dump(
+        """The file's content: the digest of all that follows it, then the rest."""
+        return _seal(
             {
                 "format": "sidesave-rank",
                 "version": FORMAT_VERSION,
@@ -336,7 +347,8 @@ class RankRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> RankRecord:
-        """Parse and check; raises ``IntegrityError`` or ``FormatVersionError``."""
+        """Compare the digest, then parse and check; raises ``IntegrityError`` or ``FormatVersionError``."""
+        _check_digest(data, path)
         body = load_json(data, path)
         _check_version(body, "sidesave-rank", path)
         files = tuple(FileRecord.from_json(file, path) for file in _get(body, "files", list, path))
@@ -414,12 +426,6 @@ class Head:
         )
 
 
-def _check_digest(data: bytes, path: str) -> None:
-    match = _PREFIX.match(data)
-    if match is None or digest(memoryview(data)[match.end() :]).hex().encode() != match[1]:
-        raise IntegrityError(f"{path}: the manifest does not match its own digest")
-
-
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """``manifest.json``: the checkpoint, once its directory bears the step's name.
@@ -443,7 +449,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
-        body = _dump(
+        return _seal(
             {
                 "format": "sidesave",
                 "version": FORMAT_VERSION,
@@ -458,8 +464,6 @@ class Manifest:
                 **_tensors_to_json(self.tensors),
             }
         )
-        rest = body[1:]
-        return b'{"xxh3_128":"' + digest(rest).hex().encode() + b'",' + rest
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:

@@ -1,0 +1,796 @@
+"""What training may do beside a save: whatever changes after the call, the checkpoint holds what was there at the call.
+
+Where a copy runs beside training (``overlap=True`` on the CPU), it is held at its start until the test has done its
+worst, so that no test depends on who is quicker.
+"""
+
+import contextlib
+import copy
+import itertools
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_tree import difference
+from torch import nn
+
+import sidesave
+from sidesave import Checkpointer, HostMemoryError, TornSnapshotError
+from sidesave.stager import ownership
+from sidesave.stager.memcopy import MemoryCopier
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpointer]:
+    """One that overlaps; for tests that leave no failed save behind and take their steps from ``steps``."""
+    with Checkpointer(tmp_path_factory.mktemp("run"), overlap=True) as checkpointer:
+        yield checkpointer
+
+
+steps = itertools.count(1)
+
+
+@pytest.fixture
+def overlapping(tmp_path: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(tmp_path, overlap=True) as checkpointer:
+        yield checkpointer
+
+
+@contextlib.contextmanager
+def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
+    """Copies of saves that begin inside wait at their start: until the block ends, or the event is set."""
+    go_on = threading.Event()
+    checkpointer._copier._submit(lambda: go_on.wait(60) or None)
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.001)
+
+
+def waits_at_the_guard(thread: threading.Thread) -> bool:
+    """Whether a thread is inside the guard, as its stack says."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is ownership.close_guards.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def frozen(state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of ``state`` must hold, copied now."""
+
+    def freeze(value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return {key: tensor.detach().clone() for key, tensor in value.state_dict().items()}
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        if isinstance(value, dict):
+            return {key: freeze(item) for key, item in value.items()}
+        return copy.deepcopy(value.state_dict() if hasattr(value, "state_dict") else value)
+
+    return {key: freeze(value) for key, value in state.items()}
+
+
+def network(width: int = 64, layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def backward(model: nn.Module, width: int = 64) -> None:
+    model.zero_grad()
+    model(torch.randn(4, width)).square().mean().backward()
+
+
+def trained(
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, width: int = 64, **options: Any
+) -> dict[str, Any]:
+    """A model and its optimizer after one step, so that there is state."""
+    model = network(width)
+    optimizer = make(model.parameters(), lr=0.1, **options)
+    backward(model, width)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def assert_holds(checkpointer: Checkpointer, handle: sidesave.SaveHandle, expected: dict[str, Any]) -> None:
+    info = handle.committed.result(60)
+    assert difference(expected, sidesave.load(info)) == ""
+
+
+def assert_torn(checkpointer: Checkpointer, handle: sidesave.SaveHandle, names: str) -> None:
+    for future in (handle.staged, handle.written, handle.committed):
+        with pytest.raises(TornSnapshotError, match=f"changed while being copied: {names}"):
+            future.result(60)
+    with pytest.raises(TornSnapshotError):
+        checkpointer.wait()
+
+
+def scramble(tensors: Any) -> None:
+    """Changes memory in the way that nothing notices: no version counter, no hook."""
+    for tensor in tensors:
+        tensor.data.view(torch.uint8 if tensor.dim() else tensor.dtype).random_()
+
+
+# Optimizers ------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "AdamW, foreach": (torch.optim.AdamW, {"foreach": True}),
+    "AdamW, one by one, amsgrad": (torch.optim.AdamW, {"foreach": False, "amsgrad": True}),
+    "AdamW, fused: its step counts are CPU scalars": (torch.optim.AdamW, {"fused": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "RMSprop, centered": (torch.optim.RMSprop, {"centered": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_steps_right_after_a_save_changes_nothing_of_it(shared: Checkpointer, name: str):
+    make, options = OPTIMIZERS[name]
+    state = trained(make, **options)
+    saves: list[tuple[sidesave.SaveHandle, dict[str, Any]]] = []
+    for _ in range(4):
+        expected = frozen(state)
+        backward(state["model"])
+        saves.append((shared.save(next(steps), state), expected))
+        state["optimizer"].step()
+    for handle, expected in saves:
+        assert_holds(shared, handle, expected)
+
+
+def test_a_step_waits_for_the_copy_and_the_copy_is_what_was_there(shared: Checkpointer):
+    state = trained()
+    backward(state["model"])
+    expected = frozen(state)
+    with held(shared) as go_on:
+        handle = shared.save(next(steps), state)
+        stepping = threading.Thread(target=state["optimizer"].step)
+        stepping.start()
+        wait_until(lambda: waits_at_the_guard(stepping), "the step at the guard")
+        assert difference(expected, frozen(state)) == "", "nothing has changed yet"
+        go_on.set()
+        stepping.join(60)
+    assert difference(expected, frozen(state)) != "", "the step has been taken"
+    assert_holds(shared, handle, expected)
+
+
+def test_forward_and_backward_do_not_wait(shared: Checkpointer):
+    state = trained()
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        backward(state["model"])
+        assert not handle.staged.done()
+    assert_holds(shared, handle, expected)
+
+
+def test_optimizers_that_step_in_backward_wait_as_well(shared: Checkpointer):
+    model = network()
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda which: optimizers[which].step())  # pyright: ignore
+    state: dict[str, Any] = {"model": model, **{f"optimizer {n}": o for n, o in enumerate(optimizers.values())}}
+    backward(model)
+    for _ in range(3):
+        expected = frozen(state)
+        handle = shared.save(next(steps), state)
+        backward(model)
+        assert_holds(shared, handle, expected)
+
+
+def test_an_optimizer_outside_the_state_is_known_once_it_has_stepped(overlapping: Checkpointer):
+    state = trained()
+    with held(overlapping):
+        handle = overlapping.save(1, {"weights": state["model"]})
+        assert not handle.staged.done(), "owned, hence copied beside training"
+        scramble(state["model"].parameters())
+    assert_torn(overlapping, handle, r"weights\.0\.weight, weights\.0\.bias, ")
+
+
+class _OwnStep(torch.optim.SGD):
+    """As Schedule-Free does it: parameters are swapped for evaluation, and nobody is told."""
+
+    evaluating = False
+
+    def step(self, closure: Any = None) -> None:
+        return super().step(closure)
+
+    def swap(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                buffer = self.state[parameter]["momentum_buffer"]
+                parameter.data.lerp_(buffer, 0.5 if self.evaluating else -1.0)
+        self.evaluating = not self.evaluating
+
+    def eval(self) -> None:
+        if not self.evaluating:
+            self.swap()
+
+    def train(self) -> None:
+        if self.evaluating:
+            self.swap()
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_copied_at_the_call(shared: Checkpointer):
+    state = trained(_OwnStep, momentum=0.9)
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        scramble(state["model"].parameters())
+    assert_holds(shared, handle, expected)
+
+
+@pytest.mark.parametrize("overlap", [True, None])
+def test_weights_swapped_for_evaluation_are_saved_as_they_were(tmp_path: Path, overlap: bool | None):
+    state = trained(_OwnStep, momentum=0.9)
+    with Checkpointer(tmp_path, overlap=overlap) as checkpointer:
+        for step in range(3):
+            state["optimizer"].eval()
+            expected = frozen(state)
+            handle = checkpointer.save(step, state)
+            state["optimizer"].train()
+            backward(state["model"])
+            state["optimizer"].step()
+            assert_holds(checkpointer, handle, expected)
+
+
+def test_the_guard_comes_before_every_other_hook(tmp_path: Path):
+    """Another global hook, there before any checkpointer was, writes parameters before the step."""
+    code = """
+import sys, threading, torch, sidesave
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+def writes(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.zero_()
+register_optimizer_step_pre_hook(writes)
+weight = torch.nn.Parameter(torch.ones(1 << 20))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.grad = torch.ones_like(weight)
+with sidesave.Checkpointer(sys.argv[1], overlap=True) as checkpointer:
+    for step in range(5):
+        weight.data.fill_(step + 1)
+        handle = checkpointer.save(step, {"weight": weight, "optimizer": optimizer})
+        optimizer.step()
+        assert (checkpointer.load(handle.committed.result().step)["weight"] == step + 1).all()
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=100)
+
+
+def test_a_compiled_training_step_is_not_compiled_again_by_saves(shared: Checkpointer):
+    from torch._dynamo.testing import CompileCounter
+
+    state = trained(torch.optim.SGD)
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def train(inputs: torch.Tensor) -> None:
+        state["optimizer"].zero_grad()
+        state["model"](inputs).square().mean().backward()
+        state["optimizer"].step()
+
+    counts: list[int] = []
+    for _ in range(6):
+        expected = frozen(state)
+        handle = shared.save(next(steps), state)
+        train(torch.randn(4, 64))
+        counts.append(counter.frame_count)
+        assert_holds(shared, handle, expected)
+    torch._dynamo.reset()
+    assert counts[0] > 0
+    assert counts[2:] == [counts[1]] * 4, "compiled again"
+
+
+# What no optimizer changes ---------------------------------------------------------------------------------------
+
+
+class _Queue(nn.Module):
+    """As MoCo: a queue of keys, written in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(64, 64)
+        self.queue = nn.Buffer(torch.randn(64, 256))
+        self.position = nn.Buffer(torch.zeros(1, dtype=torch.long))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        keys = self.encoder(inputs)
+        with torch.no_grad():
+            at = int(self.position)
+            self.queue[:, at : at + len(keys)] = keys.T
+            self.position[0] = (at + len(keys)) % 256
+        return keys
+
+
+class _Codebook(nn.Module):
+    """As VQ-VAE with moving averages: the codebook is a buffer, or a parameter of no optimizer, written in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(64, 64)
+        self.codes = nn.Parameter(torch.randn(128, 64), requires_grad=False)
+        self.size = nn.Buffer(torch.zeros(128))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder(inputs)
+        nearest = torch.cdist(encoded, self.codes).argmin(1)
+        self.size.data.mul_(0.9)[nearest] += 0.1
+        self.codes.data[nearest] = self.codes.data[nearest].lerp(encoded.detach(), 0.1)
+        return encoded
+
+
+class _Renormalized(nn.Module):
+    """An embedding that rewrites the rows it looks up, although its weight is the optimizer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 64, max_norm=0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.embedding(torch.arange(len(inputs)) + 10)
+
+
+@pytest.mark.parametrize("make", [_Queue, _Codebook, _Renormalized, lambda: nn.BatchNorm1d(64)])
+def test_what_forward_changes_is_saved_as_it_was_at_the_call(shared: Checkpointer, make: Callable[[], nn.Module]):
+    model = make()
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1, momentum=0.9)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    backward(model)
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.data.mul_(3)  # so that there is something to renormalize
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        backward(model)
+        assert difference(expected["model"], frozen(state)["model"]) != "", "or it would prove nothing"
+    assert_holds(shared, handle, expected)
+
+
+def test_an_update_without_an_optimizer_is_saved_as_it_was_at_the_call(shared: Checkpointer):
+    """As functional training does it: parameters in a dict, updated in place by a formula."""
+    parameters = {name: tensor.detach().clone() for name, tensor in network().named_parameters()}
+    state: dict[str, Any] = {"parameters": parameters, "step": torch.tensor(0)}
+    for _ in range(3):
+        expected = frozen(state)
+        with held(shared):
+            handle = shared.save(next(steps), state)
+            torch._foreach_mul_(list(parameters.values()), 0.5)
+            state["step"].add_(1)
+        assert_holds(shared, handle, expected)
+
+
+def test_an_averaged_model_is_saved_as_it_was_at_the_call(shared: Checkpointer):
+    state = trained()
+    state["average"] = torch.optim.swa_utils.AveragedModel(state["model"])
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        state["average"].update_parameters(network())
+        scramble(state["average"].buffers())
+    assert_holds(shared, handle, expected)
+
+
+def test_memory_that_other_processes_share_is_copied_at_the_call(shared: Checkpointer):
+    state = trained()
+    state["model"].share_memory()
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        scramble(state["model"].parameters())
+    assert_holds(shared, handle, expected)
+
+
+def test_views_into_larger_memory_are_copied_at_the_call(shared: Checkpointer):
+    """As parameters into a flat buffer, which its owner may free."""
+    flat = torch.randn(64 * 64 + 100)
+    weight = nn.Parameter(flat[: 64 * 64].view(64, 64))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    expected = frozen({"weight": weight})
+    with held(shared):
+        handle = shared.save(next(steps), {"weight": weight, "optimizer": optimizer})
+        flat.untyped_storage().resize_(0)
+    assert difference(expected["weight"], sidesave.load(handle.committed.result(60))["weight"]) == ""
+
+
+# What changes owned tensors all the same -------------------------------------------------------------------------
+
+
+def swap_in(model: nn.Module, average: nn.Module) -> list[torch.Tensor]:
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter, averaged in zip(model.parameters(), average.parameters(), strict=True):
+        parameter.data.copy_(averaged.data)
+    return before
+
+
+def swap_back(model: nn.Module, before: list[torch.Tensor]) -> None:
+    for parameter, tensor in reversed(list(zip(model.parameters(), before, strict=True))):
+        parameter.data.copy_(tensor)
+
+
+def test_averages_swapped_in_for_a_save_are_what_it_holds(tmp_path: Path):
+    state = trained()
+    average = network()
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            before = swap_in(state["model"], average)
+            expected = frozen(state)
+            handle = checkpointer.save(step, state)
+            swap_back(state["model"], before)
+            backward(state["model"])
+            state["optimizer"].step()
+            assert_holds(checkpointer, handle, expected)
+
+
+def test_averages_swapped_back_under_a_copy_tear_it_and_the_next_one_is_copied_at_the_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    state = trained()
+    average = network()
+    with Checkpointer(tmp_path, overlap=True) as checkpointer:
+        with held(checkpointer):
+            before = swap_in(state["model"], average)
+            handle = checkpointer.save(1, state)
+            swap_back(state["model"], before)
+        assert_torn(checkpointer, handle, r"model\.0\.weight, model\.0\.bias, .*guard\(\)")
+        assert checkpointer.steps() == []
+        assert [record.levelno for record in caplog.records if "changed while" in record.message] == [logging.WARNING]
+
+        for step in (1, 2):  # the name of the torn one is free
+            with held(checkpointer):
+                before = swap_in(state["model"], average)
+                expected = frozen(state)
+                handle = checkpointer.save(step, state)
+                swap_back(state["model"], before)
+            assert_holds(checkpointer, handle, expected)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_averages_swapped_in_and_back_while_a_copy_runs_are_noticed(tmp_path: Path):
+    """What was there at the call is there again when the copy is over, and still it is torn."""
+    weights = [nn.Parameter(torch.randn(256, 1024)) for _ in range(8)]
+    large = nn.Parameter(torch.zeros(8 << 20))  # is copied last and leaves time to swap back
+    model = nn.ParameterList([*weights, large])
+    average = nn.ParameterList([torch.randn(256, 1024) for _ in weights])
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    before = [weight.detach().clone() for weight in weights]
+    expected = frozen(state)
+    for attempt in range(3):
+        with Checkpointer(tmp_path / str(attempt), overlap=True) as checkpointer:
+            with held(checkpointer) as go_on:
+                handle = checkpointer.save(1, state)
+                for weight, averaged in zip(weights, average, strict=True):
+                    weight.data.copy_(averaged)
+                go_on.set()
+                for weight, tensor in reversed(list(zip(weights, before, strict=True))):
+                    weight.data.copy_(tensor)
+            if handle.committed.exception(60) is None:
+                assert_holds(checkpointer, handle, expected)
+            else:
+                assert_torn(checkpointer, handle, "model")
+
+
+def test_a_tensor_whose_data_is_replaced_under_a_copy_is_saved_as_it_was(shared: Checkpointer):
+    state = trained()
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        for parameter in state["model"].parameters():
+            parameter.data = torch.zeros(7)
+        torch.randn(64, 64).sum()  # takes the memory, were it free
+    assert_holds(shared, handle, expected)
+
+
+def test_a_tensor_whose_memory_is_freed_under_a_copy_tears_it_and_crashes_nothing(tmp_path: Path):
+    code = """
+import sys, threading, torch, sidesave
+weight = torch.nn.Parameter(torch.ones(1 << 20))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+with sidesave.Checkpointer(sys.argv[1], overlap=True, on_error="warn") as checkpointer:
+    go_on = threading.Event()
+    checkpointer._copier._submit(go_on.wait)
+    handle = checkpointer.save(1, {"weight": weight, "optimizer": optimizer})
+    weight.untyped_storage().resize_(0)
+    go_on.set()
+    print(type(handle.committed.exception()).__name__)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "TornSnapshotError\n"), done.stderr
+
+
+def _one_weight() -> dict[str, Any]:
+    weight = nn.Parameter(torch.zeros(1 << 20))
+    return {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
+
+
+def test_one_changed_element_is_found_with_validate(tmp_path: Path):
+    state = _one_weight()
+    with Checkpointer(tmp_path, overlap=True, validate=True) as checkpointer:
+        with held(checkpointer):
+            handle = checkpointer.save(1, state)
+            state["weight"].data[12345] = 1.0
+        assert_torn(checkpointer, handle, "weight")
+
+
+def test_validate_finds_nothing_where_nothing_changed(tmp_path: Path):
+    state = trained()
+    with Checkpointer(tmp_path, overlap=True, validate=True) as checkpointer:
+        for step in range(3):
+            expected = frozen(state)
+            backward(state["model"])
+            handle = checkpointer.save(step, state)
+            state["optimizer"].step()
+            assert_holds(checkpointer, handle, expected)
+
+
+def test_one_changed_element_is_found_without_validate_where_torch_counts_the_change(overlapping: Checkpointer):
+    state = _one_weight()
+    with held(overlapping):
+        handle = overlapping.save(1, state)
+        with torch.no_grad():
+            state["weight"][12345] = 1.0
+    assert_torn(overlapping, handle, "weight")
+
+
+# guard() ---------------------------------------------------------------------------------------------------------
+
+
+def test_guard_holds_a_hand_written_update_back_until_the_copy_is_done(shared: Checkpointer):
+    state = trained()
+    expected = frozen(state)
+
+    def update() -> None:
+        with shared.guard():
+            scramble(state["model"].parameters())
+
+    with held(shared) as go_on:
+        handle = shared.save(next(steps), state)
+        updating = threading.Thread(target=update)
+        updating.start()
+        wait_until(lambda: waits_at_the_guard(updating), "the update at the guard")
+        assert difference(expected, frozen(state)) == ""
+        go_on.set()
+        updating.join(60)
+    assert_holds(shared, handle, expected)
+
+
+def test_a_save_inside_a_guard_is_copied_at_the_call(shared: Checkpointer):
+    state = trained()
+    with held(shared):
+        with shared.guard(), shared.guard():
+            pass
+        with shared.guard():
+            with shared.guard():
+                scramble(state["model"].parameters())
+            expected = frozen(state)
+            handle = shared.save(next(steps), state)
+            assert handle.staged.done()
+            scramble(state["model"].parameters())
+    assert_holds(shared, handle, expected)
+
+
+def test_a_guard_is_this_threads_alone(shared: Checkpointer):
+    state = trained()
+    handles: list[sidesave.SaveHandle] = []
+    with held(shared), shared.guard():
+        saving = threading.Thread(target=lambda: handles.append(shared.save(next(steps), state)))
+        saving.start()
+        saving.join(60)
+        assert not handles[0].staged.done(), "copied beside training"
+    handles[0].committed.result(60)
+
+
+# By default ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}])
+def test_by_default_everything_on_the_cpu_is_copied_at_the_call(tmp_path: Path, options: dict[str, Any]):
+    state: dict[str, Any] = {
+        **trained(),
+        "queue": torch.randn(1000),
+        "sparse": torch.eye(5).to_sparse(),
+        "strided": torch.eye(9)[::2],
+    }
+    expected = frozen(state)
+    with Checkpointer(tmp_path, **options) as checkpointer:
+        handle = checkpointer.save(1, state)
+        assert handle.staged.done()
+        scramble([*state["model"].parameters(), state["queue"], state["sparse"]._values()])
+        state["strided"].zero_()
+        backward(state["model"])
+        state["optimizer"].step()
+        assert_holds(checkpointer, handle, expected)
+
+
+def test_a_blocking_save_is_committed_when_it_returns(shared: Checkpointer):
+    state = trained()
+    handle = shared.save(next(steps), state, blocking=True)
+    assert handle.committed.done()
+    assert_holds(shared, handle, frozen(state))
+
+
+def test_a_large_state_that_is_written_while_it_is_copied_is_what_was_there(tmp_path: Path):
+    torch.manual_seed(0)
+    state: dict[str, Any] = {
+        "a": {"large": torch.randn(10 * MIB), "strided": torch.randn(2000, 1000).t()},
+        "b": {"large": torch.randn(8 * MIB), "small": [torch.randn(number) for number in range(100)]},
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            expected = frozen(state)
+            handle = checkpointer.save(step, state)
+            assert handle.staged.done()
+            for tensor in (state["a"]["large"], state["a"]["strided"], state["b"]["large"], *state["b"]["small"]):
+                tensor.add_(1)
+            assert_holds(checkpointer, handle, expected)
+    assert sidesave.verify(handle.committed.result()).ok
+
+
+def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is():
+    """The writer goes by what it is told: bytes below the mark are final."""
+    sources = [
+        torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in (30 * MIB, 5, 0, 9 * MIB + 1, 40 * MIB)
+    ]
+    image = torch.zeros(sum(source.nbytes for source in sources), dtype=torch.uint8)
+    targets = image.split([source.nbytes for source in sources])
+    expected = torch.cat(sources)
+    marks: list[int] = []
+
+    def on_prefix(address: int) -> None:
+        done = address - image.data_ptr()
+        before = marks[-1] if marks else 0
+        assert torch.equal(image[before:done], expected[before:done])
+        marks.append(done)
+
+    copier = MemoryCopier()
+    copier.copy(
+        [
+            (target.data_ptr(), source.data_ptr(), source.nbytes)
+            for target, source in zip(targets, sources, strict=True)
+        ],
+        on_prefix,
+    )
+    copier.close()
+    assert torch.equal(image, expected)
+    assert len(marks) > 5
+    assert marks == sorted(set(marks))
+
+
+@pytest.mark.parametrize("overlap", [True, None])
+def test_three_thousand_tensors_are_saved_as_they_were(tmp_path: Path, overlap: bool | None):
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(number % 37 + 1) for number in range(3000)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with Checkpointer(tmp_path, overlap=overlap) as checkpointer:
+        for step in range(2):
+            for parameter in model:
+                parameter.grad = torch.ones_like(parameter)
+            expected = frozen(state)
+            handle = checkpointer.save(step, state)
+            optimizer.step()
+            assert_holds(checkpointer, handle, expected)
+
+
+def test_saves_in_a_row_keep_apart_what_each_of_them_saw(tmp_path: Path):
+    counter = torch.zeros(1 << 18)
+    with Checkpointer(tmp_path, slots=2) as checkpointer:
+        for step in range(12):
+            counter.fill_(step)
+            checkpointer.save(step, {"counter": counter})
+        checkpointer.wait()
+        for step in range(12):
+            assert (checkpointer.load(step)["counter"] == step).all()
+
+
+# Staging memory --------------------------------------------------------------------------------------------------
+
+
+def arenas_nbytes(pid: int | str = "self") -> list[int]:
+    """Sizes of the arenas that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "memfd:sidesave" in line]
+    return [int(end, 16) - int(start, 16) for start, end in spans]
+
+
+@pytest.mark.parametrize("overlap", [True, None])
+def test_a_state_of_another_size_gets_another_arena_and_the_old_one_goes(tmp_path: Path, overlap: bool | None):
+    elsewhere = len(arenas_nbytes())
+    with Checkpointer(tmp_path, slots=1, overlap=overlap) as checkpointer:
+        for step, count in enumerate([1 << 20, 3 << 20, 5, 2 << 20]):
+            state = {"weights": torch.full((count,), float(step)), "step": step}
+            handle = checkpointer.save(step, state)
+            assert_holds(checkpointer, handle, state)
+            assert len(arenas_nbytes()) == elsewhere + 1
+            nbytes = sum(slot.arena.nbytes for slot in checkpointer._pool._slots if slot.arena is not None)
+            assert nbytes in arenas_nbytes()
+            assert count * 4 < nbytes < 2 * count * 4 + 2 * MIB
+            daemon = checkpointer.daemon_pid or 0
+            wait_until(lambda: arenas_nbytes(daemon) == [nbytes], "the daemon lets go of the old arena")  # noqa: B023
+        for step in range(4):
+            assert (checkpointer.load(step)["weights"] == step).all()
+
+
+def test_a_state_of_another_shape_and_equal_size_is_saved_in_the_same_arena(tmp_path: Path):
+    with Checkpointer(tmp_path, slots=1) as checkpointer:
+        states = [
+            {"a": torch.randn(1000, 300), "b": torch.arange(5)},
+            {"a": torch.randn(300, 1000), "b": torch.arange(5)},
+            {"b": torch.randn(300_000).double(), "c": torch.ones((), dtype=torch.bool)},
+        ]
+        before: list[int] = []
+        for step, state in enumerate(states * 2):
+            assert_holds(checkpointer, checkpointer.save(step, state), state)
+            before = before or arenas_nbytes()
+        assert len(arenas_nbytes()) == len(before)
+
+
+def test_a_prepared_checkpointer_allocates_nothing_at_the_first_save(tmp_path: Path):
+    state = trained()
+    with Checkpointer(tmp_path) as checkpointer:
+        before = len(arenas_nbytes())
+        checkpointer.prepare(state).result(60)
+        prepared = arenas_nbytes()
+        assert len(prepared) == before + 2
+        for step in range(4):
+            checkpointer.save(step, state)
+        assert arenas_nbytes() == prepared
+
+
+def test_a_state_beyond_the_memory_budget_is_refused_and_a_smaller_one_is_saved(tmp_path: Path):
+    with Checkpointer(tmp_path, max_host_memory_bytes=8 * MIB) as checkpointer:
+        before = arenas_nbytes()
+        with pytest.raises(HostMemoryError, match=r"16\.\d MiB .*max_host_memory_bytes=8,388,608"):
+            checkpointer.save(1, {"weights": torch.ones(4 * MIB)})
+        assert arenas_nbytes() == before
+        state = {"weights": torch.ones(MIB)}
+        assert_holds(checkpointer, checkpointer.save(1, state), state)
+        checkpointer.wait()
+        with pytest.raises(HostMemoryError):
+            checkpointer.save(2, {"weights": torch.ones(4 * MIB)})
+        assert_holds(checkpointer, checkpointer.save(2, state), state)
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_the_budget_counts_all_slots_together(tmp_path: Path):
+    with Checkpointer(tmp_path, slots=2, max_host_memory_bytes=12 * MIB) as checkpointer:
+        future = checkpointer.prepare({"weights": torch.ones(2 * MIB)})
+        with pytest.raises(HostMemoryError, match=r"beside 8\.\d MiB already taken"):
+            future.result(60)
+        assert_holds(checkpointer, checkpointer.save(1, {"x": torch.ones(2 * MIB)}), {"x": torch.ones(2 * MIB)})
+
+
+def test_closing_gives_all_staging_memory_back(tmp_path: Path):
+    before = arenas_nbytes()
+    with Checkpointer(tmp_path, overlap=True) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, trained())
+        assert len(arenas_nbytes()) > len(before)
+    assert arenas_nbytes() == before
+
+
+def test_staged_copies_grow_no_autograd_graph(shared: Checkpointer):
+    state = trained()
+    state["no leaf"] = state["model"][0].weight * 2
+    shared.save(next(steps), state).committed.result(60)
+    targets = [view for slot in shared._pool._slots for views in slot.targets for view in views]
+    assert targets
+    assert not any(view.requires_grad or view.grad_fn for view in targets)
