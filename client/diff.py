@@ -10,20 +10,16 @@ import collections
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, cast
 
-import msgpack
 import torch
 
 from sidesave.client.reader import open_checkpoint
-from sidesave.errors import IntegrityError, UnsupportedValueError
+from sidesave.errors import UnsupportedValueError
 from sidesave.stager import tree
 from sidesave.stager.dtypes import CARRIERS, DTYPES, dtype_name
-from sidesave.stager.tree import Skeleton, Tag, TensorRef
-from sidesave.writer_daemon import integrity, manifest
-from sidesave.writer_daemon.manifest import RankRecord
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.stager.skeleton import TensorRef
+from sidesave.writer_daemon import manifest
 
 _BATCH_NBYTES: Final = 64 << 20
 _PIECE_ELEMENTS: Final = 2 << 20
@@ -84,18 +80,13 @@ class Contents:
         self.reader = open_checkpoint(path)
         self.manifest = self.reader.manifest
         self._carried: dict[str, torch.dtype] = {}
-        self._pickled: dict[str, PickledLeaf] = {}
         try:
-            self._skeletons = [
-                self._closed(record) if record.pickled else skeleton
-                for record, skeleton in zip(self.reader.records, self.reader.skeletons, strict=True)
-            ]
             self.nest()
         except BaseException:
             self.close()
             raise
         self.tensors: dict[str, TensorFacts] = {}
-        items = {tree.container_name(key): key for skeleton in self._skeletons for key in skeleton.keys()}  # noqa: SIM118
+        items = {tree.container_name(key): key for skeleton in self.reader.skeletons for key in skeleton.keys()}  # noqa: SIM118
         for fqn, info in self.manifest.tensors.items():
             stored, dtype, shape = DTYPES[info.dtype], self._carried.get(fqn), info.shape
             nbytes = math.prod(shape) * stored.itemsize
@@ -106,50 +97,14 @@ class Contents:
 
     def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
         """The state with a leaf in the place of each tensor; by rank where there are several."""
-        nests = [skeleton.build(self._leaf, only=only) for skeleton in self._skeletons]
+        skeletons = self.reader.skeletons
+        nests = [skeleton.build(self._leaf, only=only, unpickle=_pickled_leaf) for skeleton in skeletons]
         return nests[0] if len(nests) == 1 else {f"rank {rank}": nest for rank, nest in enumerate(nests)}
 
-    def _leaf(self, ref: TensorRef) -> TensorLeaf | PickledLeaf:
-        if ref.fqn in self._pickled:
-            return self._pickled[ref.fqn]
+    def _leaf(self, ref: TensorRef) -> TensorLeaf:
         if ref.dtype is not None:
             self._carried[ref.fqn] = ref.dtype
         return TensorLeaf(ref.fqn)
-
-    def _closed(self, record: RankRecord) -> Skeleton:
-        """A rank's skeleton in which references that stand for nothing take the place of pickled values."""
-        directory = Path(self.reader.path)
-        storage = PosixStorage(str(directory.parent))
-        try:
-            data = integrity.read_small_file(storage, f"{directory.name}/{record.objects.name}", record.objects)
-        finally:
-            storage.close()
-        where = str(directory / record.objects.name)
-        try:
-            body = cast("dict[str, Any]", msgpack.unpackb(data, raw=False, unicode_errors="surrogatepass"))
-            closed = {key: self._close_pickles(node) for key, node in body.items()}
-            packed = cast("bytes", msgpack.packb(closed, use_bin_type=True, unicode_errors="surrogatepass"))
-        except Exception as error:
-            raise IntegrityError(f"{where}: not a skeleton: {error}") from error
-        return Skeleton(packed, where)
-
-    def _close_pickles(self, node: Any) -> Any:
-        match node:
-            case [Tag.PICKLE, data]:
-                leaf = PickledLeaf(len(data), manifest.digest(data).hex())
-                name = f"\0pickled {leaf.xxh3_128}"
-                self._pickled[name] = leaf
-                return [Tag.TENSOR, name]
-            case [Tag.DICT, _]:
-                body = cast("dict[str, Any]", node[1])
-                return [Tag.DICT, {key: self._close_pickles(item) for key, item in body.items()}]
-            case [Tag.ITEMS | Tag.ORDERED_DICT | Tag.COUNTER | Tag.DEFAULT_DICT, *_]:
-                pairs = cast("list[list[Any]]", node[-1])
-                return [*node[:-1], [[self._close_pickles(part) for part in pair] for pair in pairs]]
-            case [Tag.LIST | Tag.TUPLE | Tag.DEQUE | Tag.SET | Tag.FROZENSET, *items]:
-                return [node[0], *map(self._close_pickles, items)]
-            case _:
-                return node
 
     def close(self) -> None:
         """Release the directory; idempotent."""
@@ -162,6 +117,10 @@ class Contents:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
+
+
+def _pickled_leaf(data: bytes) -> PickledLeaf:
+    return PickledLeaf(len(data), manifest.digest(data).hex())
 
 
 # Plain data ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import copy
 import difflib
 import fnmatch
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,7 +17,8 @@ from torch import nn
 from sidesave.client.handle import path_text
 from sidesave.client.reader import CheckpointReader, open_checkpoint
 from sidesave.errors import InvalidArgumentError, StateMismatchError
-from sidesave.stager.tree import Stateful, TensorRef
+from sidesave.stager.skeleton import TensorRef
+from sidesave.stager.tree import Stateful
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.integrity import Fault
 from sidesave.writer_daemon.storage import PosixStorage
@@ -69,10 +71,9 @@ def load(
             selected = _within(into, reader, selected, strict=strict)
         wanted: dict[str, None] = {}
         skeleton = reader.skeletons[0]
-        skeleton.build(lambda ref: wanted.setdefault(ref.fqn), only=selected, allow_pickle=allow_pickle)
-        expected = (
-            {} if into is None else skeleton.build(_describe(reader, dtype), only=selected, allow_pickle=allow_pickle)
-        )
+        known = _leave_pickled if allow_pickle else None  # nothing is unpickled before all has been checked
+        skeleton.build(lambda ref: wanted.setdefault(ref.fqn), only=selected, unpickle=known)
+        expected = {} if into is None else skeleton.build(_describe(reader, dtype), only=selected, unpickle=known)
         if into is not None:
             _check(into, expected, strict=strict and include is None and exclude is None)
         stored = reader.read(wanted, verify=verify)
@@ -84,7 +85,7 @@ def load(
                 made[ref.fqn] = _finish(stored[ref.fqn], ref, map_location if into is None else None, dtype)
             return made[ref.fqn]
 
-        state = skeleton.build(tensor, only=selected, allow_pickle=allow_pickle)
+        state = skeleton.build(tensor, only=selected, unpickle=pickle.loads if allow_pickle else None)
     if into is None:
         return state
     _apply(into, state, strict=strict and include is None and exclude is None)
@@ -185,6 +186,10 @@ def _finish(
     if device is not None:
         tensor = tensor.to(device)
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _leave_pickled(data: bytes) -> None:
+    """Stands for a pickled value while only names and shapes matter."""
 
 
 # Checking before touching ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgu
 from sidesave.stager import host_memory
 from sidesave.stager.arena import PAGE, madvise, page_up
 from sidesave.stager.dtypes import DTYPES
-from sidesave.stager.tree import Skeleton
+from sidesave.stager.skeleton import Skeleton
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.manifest import (
     DIGEST_NBYTES,

@@ -1,8 +1,4 @@
-"""Nested state to a flat map of tensors plus a skeleton, and back.
-
-The skeleton is the same nest with every tensor replaced by its FQN and everything else by itself, as msgpack. Values
-that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every other node is a list whose
-first element is a tag of :class:`Tag`. Nothing in it is pickle unless the caller allowed it, and decoding runs no code.
+"""Nested state to a flat map of tensors plus a skeleton (:mod:`sidesave.stager.skeleton`).
 
 Tensors are collected as they are, without a copy. One memory region is collected once: tied weights become a second
 reference to the first FQN.
@@ -27,49 +23,15 @@ import msgpack
 import torch
 from torch import nn
 
-from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
-from sidesave.stager.dtypes import CARRIERS, NAMES, dtype_from_name, dtype_name
+from sidesave.errors import InvalidArgumentError, UnsupportedValueError
+from sidesave.stager.dtypes import CARRIERS, NAMES, dtype_name
+from sidesave.stager.skeleton import FACTORIES, MAX_DEPTH, PRIMITIVES, SPARSE_PARTS, Tag
 
-MAX_DEPTH: Final = 100
 TENSORS: Final = "tensors"
 """The container of bare tensors at the top level."""
 OBJECTS: Final = "objects"
 """The stem of the file that holds the skeleton."""
 _MAX_STEM: Final = 150
-
-
-class Tag(enum.IntEnum):
-    """First element of a skeleton node; the numbers are part of the format."""
-
-    TENSOR = 0  # fqn [, logical dtype where the stored one is a carrier]
-    DICT = 1  # {str: node}
-    ITEMS = 2  # [[key node, node], ...]: a dict with other keys
-    LIST = 3
-    TUPLE = 4
-    INT = 5  # hexadecimal text: beyond 64 bits
-    COMPLEX = 6  # real, imaginary
-    SET = 7
-    FROZENSET = 8
-    ORDERED_DICT = 9  # like ITEMS
-    COUNTER = 10  # like ITEMS
-    DEFAULT_DICT = 11  # name of the factory, then like ITEMS
-    DEQUE = 12  # maxlen, items
-    BYTEARRAY = 13
-    BYTES_IO = 14  # content, position
-    NUMPY_SCALAR = 15  # dtype, bytes; or "" and a .npy file where neither bytes nor dtype say it all
-    NUMPY_ARRAY = 16  # tensor node
-    NUMPY_FILE = 17  # an array that torch has no dtype for, as a .npy file
-    SIZE = 18
-    DTYPE = 19
-    DEVICE = 20
-    DATETIME = 21  # ISO text, fold, zone
-    DATE = 22
-    TIME = 23  # ISO text, fold, zone
-    TIMEDELTA = 24  # days, seconds, microseconds
-    PATH = 25
-    PURE_PATH = 26
-    SPARSE = 27  # layout, shape, coalesced, {part: tensor node}
-    PICKLE = 28
 
 
 @runtime_checkable
@@ -147,18 +109,6 @@ def _pack(skeleton: Any) -> bytes:
     return cast("bytes", msgpack.packb(skeleton, use_bin_type=True, unicode_errors="surrogatepass"))
 
 
-_PRIMITIVES: Final = frozenset({type(None), bool, float, str, bytes})
-_FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}
-_FACTORIES_BY_NAME: Final = {name: factory for factory, name in _FACTORIES.items()}
-_SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
 class _Flattener:
     def __init__(self, allow_pickle: bool) -> None:
         self.flat = FlatState()
@@ -171,7 +121,7 @@ class _Flattener:
         kind = cast("Any", type(value))
         if kind is torch.Tensor or kind is nn.Parameter:
             return self._tensor(value, fqn)
-        if kind in _PRIMITIVES:
+        if kind in PRIMITIVES:
             return value
         if kind is int:
             return value if -(1 << 63) <= value < 1 << 64 else [Tag.INT, hex(value)]
@@ -236,7 +186,7 @@ class _Flattener:
         return self.encode(key, f"{fqn}.<key>", depth + 1)
 
     def _sequence(self, value: Any, fqn: str, depth: int) -> list[Any]:
-        if _PRIMITIVES.issuperset(map(type, value)):
+        if PRIMITIVES.issuperset(map(type, value)):
             return list(value)
         return [self.encode(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(value)]
 
@@ -292,7 +242,7 @@ class _Flattener:
             self.flat.containers[self.container] = {fqn: tensor}
 
     def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
-        parts = _SPARSE_PARTS.get(value.layout)
+        parts = SPARSE_PARTS.get(value.layout)
         if parts is None or value.is_meta:
             raise UnsupportedValueError(f"{fqn}: tensors of layout {value.layout} on {value.device} cannot be saved")
         value = value.detach()
@@ -326,12 +276,6 @@ def _to_npy(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _from_npy(data: bytes) -> Any:
-    import numpy as np
-
-    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-
-
 def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         a.dtype == b.dtype
@@ -358,9 +302,9 @@ def _naive_iso(value: datetime.datetime | datetime.time, fqn: str) -> list[Any]:
 
 
 def _default_dict(flattener: _Flattener, value: Any, fqn: str, depth: int) -> Any:
-    if value.default_factory not in _FACTORIES:
+    if value.default_factory not in FACTORIES:
         raise UnsupportedValueError(f"{fqn}: a defaultdict with factory {value.default_factory!r}; turn it into a dict")
-    return [Tag.DEFAULT_DICT, _FACTORIES[value.default_factory], flattener._items(value, fqn, depth)]
+    return [Tag.DEFAULT_DICT, FACTORIES[value.default_factory], flattener._items(value, fqn, depth)]
 
 
 _Handler = Callable[[_Flattener, Any, str, int], Any]
@@ -387,229 +331,3 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     datetime.timedelta: lambda f, v, q, d: [Tag.TIMEDELTA, v.days, v.seconds, v.microseconds],
     pathlib.PurePosixPath: lambda f, v, q, d: [Tag.PURE_PATH, str(v)],
 }
-
-
-# Decoding --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried.
-
-    For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole.
-    """
-
-    fqn: str
-    dtype: torch.dtype | None
-    sparse_shape: tuple[int, ...] | None = None
-
-
-def _reference(fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None) -> TensorRef:
-    dtype = dtype_from_name(carried)
-    if carried and dtype not in CARRIERS:
-        raise ValueError(f"{carried!r} is not a carried dtype")
-    return TensorRef(str(fqn), dtype, sparse_shape)
-
-
-def _everything(fqn: str) -> bool:
-    return True
-
-
-class Skeleton:
-    """A decoded skeleton: plain data, and references where tensors go."""
-
-    def __init__(self, data: bytes, where: str) -> None:
-        """Decode ``data``, the objects file ``where``; ``IntegrityError`` when it is malformed."""
-        self._where = where
-        try:
-            body = cast(
-                "Any",
-                msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"),
-            )
-        except Exception as error:
-            raise IntegrityError(f"{where}: not a skeleton: {error}") from error
-        if not isinstance(body, dict) or not all(isinstance(key, str) for key in cast("dict[Any, Any]", body)):
-            raise IntegrityError(f"{where}: a skeleton must be a map of names")
-        self._body = cast("dict[str, Any]", body)
-
-    def keys(self) -> list[str]:
-        """The top-level names."""
-        return list(self._body)
-
-    def build(
-        self,
-        tensor: Callable[[TensorRef], Any],
-        *,
-        only: Callable[[str], bool] = _everything,
-        allow_pickle: bool = False,
-    ) -> dict[str, Any]:
-        """The nest again.
-
-        Args:
-            tensor: Gives the value that stands for a reference.
-            only: Leaves of which this is false are left out, and so are items of a dict that lose all they had.
-            allow_pickle: Let pickled values be unpickled, which runs code that the checkpoint chooses.
-
-        Raises:
-            IntegrityError: A node is malformed.
-            UnsupportedValueError: A value is pickled and ``allow_pickle`` is false.
-        """
-        return _Builder(self._where, tensor, only, allow_pickle).mapping(self._body, "")
-
-
-class _Missing(enum.Enum):
-    LEFT_OUT = 0
-
-
-_OUT: Final = _Missing.LEFT_OUT
-
-
-class _Builder:
-    def __init__(
-        self, where: str, tensor: Callable[[TensorRef], Any], only: Callable[[str], bool], allow_pickle: bool
-    ) -> None:
-        self._where = where
-        self._tensor = tensor
-        self._only = only
-        self._allow_pickle = allow_pickle
-        # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
-        self._whole: _Builder = self if only is _everything else _Builder(where, tensor, _everything, allow_pickle)
-
-    def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
-        built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
-        return {key: value for key, value in built.items() if value is not _OUT}
-
-    def build(self, node: Any, fqn: str, depth: int) -> Any:
-        if depth > MAX_DEPTH + 5:
-            raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
-        if not isinstance(node, list):
-            if type(node) not in _PRIMITIVES and type(node) is not int:
-                raise IntegrityError(f"{self._where}: {fqn} is malformed")
-            return node if self._only(fqn) else _OUT
-        try:
-            tag, *rest = cast("list[Any]", node)
-            return self._tagged(Tag(tag), rest, fqn, depth)
-        except (IntegrityError, UnsupportedValueError):
-            raise
-        except Exception as error:
-            raise IntegrityError(f"{self._where}: {fqn} is malformed: {error}") from error
-
-    def _tagged(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
-        match tag:
-            case Tag.DICT:
-                items = cast("dict[str, Any]", rest[0]).items()
-                built = {str(key): self.build(item, f"{fqn}.{key}", depth + 1) for key, item in items}
-                return self._kept(built)
-            case Tag.ITEMS:
-                return self._items(rest[0], fqn, depth)
-            case Tag.ORDERED_DICT:
-                kept = self._items(rest[0], fqn, depth)
-                return kept if kept is _OUT else collections.OrderedDict(kept)
-            case Tag.COUNTER:
-                kept = self._items(rest[0], fqn, depth)
-                return kept if kept is _OUT else collections.Counter[Any](kept)
-            case Tag.DEFAULT_DICT:
-                kept = self._items(rest[1], fqn, depth)
-                return kept if kept is _OUT else collections.defaultdict(_FACTORIES_BY_NAME[rest[0]], kept)
-            case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
-                maxlen = rest.pop(0) if tag is Tag.DEQUE else None
-                items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
-                kept = [item for item in items if item is not _OUT]
-                if items and not kept:
-                    return _OUT
-                return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
-            case _:
-                return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
-
-    def _kept(self, built: dict[Any, Any]) -> Any:
-        kept = {key: value for key, value in built.items() if value is not _OUT}
-        return kept if kept or not built else _OUT
-
-    def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
-        built: dict[Any, Any] = {}
-        for key_node, item in pairs:
-            key = self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
-            built[key] = self.build(item, f"{fqn}.{key}", depth + 1)
-        return self._kept(built)
-
-    def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
-        match tag:
-            case Tag.TENSOR:
-                return self._tensor(_reference(*rest))
-            case Tag.SPARSE:
-                return self._sparse(rest, fqn, depth)
-            case Tag.NUMPY_ARRAY:
-                value = self.build(rest[0], fqn, depth + 1)
-                return value.numpy() if isinstance(value, torch.Tensor) else value
-            case Tag.NUMPY_FILE:
-                return _from_npy(rest[0])
-            case Tag.NUMPY_SCALAR:
-                import numpy as np
-
-                if not rest[0]:
-                    return _from_npy(rest[1])[()]
-                return np.frombuffer(rest[1], dtype=np.dtype(rest[0]))[0]
-            case Tag.PICKLE:
-                if not self._allow_pickle:
-                    raise UnsupportedValueError(
-                        f"{self._where}: {fqn} was pickled; pass allow_pickle=True if you trust who wrote it"
-                    )
-                return pickle.loads(rest[0])
-            case _:
-                return self._plain(tag, rest, fqn, depth)
-
-    def _plain(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
-        match tag:
-            case Tag.INT:
-                return int(rest[0], 16)
-            case Tag.COMPLEX:
-                return complex(*rest)
-            case Tag.SET:
-                return {self.build(item, fqn, depth + 1) for item in rest}
-            case Tag.FROZENSET:
-                return frozenset(self.build(item, fqn, depth + 1) for item in rest)
-            case Tag.BYTEARRAY:
-                return bytearray(memoryview(rest[0]))  # which a number, a request for that many zeros, is not
-            case Tag.BYTES_IO:
-                stream = io.BytesIO(rest[0])
-                stream.seek(rest[1])
-                return stream
-            case Tag.SIZE:
-                return torch.Size(rest)
-            case Tag.DTYPE:
-                dtype = dtype_from_name(rest[0])
-                if dtype is None:
-                    raise ValueError(f"this torch has no dtype {rest[0]!r}")
-                return dtype
-            case Tag.DEVICE:
-                return torch.device(rest[0])
-            case Tag.DATETIME:
-                return _zoned(datetime.datetime.fromisoformat(rest[0]), rest[1], rest[2])
-            case Tag.TIME:
-                return _zoned(datetime.time.fromisoformat(rest[0]), rest[1], rest[2])
-            case Tag.DATE:
-                return datetime.date.fromisoformat(rest[0])
-            case Tag.TIMEDELTA:
-                return datetime.timedelta(*rest)
-            case Tag.PATH:
-                return pathlib.Path(rest[0])
-            case Tag.PURE_PATH:
-                return pathlib.PurePosixPath(rest[0])
-            case _:
-                raise ValueError(f"no leaf has tag {tag}")
-
-    def _sparse(self, rest: list[Any], fqn: str, depth: int) -> Any:
-        layout, shape, coalesced, nodes = rest
-        layout = getattr(torch, layout)
-        parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in _SPARSE_PARTS[layout]]
-        if not all(isinstance(part, torch.Tensor) for part in parts):
-            return self._tensor(_reference(*nodes["values"][1:], sparse_shape=tuple(shape)))  # for a caller without any
-        if layout is torch.sparse_coo:
-            make = cast("Any", torch.sparse_coo_tensor)
-            return make(*parts, shape, is_coalesced=coalesced, check_invariants=True)
-        make = cast("Any", torch.sparse_compressed_tensor)
-        return make(*parts, shape, layout=layout, check_invariants=True)
-
-
-def _zoned(value: Any, fold: int, zone: str | None) -> Any:
-    return value.replace(fold=fold, tzinfo=value.tzinfo if zone is None else zoneinfo.ZoneInfo(zone))

@@ -49,7 +49,11 @@ def overlapping(tmp_path: Path) -> Iterator[Checkpointer]:
 def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
     """Copies of saves that begin inside wait at their start: until the block ends, or the event is set."""
     go_on = threading.Event()
-    checkpointer._copier._submit(lambda: go_on.wait(60) or None)
+
+    def wait() -> None:
+        go_on.wait(60)
+
+    checkpointer._copier._submit(wait)
     try:
         yield go_on
     finally:
@@ -641,7 +645,7 @@ def test_a_large_state_that_is_written_while_it_is_copied_is_what_was_there(tmp_
             for tensor in (state["a"]["large"], state["a"]["strided"], state["b"]["large"], *state["b"]["small"]):
                 tensor.add_(1)
             assert_holds(checkpointer, handle, expected)
-    assert sidesave.verify(handle.committed.result()).ok
+            assert sidesave.verify(handle.committed.result()).ok
 
 
 def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is():
