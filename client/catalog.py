@@ -66,19 +66,23 @@ def read_info(path: str) -> CheckpointInfo:
 def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | None) -> set[int]:
     """The steps that ``newest`` (step, session) descends from, itself included.
 
-    Within a session every earlier commit is an ancestor; then the chain goes on at the session's parent.
+    What a session has saved before, after it was resumed from the same parent, is an ancestor; going back within a
+    session makes another parent. Then the chain goes on at the parent.
     """
     by_session: dict[str, list[CheckpointInfo]] = {}
     for info in checkpoints:
         by_session.setdefault(info.session, []).append(info)
     steps: set[int] = set()
-    visited: set[str] = set()
-    while newest is not None and newest[1] not in visited:
+    visited: set[tuple[int, str]] = set()
+    while newest is not None and newest not in visited:
+        visited.add(newest)
         step, session = newest
-        visited.add(session)
-        of_session = by_session.get(session, [])
-        upto = max((info.sequence for info in of_session if info.step == step), default=-1)
-        older = [info for info in of_session if info.sequence <= upto]
-        steps.update(info.step for info in older)
-        newest = next((info.parent for info in of_session if info.parent is not None), None)
+        saved = sorted(by_session.get(session, []), key=lambda info: info.sequence)
+        upto = [info for info in saved if info.step == step] or [info for info in saved if info.step < step]
+        if not upto:  # removed since, with all that came before
+            newest = saved[0].parent if saved else None
+            continue
+        tip = upto[-1]
+        steps.update(info.step for info in saved if info.parent == tip.parent and info.sequence <= tip.sequence)
+        newest = tip.parent
     return steps

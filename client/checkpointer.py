@@ -100,7 +100,10 @@ class Checkpointer:
             DaemonStartError: The daemon did not come up.
             InvalidArgumentError: An option makes no sense.
         """
-        _check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes)
+        _check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
+        _check_seconds(
+            busy_timeout_s=busy_timeout_s, stall_timeout_s=stall_timeout_s, takeover_timeout_s=takeover_timeout_s
+        )
         _check_world()
         self._directory = path_text(directory)
         _make_directory(self._directory)
@@ -356,6 +359,11 @@ class Checkpointer:
         self._check_open()
         checkpoints = catalog.scan(self._directory)
         wanted = [info for info in checkpoints if step is None or info.step == step]
+        if not wanted and step is not None:
+            path = os.path.join(self._directory, step_directory(step))
+            if os.path.isdir(path) and not fallback:
+                catalog.read_info(path)  # which says what is wrong with its manifest
+            wanted = [info for info in checkpoints if fallback and info.step < step and os.path.isdir(path)]
         if not wanted:
             raise CheckpointNotFoundError(2, _not_found(step, checkpoints), self._directory)
         candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
@@ -421,11 +429,14 @@ class Checkpointer:
         if self._pid != os.getpid() or self._closed:
             return
         self._closed = True
+        patience_s = 0.0
         try:
             self._copier.close()
             self._saves.wait(timeout_s)
+            patience_s = 10.0
         finally:
-            self._connection.close(10.0)
+            self._connection.close(patience_s)
+            self._saves.abandon()
             self._pool.close()
             _open.discard(self)
         self._saves.raise_failure()
@@ -498,10 +509,16 @@ def _check_step(step: int) -> None:
 
 
 def _check_options(
-    slots: int, on_error: str, on_busy: str, nice: int, io_class: str, max_host_memory_bytes: int | None
+    slots: int,
+    on_error: str,
+    on_busy: str,
+    nice: int,
+    io_class: str,
+    max_host_memory_bytes: int | None,
+    cpus: Sequence[int],
 ) -> None:
-    if slots < 1:
-        raise InvalidArgumentError(f"slots must be 1 or more, not {slots}")
+    if type(slots) is not int or slots < 1:
+        raise InvalidArgumentError(f"slots must be 1 or more, not {slots!r}")
     if on_error not in ("raise", "warn"):
         raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
     if on_busy not in ("wait", "skip"):
@@ -512,6 +529,14 @@ def _check_options(
         raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {io_class!r}")
     if max_host_memory_bytes is not None and max_host_memory_bytes < 1:
         raise InvalidArgumentError(f"max_host_memory_bytes must be positive, not {max_host_memory_bytes}")
+    if not all(type(cpu) is int and cpu >= 0 for cpu in cpus):
+        raise InvalidArgumentError(f"cpus must be numbers of cores, not {cpus!r}")
+
+
+def _check_seconds(**timeouts: float) -> None:
+    for name, seconds in timeouts.items():
+        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
+            raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {seconds!r}")
 
 
 def _check_world() -> None:
@@ -526,6 +551,8 @@ def _check_world() -> None:
 def _make_directory(path: str) -> None:
     if "://" in path:
         raise InvalidArgumentError(f"{path}: only local and mounted directories can be written")
+    if path != path.encode(errors="replace").decode():
+        raise InvalidArgumentError(f"the directory's path must be valid UTF-8: {path!r}")
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:

@@ -252,6 +252,7 @@ class Connection:
             process, START_TIMEOUT_S + self._config.takeover_timeout_s + 600, "to recover the directory"
         )
         if isinstance(ready, protocol.Failed):
+            self._end(process)
             raise errors.from_wire(ready.error, ready.message, ready.errno, ready.path)
         if not isinstance(ready, protocol.Ready):
             raise ProtocolError(f"{ready.kind} came in place of READY")

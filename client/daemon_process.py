@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -83,16 +84,17 @@ class DaemonProcess:
         return f"{end}; it said: {text.strip()}" if text.strip() else end
 
     def close(self) -> None:
-        """Close our ends; the process itself is left to finish."""
+        """Close our ends; a process that still runs is left to finish, and is reaped when it has."""
+        if self.poll() is None:
+            threading.Thread(target=self._process.wait, name="sidesave-reaper", daemon=True).start()
+        self._forget()
+
+    def _forget(self) -> None:
         self.control.close()
         for fd in (self._stderr, self.pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._stderr = self.pidfd = -1
-
-    def _forget(self) -> None:
-        if self.pidfd >= 0:
-            self.close()
 
 
 def _environment() -> dict[str, str]:

@@ -6,6 +6,8 @@ import contextlib
 import os
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+
+from sidesave.errors import InvalidArgumentError
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -96,5 +98,7 @@ class SaveHandle:
 
 def path_text(path: str | os.PathLike[str]) -> str:
     """A path or URL as text, local paths made absolute."""
-    text = os.fspath(path)
+    text: object = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str) or "\0" in text:
+        raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {path!r}")
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import difflib
 import fnmatch
+import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +23,8 @@ from sidesave.stager.tree import Stateful
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.integrity import Fault
 from sidesave.writer_daemon.storage import PosixStorage
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -78,12 +81,13 @@ def load(
             _check(into, expected, strict=strict and include is None and exclude is None)
         stored = reader.read(wanted, verify=verify)
 
-        made: dict[str, torch.Tensor] = {}
+        made: dict[tuple[str, bool], torch.Tensor] = {}
 
         def tensor(ref: TensorRef) -> torch.Tensor:
-            if ref.fqn not in made:  # tied weights come back tied
-                made[ref.fqn] = _finish(stored[ref.fqn], ref, map_location if into is None else None, dtype)
-            return made[ref.fqn]
+            key = (ref.fqn, ref.array)
+            if key not in made:  # tied weights come back tied
+                made[key] = _finish(stored[ref.fqn], ref, map_location if into is None else None, dtype)
+            return made[key]
 
         state = skeleton.build(tensor, only=selected, unpickle=pickle.loads if allow_pickle else None)
     if into is None:
@@ -183,6 +187,8 @@ def _finish(
             tensor = torch.view_as_complex(tensor)
         else:
             tensor = tensor.view(ref.dtype)
+    if ref.array:
+        return tensor
     if device is not None:
         tensor = tensor.to(device)
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -240,6 +246,24 @@ def _compare(target: Any, saved: Any, fqn: str, strict: bool, problems: list[str
         _compare_tensor(target, saved, fqn, problems)
     elif isinstance(target, dict) and not isinstance(target, Stateful):
         _compare_keys(cast("dict[Any, Any]", target), saved, fqn, strict, problems)
+    elif isinstance(target, (list, tuple)) and _is_live(target):
+        items = cast("Sequence[Any]", target)
+        if not isinstance(saved, (list, tuple)) or len(cast("Sequence[Any]", saved)) != len(items):
+            problems.append(f"{fqn}: the checkpoint does not hold {len(items)} items here, as the target does")
+            return
+        for index, (item, found) in enumerate(zip(items, cast("Sequence[Any]", saved), strict=True)):
+            _compare(item, found, f"{fqn}.{index}", strict, problems)
+
+
+def _is_live(target: Any) -> bool:
+    """Whether a target takes its state in place; plain data is replaced."""
+    if type(target) is dict:
+        return any(map(_is_live, cast("dict[Any, Any]", target).values()))
+    if type(target) in (list, tuple):
+        return any(map(_is_live, target))
+    if isinstance(target, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
+        return True
+    return isinstance(target, Stateful) and not isinstance(target, type)
 
 
 def _compare_keys(target: Mapping[Any, Any], saved: Any, fqn: str, strict: bool, problems: list[str]) -> None:
@@ -260,7 +284,11 @@ def _compare_keys(target: Mapping[Any, Any], saved: Any, fqn: str, strict: bool,
 
 
 def _compare_tensor(target: torch.Tensor, saved: Any, fqn: str, problems: list[str]) -> None:
-    if not isinstance(saved, _Expected):
+    if nn.parameter.is_lazy(target):
+        return  # takes any shape
+    if target.is_meta:
+        problems.append(f"{fqn}: the target is a meta tensor and cannot hold values; materialize it with to_empty()")
+    elif not isinstance(saved, _Expected):
         problems.append(f"{fqn}: the checkpoint holds a {type(saved).__name__}, the target is a tensor")
     elif tuple(target.shape) != saved.shape:
         problems.append(f"{fqn}: shape {list(saved.shape)} in the checkpoint, {list(target.shape)} in the target")
@@ -304,37 +332,73 @@ def _compare_optimizer(target: torch.optim.Optimizer, saved: Any, fqn: str, prob
 # Applying --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Gift:
+    """A value for ``holder[key]``, which is ``target`` now."""
+
+    holder: Any
+    key: Any
+    target: Any
+    value: Any
+
+    def order(self) -> int:
+        """Objects of the user's first, for what may raise; then what was checked; plain values cannot fail."""
+        if isinstance(self.target, torch.optim.Optimizer):
+            return 1
+        if isinstance(self.target, (nn.Module, torch.Tensor)):
+            return 2
+        return 0 if _is_live(self.target) else 3
+
+
 def _apply(into: dict[str, Any], state: Mapping[str, Any], *, strict: bool) -> None:
-    """Give every item its state. User code may still raise: then those already given are put back as they were."""
+    """Give every item its state. User code may still raise: then what was given before is put back as it was.
+
+    Not so the values of modules and tensors: a copy of them may not fit. They come last, and have been checked.
+    """
     undo: list[tuple[Any, Any]] = []
-    # Objects of the user's first, for what may raise; tensors, which were checked, last.
-    order = sorted(into, key=lambda name: isinstance(into[name], (nn.Module, torch.Tensor, torch.optim.Optimizer)))
+    gifts = [gift for name in into if name in state for gift in _gifts(into, name, state[name])]
     try:
-        for name in order:
-            if name in state:
-                into[name] = _give(into[name], state[name], undo, strict=strict)
+        for gift in sorted(gifts, key=_Gift.order):
+            _give(gift, undo, strict=strict)
     except BaseException:
         for target, before in reversed(undo):
-            target.load_state_dict(before)
+            try:
+                target.load_state_dict(before)
+            except Exception:
+                logger.exception("a %s could not be put back as it was", type(target).__qualname__)
         raise
 
 
-def _give(target: Any, value: Any, undo: list[tuple[Any, Any]], *, strict: bool) -> Any:
+def _gifts(holder: Any, key: Any, value: Any) -> Iterator[_Gift]:
+    """What goes where below ``holder[key]``: dicts, and sequences of live objects, take theirs item by item."""
+    target = holder[key]
+    if type(target) is dict:
+        items = cast("dict[Any, Any]", target)
+        for name, item in value.items():
+            if name in items:
+                yield from _gifts(items, name, item)
+            else:
+                yield _Gift(items, name, None, item)
+    elif type(target) in (list, tuple) and _is_live(target):
+        for index, item in enumerate(value):
+            yield from _gifts(target, index, item)
+    elif type(holder) is not tuple or _is_live(target):
+        yield _Gift(holder, key, target, value)
+
+
+def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
+    target = gift.target
     if isinstance(target, nn.Module):
         with torch.no_grad():
-            target.load_state_dict(value, strict=strict)
-    elif isinstance(target, torch.optim.Optimizer):
-        target.load_state_dict(value)
+            target.load_state_dict(gift.value, strict=strict)
     elif isinstance(target, torch.Tensor):
         with torch.no_grad():
-            target.copy_(value)
-    elif isinstance(target, Stateful) and not isinstance(target, type):
+            target.copy_(gift.value)
+    elif isinstance(target, torch.optim.Optimizer):
+        undo.append((target, target.state_dict()))  # it will hold other tensors and leave these as they are
+        target.load_state_dict(gift.value)
+    elif _is_live(target):
         undo.append((target, copy.deepcopy(target.state_dict())))
-        target.load_state_dict(value)
-    elif type(target) is dict:
-        body = cast("dict[Any, Any]", target)
-        for key, item in value.items():
-            body[key] = _give(body[key], item, undo, strict=strict) if key in body else item
+        target.load_state_dict(gift.value)
     else:
-        return value
-    return cast("Any", target)
+        gift.holder[gift.key] = gift.value

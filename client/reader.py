@@ -8,6 +8,7 @@ with its digest in place. The region lives as long as a tensor in it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import Final
 
 import torch
 
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, WriteError
 from sidesave.stager import host_memory
 from sidesave.stager.arena import PAGE, madvise, page_up
 from sidesave.stager.dtypes import DTYPES
@@ -111,10 +112,17 @@ class CheckpointReader:
     def _open_file(self, record: FileRecord) -> None:
         path = f"{self._name}/{record.name}"
         digests = integrity.read_digests(self._storage, self._name, record)
-        with self._storage.open(path) as source:
-            if source.nbytes != record.nbytes:
-                raise IntegrityError(f"{self.path}/{record.name}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
-            layout = integrity.read_header(source, f"{self.path}/{record.name}", digests)
+        try:
+            with self._storage.open(path) as source:
+                if source.nbytes != record.nbytes:
+                    raise IntegrityError(
+                        f"{self.path}/{record.name}: {source.nbytes:,} bytes instead of {record.nbytes:,}"
+                    )
+                layout = integrity.read_header(source, f"{self.path}/{record.name}", digests)
+        except WriteError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise IntegrityError(f"{self.path}/{record.name}: the file is missing") from error
         blocks = digest_blocks(layout) if layout.nbytes == record.nbytes else []
         if not blocks or len(digests) != DIGEST_NBYTES * len(blocks):
             raise IntegrityError(f"{self.path}/{record.name}: header, record and digest list disagree about the length")
@@ -257,7 +265,8 @@ def _read_blocks(source: _Source, stretch: _Stretch, first: int, last: int, veri
         block = window[offset - begin : offset - begin + nbytes]
         if digest(block) != file.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
             names = [e.name for e in file.layout.entries if e.offset < offset + nbytes and offset < e.offset + e.nbytes]
-            holding = f"; it holds {', '.join(names[:5])}" if names else ""
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            holding = f"; it holds {', '.join(names[:5])}{more}" if names else ""
             raise IntegrityError(
                 f"{file.path}: block {number} (bytes {offset:,} to {offset + nbytes:,}) does not match its digest"
                 f"{holding}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from sidesave import errors
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.errors import SidesaveError, WriteStalledError
+from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
 from sidesave.stager.pool import Slot
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Message, Save
@@ -135,7 +136,21 @@ class SavesInFlight:
         entry.handle._fail(error)
         self._forget(entry)
         if report and self._warn_only:
-            warnings.warn(f"the save of step {entry.save.step} failed: {error}", RuntimeWarning, stacklevel=2)
+            text = f"the save of step {entry.save.step} failed: {error}"
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            except RuntimeWarning:  # under -W error it would end this thread, which is none of the user's
+                logger.error("%s", text)
+
+    def abandon(self) -> None:
+        """Give up waiting for saves that a daemon, left alone, may still finish."""
+        with self._changed:
+            entries = list(self._entries.values())
+        for entry in entries:
+            text = (
+                f"the checkpointer was closed before step {entry.save.step} was committed; its daemon may still do so"
+            )
+            self.fail(entry, CommitUnknownError(errno.ETIMEDOUT, text, self._directory), report=False)
 
     def _release(self, entry: SaveInFlight) -> None:
         with self._changed:

@@ -77,19 +77,23 @@ SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
 class TensorRef:
     """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried.
 
-    For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole.
+    For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole. What becomes a NumPy ``array`` has to
+    stay in host memory, of the dtype it has.
     """
 
     fqn: str
     dtype: torch.dtype | None
     sparse_shape: tuple[int, ...] | None = None
+    array: bool = False
 
 
-def _reference(fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None) -> TensorRef:
+def _reference(
+    fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None, array: bool = False
+) -> TensorRef:
     dtype = dtype_from_name(carried)
     if carried and dtype not in CARRIERS:
         raise ValueError(f"{carried!r} is not a carried dtype")
-    return TensorRef(str(fqn), dtype, sparse_shape)
+    return TensorRef(str(fqn), dtype, sparse_shape, array)
 
 
 def _everything(fqn: str) -> bool:
@@ -185,7 +189,7 @@ class _Builder:
             case Tag.DICT:
                 items = cast("dict[str, Any]", rest[0]).items()
                 built = {str(key): self.build(item, f"{fqn}.{key}", depth + 1) for key, item in items}
-                return self._kept(built)
+                return self._kept(built, fqn)
             case Tag.ITEMS:
                 return self._items(rest[0], fqn, depth)
             case Tag.ORDERED_DICT:
@@ -201,22 +205,22 @@ class _Builder:
                 maxlen = rest.pop(0) if tag is Tag.DEQUE else None
                 items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
                 kept = [item for item in items if item is not _OUT]
-                if items and not kept:
+                if not kept and (items or not self._only(fqn)):
                     return _OUT
                 return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
             case _:
                 return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
 
-    def _kept(self, built: dict[Any, Any]) -> Any:
+    def _kept(self, built: dict[Any, Any], fqn: str) -> Any:
         kept = {key: value for key, value in built.items() if value is not _OUT}
-        return kept if kept or not built else _OUT
+        return kept if kept or (not built and self._only(fqn)) else _OUT
 
     def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
         built: dict[Any, Any] = {}
         for key_node, item in pairs:
             key = self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
             built[key] = self.build(item, f"{fqn}.{key}", depth + 1)
-        return self._kept(built)
+        return self._kept(built, fqn)
 
     def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
@@ -225,7 +229,7 @@ class _Builder:
             case Tag.SPARSE:
                 return self._sparse(rest, fqn, depth)
             case Tag.NUMPY_ARRAY:
-                value = self.build(rest[0], fqn, depth + 1)
+                value = self._tensor(_reference(*rest[0][1:], array=True))
                 return value.numpy() if isinstance(value, torch.Tensor) else value
             case Tag.NUMPY_FILE:
                 return _from_npy(rest[0])

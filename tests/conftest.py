@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from trainers import Orders, Traces
 
 settings.register_profile("sidesave", deadline=None)  # a slow machine is no failure
 settings.load_profile("sidesave")
@@ -48,3 +49,19 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     for point in busy:
         subprocess.run(["umount", "--lazy", point])
     assert not busy, "something still holds a file of these"
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    """Where trainers and daemons of a test keep their sockets, and how their processes are found."""
+    traces = Traces()
+    yield traces
+    traces.close()
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
+    """Orders to the daemons that this test starts."""
+    orders = Orders(tmp_path / "orders", monkeypatch.setenv)
+    yield orders
+    orders.close()

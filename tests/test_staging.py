@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -552,6 +553,28 @@ def test_one_changed_element_is_found_without_validate_where_torch_counts_the_ch
         with torch.no_grad():
             state["weight"][12345] = 1.0
     assert_torn(overlapping, handle, "weight")
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_a_failed_save_is_only_warned_of_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, action: Literal["always", "error"]
+):
+    state = _one_weight()
+    text = "the save of step 1 failed: changed while being copied: weight"
+    with Checkpointer(tmp_path, overlap=True, on_error="warn") as checkpointer:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)
+            with held(checkpointer):
+                handle = checkpointer.save(1, state)
+                scramble([state["weight"]])
+            assert isinstance(handle.committed.exception(60), TornSnapshotError)
+            if action == "always":
+                wait_until(lambda: any(text in str(one.message) for one in caught), "the warning")
+            else:  # which must not end the thread that it comes from
+                wait_until(lambda: any(record.message.startswith(text) for record in caplog.records), "the log")
+        checkpointer.wait()
+        expected = frozen(state)
+        assert_holds(checkpointer, checkpointer.save(1, state), expected)
 
 
 # guard() ---------------------------------------------------------------------------------------------------------

@@ -58,6 +58,9 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
     if existing is not None and (existing.session, existing.sequence) == (save.session, save.sequence):
         storage.sync_directory("")
         return existing
+    if existing is not None and existing.sequence > save.sequence:
+        path = f"{storage.root}/{target}"
+        raise CheckpointExistsError(errno.EEXIST, "a later save of this step has been committed", path)
     records = [_read_own_record(storage, partial, rank) for rank in range(save.world_size)]
     found = [record for record in records if record is not None]
     if len(found) != save.world_size:

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -27,6 +27,7 @@ from sidesave.errors import DirectoryInUseError, WriteError, write_error
 LEASE_FILE: Final = ".sidesave.lease"
 _POLL_S: Final = 0.05
 _KILL_TIMEOUT_S: Final = 10.0
+_DESCRIPTION_NBYTES: Final = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Holder:
     started_s: float
     trainer_pid: int
     trainer_started_s: float
+    trainer_gone: bool = False
 
     @classmethod
     def current(cls, session: str, trainer_pid: int) -> Holder:
@@ -59,18 +61,20 @@ class Holder:
         )
 
     def trainer_is_gone(self) -> bool:
-        """Whether the trainer certainly no longer runs; False when that cannot be told from here."""
-        if (self.boot_id, self.pid_namespace) != (_boot_id(), _pid_namespace()):
-            return False
-        started = _started_s(self.trainer_pid)
-        return started is None or started != self.trainer_started_s
+        """Whether the trainer has certainly ended, or so its daemon says; False when that cannot be told from here."""
+        if self.trainer_gone:
+            return True
+        return self._is_of_this_system() and _started_s(self.trainer_pid) != self.trainer_started_s
+
+    def _is_of_this_system(self) -> bool:
+        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     def kill(self) -> None:
         """SIGKILL the holding daemon, if it still is that process."""
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(self.pid)
             try:
-                if _started_s(self.pid) == self.started_s:
+                if self._is_of_this_system() and _started_s(self.pid) == self.started_s:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             finally:
                 os.close(pidfd)
@@ -128,13 +132,24 @@ class Lease:
                 raise write_error(error, "cannot lock", self._path) from error
             break
         self._fd = fd
-        content = json.dumps(asdict(holder)).encode()
+        self._holder = holder
         try:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, content, 0)
+            self._write(holder)
         except OSError as error:
             self.release()
             raise write_error(error, "cannot write the lease", self._path) from error
+
+    def tell_trainer_gone(self) -> None:
+        """Let who waits for the directory know that only what was staged is being finished.
+
+        A trainer that calls ``exec`` keeps its pid and start time, so its end cannot be seen from elsewhere.
+        """
+        with contextlib.suppress(OSError):
+            self._write(replace(self._holder, trainer_gone=True))
+
+    def _write(self, holder: Holder) -> None:
+        # Always of one length and in place: nobody reads half of it, and a full disk has room for it.
+        os.pwrite(self._fd, json.dumps(asdict(holder)).encode().ljust(_DESCRIPTION_NBYTES), 0)
 
     def _open(self) -> int:
         try:

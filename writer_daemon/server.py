@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import select
+import shutil
 import signal
 import socket
 import threading
@@ -77,6 +78,7 @@ class Server:
             self._send(_failed(boot.attempt, None, error))
             self._linger()
             return 1
+        self._lease = lease
         ready = protocol.Ready(attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed)
         self._send(ready)
         self._worker = _Worker(storage, lease, Writer(storage, name, self._abandoned), name, self._post)
@@ -226,6 +228,7 @@ class Server:
     def _adopt_staged(self) -> None:
         """The trainer died: saves that it had staged, and may not have sent, are in the memory itself."""
         self._abandoned.set()
+        self._lease.tell_trainer_gone()
         self._read_messages()
         for number, arena in self._arenas.items():
             descriptor = arena.staged_descriptor()
@@ -249,8 +252,11 @@ class Server:
 
     def _linger(self) -> None:
         """Give the last messages up to two seconds to leave, unless nobody is there to read them."""
-        self._socket.close(linger=0 if self._trainer_gone else 2000)
+        gone = not self._trainer_is_there()
+        self._socket.close(linger=0 if gone else 2000)
         self._context.term()
+        if gone:  # perhaps before it could remove the way to its socket
+            shutil.rmtree(os.path.dirname(self._boot.endpoint.removeprefix("ipc://")), ignore_errors=True)
 
     def _post(self, event: jobs.Event) -> None:
         self._events.put(event)

@@ -1,7 +1,8 @@
 """One rank's part of a save: images in shared memory become durable, published files.
 
-The path of a byte: ``pwrite`` from the arena with O_DIRECT, 16 MiB at a time, several chunks in flight; the same thread
-digests the blocks that begin in its chunk before it writes them. Nothing is copied.
+The path of a byte: ``pwrite`` from the arena with O_DIRECT, 16 MiB at a time, several chunks in flight, while one more
+thread digests the same memory. Nothing is copied. Writing may begin while the trainer still copies its state into the
+arena: it follows the arena's mark.
 
 Publish once: files are written under attempt names as new inodes, made durable, and only then linked to their final
 names. A file that already has its final name was published by an earlier daemon of this save; it is compared with the
@@ -60,10 +61,12 @@ class Writer:
         self._storage = storage
         self._attempt = attempt
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="sidesave-write")
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix="sidesave-digest")
 
     def close(self) -> None:
         """Stop the threads; a write stuck in the kernel is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._digester.shutdown(wait=False, cancel_futures=True)
 
     def write(self, save: Save, arena: Arena, on_progress: Callable[[int, int], None]) -> RankRecord:
         """Make the save's files and record durable under their final names; blocking.
@@ -151,11 +154,9 @@ class Writer:
                 return
             assert image.output is not None
             nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
-            # The last block that begins in this chunk may reach one block further.
-            self._await_filled(save, arena, image.extent.offset + offset + nbytes + manifest.BLOCK_NBYTES)
+            self._await_filled(save, arena, image.extent.offset + offset + page_up(nbytes))
             if stop.is_set():
                 return
-            _digest_chunk(image, arena, offset, nbytes)
             image.output.write_at(arena.view(image.extent.offset + offset, page_up(nbytes)), offset)
             arena.drop_pages(image.extent.offset + offset, nbytes)
             with lock:
@@ -166,7 +167,18 @@ class Writer:
             if last:
                 image.output.finish(image.layout.nbytes)
 
-        futures: list[Future[None]] = []
+        def digest() -> None:
+            # Not before all is staged: the trainer, which waits for its copy, needs the cores more than the disk does.
+            self._await_filled(save, arena, arena.nbytes)
+            for image in images:
+                for offset in range(0, image.extent.nbytes, CHUNK_NBYTES):
+                    if stop.is_set():
+                        return
+                    nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
+                    _digest_chunk(image, arena, offset, nbytes)
+                    arena.drop_pages(image.extent.offset + offset, nbytes)
+
+        futures: list[Future[None]] = [self._digester.submit(digest)]
         for image in images:
             offsets = range(0, image.extent.nbytes, CHUNK_NBYTES)
             image.chunks_left = len(offsets)

@@ -1,0 +1,511 @@
+"""However a trainer ends, forks or is misused: staged saves are committed, nothing is left behind, errors say what to do."""
+
+import contextlib
+import errno
+import gc
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, entries, pidfd_of, staging_memory
+
+import sidesave
+from sidesave.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ClosedError,
+    InvalidArgumentError,
+    SidesaveError,
+    UnsupportedValueError,
+    WriteError,
+    WriteStalledError,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory; daemons started by this very process leave no traces either."""
+    monkeypatch.setenv("TMPDIR", traces.folder)
+    return tmp_path / "run"
+
+
+def daemon(ckpt: sidesave.Checkpointer) -> int:
+    assert ckpt.daemon_pid is not None
+    return ckpt.daemon_pid
+
+
+# The trainer ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("return", 0),
+        ("raise", 1),
+        ("raise in the block", 1),
+        ("sys.exit", 3),
+        ("sys.exit in a thread pool", 3),
+        ("interrupt", -signal.SIGINT),
+    ],
+)
+def test_exit_with_a_save_in_flight_commits_it_and_leaves_nothing(run: Path, traces: Traces, way: str, status: int):
+    with Trainer(traces, "leave", run, way) as trainer:
+        trainer.expect("ready")
+        trainer.go_on()
+        trainer.expect("staged")
+        trainer.go_on()
+        assert trainer.end() == status
+        complaints = trainer.complaints()
+    if status in (0, 3):
+        assert complaints == ""
+    assert "Warning" not in complaints
+    check(run, 1)
+    assert entries(run) == ["step-00000001"]
+    traces.check()
+
+
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("os._exit", 5),
+        ("SIGTERM", -signal.SIGTERM),
+        ("SIGKILL", -signal.SIGKILL),
+        ("SIGHUP", -signal.SIGHUP),
+    ],
+)
+def test_sudden_end_with_a_save_staged_the_daemon_commits_it(
+    run: Path, traces: Traces, orders: Orders, way: str, status: int
+):
+    with Trainer(traces, "leave", run, way) as trainer:
+        [pid] = trainer.expect("ready")
+        orders.give("stop")
+        trainer.go_on()
+        trainer.expect("staged")
+        orders.obeyed()
+        trainer.go_on()
+        assert trainer.end() == status
+        assert trainer.complaints() == ""
+        assert entries(run) == []
+        with pidfd_of(int(pid)) as pidfd:
+            os.kill(int(pid), signal.SIGCONT)
+            await_end(pidfd)
+    check(run, 1)
+    assert entries(run) == ["step-00000001"]
+    traces.check()
+
+
+def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run: Path, traces: Traces, orders: Orders):
+    with Trainer(traces, "leave", run, "exec") as trainer:
+        [pid] = trainer.expect("ready")
+        orders.give("stop")
+        trainer.go_on()
+        trainer.expect("staged")
+        orders.obeyed()
+        trainer.go_on()
+        assert trainer.expect_all("inherited", until="reported") == []
+        with pidfd_of(int(pid)) as pidfd:
+            os.kill(int(pid), signal.SIGCONT)
+            await_end(pidfd)
+        check(run, 1)
+        trainer.go_on()
+        assert trainer.end() == 0
+    traces.check()
+
+
+def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, traces: Traces, orders: Orders):
+    with Trainer(traces, "leave", run, "exec and resume") as trainer:
+        [pid] = trainer.expect("ready")
+        orders.give("stop")
+        trainer.go_on()
+        trainer.expect("staged")
+        orders.obeyed()
+        orders.give("report", starting_at="open", after=5)  # its new daemon has looked at the lease in vain
+        trainer.go_on()
+        assert orders.obeyed()[1].endswith(".sidesave.lease")
+        os.kill(int(pid), signal.SIGCONT)
+        assert trainer.expect("latest") == ["1"]
+        assert trainer.end() == 0
+    check(run, 1, 2)
+    traces.check()
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 0.1, 0.2, 0.3])
+def test_trainer_killed_while_its_daemon_starts_leaves_nothing(run: Path, traces: Traces, delay_s: float):
+    with Trainer(traces, "die_while_starting", run, delay_s) as trainer:
+        assert trainer.end() == -signal.SIGKILL
+    traces.check()
+    assert not run.exists() or entries(run) == []
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_checkpoints_follow_the_umask_of_the_trainer(run: Path, traces: Traces, umask: int):
+    with Trainer(traces, "resume", run, umask=umask) as trainer:
+        trainer.expect("latest")
+        assert trainer.end() == 0
+    step = run / "step-00000001"
+    assert step.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in step.iterdir()} == {0o666 & ~umask}
+
+
+# Forks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["child ends", "child ends by os._exit", "child is collected", "child saves elsewhere"])
+def test_forked_child_cannot_use_or_disturb_the_checkpointer(run: Path, traces: Traces, way: str):
+    with Trainer(traces, "fork", run, way) as trainer:
+        trainer.expect("ready")
+        said = trainer.expect_all("held", "allowed", "child ended", until="saved")
+        assert said == ["child ended 0"]
+        trainer.go_on()
+        assert trainer.end() == 0
+        assert trainer.complaints() == ""
+    check(run, 1, 2, mib=40)
+    if way == "child saves elsewhere":
+        check(f"{run}-child", 3)
+    traces.check()
+
+
+def test_forked_child_that_lives_on_holds_neither_memory_nor_daemon(run: Path, traces: Traces):
+    with Trainer(traces, "fork", run, "child lives on") as trainer:
+        [pid] = trainer.expect("ready")
+        [child] = trainer.expect("child")
+        trainer.expect("saved")
+        assert staging_memory(int(child)) == []
+        with pidfd_of(int(pid)) as pidfd, pidfd_of(int(child)) as orphan:
+            trainer.kill()
+            await_end(pidfd)
+            assert int(child) in traces.processes(), "the daemon ended before the child"
+            signal.pidfd_send_signal(orphan, signal.SIGKILL)
+            await_end(orphan)
+    check(run, 1, 2, mib=40)
+    traces.check()
+
+
+def test_data_loader_workers_hold_nothing_and_do_not_outlive_the_trainer(run: Path, traces: Traces):
+    with Trainer(traces, "load_data", run) as trainer:
+        assert trainer.expect_all("held", until="trained") == []
+        assert trainer.end() == 0
+        assert trainer.complaints() == ""
+    check(run, *range(6))
+    traces.check()
+
+
+# Growth ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_sixty_saves_with_reshapes_leak_no_descriptor_thread_or_memory(run: Path):
+    sizes = [1, 30, 5, 70, 2]
+
+    def figures() -> dict[str, int]:
+        gc.collect()
+        writer = psutil.Process(daemon(ckpt))
+        arenas = {line.split()[4] for line in staging_memory() if not line.startswith("/proc")}
+        return {
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "threads": threading.active_count(),
+            "arenas": len(arenas),
+            "daemon descriptors": writer.num_fds(),
+            "daemon threads": writer.num_threads(),
+        }
+
+    def save(steps: range) -> None:
+        for step in steps:
+            ckpt.save(step, a_state(step, sizes[step % len(sizes)])).committed.result(DEADLINE_S)
+
+    with sidesave.Checkpointer(run) as ckpt:
+        save(range(10))
+        before, mine = figures(), psutil.Process().memory_info().rss
+        daemons = psutil.Process(daemon(ckpt)).memory_info()
+        save(range(10, 70))
+        assert figures() == before
+        assert psutil.Process().memory_info().rss - mine < 150 << 20, "less than one more state of each size"
+        now = psutil.Process(daemon(ckpt)).memory_info()
+        assert (now.rss - now.shared) - (daemons.rss - daemons.shared) < 16 << 20
+    assert entries(run) == [f"step-{step:08d}" for step in range(70)]
+
+
+def test_closing_gives_everything_back(run: Path, traces: Traces):
+    def figures() -> tuple[int, int]:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(0, a_state(0, 20)).committed.result(DEADLINE_S)
+    before = figures()
+    for step in range(1, 4):
+        with sidesave.Checkpointer(run) as ckpt:
+            ckpt.save(step, a_state(step, 20))
+        assert ckpt.daemon_pid is None
+        assert staging_memory() == []
+        assert figures() == before
+    traces.check()
+
+
+def test_closing_with_a_deadline_leaves_the_daemon_to_finish(run: Path, traces: Traces, orders: Orders):
+    ckpt = sidesave.Checkpointer(run)
+    orders.give("stop")
+    handle = ckpt.save(1, a_state(1))
+    pid, _ = orders.obeyed()
+    with pidfd_of(pid) as pidfd:
+        with pytest.raises(WriteStalledError, match=r"steps \[1\] were not committed within 0.1 s"):
+            ckpt.close(timeout_s=0.1)
+        assert isinstance(handle.committed.exception(DEADLINE_S), SidesaveError), "nobody waits for ever"
+        os.kill(pid, signal.SIGCONT)
+        await_end(pidfd)
+    check(run, 1)
+    del ckpt, handle
+    gc.collect()
+    traces.check()
+
+
+# Misuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_directory_that_cannot_be_made_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for directory, code in (
+        (tmp_path / "file", errno.EEXIST),
+        (tmp_path / "file/run", errno.ENOTDIR),
+        (Path("/proc/nothing/run"), errno.ENOENT),
+    ):
+        with pytest.raises(WriteError, match="cannot create the run directory") as caught:
+            sidesave.Checkpointer(directory)
+        assert (caught.value.errno, str(caught.value.filename)) == (code, str(directory))
+        assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"slots": 0}, "slots must be 1 or more"),
+        ({"slots": 1.5}, "slots must be"),
+        ({"slots": "2"}, "slots must be"),
+        ({"on_error": "ignore"}, "on_error must be 'raise' or 'warn'"),
+        ({"on_busy": "drop"}, "on_busy must be 'wait' or 'skip'"),
+        ({"nice": -5}, "nice must be 0 to 19"),
+        ({"nice": 20}, "nice must be 0 to 19"),
+        ({"io_class": "realtime"}, "io_class must be"),
+        ({"max_host_memory_bytes": 0}, "max_host_memory_bytes must be positive"),
+        ({"busy_timeout_s": -1}, "busy_timeout_s must be"),
+        ({"stall_timeout_s": 0}, "stall_timeout_s must be"),
+        ({"stall_timeout_s": "300"}, "stall_timeout_s must be"),
+        ({"takeover_timeout_s": float("nan")}, "takeover_timeout_s must be"),
+        ({"cpus": [-1]}, "cpus must be"),
+        ({"cpus": ["0"]}, "cpus must be"),
+    ],
+    ids=str,
+)
+def test_option_that_makes_no_sense_is_refused_before_anything_is_done(run: Path, options: dict[str, Any], says: str):
+    with pytest.raises(InvalidArgumentError, match=says):
+        sidesave.Checkpointer(run, **options)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("directory", ["s3://bucket/run", b"bytes", 7, None, "nul\0byte", "odd\udcff name"], ids=repr)
+def test_directory_that_is_no_path_is_refused(directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="director|path"):
+        sidesave.Checkpointer(directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Opaque:
+    pass
+
+
+def test_misused_calls_raise_errors_that_say_what_to_do(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        for step in (-1, True, 1.0, "1", None, 10**19, torch.tensor(1)):
+            with pytest.raises(InvalidArgumentError, match="step must be an int from 0 to 1e\\+18"):
+                ckpt.save(step, a_state(1))  # type: ignore[arg-type]
+        for state in (None, [torch.ones(1)], torch.ones(1), torch.nn.Linear(1, 1), {1: torch.ones(1)}, "state"):
+            with pytest.raises(InvalidArgumentError, match="dict|named|str"):
+                ckpt.save(1, state)  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedValueError, match=r"model\.odd.*allow_pickle=True"):
+            ckpt.save(1, {"model": {"odd": _Opaque()}})
+        with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
+            ckpt.load()
+        assert ckpt.latest_step() is None
+        assert entries(run) == []
+
+        ckpt.save(1, a_state(1)).committed.result(DEADLINE_S)
+        with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+            ckpt.save(1, a_state(2))
+        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 2; there are \[1\]"):
+            ckpt.load(2)
+        ckpt.save(1, a_state(1), overwrite=True)
+    check(run, 1)
+    for use in (lambda: ckpt.save(2, a_state(2)), lambda: ckpt.prepare(a_state(2)), ckpt.load):
+        with pytest.raises(ClosedError, match="closed"):
+            use()
+    ckpt.close()
+
+
+def test_step_that_is_still_being_saved_is_taken(run: Path, orders: Orders):
+    with sidesave.Checkpointer(run) as ckpt:
+        orders.give("stop")
+        ckpt.save(1, a_state(1))
+        pid, _ = orders.obeyed()
+        with pytest.raises(CheckpointExistsError, match="already saved or being saved"):
+            ckpt.save(1, a_state(1))
+        os.kill(pid, signal.SIGCONT)
+    check(run, 1)
+
+
+# Failures reach the user -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blocked(run: Path) -> Callable[[int], None]:
+    """Makes saves of a step fail, by a directory that has its name, or lets them succeed again."""
+
+    def toggle(step: int) -> None:
+        path = run / f"step-{step:08d}"
+        if path.exists():
+            path.rmdir()
+        else:
+            path.mkdir()
+
+    return toggle
+
+
+@pytest.mark.parametrize("place", ["save", "wait", "close", "the end of the block"])
+def test_failed_save_raises_where_the_user_looks_next_and_once(run: Path, blocked: Callable[[int], None], place: str):
+    ckpt = sidesave.Checkpointer(run)
+    blocked(1)
+    handle = ckpt.save(1, a_state(1))
+    for future in (handle.written, handle.committed):
+        with contextlib.suppress(SidesaveError):
+            future.result(DEADLINE_S)
+    error = handle.committed.exception()
+    assert isinstance(error, CheckpointExistsError)
+    assert handle.staged.result() is None
+    assert "failed" in repr(handle)
+    with pytest.raises(CheckpointExistsError) as caught:
+        if place == "save":
+            ckpt.save(2, a_state(2))
+        elif place == "wait":
+            ckpt.wait()
+        elif place == "close":
+            ckpt.close()
+        else:
+            ckpt.__exit__(None, None, None)
+    assert caught.value is error
+    ckpt.wait()
+    if place in ("save", "wait"):
+        ckpt.save(2, a_state(2))
+        ckpt.close()
+    assert "step-00000002" in entries(run) or place not in ("save", "wait")
+
+
+def test_failure_of_a_blocking_save_is_raised_by_that_call_alone(run: Path, blocked: Callable[[int], None]):
+    with sidesave.Checkpointer(run) as ckpt:
+        blocked(1)
+        with pytest.raises(CheckpointExistsError):
+            ckpt.save(1, a_state(1), blocking=True)
+        ckpt.save(2, a_state(2), blocking=True)
+    check_after_unblocking(run, blocked, 2)
+
+
+def check_after_unblocking(run: Path, blocked: Callable[[int], None], *steps: int) -> None:
+    blocked(1)
+    check(run, *steps)
+
+
+def test_failed_save_only_warns_on_request_and_training_goes_on(run: Path, blocked: Callable[[int], None]):
+    with pytest.warns(RuntimeWarning, match="the save of step 1 failed.*exists"):  # noqa: PT031 - all of it may warn
+        with sidesave.Checkpointer(run, on_error="warn") as ckpt:
+            blocked(1)
+            handle = ckpt.save(1, a_state(1))
+            assert isinstance(handle.committed.exception(DEADLINE_S), CheckpointExistsError)
+            ckpt.wait()
+            ckpt.save(2, a_state(2))
+            ckpt.wait()
+    check_after_unblocking(run, blocked, 2)
+
+
+def test_warning_that_was_made_an_error_does_not_break_the_saves_that_follow(run: Path, blocked: Callable[[int], None]):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ckpt = sidesave.Checkpointer(run, on_error="warn")
+        blocked(1)
+        assert ckpt.save(1, a_state(1)).committed.exception(DEADLINE_S) is not None
+        with contextlib.suppress(RuntimeWarning):
+            ckpt.wait(DEADLINE_S)
+        ckpt.save(2, a_state(2)).committed.result(DEADLINE_S)
+        ckpt.close()
+    check_after_unblocking(run, blocked, 2)
+
+
+def test_failed_step_can_be_saved_again_as_soon_as_the_failure_is_known(run: Path, blocked: Callable[[int], None]):
+    again: list[sidesave.SaveHandle | BaseException] = []
+    with sidesave.Checkpointer(run) as ckpt:
+        blocked(1)
+        handle = ckpt.save(1, a_state(1))
+
+        def save_again(_: object) -> None:
+            blocked(1)
+            try:
+                with pytest.raises(CheckpointExistsError, match="overwrite=True to replace it"):  # told once more
+                    ckpt.save(1, a_state(1))
+                again.append(ckpt.save(1, a_state(1)))
+            except BaseException as error:  # noqa: BLE001 - looked at below
+                again.append(error)
+
+        handle.committed.add_done_callback(save_again)
+        assert handle.committed.exception(DEADLINE_S) is not None
+        ckpt.wait()
+    [second] = again
+    assert isinstance(second, sidesave.SaveHandle), second
+    check(run, 1)
+
+
+def test_exception_in_the_block_is_not_hidden_by_a_failed_save(run: Path, blocked: Callable[[int], None]):
+    def train() -> None:
+        with sidesave.Checkpointer(run) as ckpt:
+            blocked(1)
+            ckpt.save(1, a_state(1))
+            raise KeyError("a bug in the training loop")
+
+    with pytest.raises(KeyError, match="a bug in the training loop"):
+        train()
+
+
+def test_busy_pool_skips_a_save_on_request(run: Path, orders: Orders):
+    with sidesave.Checkpointer(run, slots=1, on_busy="skip") as ckpt:
+        orders.give("stop")
+        first = ckpt.save(1, a_state(1))
+        pid, _ = orders.obeyed()
+        second = ckpt.save(2, a_state(2))
+        assert (first.skipped, second.skipped) == (False, True)
+        assert "skipped" in repr(second)
+        for future in (second.staged, second.written, second.committed):
+            assert future.cancelled()
+        os.kill(pid, signal.SIGCONT)
+        first.committed.result(DEADLINE_S)
+        third = ckpt.save(2, a_state(2))
+        assert not third.skipped
+    check(run, 1, 2)
+
+
+def test_busy_pool_makes_a_save_wait_up_to_its_deadline(run: Path, orders: Orders):
+    with sidesave.Checkpointer(run, slots=1, busy_timeout_s=0.2) as ckpt:
+        orders.give("stop")
+        first = ckpt.save(1, a_state(1))
+        pid, _ = orders.obeyed()
+        with pytest.raises(WriteStalledError, match=r"all 1 staging slots were still being written after 0.2 s"):
+            ckpt.save(2, a_state(2))
+        with pytest.raises(WriteStalledError, match=r"steps \[1\] were not committed within 0.1 s"):
+            ckpt.wait(0.1)
+        os.kill(pid, signal.SIGCONT)
+        first.committed.result(DEADLINE_S)
+        ckpt.save(2, a_state(2))
+    check(run, 1, 2)
