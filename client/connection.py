@@ -143,9 +143,12 @@ class Connection:
         self._wake_up()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + 5)
+        if not self._thread.is_alive():
+            with self._lock:
+                self._forget()
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
     def _forget(self) -> None:

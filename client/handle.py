@@ -6,9 +6,9 @@ import contextlib
 import os
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from sidesave.errors import InvalidArgumentError
-from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -98,7 +98,10 @@ class SaveHandle:
 
 def path_text(path: str | os.PathLike[str]) -> str:
     """A path or URL as text, local paths made absolute."""
-    text: object = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(text, str) or "\0" in text:
+    try:
+        text: str | bytes = os.fspath(cast("str | bytes", path))
+    except TypeError:
+        text = b""
+    if isinstance(text, bytes) or "\0" in text:
         raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {path!r}")
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))

@@ -70,7 +70,8 @@ class SavesInFlight:
     def has_step(self, step: int) -> bool:
         """Whether this step is on its way."""
         with self._changed:
-            return any(entry.save.step == step for entry in self._entries.values())
+            entries = list(self._entries.values())
+        return any(entry.save.step == step and not entry.handle.done() for entry in entries)
 
     # Outcomes --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ short ``.item()`` behind it waits for at most one chunk.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
+from sidesave.errors import TornSnapshotError
 from sidesave.stager import ownership
 from sidesave.stager.image import SMALL_NBYTES
 from sidesave.stager.pinning import PIECE_NBYTES
@@ -97,13 +99,16 @@ class CudaCopy:
                     lane.scratch_read.record(lane.stream)
                     lane.scratch_free.set()
                     for job in part.guarded:
+                        if not job.source.untyped_storage().nbytes():
+                            raise TornSnapshotError(f"changed while being copied: {job.fqn}, whose memory was freed")
                         part.target.copy_from(_bytes_of(job.source), job.offset)
                     part.after = _fingerprint(part.guarded, validate=part.validate)
                     part.done = torch.cuda.Event(blocking=True)
                     part.done.record(lane.stream)
             except BaseException:
-                lane.scratch_free.set()
-                lane.stream.synchronize()  # nothing may still be copying into a slot that is given back
+                for every in self._parts:
+                    every.lane.scratch_free.set()
+                    every.lane.stream.synchronize()  # nothing may still be copying into a slot that is given back
                 raise
 
     def make_streams_wait(self) -> None:
@@ -182,7 +187,8 @@ class _Lane:
             if nbytes == 0:
                 continue
             if safe and not small:
-                guarded.append(job)
+                # An alias keeps the memory where `p.data = new` would let it go.
+                guarded.append(dataclasses.replace(job, source=job.source.detach()))
             elif nbytes + 16 <= room:
                 packed.append(job)
                 room -= nbytes + 16  # at most that much is lost to alignment
@@ -218,7 +224,7 @@ class _Lane:
             view = self.scratch[position : position + nbytes].view(job.target.dtype).view(job.target.shape)
             views, sources = by_dtype.setdefault(job.target.dtype, ([], []))
             views.append(view)
-            sources.append(job.source)
+            sources.append(job.source.resolve_conj().resolve_neg())  # which the fused launch might not do
             position += nbytes
         for views, sources in by_dtype.values():  # one fused launch per dtype
             torch._foreach_copy_(views, sources)

@@ -262,6 +262,19 @@ def test_a_descriptor_counts_only_for_the_generation_it_was_staged_in(arena: Are
     reader.close()
 
 
+def test_the_mark_of_what_is_final_starts_anew_with_each_generation_and_ends_when_it_is_staged(arena: Arena):
+    reader = Arena.attach(os.dup(arena.fd))
+    arena.begin_generation()
+    assert reader.filled == 0
+    arena.advance(arena.data_offset + 7)
+    assert reader.filled == arena.data_offset + 7
+    arena.mark_staged(b"one")
+    assert reader.filled == arena.nbytes
+    arena.begin_generation()
+    assert reader.filled == 0
+    reader.close()
+
+
 def test_a_descriptor_fills_its_room_and_no_more(arena: Arena):
     room = arena.data_offset - PAGE
     arena.begin_generation()

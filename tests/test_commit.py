@@ -255,6 +255,17 @@ def test_existing_step_is_replaced_on_request(session: Session, root: Path):
     check(root, 100, a_state(2))
 
 
+def test_save_that_comes_late_does_not_replace_a_later_one(session: Session, root: Path):
+    late = session.stage(100, a_state(1), sequence=1, replace=True)
+    session.write(late)
+    (root / f".step-00000100.{NEW}.partial").rename(root / "aside")
+    session.save(100, a_state(2), sequence=2, replace=True)
+    (root / "aside").rename(root / f".step-00000100.{NEW}.partial")
+    with pytest.raises(CheckpointExistsError, match="a later save"):
+        session.commit(late)
+    check(root, 100, a_state(2))
+
+
 def test_directory_of_that_name_that_is_no_checkpoint_is_not_taken_for_one(session: Session, root: Path):
     (root / "step-00000100").mkdir()
     (root / "step-00000100/notes.txt").write_text("mine")

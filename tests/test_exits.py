@@ -1,4 +1,4 @@
-"""However a trainer ends, forks or is misused: staged saves are committed, nothing is left behind, errors say what to do."""
+"""However a trainer ends, forks or is misused: staged saves are committed, nothing is left, errors say what to do."""
 
 import contextlib
 import errno
@@ -14,7 +14,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, entries, pidfd_of, staging_memory
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_model,
+    a_state,
+    await_end,
+    check,
+    entries,
+    pidfd_of,
+    staging_memory,
+)
 
 import sidesave
 from sidesave.errors import (
@@ -101,6 +113,20 @@ def test_sudden_end_with_a_save_staged_the_daemon_commits_it(
     traces.check()
 
 
+def test_trainer_dead_before_it_could_tell_the_daemon_finds_the_save_in_memory(run: Path, traces: Traces):
+    with Trainer(traces, "die_when_staged", run) as trainer:
+        [pid] = trainer.expect("ready")
+        with pidfd_of(int(pid)) as pidfd:
+            trainer.go_on()
+            assert trainer.end() == -signal.SIGKILL
+            await_end(pidfd)
+    state = sidesave.load(run / "step-00000001")["model"]
+    assert sidesave.verify(run / "step-00000001").ok
+    for name, tensor in a_model().state_dict().items():
+        assert torch.equal(state[name], tensor)
+    traces.check()
+
+
 def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run: Path, traces: Traces, orders: Orders):
     with Trainer(traces, "leave", run, "exec") as trainer:
         [pid] = trainer.expect("ready")
@@ -121,15 +147,15 @@ def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run:
 
 def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, traces: Traces, orders: Orders):
     with Trainer(traces, "leave", run, "exec and resume") as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop")
+        trainer.expect("ready")
+        orders.give("hold")
         trainer.go_on()
         trainer.expect("staged")
         orders.obeyed()
         orders.give("report", starting_at="open", after=5)  # its new daemon has looked at the lease in vain
         trainer.go_on()
         assert orders.obeyed()[1].endswith(".sidesave.lease")
-        os.kill(int(pid), signal.SIGCONT)
+        orders.release()
         assert trainer.expect("latest") == ["1"]
         assert trainer.end() == 0
     check(run, 1, 2)
@@ -312,7 +338,7 @@ def test_option_that_makes_no_sense_is_refused_before_anything_is_done(run: Path
 @pytest.mark.parametrize("directory", ["s3://bucket/run", b"bytes", 7, None, "nul\0byte", "odd\udcff name"], ids=repr)
 def test_directory_that_is_no_path_is_refused(directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgumentError, match="director|path"):
+    with pytest.raises(InvalidArgumentError, match=r"director|path"):
         sidesave.Checkpointer(directory)
     assert list(tmp_path.iterdir()) == []
 
@@ -324,10 +350,10 @@ class _Opaque:
 def test_misused_calls_raise_errors_that_say_what_to_do(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         for step in (-1, True, 1.0, "1", None, 10**19, torch.tensor(1)):
-            with pytest.raises(InvalidArgumentError, match="step must be an int from 0 to 1e\\+18"):
+            with pytest.raises(InvalidArgumentError, match=r"step must be an int from 0 to 1e\+18"):
                 ckpt.save(step, a_state(1))  # type: ignore[arg-type]
         for state in (None, [torch.ones(1)], torch.ones(1), torch.nn.Linear(1, 1), {1: torch.ones(1)}, "state"):
-            with pytest.raises(InvalidArgumentError, match="dict|named|str"):
+            with pytest.raises(InvalidArgumentError, match=r"dict|named|str"):
                 ckpt.save(1, state)  # type: ignore[arg-type]
         with pytest.raises(UnsupportedValueError, match=r"model\.odd.*allow_pickle=True"):
             ckpt.save(1, {"model": {"odd": _Opaque()}})
@@ -389,21 +415,20 @@ def test_failed_save_raises_where_the_user_looks_next_and_once(run: Path, blocke
     assert isinstance(error, CheckpointExistsError)
     assert handle.staged.result() is None
     assert "failed" in repr(handle)
+    look: dict[str, Callable[[], object]] = {
+        "save": lambda: ckpt.save(2, a_state(2)),
+        "wait": ckpt.wait,
+        "close": ckpt.close,
+        "the end of the block": lambda: ckpt.__exit__(None, None, None),
+    }
     with pytest.raises(CheckpointExistsError) as caught:
-        if place == "save":
-            ckpt.save(2, a_state(2))
-        elif place == "wait":
-            ckpt.wait()
-        elif place == "close":
-            ckpt.close()
-        else:
-            ckpt.__exit__(None, None, None)
+        look[place]()
     assert caught.value is error
     ckpt.wait()
     if place in ("save", "wait"):
         ckpt.save(2, a_state(2))
         ckpt.close()
-    assert "step-00000002" in entries(run) or place not in ("save", "wait")
+        assert "step-00000002" in entries(run)
 
 
 def test_failure_of_a_blocking_save_is_raised_by_that_call_alone(run: Path, blocked: Callable[[int], None]):
@@ -421,14 +446,18 @@ def check_after_unblocking(run: Path, blocked: Callable[[int], None], *steps: in
 
 
 def test_failed_save_only_warns_on_request_and_training_goes_on(run: Path, blocked: Callable[[int], None]):
-    with pytest.warns(RuntimeWarning, match="the save of step 1 failed.*exists"):  # noqa: PT031 - all of it may warn
-        with sidesave.Checkpointer(run, on_error="warn") as ckpt:
-            blocked(1)
-            handle = ckpt.save(1, a_state(1))
-            assert isinstance(handle.committed.exception(DEADLINE_S), CheckpointExistsError)
-            ckpt.wait()
-            ckpt.save(2, a_state(2))
-            ckpt.wait()
+    ckpt = sidesave.Checkpointer(run, on_error="warn")
+    blocked(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = ckpt.save(1, a_state(1))
+        assert isinstance(handle.committed.exception(DEADLINE_S), CheckpointExistsError)
+        ckpt.wait()
+        ckpt.save(2, a_state(2))
+        ckpt.close()
+    [warning] = caught
+    assert warning.category is RuntimeWarning
+    assert "the save of step 1 failed: [Errno 17] the step exists" in str(warning.message)
     check_after_unblocking(run, blocked, 2)
 
 

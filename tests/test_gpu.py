@@ -14,11 +14,12 @@ import pytest
 import torch
 from test_staging import assert_torn, frozen, scramble, swap_back, swap_in, wait_until, waits_at_the_guard
 from test_staging import held as stager_held
-from test_tree import TENSORS, difference, noise
+from test_tree import TENSORS, difference
 from torch import nn
 
 import sidesave
 from sidesave import Checkpointer
+from sidesave.stager import ownership
 from sidesave.stager.cuda import SCRATCH_NBYTES
 from sidesave.stager.pinning import PIECE_NBYTES
 
@@ -226,8 +227,7 @@ def test_what_nobody_owns_is_saved_as_it_was_at_the_call(checkpointer: Checkpoin
 
 def test_averages_swapped_back_under_a_copy_tear_it_and_the_next_one_is_copied_at_the_call(checkpointer: Checkpointer):
     state = trained(torch.optim.AdamW, fused=True)
-    average = network(width=512)
-    scramble(average.parameters())
+    average = network()
     for parameter in average.parameters():
         parameter.data.normal_()
     warm_up(checkpointer, state)
@@ -258,21 +258,45 @@ def test_guard_holds_a_hand_written_update_back(checkpointer: Checkpointer):
     assert_holds(handle, expected)
 
 
-@pytest.mark.parametrize("how", ["data is replaced", "memory is freed"])
-def test_memory_that_is_given_up_under_a_copy_is_saved_as_it_was(checkpointer: Checkpointer, how: str):
+def test_tensors_whose_data_is_replaced_under_a_copy_are_saved_as_they_were(checkpointer: Checkpointer):
+    state = trained(torch.optim.SGD, momentum=0.9)
+    warm_up(checkpointer, state)
+    expected = seen(state)
+    with stager_held(checkpointer):
+        handle = checkpointer.save(1, state)
+        for parameter in state["model"].parameters():
+            parameter.data = torch.empty(0, device="cuda")
+        fill = [torch.full((512, 512), 7.0, device="cuda") for _ in range(50)]  # takes the memory, were it free
+    assert_holds(handle, expected)
+    del fill
+
+
+def test_tensors_whose_memory_is_freed_while_it_is_copied_are_saved_as_they_were(checkpointer: Checkpointer):
     state = trained(torch.optim.SGD, momentum=0.9)
     warm_up(checkpointer, state)
     expected = seen(state)
     hold_copies_back(checkpointer)
     handle = checkpointer.save(1, state)
+    ownership.close_guards()  # returns once all copies are enqueued
     for parameter in state["model"].parameters():
-        if how == "data is replaced":
-            parameter.data = torch.empty(0, device="cuda")
-        else:
-            parameter.untyped_storage().resize_(0)
-    fill = [torch.full((512, 512), 7.0, device="cuda") for _ in range(50)]  # takes the memory, were it free
+        parameter.untyped_storage().resize_(0)
+    fill = [torch.full((512, 512), 7.0, device="cuda") for _ in range(50)]
     assert_holds(handle, expected)
     del fill
+
+
+def test_tensors_whose_memory_is_freed_before_it_is_copied_tear_the_save_and_break_nothing(checkpointer: Checkpointer):
+    state = trained(torch.optim.SGD, momentum=0.9)
+    warm_up(checkpointer, state)
+    with stager_held(checkpointer):
+        handle = checkpointer.save(1, state)
+        for parameter in state["model"].parameters():
+            parameter.untyped_storage().resize_(0)
+    assert_torn(checkpointer, handle, r"model\.0\.weight")
+    torch.cuda.synchronize()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    state = trained(torch.optim.SGD, momentum=0.9)
+    assert_holds(checkpointer.save(1, state), seen(state))
 
 
 # Kinds of tensors ------------------------------------------------------------------------------------------------
@@ -280,9 +304,14 @@ def test_memory_that_is_given_up_under_a_copy_is_saved_as_it_was(checkpointer: C
 
 def _kinds() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A tensor on the device, and what must come back in host memory."""
-    kinds = {name: (tensor.detach().cuda(), tensor) for name, tensor in TENSORS.items()}
+    # Not those with a conjugate or negative bit: resolving them on the device may give another nan than on the host.
+    kinds = {
+        name: (tensor.detach().cuda(), tensor)
+        for name, tensor in TENSORS.items()
+        if tensor.layout is not torch.strided or not (tensor.is_conj() or tensor.is_neg())
+    }
     for size, rows in (("small", 30), ("large", 2000), ("beyond the scratch", 6000)):
-        base = noise(torch.complex64, rows, 2000)
+        base = torch.randn(rows, 2000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rows))
         floats = torch.view_as_real(base)
         for name, view in {
             "conjugate": lambda one: one.conj(),
@@ -405,13 +434,13 @@ def test_twenty_saves_take_no_more_device_memory_than_one_and_the_daemon_takes_n
     state = trained(torch.optim.AdamW, fused=True)
     warm_up(checkpointer, state)
     for step in range(1, 4):
-        checkpointer.save(step, state, blocking=True)
+        checkpointer.save(step, state).committed.result(60)
     torch.cuda.synchronize()
     allocated, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
     for step in range(4, 24):
         backward(state["model"])
         state["optimizer"].step()
-        checkpointer.save(step, state, blocking=True)
+        checkpointer.save(step, state).committed.result(60)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == allocated
     assert free - torch.cuda.mem_get_info()[0] < 32 * MIB, "a context takes hundreds"
@@ -467,7 +496,7 @@ def test_without_device_memory_for_scratch_tensors_are_copied_directly(
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 24 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 48 * MIB) / total)
     try:
         with Checkpointer(tmp_path) as checkpointer:
             for step in range(3):

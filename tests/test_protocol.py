@@ -3,7 +3,7 @@
 import dataclasses
 import types
 import typing
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
@@ -75,6 +75,10 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
 MESSAGES = st.one_of(*(messages_of(cls) for cls in KINDS))
 
 
+def pack(value: Any) -> bytes:
+    return cast("bytes", msgpack.packb(value))
+
+
 def raw(message: Message) -> dict[str, Any]:
     """The map that travels."""
     return msgpack.unpackb(encode(message))
@@ -126,19 +130,19 @@ def test_every_message_arrives_as_it_was_sent(cls: type[Message]):
 def test_unknown_kind_is_refused(message: Message, kind: str):
     if kind not in {cls.kind for cls in KINDS}:
         with pytest.raises(ProtocolError, match="unknown message kind"):
-            decode(msgpack.packb(raw(message) | {"kind": kind}))
+            decode(pack(raw(message) | {"kind": kind}))
 
 
 @pytest.mark.parametrize("kind", [None, 5, b"DRAIN", ["DRAIN"], {"DRAIN": 1}, True])
 def test_kind_that_is_no_text_is_refused(kind: Any):
     with pytest.raises(ProtocolError, match="unknown message kind"):
-        decode(msgpack.packb({"kind": kind, "version": protocol.VERSION, "attempt": 1}))
+        decode(pack({"kind": kind, "version": protocol.VERSION, "attempt": 1}))
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 2**63, None, "1", 1.0, True, [1]])
 def test_other_protocol_version_is_refused(version: Any):
     with pytest.raises(ProtocolError, match="protocol version"):
-        decode(msgpack.packb({"kind": "DRAIN", "version": version, "attempt": 1}))
+        decode(pack({"kind": "DRAIN", "version": version, "attempt": 1}))
 
 
 @given(MESSAGES, TEXT, st.data())
@@ -146,10 +150,10 @@ def test_surplus_or_missing_field_is_refused(message: Message, surplus: str, dat
     body = raw(message)
     if surplus not in body:
         with pytest.raises(ProtocolError, match="missing or unknown"):
-            decode(msgpack.packb(body | {surplus: 1}))
+            decode(pack(body | {surplus: 1}))
     del body[data.draw(st.sampled_from(sorted(body)))]
     with pytest.raises(ProtocolError):
-        decode(msgpack.packb(body))
+        decode(pack(body))
 
 
 WRONG = st.one_of(st.none(), st.booleans(), INT, st.floats(), TEXT, st.binary(max_size=4), st.just([[]]), st.just({}))
@@ -166,7 +170,7 @@ def test_value_of_another_type_is_refused(message: Message, wrong: Any, data: st
         return
     body[field] = wrong
     with pytest.raises(ProtocolError):
-        decode(msgpack.packb(body))
+        decode(pack(body))
 
 
 def test_nested_value_of_another_type_is_refused():
@@ -177,7 +181,7 @@ def test_nested_value_of_another_type_is_refused():
             inner = inner[key]
         inner[path[-1]] = b"?"
         with pytest.raises(ProtocolError, match=str(path[-1])):
-            decode(msgpack.packb(body))
+            decode(pack(body))
 
 
 @given(st.binary(max_size=400))
@@ -201,7 +205,7 @@ def test_damaged_message_is_refused_or_still_of_the_wire(message: Message, data:
 @given(st.recursive(WRONG, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4)))
 def test_any_other_msgpack_value_is_refused(value: Any):
     with pytest.raises(ProtocolError):
-        decode(msgpack.packb(value))
+        decode(pack(value))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +217,7 @@ def test_any_other_msgpack_value_is_refused(value: Any):
         b"\xc6\xff\xff\xff\xff",  # 4 GiB of bytes
         b"\xc7\x00\x7f",  # an extension type
         b"\x81\x01\x01",  # a key that is no text
-        msgpack.packb({"kind": "DRAIN", "version": 1, "attempt": 1}) + b"\xc0",  # something behind the message
+        pack({"kind": "DRAIN", "version": 1, "attempt": 1}) + b"\xc0",  # something behind the message
         b"",
     ],
 )
@@ -238,7 +242,7 @@ def test_name_that_could_leave_the_directory_is_refused(name: str):
     body = raw(a_save())
     body["files"][0]["name"] = name
     with pytest.raises(ProtocolError, match="no container name"):
-        decode(msgpack.packb(body))
+        decode(pack(body))
 
 
 @given(st.text(max_size=20))
@@ -265,7 +269,7 @@ def test_safe_name_is_one_path_component_that_is_not_hidden(name: str):
 )
 def test_save_that_makes_no_sense_is_refused(changes: dict[str, Any]):
     with pytest.raises(ProtocolError):
-        decode(msgpack.packb(raw(a_save()) | changes))
+        decode(pack(raw(a_save()) | changes))
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(4097, 1), (0, 1), (-4096, 1), (4096, -1)])
@@ -273,17 +277,17 @@ def test_extent_outside_the_data_area_is_refused(offset: int, nbytes: int):
     body = raw(a_save())
     body["objects"] = {"name": "objects", "offset": offset, "nbytes": nbytes}
     with pytest.raises(ProtocolError, match="not page-aligned"):
-        decode(msgpack.packb(body))
+        decode(pack(body))
 
 
 def test_two_files_of_one_name_are_refused():
     body = raw(a_save())
     body["files"] *= 2
     with pytest.raises(ProtocolError, match="same name"):
-        decode(msgpack.packb(body))
+        decode(pack(body))
 
 
 def test_whole_number_arrives_as_a_float_where_one_is_due():
-    arrived = decode(msgpack.packb(raw(a_save()) | {"created_s": 3}))
+    arrived = decode(pack(raw(a_save()) | {"created_s": 3}))
     assert isinstance(arrived, Save)
     assert type(arrived.created_s) is float

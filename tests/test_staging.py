@@ -279,27 +279,29 @@ with sidesave.Checkpointer(sys.argv[1], overlap=True) as checkpointer:
 
 
 def test_a_compiled_training_step_is_not_compiled_again_by_saves(shared: Checkpointer):
-    from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.utils import counters
 
     state = trained(torch.optim.SGD)
-    counter = CompileCounter()
 
-    @torch.compile(backend=counter)
+    @torch.compile(backend="eager")
     def train(inputs: torch.Tensor) -> None:
         state["optimizer"].zero_grad()
         state["model"](inputs).square().mean().backward()
         state["optimizer"].step()
 
-    counts: list[int] = []
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(2):
+        train(torch.randn(4, 64))
+    frames = dict(counters["frames"])
     for _ in range(6):
         expected = frozen(state)
         handle = shared.save(next(steps), state)
         train(torch.randn(4, 64))
-        counts.append(counter.frame_count)
         assert_holds(shared, handle, expected)
+    assert frames["total"] > 0
+    assert counters["frames"] == frames, "compiled again"
     torch._dynamo.reset()
-    assert counts[0] > 0
-    assert counts[2:] == [counts[1]] * 4, "compiled again"
 
 
 # What no optimizer changes ---------------------------------------------------------------------------------------
@@ -671,7 +673,8 @@ def test_a_large_state_that_is_written_while_it_is_copied_is_what_was_there(tmp_
             assert sidesave.verify(handle.committed.result()).ok
 
 
-def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is():
+@pytest.mark.parametrize("helpers", [0, 3])
+def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is(helpers: int):
     """The writer goes by what it is told: bytes below the mark are final."""
     sources = [
         torch.randint(0, 256, (nbytes,), dtype=torch.uint8) for nbytes in (30 * MIB, 5, 0, 9 * MIB + 1, 40 * MIB)
@@ -688,6 +691,7 @@ def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is():
         marks.append(done)
 
     copier = MemoryCopier()
+    copier._helpers = helpers
     copier.copy(
         [
             (target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -697,8 +701,9 @@ def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is():
     )
     copier.close()
     assert torch.equal(image, expected)
-    assert len(marks) > 5
     assert marks == sorted(set(marks))
+    if not helpers:  # others may still be at the first piece when all the rest is done
+        assert len(marks) == 19
 
 
 @pytest.mark.parametrize("overlap", [True, None])
