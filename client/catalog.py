@@ -55,6 +55,23 @@ def scan(directory: str) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.sequence)
 
 
+def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
+    """Raise ``IntegrityError`` when a directory that :func:`scan` had to leave out is of a later step than the newest.
+
+    Its place in the order of commits is not known: taking an older checkpoint then has to be the caller's decision.
+    """
+    newest = checkpoints[-1].step if checkpoints else -1
+    listed = {info.step for info in checkpoints}
+    steps = (parse_step_directory(name) for name in os.listdir(directory))
+    for step in sorted(step for step in steps if step is not None and step > newest and step not in listed):
+        try:
+            read_info(os.path.join(directory, step_directory(step)))
+        except FileNotFoundError:
+            continue
+        except IntegrityError as error:
+            raise IntegrityError(f"{error}; load(fallback=True) takes the newest that verifies") from error
+
+
 def read_info(path: str) -> CheckpointInfo:
     """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked."""
     manifest = os.path.join(path, MANIFEST)

@@ -359,6 +359,8 @@ class Checkpointer:
         self._check_open()
         checkpoints = catalog.scan(self._directory)
         wanted = [info for info in checkpoints if step is None or info.step == step]
+        if step is None and not fallback:
+            catalog.refuse_newer_damaged(self._directory, checkpoints)
         if not wanted and step is not None:
             path = os.path.join(self._directory, step_directory(step))
             if os.path.isdir(path) and not fallback:

@@ -46,10 +46,10 @@ class Job:
 class StagingCopy:
     """The copies of one save that go on after its call."""
 
-    def __init__(self, jobs: Sequence[Job], cuda: CudaCopy | None, *, validate: bool) -> None:
-        """Take the fingerprint of ``jobs``, the overlapped CPU tensors; ``cuda`` has its own."""
+    def __init__(self, jobs: Sequence[Job], *, validate: bool) -> None:
+        """Take the fingerprint of ``jobs``, the overlapped CPU tensors; ``cuda``, set later, has its own."""
         self._jobs = jobs
-        self._cuda = cuda
+        self.cuda: CudaCopy | None = None
         self._validate = validate
         self._released = threading.Event()
         self._over = threading.Event()
@@ -61,8 +61,8 @@ class StagingCopy:
         """Copy, then compare fingerprints; runs in the stager thread and leaves the outcome in ``error``."""
         try:
             with torch.no_grad():  # thread-local: without it the copies would grow an autograd graph
-                if self._cuda is not None:
-                    self._cuda.enqueue()
+                if self.cuda is not None:
+                    self.cuda.enqueue()
                 for job in self._jobs:
                     if not ownership.is_resizable(job.source):  # it was not at the call: it has lost its memory
                         job.target.copy_(job.source)
@@ -72,8 +72,8 @@ class StagingCopy:
                     if self._has_changed(job, before, version)
                 ]
                 self._released.set()
-                if self._cuda is not None:
-                    torn += self._cuda.finish()
+                if self.cuda is not None:
+                    torn += self.cuda.finish()
             if torn:
                 self.error = _torn(torn)
         except SidesaveError as error:
@@ -93,8 +93,8 @@ class StagingCopy:
                 "a copy did not finish within %g s; the optimizer goes on and that save is dropped", GUARD_TIMEOUT_S
             )
             return
-        if self._cuda is not None:
-            self._cuda.make_streams_wait()
+        if self.cuda is not None:
+            self.cuda.make_streams_wait()
 
     def join(self) -> None:
         """Wait on the host until the bytes are there."""
@@ -148,7 +148,7 @@ class Copier:
         self._memory = MemoryCopier()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._distrusted: set[int] = set()
+        self._distrusted: list[Plan] = []
         if overlap is not False:
             ownership.install()
 
@@ -165,7 +165,7 @@ class Copier:
             for tensors, targets, file in zip(flat.containers.values(), slot.targets, plan.files, strict=True)
             for (fqn, source), target, placement in zip(tensors.items(), targets, file.placements, strict=True)
         ]
-        may_overlap = not (blocking or self._overlap is False or ownership.in_guard() or id(plan) in self._distrusted)
+        may_overlap = not (blocking or self._overlap is False or ownership.in_guard() or plan in self._distrusted)
         owned = (
             ownership.owned_addresses(flat.optimizers, flat.modules)
             if may_overlap and self._wants_overlap(jobs)
@@ -183,19 +183,20 @@ class Copier:
             else:
                 captured.append(job)
         with torch.no_grad():
-            cuda = self._lanes.begin(on_cuda, owned, slot, validate=self._validate) if on_cuda else None
             self._capture(captured, slot if len(captured) == len(jobs) else None)
-        if cuda is None and not overlapped:
-            done(None)
-            return
-        copy = StagingCopy(overlapped, cuda, validate=self._validate)
+            if len(captured) == len(jobs):
+                done(None)
+                return
+            copy = StagingCopy(overlapped, validate=self._validate)
+            if on_cuda:
+                copy.cuda = self._lanes.begin(on_cuda, owned, slot, validate=self._validate)
         ownership.add_pending(copy)
 
         def run() -> None:
             copy.run()
             ownership.remove_pending(copy)
             if isinstance(copy.error, TornSnapshotError):
-                self._distrusted.add(id(plan))
+                self._distrusted.append(plan)
                 logger.warning("%s", copy.error)
             done(copy.error)
 

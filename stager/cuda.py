@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from sidesave.errors import TornSnapshotError
+from sidesave.errors import StagingError, TornSnapshotError
 from sidesave.stager import ownership
 from sidesave.stager.image import SMALL_NBYTES
 from sidesave.stager.pinning import PIECE_NBYTES
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_NBYTES: Final = 32 << 20
 SCRATCH_NBYTES: Final = 64 << 20
+_SCRATCH_TIMEOUT_S: Final = 300.0
 _NORMED: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -124,7 +125,8 @@ class CudaCopy:
             assert part.done is not None
             part.done.synchronize()
             for before, after in zip(part.before, part.after, strict=True):
-                same = cast("list[bool]", ((before == after) | (before.isnan() & after.isnan())).tolist())
+                with torch.cuda.stream(part.lane.stream):  # not the compute stream, whose queue may be long
+                    same = cast("list[bool]", ((before == after) | (before.isnan() & after.isnan())).tolist())
                 torn += [job.fqn for job, unchanged in zip(part.guarded, same, strict=True) if not unchanged]
         self._parts = []
         return torn
@@ -172,7 +174,8 @@ class _Lane:
         """Capture and pack on the current stream; the caller's thread, under ``no_grad``."""
         assert slot.image is not None and slot.arena is not None
         # The save before this one reads the scratch: wait until its copies are enqueued, then in stream order.
-        self.scratch_free.wait()
+        if not self.scratch_free.wait(_SCRATCH_TIMEOUT_S):
+            raise StagingError(f"the copies of the save before were not enqueued within {_SCRATCH_TIMEOUT_S:g} s")
         if self.scratch_read is not None:
             torch.cuda.current_stream(self.device).wait_event(self.scratch_read)
         guarded: list[Job] = []
@@ -257,8 +260,13 @@ class CudaLanes:
             if device not in self._lanes:
                 with torch.cuda.device(device):
                     self._lanes[device] = _Lane(device)
-            with torch.cuda.device(device):
-                parts.append(self._lanes[device].begin(of_device, owned, slot, validate=validate))
+            try:
+                with torch.cuda.device(device):
+                    parts.append(self._lanes[device].begin(of_device, owned, slot, validate=validate))
+            except BaseException:
+                for part in parts:
+                    part.lane.scratch_free.set()
+                raise
         return CudaCopy(parts)
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ class Slot:
             return
         assert self.arena is not None
         self.plan = None
+        self.arena.begin_generation()  # whoever still reads for an earlier save must notice
         base = self.arena.data_offset
         self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
         self.targets = []
