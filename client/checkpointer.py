@@ -44,7 +44,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_PLANS: Final = 8
 _EXIT_TIMEOUT_S: Final = 600.0
-_FOLLOW_NBYTES: Final = 64 << 20
+_FOLLOW_NBYTES: Final = 512 << 20
+"""From this size on the writer follows the copy. For 1.4 GB that made a save durable 75 ms sooner for 4 ms of the call;
+for 0.35 GB it was 11 ms for 7, and there the call counts more."""
 MAX_STEP: Final = 10**18
 
 

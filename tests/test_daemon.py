@@ -143,6 +143,20 @@ def test_two_saves_in_flight_survive_their_daemon(run: Path, orders: Orders):
     check(run, 1, 2, mib=2)
 
 
+def test_save_that_was_written_needs_no_memory_when_its_daemon_dies_before_the_commit(run: Path, orders: Orders):
+    with sidesave.Checkpointer(run, slots=1) as ckpt:
+        orders.give("hold", starting_at="os.chmod")  # in the midst of the commit
+        first = ckpt.save(1, a_state(1))
+        pid, _ = orders.obeyed()
+        first.written.result(DEADLINE_S)
+        second = ckpt.save(2, a_state(2, 9))  # in another arena: the first one has gone
+        os.kill(pid, signal.SIGKILL)
+        assert [handle.committed.result(DEADLINE_S).step for handle in (first, second)] == [1, 2]
+    assert sidesave.verify(run / "step-00000001").ok
+    shutil.rmtree(run / "step-00000001")
+    check(run, 2, mib=9)
+
+
 def test_overwriting_save_survives_its_daemon_and_so_does_what_it_replaces(run: Path, orders: Orders):
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, a_state(7)).committed.result(DEADLINE_S)

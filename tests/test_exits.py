@@ -214,6 +214,19 @@ def test_forked_child_that_lives_on_holds_neither_memory_nor_daemon(run: Path, t
     traces.check()
 
 
+def test_child_that_was_forked_behind_pythons_back_does_not_keep_the_daemon(run: Path, traces: Traces):
+    with Trainer(traces, "fork_in_c", run) as trainer:
+        [pid] = trainer.expect("ready")
+        trainer.expect("forked")
+        with pidfd_of(int(pid)) as pidfd:
+            trainer.kill()
+            await_end(pidfd)
+        [child] = traces.processes()
+        os.kill(child, signal.SIGKILL)
+    check(run, 1)
+    traces.check()
+
+
 def test_data_loader_workers_hold_nothing_and_do_not_outlive_the_trainer(run: Path, traces: Traces):
     with Trainer(traces, "load_data", run) as trainer:
         assert trainer.expect_all("held", until="trained") == []
