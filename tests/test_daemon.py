@@ -29,7 +29,7 @@ from trainers import (
 )
 
 import sidesave
-from sidesave.client import catalog, connection
+from sidesave.client import catalog, checkpointer, connection
 from sidesave.errors import (
     DaemonDiedError,
     DaemonStartError,
@@ -65,7 +65,15 @@ def daemon(ckpt: sidesave.Checkpointer) -> int:
 # Killed ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[False, True], ids=["writing after staging", "writing while staging"])
+def follow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the writer follows the copy, as it does for states too large for a quick test."""
+    monkeypatch.setattr(checkpointer, "_FOLLOW_NBYTES", 0 if request.param else 1 << 60)
+    return request.param
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("follow")
 def test_daemon_killed_at_random_moments_every_save_still_commits(run: Path, traces: Traces):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -396,11 +404,12 @@ def small(mount: Callable[..., Path], run: Path) -> Path:
 
 
 @pytest.mark.root
-def test_full_disk_fails_that_save_and_the_next_one_works_once_there_is_space(small: Path):
+def test_full_disk_fails_that_save_and_the_next_one_works_once_there_is_space(small: Path, follow: bool):
     with sidesave.Checkpointer(small) as ckpt:
         commit(ckpt, 1, 15)
         handle = ckpt.save(2, a_state(2, 15))
-        handle.staged.result(DEADLINE_S)  # training goes on
+        if not follow:
+            handle.staged.result(DEADLINE_S)
         for future in ("written", "committed"):
             error = failure(handle, future)
             assert isinstance(error, NoSpaceError)

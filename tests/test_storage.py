@@ -328,6 +328,15 @@ class TestLocalDisk(PosixConformance):
         (tmp_path / "run").mkdir()
         return tmp_path / "run"
 
+    def test_file_is_published_once_where_there_are_no_hard_links(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ):
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+        self.test_file_is_published_once(storage)
+
     def test_missing_root_is_a_typed_error(self, root: Path):
         with pytest.raises(WriteError) as caught:
             PosixStorage(f"{root}/none")

@@ -7,7 +7,8 @@
                   └─────────────┴──────> done (failed; partial bytes reclaimed)
 
 Saves are written one at a time, in the order in which they came: two at once would share the disk's bandwidth and make
-both late. Invariants, which the property tests hold:
+both late. A queued save fails, too, when storage stays stuck under the one before it. Invariants, which the property
+tests hold:
 
 * a save is answered by exactly one of COMMITTED and FAILED, and WRITTEN comes before COMMITTED;
 * at most one storage operation is under way;

@@ -393,9 +393,9 @@ class TorchCheckpointing(AsyncPeer):
     def __init__(self, directory: Path, state: TrainState) -> None:
         """Start the process in the background."""
         require("torch_checkpointing")
-        from torch_checkpointing import CheckpointManager, CheckpointWriterConfig
-        from torch_checkpointing.config import AsyncCheckpointSaverConfig
-        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+        from torch_checkpointing import CheckpointManager, CheckpointWriterConfig  # pyright: ignore[reportMissingImports]
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig  # pyright: ignore[reportMissingImports]
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # pyright: ignore[reportMissingImports]
 
         require_shared_memory(state)
         super().__init__(directory, state)
