@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +107,7 @@ class Traces:
                 finally:
                     os.close(pidfd)
         assert self.processes() == {}
-        assert [path for path in Path(self.folder).iterdir() if path.name != "torchinductor_root"] == []
+        assert [path for path in Path(self.folder).iterdir() if not path.name.startswith("torchinductor_")] == []
 
     def close(self) -> None:
         for pid in self.processes():
@@ -148,7 +150,7 @@ class Orders:
         os.mkfifo(folder / "release")
         self._reports = os.open(folder / "reports", os.O_RDWR | os.O_NONBLOCK)
         environment(_ORDERS, str(folder))
-        environment("PYTHONPATH", f"{folder}:{ROOT}")
+        environment("PYTHONPATH", f"{folder}:{_python_path()}")
 
     def give(self, what: str, *, after: int = 0, starting_at: str = "os.mkdir", keep: bool = False) -> None:
         """The next daemon that comes to an operation ``starting_at`` goes on for ``after`` more of any kind.
@@ -371,6 +373,28 @@ def save_and_wait(run: str, step: str, mib: str = "1") -> None:
     ckpt.save(int(step), a_state(int(step), float(mib))).staged.result()
     say("staged")
     wait_to_go_on()
+
+
+def hold_while_staging(run: str) -> None:
+    """Says when the copy of a state has begun that is written while it is copied, and gets no further."""
+    import sidesave
+    from sidesave.client import checkpointer
+
+    checkpointer._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+    ckpt = sidesave.Checkpointer(run)
+    state = a_state(5, 40)
+    ckpt.prepare(state).result()
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith("stager/memcopy.py"):
+            say("copying")
+            wait_to_go_on()
+
+    say("ready", ckpt.daemon_pid)
+    wait_to_go_on()
+    sys.setprofile(look)
+    ckpt.save(5, state)
+    say("staged")
 
 
 def die_while_starting(run: str, delay_s: str) -> None:
