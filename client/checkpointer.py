@@ -30,6 +30,7 @@ from sidesave.errors import (
     InvalidArgumentError,
     SidesaveError,
     StagingError,
+    UnsupportedValueError,
     write_error,
 )
 from sidesave.stager import ownership, tree
@@ -115,8 +116,9 @@ class Checkpointer:
         self._allow_pickle = allow_pickle
         self._session = secrets.token_hex(8)
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._call = threading.RLock()
+        self._saving: int | None = None  # the thread inside save()
         self._plans: dict[Structure, Plan] = {}
         self._closed = False
         config = DaemonConfig(
@@ -180,15 +182,21 @@ class Checkpointer:
         self._check_open()
         self._saves.raise_failure()
         _check_step(step)
+        self._refuse_reentry("save")
         with self._call:
-            replace = self._may_replace(step, overwrite)
-            flat = tree.flatten(state, allow_pickle=self._allow_pickle)
-            slot = self._pool.try_acquire()
-            if slot is None and self._on_busy == "skip":
-                return SaveHandle(step, skipped=True)
-            slot = slot or self._pool.acquire(self._busy_timeout_s)
-            handle = SaveHandle(step)
-            self._stage(step, flat, slot, handle, replace=replace, blocking=blocking)
+            self._saving = threading.get_ident()
+            try:
+                self._check_open()  # again: close() may have come first
+                replace = self._may_replace(step, overwrite)
+                flat = tree.flatten(state, allow_pickle=self._allow_pickle)
+                slot = self._pool.try_acquire()
+                if slot is None and self._on_busy == "skip":
+                    return SaveHandle(step, skipped=True)
+                slot = slot or self._pool.acquire(self._busy_timeout_s)
+                handle = SaveHandle(step)
+                self._stage(step, flat, slot, handle, replace=replace, blocking=blocking)
+            finally:
+                self._saving = None
         if blocking:
             try:
                 handle.committed.result()
@@ -200,53 +208,29 @@ class Checkpointer:
     def _stage(
         self, step: int, flat: tree.FlatState, slot: Slot, handle: SaveHandle, *, replace: bool, blocking: bool
     ) -> None:
-        created_s = time.time()
         try:
             plan = self._plan(flat)
             self._pool.fit(slot, plan, len(flat.objects), pin=_has_cuda(flat))
+            arena = slot.arena
+            assert arena is not None
+            slot.write_objects(flat.objects)
+            save = self._describe(step, flat, plan, slot, replace=replace)
+            descriptor = protocol.encode(save)
+            if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
+                raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
+            handle._nbytes_total = sum(file.nbytes for file in plan.files) + len(flat.objects)
+            entry = self._saves.add(save, handle, slot)
         except BaseException:
             self._pool.release(slot)
             raise
-        arena = slot.arena
-        assert arena is not None
-        generation = arena.begin_generation()
-        slot.write_objects(flat.objects)
-        handle._nbytes_total = sum(file.nbytes for file in plan.files) + len(flat.objects)
-        with self._lock:
-            self._sequence += 1
-            save = Save(
-                attempt=1,
-                save_id=next(self._ids),
-                arena=slot.arena_id,
-                generation=generation,
-                step=step,
-                session=self._session,
-                sequence=self._sequence,
-                rank=0,
-                world_size=1,
-                files=tuple(
-                    Extent(name=file.container, offset=arena.data_offset + file.offset, nbytes=file.nbytes)
-                    for file in plan.files
-                ),
-                objects=Extent(
-                    name=tree.OBJECTS, offset=arena.data_offset + plan.objects_offset, nbytes=len(flat.objects)
-                ),
-                parent=None if self._parent is None else Parent(step=self._parent[0], session=self._parent[1]),
-                replace=replace,
-                pickled=flat.pickled,
-                created_s=created_s,
-                torch_version=str(torch.__version__),
-                retry=False,
-            )
-        entry = self._saves.add(save, handle, slot)
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
         follow = plan.nbytes >= _FOLLOW_NBYTES and self._copier.captures_all(flat)
 
         def staged(error: SidesaveError | None) -> None:
             if error is None:
-                arena.mark_staged(protocol.encode(save))  # from here on the save survives this process
+                arena.mark_staged(descriptor)  # from here on the save survives this process
             if not self._saves.filled(entry):
-                return  # storage had refused before all was copied
+                return  # storage refused before all was copied
             if error is not None:
                 self._saves.fail(entry, error)
                 return
@@ -254,15 +238,51 @@ class Checkpointer:
             if not follow:
                 self._connection.submit(save)
 
-        if follow:
-            self._connection.submit(save)
         try:
+            if follow:
+                self._connection.submit(save)
             self._copier.copy(flat, plan, slot, staged, blocking=blocking)
         except BaseException as error:
             arena.begin_generation()  # a writer that follows gives up
             if self._saves.filled(entry):
                 self._saves.fail(entry, StagingError(f"copying the state failed: {error}"), report=False)
             raise
+
+    def _describe(self, step: int, flat: tree.FlatState, plan: Plan, slot: Slot, *, replace: bool) -> Save:
+        """The SAVE message of what is about to be staged in ``slot``, whose memory it declares unfinished."""
+        arena = slot.arena
+        assert arena is not None
+        base = arena.data_offset
+        with self._lock:
+            self._sequence += 1
+            return Save(
+                attempt=1,
+                save_id=next(self._ids),
+                arena=slot.arena_id,
+                generation=arena.begin_generation(),
+                step=step,
+                session=self._session,
+                sequence=self._sequence,
+                rank=0,
+                world_size=1,
+                files=tuple(
+                    Extent(name=file.container, offset=base + file.offset, nbytes=file.nbytes) for file in plan.files
+                ),
+                objects=Extent(name=tree.OBJECTS, offset=base + plan.objects_offset, nbytes=len(flat.objects)),
+                parent=None if self._parent is None else Parent(step=self._parent[0], session=self._parent[1]),
+                replace=replace,
+                pickled=flat.pickled,
+                created_s=time.time(),
+                torch_version=str(torch.__version__),
+                retry=False,
+            )
+
+    def _refuse_reentry(self, what: str) -> None:
+        if self._saving == threading.get_ident():
+            raise StagingError(
+                f"{what}() was called inside this thread's save(), by a signal handler for instance; "
+                "set a flag there and call it from the training loop"
+            )
 
     def _plan(self, flat: tree.FlatState) -> Plan:
         structure = structure_of(flat.containers)
@@ -334,6 +354,7 @@ class Checkpointer:
             WriteStalledError: ``timeout_s`` seconds passed first.
         """
         self._check_process()
+        self._refuse_reentry("wait")
         self._saves.wait(timeout_s)
         self._saves.raise_failure()
 
@@ -419,7 +440,8 @@ class Checkpointer:
 
     def _on_committed(self, info: CheckpointInfo) -> None:
         with self._lock:
-            self._lineage.add(info.step)
+            if info.parent == self._parent:  # else it was called before a load() that went back behind it
+                self._lineage.add(info.step)
             self._on_disk.add(info.step)
 
     # The end ---------------------------------------------------------------------------------------------------
@@ -432,9 +454,12 @@ class Checkpointer:
         """
         if self._pid != os.getpid() or self._closed:
             return
+        self._refuse_reentry("close")
         self._closed = True
         patience_s = 0.0
         try:
+            if self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s):
+                self._call.release()  # no save() is at work in another thread, and none will begin
             self._copier.close()
             self._saves.wait(timeout_s)
             patience_s = 10.0

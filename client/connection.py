@@ -81,7 +81,7 @@ class Connection:
         self._config = config
         self._on_message = on_message
         self._on_lost = on_lost
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
         self._outstanding: dict[int, _Outstanding] = {}
         self._to_send: queue.SimpleQueue[Save] = queue.SimpleQueue()
@@ -148,7 +148,7 @@ class Connection:
                 self._forget()
 
     def _wake_up(self) -> None:
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError, ValueError):  # closed
             os.eventfd_write(self._wake, 1)
 
     def _forget(self) -> None:

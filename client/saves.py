@@ -31,6 +31,8 @@ class SaveInFlight:
     slot: Slot | None
     filling: bool = True
     released: bool = False
+    failed: bool = False
+    abandoned: bool = False
 
 
 class SavesInFlight:
@@ -76,13 +78,13 @@ class SavesInFlight:
     # Outcomes --------------------------------------------------------------------------------------------------
 
     def filled(self, entry: SaveInFlight) -> bool:
-        """The trainer's copy is over, well or not; False when the save had failed before."""
+        """The trainer's copy is over, well or not; False when the save has failed meanwhile."""
         with self._changed:
             entry.filling = False
-            failed_before = entry.released
-        if failed_before:
+            released = entry.released
+        if released:  # it failed, or all is written already
             self._release(entry)
-        return not failed_before
+        return not entry.failed
 
     def receive(self, message: Message) -> None:
         """A message of the daemon; one about a save that is not in flight is ignored."""
@@ -131,6 +133,7 @@ class SavesInFlight:
         with self._changed:
             if entry.save.save_id not in self._entries:
                 return
+            entry.failed = True
             if report and not self._warn_only:
                 self._failures.append(error)
         self._release(entry)
@@ -148,6 +151,7 @@ class SavesInFlight:
         with self._changed:
             entries = list(self._entries.values())
         for entry in entries:
+            entry.abandoned = True
             text = (
                 f"the checkpointer was closed before step {entry.save.step} was committed; its daemon may still do so"
             )
@@ -160,6 +164,8 @@ class SavesInFlight:
             if not entry.filling:
                 slot, entry.slot = entry.slot, None
         if slot is not None:
+            if not entry.abandoned:
+                slot.void()
             self._release_slot(slot)
 
     def _forget(self, entry: SaveInFlight) -> None:

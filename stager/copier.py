@@ -171,6 +171,22 @@ class Copier:
             if may_overlap and self._wants_overlap(jobs)
             else set[int]()
         )
+        try:
+            self._start(jobs, owned, plan, slot, done, blocking=blocking)
+        except BaseException:
+            self._lanes.settle()  # no device may still be writing into a slot that is given back
+            raise
+
+    def _start(
+        self,
+        jobs: list[Job],
+        owned: set[int],
+        plan: Plan,
+        slot: Slot,
+        done: Callable[[SidesaveError | None], None],
+        *,
+        blocking: bool,
+    ) -> None:
         captured: list[Job] = []
         overlapped: list[Job] = []
         on_cuda: list[Job] = []

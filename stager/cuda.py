@@ -269,6 +269,12 @@ class CudaLanes:
                 raise
         return CudaCopy(parts)
 
+    def settle(self) -> None:
+        """Wait on the host until nothing is being copied, after a save that went wrong in the middle."""
+        for lane in self._lanes.values():
+            lane.scratch_free.set()
+            lane.stream.synchronize()
+
     def close(self) -> None:
         """Drop streams and scratch; no copy may be under way."""
         self._lanes.clear()

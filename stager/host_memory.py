@@ -160,10 +160,17 @@ def populate(arena: Arena, cpus: frozenset[int] | None = None) -> None:
             threading.Thread(target=work, name="sidesave-populate", daemon=True)
             for _ in range(min(len(chosen), 8, 1 + arena.nbytes // _PIECE_NBYTES))
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: the arena is about to be unmapped, so nobody may still be at it
+            failures.append(error)
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join()
+            raise
     if failures:
         raise failures[0]
 

@@ -6,6 +6,7 @@ evenly and waits for the slowest part, which was seen to take 50 times as long o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -41,24 +42,27 @@ class MemoryCopier:
         """
         regions = sorted(regions)
         pieces = _Pieces(regions, on_prefix)
-        if sum(nbytes for _, _, nbytes in regions) < 2 * PIECE_NBYTES or not self._helpers:
+        helpers = self._helpers if sum(nbytes for _, _, nbytes in regions) >= 2 * PIECE_NBYTES else 0
+        try:
+            for _ in range(helpers):
+                self._submit(pieces.work)
             pieces.work()
-            return
+        finally:
+            pieces.stop()  # also when Ctrl-C comes in between: no thread may write to the target after this returns
+
+    def _submit(self, work: Callable[[], None]) -> None:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sidesave-copy")
-        helpers = [self._pool.submit(pieces.work) for _ in range(self._helpers)]
-        pieces.work()
-        for helper in helpers:
-            if not helper.cancel():  # one that has not begun has nothing left to do
-                helper.result()
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending: the caller copies alone
+                self._pool.submit(work)
 
     def close(self) -> None:
         """Stop the helpers; idempotent."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
-            pool.shutdown(wait=False)
+            pool.shutdown(wait=True)
 
 
 class _Pieces:
@@ -67,9 +71,10 @@ class _Pieces:
     def __init__(self, regions: list[Region], on_prefix: Callable[[int], None] | None) -> None:
         self._pieces = self._cut(regions)
         self._on_prefix = on_prefix
-        self._lock = threading.Lock()
-        self._under_way: dict[int, None] = {}  # targets, ascending
+        self._changed = threading.Condition()
+        self._under_way: dict[int, int] = {}  # target address, ascending, to thread
         self._told = 0
+        self._stopped = False
 
     @staticmethod
     def _cut(regions: list[Region]) -> Iterator[Region]:
@@ -79,19 +84,40 @@ class _Pieces:
 
     def work(self) -> None:
         """Copy pieces until none is left."""
-        finished = 0
-        while (piece := self._take(finished)) is not None:
-            _memmove(*piece)
-            finished = piece[0]
+        while (piece := self._take()) is not None:
+            try:
+                _memmove(*piece)
+            finally:
+                self._finish(piece)
 
-    def _take(self, finished: int) -> Region | None:
-        with self._lock:
-            self._under_way.pop(finished, None)
-            piece = next(self._pieces, None)
+    def stop(self) -> None:
+        """Hand out no more and wait for the other threads' pieces, milliseconds; a second Ctrl-C waits as well."""
+        me = threading.get_ident()
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._stopped = True
+                    while any(thread != me for thread in self._under_way.values()):
+                        self._changed.wait()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _take(self) -> Region | None:
+        with self._changed:
+            piece = None if self._stopped else next(self._pieces, None)
             if piece is not None:
-                self._under_way[piece[0]] = None
+                self._under_way[piece[0]] = threading.get_ident()
                 first = next(iter(self._under_way))
                 if self._on_prefix is not None and first - self._told >= PIECE_NBYTES:
                     self._told = first
                     self._on_prefix(first)
             return piece
+
+    def _finish(self, piece: Region) -> None:
+        with self._changed:
+            del self._under_way[piece[0]]
+            self._changed.notify_all()

@@ -70,6 +70,11 @@ class Slot:
         assert self.arena is not None and self.plan is not None
         self.arena.view(self.arena.data_offset + self.plan.objects_offset, len(objects))[:] = objects
 
+    def void(self) -> None:
+        """What is staged here is done with: a daemon that outlives its trainer must not take it up once more."""
+        if self.arena is not None:
+            self.arena.begin_generation()
+
     def unmap(self) -> None:
         """Give the memory back; no copy and no write may be under way."""
         self.plan, self.image, self.targets = None, None, []
@@ -122,8 +127,6 @@ class SlotPool:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                if self._closed:
-                    raise ClosedError("the checkpointer was closed while a save waited for a staging slot")
                 slot = self._take()
                 if slot is not None:
                     return slot
@@ -134,6 +137,8 @@ class SlotPool:
                 self._changed.wait(left)
 
     def _take(self) -> Slot | None:
+        if self._closed:
+            raise ClosedError("the checkpointer was closed meanwhile")
         free = [slot for slot in self._slots if not slot.busy]
         if not free:
             return None

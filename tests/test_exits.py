@@ -551,3 +551,67 @@ def test_busy_pool_makes_a_save_wait_up_to_its_deadline(run: Path, orders: Order
         first.committed.result(DEADLINE_S)
         ckpt.save(2, a_state(2))
     check(run, 1, 2)
+
+
+def test_interrupted_save_leaves_nothing_that_writes_into_the_next_one(tmp_path: Path) -> None:
+    """Ctrl-C in the middle of the copy, then the usual last save into the same slot."""
+    large = {"w": [torch.rand(1 << 22) for _ in range(24)]}
+    small = {"w": torch.arange(1 << 20, dtype=torch.float32)}
+    with sidesave.Checkpointer(tmp_path, slots=1) as checkpointer:
+        checkpointer.prepare(large).result()
+        for attempt in range(10):
+            timer = threading.Timer(0.002 * (1 + attempt), signal.raise_signal, [signal.SIGINT])
+            try:
+                timer.start()
+                checkpointer.save(2 * attempt, large)
+                timer.join()
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                timer.cancel()
+            info = checkpointer.save(2 * attempt + 1, small).committed.result(60)
+            assert sidesave.verify(info).ok
+            assert torch.equal(sidesave.load(info)["w"], small["w"])
+
+
+def test_wait_from_a_signal_handler_inside_save_is_refused_at_once(tmp_path: Path) -> None:
+    class Item:
+        def state_dict(self) -> dict[str, int]:
+            signal.raise_signal(signal.SIGUSR1)
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    raised: list[BaseException] = []
+
+    def handler(number: int, frame: object) -> None:
+        for call in (checkpointer.wait, checkpointer.close, lambda: checkpointer.save(9, {})):
+            try:
+                call()
+            except sidesave.StagingError as error:
+                raised.append(error)
+
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            checkpointer.save(1, {"item": Item()}).committed.result(60)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        assert len(raised) == 3
+        assert "set a flag" in str(raised[0])
+
+
+def test_commit_that_ends_after_going_back_is_no_obstacle(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4)}
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(50, state, blocking=True)
+        pid = checkpointer.daemon_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        abandoned = checkpointer.save(100, state)
+        checkpointer.load(50)
+        os.kill(pid, signal.SIGCONT)
+        abandoned.committed.result(60)
+        again = checkpointer.save(100, state).committed.result(60)
+        assert again.parent is not None
+        assert again.parent[0] == 50
+        assert checkpointer.latest_step() == 100

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0
 _BOOT_TIMEOUT_S: Final = 30.0
+_RECLAIM_TIMEOUT_S: Final = 10.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -84,6 +85,9 @@ class Server:
         self._worker = _Worker(storage, lease, Writer(storage, name, self._abandoned), name, self._post)
         threading.Thread(target=self._execute, name="sidesave-storage", daemon=True).start()
         self._loop()
+        idle = threading.Event()
+        self._work.put(idle.set)
+        idle.wait(_RECLAIM_TIMEOUT_S)  # what a failed save left is still being removed
         self._linger()
         lease.release()
         return 0
