@@ -77,16 +77,27 @@ class _Pieces:
         self._stopped = False
 
     @staticmethod
-    def _cut(regions: list[Region]) -> Iterator[Region]:
+    def _cut(regions: list[Region]) -> Iterator[list[Region]]:
+        """Cut large regions, and put small ones together: taking a piece costs as much as copying 50 KB."""
+        piece: list[Region] = []
+        room = PIECE_NBYTES
         for target, source, nbytes in regions:
             for offset in range(0, nbytes, PIECE_NBYTES):
-                yield target + offset, source + offset, min(PIECE_NBYTES, nbytes - offset)
+                part = min(PIECE_NBYTES, nbytes - offset)
+                piece.append((target + offset, source + offset, part))
+                room -= part
+                if room <= 0:
+                    yield piece
+                    piece, room = [], PIECE_NBYTES
+        if piece:
+            yield piece
 
     def work(self) -> None:
         """Copy pieces until none is left."""
         while (piece := self._take()) is not None:
             try:
-                _memmove(*piece)
+                for target, source, nbytes in piece:
+                    _memmove(target, source, nbytes)
             finally:
                 self._finish(piece)
 
@@ -106,18 +117,18 @@ class _Pieces:
         if interrupt is not None:
             raise interrupt
 
-    def _take(self) -> Region | None:
+    def _take(self) -> list[Region] | None:
         with self._changed:
             piece = None if self._stopped else next(self._pieces, None)
             if piece is not None:
-                self._under_way[piece[0]] = threading.get_ident()
+                self._under_way[piece[0][0]] = threading.get_ident()
                 first = next(iter(self._under_way))
                 if self._on_prefix is not None and first - self._told >= PIECE_NBYTES:
                     self._told = first
                     self._on_prefix(first)
             return piece
 
-    def _finish(self, piece: Region) -> None:
+    def _finish(self, piece: list[Region]) -> None:
         with self._changed:
-            del self._under_way[piece[0]]
+            del self._under_way[piece[0][0]]
             self._changed.notify_all()

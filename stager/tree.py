@@ -118,7 +118,7 @@ class _Flattener:
         self._by_address: dict[int, list[tuple[torch.Tensor, Any]]] = {}
 
     def encode(self, value: Any, fqn: str, depth: int) -> Any:
-        kind = cast("Any", type(value))
+        kind = value.__class__
         if kind is torch.Tensor or kind is nn.Parameter:
             return self._tensor(value, fqn)
         if kind in PRIMITIVES:
