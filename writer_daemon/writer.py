@@ -32,8 +32,8 @@ from sidesave.writer_daemon.storage import OutputFile, Storage
 CHUNK_NBYTES: Final = 16 << 20
 _FOLLOW_POLL_S: Final = 0.0005
 _FOLLOW_FROM: Final = 2
-"""Writing begins when 1 / this of the state is copied. For 1.4 GB, starting at once made the call 84 ms long and the save
-durable in 379-405 ms; from the half on 79 and 401-430; after all of it 73 and 420-453. A memory copy took 65."""
+"""Writing begins when 1 / this of the state is copied. For 1.4 GB, starting at once made the call 84 ms long and the
+save durable in 379-405 ms; from the half on 79 and 401-430; after all of it 73 and 420-453. A memory copy took 65."""
 IN_FLIGHT: Final = 4
 """Chunks written at the same time: 1 reached 2.0-2.3 GB/s on an ext4 virtual disk, 4 reached 2.3-3.0."""
 
