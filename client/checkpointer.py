@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -302,7 +303,7 @@ class Checkpointer:
                 return True
             if step in self._lineage or pending:
                 raise CheckpointExistsError(
-                    17,
+                    errno.EEXIST,
                     f"step {step} is already saved or being saved; save another step, or pass overwrite=True",
                     os.path.join(self._directory, step_directory(step)),
                 )
@@ -390,7 +391,7 @@ class Checkpointer:
                 catalog.read_info(path)  # which says what is wrong with its manifest
             wanted = [info for info in checkpoints if fallback and info.step < step and os.path.isdir(path)]
         if not wanted:
-            raise CheckpointNotFoundError(2, _not_found(step, checkpoints), self._directory)
+            raise CheckpointNotFoundError(errno.ENOENT, _not_found(step, checkpoints), self._directory)
         candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
         for info in candidates if fallback else candidates[:1]:
             try:
@@ -587,4 +588,4 @@ def _make_directory(path: str) -> None:
     except OSError as error:
         raise write_error(error, "cannot create the run directory", path) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise write_error(PermissionError(13, ""), "cannot write to the run directory", path)
+        raise write_error(PermissionError(errno.EACCES, ""), "cannot write to the run directory", path)

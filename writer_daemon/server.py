@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import queue
@@ -151,7 +152,7 @@ class Server:
         save = self._jobs.active
         if save is not None and now - self._last_progress > self._boot.stall_timeout_s:
             message = f"no byte of step {save.step} has moved for {self._boot.stall_timeout_s:g} s"
-            error = WriteStalledError(110, message, self._boot.directory)
+            error = WriteStalledError(errno.ETIMEDOUT, message, self._boot.directory)
             self._handle(jobs.Stalled(_failed(self._boot.attempt, save.save_id, error)))
 
     # What comes in ---------------------------------------------------------------------------------------------
@@ -221,9 +222,7 @@ class Server:
             case protocol.Attach(arena=number), [fd]:
                 self._arenas[number] = Arena.attach(fd)
             case protocol.Detach(arena=number), []:
-                arena = self._arenas.pop(number, None)
-                if arena is not None:  # a write under way keeps it; the mapping goes with the last reference
-                    del arena
+                self._arenas.pop(number, None)  # unmapped with the last reference: a write under way keeps its own
             case _:
                 for fd in fds:
                     os.close(fd)

@@ -66,11 +66,6 @@ class Writer:
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="sidesave-write")
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="sidesave-digest")
 
-    def close(self) -> None:
-        """Stop the threads; a write stuck in the kernel is not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._digester.shutdown(wait=False, cancel_futures=True)
-
     def write(self, save: Save, arena: Arena, on_progress: Callable[[int, int], None]) -> RankRecord:
         """Make the save's files and record durable under their final names; blocking.
 
@@ -84,10 +79,8 @@ class Writer:
             ProtocolError: The memory does not hold what SAVE says.
         """
         directory = manifest.hidden_directory(save.step, save.session, "partial")
-        if not save.retry and not self._storage.make_directory(directory, 0o700):
+        if not self._storage.make_directory(directory, 0o700) and not save.retry:
             self._storage.remove_tree(directory)  # left by a failed save of the same step
-            self._storage.make_directory(directory, 0o700)
-        elif save.retry:
             self._storage.make_directory(directory, 0o700)
         _check_generation(save, arena)
         images = [self._plan(save, arena, directory, extent) for extent in save.files]
