@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import fnmatch
 import json
 import logging
@@ -93,7 +94,7 @@ def _error_text(error: BaseException) -> str:
 def _directory(path: str) -> Path:
     found = Path(path_text(path))
     if not found.is_dir():
-        raise CheckpointNotFoundError(2, "there is no such directory", str(found))
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no such directory", str(found))
     directory = found.resolve()
     hidden = parse_hidden_directory(directory.name)
     if hidden is not None and hidden[2] != "replaced":

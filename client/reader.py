@@ -88,7 +88,7 @@ class CheckpointReader:
             FormatVersionError: It was written in a newer format.
         """
         if not os.path.isdir(path):
-            raise CheckpointNotFoundError(2, "there is no checkpoint", path)
+            raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
         self.path = path
         self._storage = PosixStorage(os.path.dirname(path) or "/")
         try:
@@ -332,5 +332,5 @@ def open_checkpoint(path: str) -> CheckpointReader:
             raise InvalidArgumentError(
                 f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
             )
-        raise CheckpointNotFoundError(2, "there is no checkpoint", path)
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
     return CheckpointReader(path)

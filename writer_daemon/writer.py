@@ -66,6 +66,11 @@ class Writer:
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="sidesave-write")
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="sidesave-digest")
 
+    def close(self) -> None:
+        """Stop the threads; a write stuck in the kernel is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._digester.shutdown(wait=False, cancel_futures=True)
+
     def write(self, save: Save, arena: Arena, on_progress: Callable[[int, int], None]) -> RankRecord:
         """Make the save's files and record durable under their final names; blocking.
 
