@@ -7,12 +7,12 @@ request. CUDA tensors go through :mod:`sidesave.stager.cuda`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 import xxhash
@@ -22,7 +22,7 @@ from sidesave.stager import ownership
 from sidesave.stager.cuda import CudaCopy, CudaLanes
 from sidesave.stager.image import Plan
 from sidesave.stager.memcopy import MemoryCopier, Region
-from sidesave.stager.pool import Slot
+from sidesave.stager.pool import Slot, Target
 from sidesave.stager.tree import FlatState
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,12 @@ SAMPLES: Final = 32
 """Elements of each overlapped CPU tensor that the fingerprint looks at."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One tensor to copy: byte-equal ``source`` and ``target``, and the target's offset in the arena's data."""
+class Job(NamedTuple):
+    """One tensor to copy that needs more than its bytes moved here and now: byte-equal ``source`` and ``target``."""
 
     fqn: str
     source: torch.Tensor
-    target: torch.Tensor
-    offset: int
+    target: Target
 
 
 class StagingCopy:
@@ -65,7 +63,7 @@ class StagingCopy:
                     self.cuda.enqueue()
                 for job in self._jobs:
                     if not ownership.is_resizable(job.source):  # it was not at the call: it has lost its memory
-                        job.target.copy_(job.source)
+                        job.target.view.copy_(job.source)
                 torn = [
                     job.fqn
                     for job, before, version in zip(self._jobs, self._before, self._versions, strict=True)
@@ -109,7 +107,7 @@ class StagingCopy:
             ownership.is_resizable(job.source)
             or job.source._version != version
             or self._fingerprint(job.source) != before
-            or self._fingerprint(job.target) != before
+            or self._fingerprint(job.target.view) != before
         )
 
     def _fingerprint(self, tensor: torch.Tensor) -> bytes:
@@ -137,6 +135,11 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes in memory are those to be saved."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 class Copier:
     """Starts the copies of saves; owns the stager thread, which begins with the first copy that needs it."""
 
@@ -160,11 +163,15 @@ class Copier:
         ``done`` is called exactly once, with the error if there is one: before this returns where everything was
         captured, else from the stager thread.
         """
-        jobs = [
-            Job(fqn, source, target, file.offset + placement.offset)
-            for tensors, targets, file in zip(flat.containers.values(), slot.targets, plan.files, strict=True)
-            for (fqn, source), target, placement in zip(tensors.items(), targets, file.placements, strict=True)
-        ]
+        regions: list[Region] = []
+        jobs: list[Job] = []
+        named = itertools.chain.from_iterable(tensors.items() for tensors in flat.containers.values())
+        at_once = not self._overlap
+        for (fqn, source), target in zip(named, slot.targets, strict=True):
+            if at_once and source.is_cpu and _is_plain(source):
+                regions.append((target.address, source.data_ptr(), target.nbytes))
+            else:
+                jobs.append(Job(fqn, source, target))
         may_overlap = not (blocking or self._overlap is False or ownership.in_guard() or plan in self._distrusted)
         owned = (
             ownership.owned_addresses(flat.optimizers, flat.modules)
@@ -172,13 +179,14 @@ class Copier:
             else set[int]()
         )
         try:
-            self._start(jobs, owned, plan, slot, done, blocking=blocking)
+            self._start(regions, jobs, owned, plan, slot, done, blocking=blocking)
         except BaseException:
             self._lanes.settle()  # no device may still be writing into a slot that is given back
             raise
 
     def _start(
         self,
+        regions: list[Region],
         jobs: list[Job],
         owned: set[int],
         plan: Plan,
@@ -187,22 +195,27 @@ class Copier:
         *,
         blocking: bool,
     ) -> None:
-        captured: list[Job] = []
         overlapped: list[Job] = []
         on_cuda: list[Job] = []
         for job in jobs:
-            device = job.source.device.type
-            if device == "cuda":
+            source = job.source
+            if source.is_cuda:
                 on_cuda.append(job)
-            elif device == "cpu" and self._overlap and self._may_run_beside(job, owned):
-                overlapped.append(Job(job.fqn, job.source.detach(), job.target, job.offset))
-            else:
-                captured.append(job)
+            elif source.is_cpu and self._overlap and self._may_run_beside(source, owned):
+                overlapped.append(job._replace(source=source.detach()))
+            elif source.is_cpu and _is_plain(source):
+                regions.append((job.target.address, source.data_ptr(), job.target.nbytes))
+            else:  # to be gathered, resolved, or fetched from another kind of device
+                with torch.no_grad():
+                    job.target.view.copy_(source)
+        later = bool(overlapped or on_cuda)
+        # Where this is all there is to copy, the arena tells its reader how far it is.
+        arena = None if later else slot.arena
+        self._memory.copy(regions, None if arena is None else lambda address: arena.advance(address - arena.address))
+        if not later:
+            done(None)
+            return
         with torch.no_grad():
-            self._capture(captured, slot if len(captured) == len(jobs) else None)
-            if len(captured) == len(jobs):
-                done(None)
-                return
             copy = StagingCopy(overlapped, validate=self._validate)
             if on_cuda:
                 copy.cuda = self._lanes.begin(on_cuda, owned, slot, validate=self._validate)
@@ -221,37 +234,21 @@ class Copier:
         else:
             self._submit(run)
 
-    def _capture(self, jobs: list[Job], whole: Slot | None) -> None:
-        """Copy now, blocking: plain host memory by all cores, what has to be gathered or resolved through torch.
-
-        Where this is all there is to copy, the ``whole`` slot's arena tells its reader how far it is.
-        """
-        regions: list[Region] = []
-        for job in jobs:
-            source = job.source
-            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-                regions.append((job.target.data_ptr(), source.data_ptr(), source.nbytes))
-            else:
-                job.target.copy_(source)
-        arena = None if whole is None else whole.arena
-        self._memory.copy(regions, None if arena is None else lambda address: arena.advance(address - arena.address))
-
     def captures_all(self, flat: FlatState) -> bool:
         """Whether everything will be captured at the call, so that the writer can follow the copy."""
         return not self._overlap and all(
-            tensor.device.type == "cpu" for tensors in flat.containers.values() for tensor in tensors.values()
+            tensor.is_cpu for tensors in flat.containers.values() for tensor in tensors.values()
         )
 
     def _wants_overlap(self, jobs: list[Job]) -> bool:
-        return bool(self._overlap) or any(job.source.device.type == "cuda" for job in jobs)
+        return bool(self._overlap) or any(job.source.is_cuda for job in jobs)
 
     @staticmethod
-    def _may_run_beside(job: Job, owned: set[int]) -> bool:
-        source = job.source
+    def _may_run_beside(source: torch.Tensor, owned: set[int]) -> bool:
         return (
             source.data_ptr() in owned
-            and source.is_contiguous()
-            and not (source.is_conj() or source.is_neg() or source.is_shared() or ownership.is_resizable(source))
+            and _is_plain(source)
+            and not (source.is_shared() or ownership.is_resizable(source))
         )
 
     def _submit(self, run: Callable[[], None]) -> None:

@@ -9,7 +9,6 @@ short ``.item()`` behind it waits for at most one chunk.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import threading
@@ -102,7 +101,7 @@ class CudaCopy:
                     for job in part.guarded:
                         if not job.source.untyped_storage().nbytes():
                             raise TornSnapshotError(f"changed while being copied: {job.fqn}, whose memory was freed")
-                        part.target.copy_from(_bytes_of(job.source), job.offset)
+                        part.target.copy_from(_bytes_of(job.source), job.target.offset)
                     part.after = _fingerprint(part.guarded, validate=part.validate)
                     part.done = torch.cuda.Event(blocking=True)
                     part.done.record(lane.stream)
@@ -182,16 +181,16 @@ class _Lane:
         packed: list[Job] = []
         now: list[Job] = []
         room = self.scratch.numel()
-        for job in sorted(jobs, key=lambda job: job.offset):
-            nbytes = job.target.numel() * job.target.element_size()
-            plain = job.source.is_contiguous() and not (job.source.is_conj() or job.source.is_neg())
-            safe = plain and job.source.dtype in _NORMED and job.source.data_ptr() in owned
+        for job in sorted(jobs, key=lambda job: job.target.offset):
+            source, nbytes = job.source, job.target.nbytes
+            plain = source.is_contiguous() and not (source.is_conj() or source.is_neg())
+            safe = plain and source.dtype in _NORMED and source.data_ptr() in owned
             small = nbytes < SMALL_NBYTES
             if nbytes == 0:
                 continue
             if safe and not small:
                 # An alias keeps the memory where `p.data = new` would let it go.
-                guarded.append(dataclasses.replace(job, source=job.source.detach()))
+                guarded.append(job._replace(source=source.detach()))
             elif nbytes + 16 <= room:
                 packed.append(job)
                 room -= nbytes + 16  # at most that much is lost to alignment
@@ -216,17 +215,16 @@ class _Lane:
         by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         position = 0
         for job in jobs:
-            nbytes = job.target.numel() * job.target.element_size()
+            view, offset, _, nbytes = job.target
             last = runs[-1] if runs else None
-            if last is not None and last.image_offset + last.nbytes == job.offset:
+            if last is not None and last.image_offset + last.nbytes == offset:
                 last.nbytes += nbytes
             else:
                 # Image offsets are multiples of the element size: the same remainder keeps the scratch views aligned.
                 position += -position % 16
-                runs.append(_Run(position, job.offset, nbytes))
-            view = self.scratch[position : position + nbytes].view(job.target.dtype).view(job.target.shape)
-            views, sources = by_dtype.setdefault(job.target.dtype, ([], []))
-            views.append(view)
+                runs.append(_Run(position, offset, nbytes))
+            views, sources = by_dtype.setdefault(view.dtype, ([], []))
+            views.append(self.scratch[position : position + nbytes].view(view.dtype).view(view.shape))
             sources.append(job.source.resolve_conj().resolve_neg())  # which the fused launch might not do
             position += nbytes
         for views, sources in by_dtype.values():  # one fused launch per dtype
@@ -238,7 +236,7 @@ class _Lane:
         self.stream.wait_stream(stream)
         with torch.cuda.stream(self.stream):
             for job in jobs:
-                target.copy_from(_bytes_of(job.source), job.offset)
+                target.copy_from(_bytes_of(job.source), job.target.offset)
         stream.wait_stream(self.stream)
 
 

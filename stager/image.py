@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ DCP_VERSION: Final = "1.0"
 Structure = tuple[tuple[str, tuple[str, ...], tuple[tuple[torch.dtype, torch.Size], ...]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a tensor's bytes go, counted from the start of its file's image."""
 
     offset: int

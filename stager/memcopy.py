@@ -81,7 +81,12 @@ class _Pieces:
         """Cut large regions, and put small ones together: taking a piece costs as much as copying 50 KB."""
         piece: list[Region] = []
         room = PIECE_NBYTES
-        for target, source, nbytes in regions:
+        for region in regions:
+            target, source, nbytes = region
+            if 0 < nbytes < room:
+                piece.append(region)
+                room -= nbytes
+                continue
             for offset in range(0, nbytes, PIECE_NBYTES):
                 part = min(PIECE_NBYTES, nbytes - offset)
                 piece.append((target + offset, source + offset, part))

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,13 +28,22 @@ DESCRIPTOR_NBYTES: Final = 4096
 _DESCRIPTOR_PER_FILE: Final = 512
 
 
+class Target(NamedTuple):
+    """Where one tensor is staged: a view of the arena, its offset in the arena's data, its address and bytes."""
+
+    view: torch.Tensor
+    offset: int
+    address: int
+    nbytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """One arena and what is laid out in it.
 
     Attributes:
         arena_id: Names the arena on the wire; never used twice.
-        targets: The plan's tensors as views of the arena, per container, in the plan's order.
+        targets: The plan's tensors, container after container, in the order of the state.
         image: The arena's data as bytes.
     """
 
@@ -42,7 +51,7 @@ class Slot:
     arena_id: int = 0
     plan: Plan | None = None
     image: torch.Tensor | None = None
-    targets: list[list[torch.Tensor]] = field(default_factory=list[list[torch.Tensor]])
+    targets: list[Target] = field(default_factory=list[Target])
     pinned: PinnedRange | None = None
     busy: bool = False
 
@@ -58,11 +67,10 @@ class Slot:
         self.targets = []
         for (_, _, kinds), file in zip(plan.structure, plan.files, strict=True):
             self.arena.view(base + file.offset, len(file.header))[:] = file.header
-            views: list[torch.Tensor] = []
-            for (dtype, shape), placement in zip(kinds, file.placements, strict=True):
-                begin = file.offset + placement.offset
-                views.append(self.image[begin : begin + placement.nbytes].view(dtype).view(shape))
-            self.targets.append(views)
+            for (dtype, shape), (offset, nbytes) in zip(kinds, file.placements, strict=True):
+                begin = file.offset + offset
+                view = self.image[begin : begin + nbytes].view(dtype).view(shape)
+                self.targets.append(Target(view, begin, self.image.data_ptr() + begin, nbytes))
         self.plan = plan
 
     def write_objects(self, objects: bytes) -> None:

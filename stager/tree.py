@@ -214,7 +214,8 @@ class _Flattener:
             kind = "a nested tensor" if value.is_nested else dtype
             raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
         address = value.data_ptr()
-        if address and (others := self._by_address.get(address)):
+        others = self._by_address.get(address) if address else None
+        if others is not None:
             for other, node in others:
                 if _same_region(value, other):
                     return node
@@ -226,8 +227,10 @@ class _Flattener:
             stored = value.detach().resolve_conj().resolve_neg()
             stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
         self._add(fqn, stored)
-        if address:
-            self._by_address.setdefault(address, []).append((value, node))
+        if others is not None:
+            others.append((value, node))
+        elif address:
+            self._by_address[address] = [(value, node)]
         return node
 
     def _add(self, fqn: str, tensor: torch.Tensor) -> None:

@@ -70,9 +70,9 @@ class Session:
         flat = tree.flatten(state)
         plan = make_plan(structure_of(flat.containers))
         self._pool.fit(self._slot, plan, len(flat.objects), pin=False)
-        for tensors, targets in zip(flat.containers.values(), self._slot.targets, strict=True):
-            for tensor, target in zip(tensors.values(), targets, strict=True):
-                target.copy_(tensor)
+        tensors = [tensor for tensors in flat.containers.values() for tensor in tensors.values()]
+        for tensor, target in zip(tensors, self._slot.targets, strict=True):
+            target.view.copy_(tensor)
         self._slot.write_objects(flat.objects)
         arena = self._slot.arena
         assert arena is not None

@@ -823,6 +823,6 @@ def test_staged_copies_grow_no_autograd_graph(shared: Checkpointer):
     state = trained()
     state["no leaf"] = state["model"][0].weight * 2
     shared.save(next(steps), state).committed.result(60)
-    targets = [view for slot in shared._pool._slots for views in slot.targets for view in views]
+    targets = [target.view for slot in shared._pool._slots for target in slot.targets]
     assert targets
     assert not any(view.requires_grad or view.grad_fn for view in targets)
