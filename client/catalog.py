@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
 
 from sidesave.client.handle import CheckpointInfo
-from sidesave.errors import CheckpointNotFoundError, IntegrityError
+from sidesave.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatVersionError,
+    IntegrityError,
+    WriteError,
+    write_error,
+)
+from sidesave.writer_daemon.integrity import NO_SUCH_FILE
 from sidesave.writer_daemon.manifest import (
     MANIFEST,
     MAX_JSON_NBYTES,
@@ -16,23 +27,37 @@ from sidesave.writer_daemon.manifest import (
     parse_step_directory,
     step_directory,
 )
+from sidesave.writer_daemon.storage import PosixStorage
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
-def scan(directory: str) -> list[CheckpointInfo]:
+_MAX_TRIES: Final = 20
+"""A reader that is overtaken this often by a writer that replaces one step again and again gives up."""
+
+
+def scan(directory: str, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
     """Every committed checkpoint of a run directory, in the order of their commits; read afresh.
 
-    One whose manifest is damaged is left out, with a warning. A step that is being replaced at this moment is found
-    under its old directory.
+    One whose manifest is damaged, or of a newer format, is left out with a warning. A step that is being replaced at
+    this moment is found under its old directory.
+
+    Args:
+        directory: The run directory.
+        refuse_newer: Raise for a newer format: the order of commits cannot be gone on with when a part of it is not
+            known.
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
+        FormatVersionError: A checkpoint is in a newer format, and ``refuse_newer`` is true.
     """
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointNotFoundError(error.errno, "there is no run directory", directory) from error
+    except OSError as error:
+        raise write_error(error, "cannot list the run directory", directory) from error
     committed = {name: step for name in names if (step := parse_step_directory(name)) is not None}
     for name in names:
         hidden = parse_hidden_directory(name)
@@ -42,9 +67,14 @@ def scan(directory: str) -> list[CheckpointInfo]:
     for name, step in committed.items():
         path = os.path.join(directory, name)
         try:
-            info = read_info(path)
+            info = read_settled(path, read_info)
         except FileNotFoundError:
             continue  # removed or replaced since it was listed
+        except FormatVersionError as error:
+            if refuse_newer:
+                raise
+            logger.warning("not listed: %s", error)
+            continue
         except (IntegrityError, OSError) as error:
             logger.warning("not listed: %s", error)
             continue
@@ -53,6 +83,52 @@ def scan(directory: str) -> list[CheckpointInfo]:
         else:
             logger.warning("not listed: %s says that it is step %d", path, info.step)
     return sorted(found, key=lambda info: info.sequence)
+
+
+def read_settled(path: str, read: Callable[[str], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
+    """``read`` the checkpoint in ``path``, from where it is; its successor, when it is replaced meanwhile.
+
+    Without this a step that is being replaced would look damaged to its reader, or not there. What ``read`` raises or
+    returns counts when the checkpoint is still the same afterwards.
+    """
+    for _ in range(_MAX_TRIES - 1):
+        place = _locate(path)
+        before = _identity(place)
+        try:
+            result = read(place)
+        except (CheckpointError, OSError):
+            if (_locate(path), _identity(place)) == (place, before):
+                raise
+        else:
+            if is_whole(result) or (_locate(path), _identity(place)) == (place, before):
+                return result
+    return read(_locate(path))
+
+
+def _locate(path: str) -> str:
+    """Where a checkpoint is now: while it is being replaced, or if that was broken off, under a hidden name."""
+    parent, name = os.path.split(path)
+    hidden = parse_hidden_directory(name)
+    step = hidden[0] if hidden is not None and hidden[2] == "replaced" else parse_step_directory(name)
+    if step is None:
+        return path
+    current = os.path.join(parent, step_directory(step))
+    if not os.path.isdir(current):
+        with contextlib.suppress(OSError):
+            for other in os.listdir(parent):
+                found = parse_hidden_directory(other)
+                if found is not None and (found[0], found[2]) == (step, "replaced"):
+                    return os.path.join(parent, other)
+    return current
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells a directory from another one of that name, and from itself while it is being removed."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns
 
 
 def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
@@ -74,9 +150,20 @@ def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> N
 
 def read_info(path: str) -> CheckpointInfo:
     """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked."""
+    parent, name = os.path.split(path)
     manifest = os.path.join(path, MANIFEST)
-    with open(manifest, "rb") as file:
-        head = Head.from_bytes(file.read(MAX_JSON_NBYTES), manifest)
+    storage = PosixStorage(parent)
+    try:
+        data = storage.read(f"{name}/{MANIFEST}", MAX_JSON_NBYTES)
+    except WriteError as error:
+        if error.errno not in NO_SUCH_FILE:
+            raise
+        raise IntegrityError(f"{manifest}: {error.strerror}") from error
+    finally:
+        storage.close()
+    if data is None:
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no manifest", manifest)
+    head = Head.from_bytes(data, manifest)
     return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s)
 
 

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,9 +22,10 @@ from sidesave import errors
 from sidesave.client import catalog, loader
 from sidesave.client.connection import Connection, DaemonConfig
 from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
+from sidesave.client.history import OwnHistory
+from sidesave.client.lineage import Lineage
 from sidesave.client.saves import SavesInFlight
 from sidesave.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     ClosedError,
     InvalidArgumentError,
@@ -39,8 +39,9 @@ from sidesave.stager.copier import Copier
 from sidesave.stager.image import Plan, Structure, make_plan, structure_of
 from sidesave.stager.pool import Slot, SlotPool
 from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.history import SaveRecord
 from sidesave.writer_daemon.manifest import step_directory
-from sidesave.writer_daemon.protocol import Extent, Parent, Save
+from sidesave.writer_daemon.protocol import Delete, Extent, Parent, Save
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class Checkpointer:
         overlap: bool | None = None,
         validate: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
+        max_consecutive_failures: int = 5,
+        retries: int = 2,
+        fallback_directory: str | os.PathLike[str] | None = None,
         on_busy: Literal["wait", "skip"] = "wait",
         busy_timeout_s: float = 600.0,
         stall_timeout_s: float = 300.0,
@@ -89,6 +93,12 @@ class Checkpointer:
             validate: Compare everything, not samples, to find tensors that changed under a copy; for debugging.
             on_error: ``"raise"`` a failed save again in the next :meth:`save`, :meth:`wait` or :meth:`close`, or
                 ``"warn"`` once. Its futures raise either way.
+            max_consecutive_failures: With ``"warn"``, one failure more than this in a row is raised, and each after
+                it, until a save is committed.
+            retries: How often a save is tried again, in the background, after an error that may be gone a second
+                later: a server that does not answer, a failing disk. A full disk is none.
+            fallback_directory: A run directory for saves that the first one refuses for good, on another file system;
+                what was saved there is found by this class like the rest. Slots are then held until the commit.
             on_busy: With all slots busy, ``"wait"`` for one or ``"skip"`` the save.
             busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
             stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds.
@@ -105,54 +115,70 @@ class Checkpointer:
             InvalidArgumentError: An option makes no sense.
         """
         _check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
+        _check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
         _check_seconds(
             busy_timeout_s=busy_timeout_s, stall_timeout_s=stall_timeout_s, takeover_timeout_s=takeover_timeout_s
         )
         _check_world()
         self._directory = path_text(directory)
         _make_directory(self._directory)
+        self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
+        if self._fallback and os.path.realpath(self._fallback) == os.path.realpath(self._directory):
+            raise InvalidArgumentError(f"fallback_directory is the run directory itself: {self._fallback}")
         self._pid = os.getpid()
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
         self._allow_pickle = allow_pickle
         self._session = secrets.token_hex(8)
         self._ids = itertools.count(1)
-        self._lock = threading.RLock()
         self._call = threading.RLock()
         self._saving: int | None = None  # the thread inside save()
         self._plans: dict[Structure, Plan] = {}
         self._closed = False
         config = DaemonConfig(
             directory=self._directory,
+            fallback_directory=self._fallback,
             session=self._session,
+            retries=retries,
             stall_timeout_s=stall_timeout_s,
             takeover_timeout_s=takeover_timeout_s,
             nice=nice,
             io_class=io_class,
             cpus=tuple(cpus),
         )
+
+        def release_slot(slot: Slot) -> None:  # neither this nor the other may keep a dropped checkpointer alive
+            pool.release(slot)
+
+        def on_committed(info: CheckpointInfo) -> None:
+            lineage.add(info)
+
         self._saves = SavesInFlight(
             self._directory,
-            warn_only=on_error == "warn",
-            release_slot=self._release_slot,
-            on_committed=self._on_committed,
+            bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
+            release_slot=release_slot,
+            on_committed=on_committed,
         )
         self._connection = Connection(config, self._saves.receive, self._saves.lose)
+        self._history = OwnHistory(self._directory, self._session, self._ids, self._connection)
         try:
             self._copier = Copier(overlap=overlap, validate=validate)
-            self._pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
+            pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
+            self._pool = pool
             self._connection.wait_ready()
-            existing = catalog.scan(self._directory)
+            lineage = Lineage(self._directory, self._scan(refuse_newer=True), leftovers=bool(self._connection.left))
         except BaseException:
             self._connection.close(5.0)
             raise
-        for name in self._connection.recovered:
+        for name in self.recovered:
             logger.info("finished %s, which a dead session had left", name)
-        self._sequence = max((info.sequence for info in existing), default=0)
-        newest = existing[-1] if existing else None
-        self._parent = None if newest is None else (newest.step, newest.session)
-        self._lineage = catalog.lineage(existing, self._parent)
-        self._on_disk = {info.step for info in existing}
+        for name in self.removed:
+            logger.info("removed %s, which a dead session had left", name)
+        self._lineage = lineage
+        self._dropped = weakref.finalize(
+            self, _close_dropped, os.getpid(), self._directory, self._copier, self._saves, self._connection, pool
+        )
+        self._dropped.atexit = False  # _close_all comes first, and waits
         _at_exit(self)
 
     # Saving ----------------------------------------------------------------------------------------------------
@@ -184,15 +210,15 @@ class Checkpointer:
         self._saves.raise_failure()
         _check_step(step)
         self._refuse_reentry("save")
-        with self._call:
+        with self._call, self._history.call(step):
             self._saving = threading.get_ident()
             try:
                 self._check_open()  # again: close() may have come first
-                replace = self._may_replace(step, overwrite)
+                replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.has_step(step))
                 flat = tree.flatten(state, allow_pickle=self._allow_pickle)
                 slot = self._pool.try_acquire()
                 if slot is None and self._on_busy == "skip":
-                    return SaveHandle(step, skipped=True)
+                    return self._history.skip(SaveHandle(step, skipped=True))
                 slot = slot or self._pool.acquire(self._busy_timeout_s)
                 handle = SaveHandle(step)
                 self._stage(step, flat, slot, handle, replace=replace, blocking=blocking)
@@ -220,6 +246,7 @@ class Checkpointer:
             if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
                 raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
             handle._nbytes_total = sum(file.nbytes for file in plan.files) + len(flat.objects)
+            self._history.begin(save, handle)
             entry = self._saves.add(save, handle, slot)
         except BaseException:
             self._pool.release(slot)
@@ -254,29 +281,28 @@ class Checkpointer:
         arena = slot.arena
         assert arena is not None
         base = arena.data_offset
-        with self._lock:
-            self._sequence += 1
-            return Save(
-                attempt=1,
-                save_id=next(self._ids),
-                arena=slot.arena_id,
-                generation=arena.begin_generation(),
-                step=step,
-                session=self._session,
-                sequence=self._sequence,
-                rank=0,
-                world_size=1,
-                files=tuple(
-                    Extent(name=file.container, offset=base + file.offset, nbytes=file.nbytes) for file in plan.files
-                ),
-                objects=Extent(name=tree.OBJECTS, offset=base + plan.objects_offset, nbytes=len(flat.objects)),
-                parent=None if self._parent is None else Parent(step=self._parent[0], session=self._parent[1]),
-                replace=replace,
-                pickled=flat.pickled,
-                created_s=time.time(),
-                torch_version=str(torch.__version__),
-                retry=False,
-            )
+        parent = self._lineage.parent
+        return Save(
+            attempt=1,
+            save_id=next(self._ids),
+            arena=slot.arena_id,
+            generation=arena.begin_generation(),
+            step=step,
+            session=self._session,
+            sequence=self._lineage.next_sequence(),
+            rank=0,
+            world_size=1,
+            files=tuple(
+                Extent(name=file.container, offset=base + file.offset, nbytes=file.nbytes) for file in plan.files
+            ),
+            objects=Extent(name=tree.OBJECTS, offset=base + plan.objects_offset, nbytes=len(flat.objects)),
+            parent=None if parent is None else Parent(step=parent[0], session=parent[1]),
+            replace=replace,
+            pickled=flat.pickled,
+            created_s=self._history.called_s,
+            torch_version=str(torch.__version__),
+            retry=False,
+        )
 
     def _refuse_reentry(self, what: str) -> None:
         if self._saving == threading.get_ident():
@@ -294,20 +320,6 @@ class Checkpointer:
                 del self._plans[next(iter(self._plans))]
             self._plans[structure] = plan
         return plan
-
-    def _may_replace(self, step: int, overwrite: bool) -> bool:
-        """Whether the save may take the place of a directory of that name; raises when the step is taken."""
-        pending = self._saves.has_step(step)
-        with self._lock:
-            if overwrite or (step in self._on_disk and step not in self._lineage and not pending):
-                return True
-            if step in self._lineage or pending:
-                raise CheckpointExistsError(
-                    errno.EEXIST,
-                    f"step {step} is already saved or being saved; save another step, or pass overwrite=True",
-                    os.path.join(self._directory, step_directory(step)),
-                )
-            return False
 
     def prepare(self, state: Mapping[str, Any]) -> Future[None]:
         """Allocate, populate and pin the staging memory for states of this structure, in the background.
@@ -381,7 +393,7 @@ class Checkpointer:
         verifies is taken when this one does not; what was passed over is logged.
         """
         self._check_open()
-        checkpoints = catalog.scan(self._directory)
+        checkpoints = self._scan()
         wanted = [info for info in checkpoints if step is None or info.step == step]
         if step is None and not fallback:
             catalog.refuse_newer_damaged(self._directory, checkpoints)
@@ -411,20 +423,61 @@ class Checkpointer:
                     raise
                 logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
                 continue
-            with self._lock:
-                self._parent = (info.step, info.session)
-                self._lineage = catalog.lineage(checkpoints, self._parent)
+            self._lineage.go_back_to(info, checkpoints)
             return state
         raise AssertionError("unreachable: the last candidate returns or raises")
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
-        return sorted(info.step for info in catalog.scan(self._directory))
+        return sorted({info.step for info in self._scan()})
 
     def latest_step(self) -> int | None:
         """The step committed last, which is not the highest one after going back; None when there is none."""
-        checkpoints = catalog.scan(self._directory)
+        checkpoints = self._scan()
         return checkpoints[-1].step if checkpoints else None
+
+    def delete(self, step: int) -> Future[None]:
+        """Delete a checkpoint, in the daemon and behind the saves issued so far; the future is done when it is gone.
+
+        It disappears in one step; a reader that has opened it keeps half a minute to finish. What can go wrong is the
+        future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint, which can
+        be deleted only once a newer one is committed; ``WriteError``.
+        """
+        self._check_open()
+        _check_step(step)
+        request = Delete(attempt=1, save_id=next(self._ids), step=step, retry=False)
+        future = self._saves.add_deletion(request.save_id)
+        lineage = self._lineage
+        future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
+        self._connection.submit(request)
+        return future
+
+    def _scan(self, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
+        """The checkpoints of both directories in the order of their commits."""
+        found = catalog.scan(self._directory, refuse_newer=refuse_newer)
+        if self._fallback and os.path.isdir(self._fallback):
+            known = {(info.session, info.sequence) for info in found}
+            found += [info for info in catalog.scan(self._fallback) if (info.session, info.sequence) not in known]
+        return sorted(found, key=lambda info: info.sequence)
+
+    def history(self) -> list[SaveRecord]:
+        """What became of every save of the run directory, in the order of the calls, those under way included.
+
+        The log that it comes from is bounded: of a long run the oldest are missing. See :func:`sidesave.history`, which
+        needs no checkpointer.
+        """
+        self._check_process()
+        return self._history.records()
+
+    @property
+    def recovered(self) -> tuple[str, ...]:
+        """Checkpoints that dead sessions had left unfinished, and that were finished when this one began."""
+        return self._connection.recovered
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Leftovers of dead sessions that could not be finished and were removed when this one began."""
+        return self._connection.removed
 
     @property
     def directory(self) -> str:
@@ -435,15 +488,6 @@ class Checkpointer:
     def daemon_pid(self) -> int | None:
         """The writer daemon's process id; None while it is being replaced, or when closed."""
         return self._connection.pid
-
-    def _release_slot(self, slot: Slot) -> None:
-        self._pool.release(slot)
-
-    def _on_committed(self, info: CheckpointInfo) -> None:
-        with self._lock:
-            if info.parent == self._parent:  # else it was called before a load() that went back behind it
-                self._lineage.add(info.step)
-            self._on_disk.add(info.step)
 
     # The end ---------------------------------------------------------------------------------------------------
 
@@ -457,6 +501,7 @@ class Checkpointer:
             return
         self._refuse_reentry("close")
         self._closed = True
+        self._dropped.detach()
         patience_s = 0.0
         try:
             if self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s):
@@ -523,6 +568,28 @@ def _close_all() -> None:
             logger.error("a save failed: %s", error)
 
 
+def _close_dropped(
+    pid: int, directory: str, copier: Copier, saves: SavesInFlight, connection: Connection, pool: SlotPool
+) -> None:
+    """End what a checkpointer that was dropped without ``close()`` has left, in a thread: saves under way finish."""
+    if pid != os.getpid():
+        return
+
+    def work() -> None:
+        try:
+            copier.close()
+            saves.wait(_EXIT_TIMEOUT_S)
+            saves.raise_failure()
+        except SidesaveError as error:
+            logger.error("a save to %s failed: %s", directory, error)
+        finally:
+            connection.close(10.0)
+            saves.abandon()
+            pool.close()
+
+    threading.Thread(target=work, name="sidesave-close").start()
+
+
 def _has_cuda(flat: tree.FlatState) -> bool:
     return any(tensor.is_cuda for tensors in flat.containers.values() for tensor in tensors.values())
 
@@ -563,6 +630,12 @@ def _check_options(
         raise InvalidArgumentError(f"cpus must be numbers of cores, not {cpus!r}")
 
 
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise InvalidArgumentError(f"{name} must be an int, 0 or more, not {count!r}")
+
+
 def _check_seconds(**timeouts: float) -> None:
     for name, seconds in timeouts.items():
         if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
@@ -584,7 +657,8 @@ def _make_directory(path: str) -> None:
     if path != path.encode(errors="replace").decode():
         raise InvalidArgumentError(f"the directory's path must be valid UTF-8: {path!r}")
     try:
-        os.makedirs(path, exist_ok=True)
+        if not os.path.isdir(path):  # mkdir would wait in the kernel for storage that hangs
+            os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise write_error(error, "cannot create the run directory", path) from error
     if not os.access(path, os.W_OK | os.X_OK):

@@ -1,7 +1,8 @@
-"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``doctor``. It reads checkpoints and writes none.
+"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``recover``, ``doctor``.
 
-Only what a command needs is imported: ``ls``, ``verify`` and ``--help`` do without torch. Exit status: 0 all is well, 1
-something is wrong (an error, damage, a failed check), 2 the call itself makes no sense.
+Only ``recover`` changes a run directory, and does what the start of a session would do to it. Only what a command needs
+is imported: ``ls``, ``verify``, ``recover`` and ``--help`` do without torch. Exit status: 0 all is well, 1 something is
+wrong (an error, damage, a failed check), 2 the call itself makes no sense.
 """
 
 from __future__ import annotations
@@ -13,20 +14,30 @@ import fnmatch
 import json
 import logging
 import math
+import os
 import reprlib
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
 
 from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo, path_text
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
+from sidesave.client.history import history, is_live
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    DirectoryInUseError,
+    FormatVersionError,
+    InvalidArgumentError,
+    SidesaveError,
+)
 from sidesave.writer_daemon import integrity
+from sidesave.writer_daemon.history import HistoryLog, SaveRecord, log_recovery
 from sidesave.writer_daemon.manifest import MANIFEST, parse_hidden_directory, parse_step_directory, step_directory
 from sidesave.writer_daemon.storage import PosixStorage
 
@@ -43,9 +54,12 @@ if TYPE_CHECKING:
 _COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _UNCONFINED: Final = 100_000
 """Columns of an output that is no terminal: programs get whole lines."""
+_TAKEOVER_TIMEOUT_S: Final = 60.0
+_FEW_WORDS: Final = 100
+"""Characters of a reason."""
 
 app = typer.Typer(
-    help="Look into the checkpoints of a run, check them, compare them, and check this machine.",
+    help="Look into the checkpoints of a run, check them, compare them, recover them, and check this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -125,6 +139,13 @@ def _checkpoint(path: str, step: int | None = None) -> Path:
     return Path(wanted[-1].path)
 
 
+def _run_directory(path: str) -> Path:
+    directory = _directory(path)
+    if _is_checkpoint(directory):
+        raise InvalidArgumentError(f"{directory} is one checkpoint; its run directory is {directory.parent}")
+    return directory
+
+
 def _checkpoints(run: Path) -> list[Path]:
     """Every checkpoint of a run directory by step, those with a damaged manifest included."""
     steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
@@ -189,15 +210,24 @@ def _brief(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _progress(total_nbytes: int) -> Generator[Callable[[int], None]]:
+def _progress(total_nbytes: int, title: str = "") -> Generator[Callable[[int], None]]:
     """A bar for bytes that goes when done; nothing where nobody watches."""
     if not sys.stdout.isatty():
         yield lambda nbytes: None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    with Progress(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), transient=True) as bar:
-        task = bar.add_task("", total=total_nbytes)
+    about = TextColumn("{task.description}", markup=False)
+    figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(about, BarColumn(), *figures, transient=True) as bar:
+        task = bar.add_task(title, total=total_nbytes)
         yield lambda nbytes: bar.update(task, advance=nbytes)
 
 
@@ -207,18 +237,23 @@ def _progress(total_nbytes: int) -> Generator[Callable[[int], None]]:
 @app.command("ls")
 @_errors_told()
 def list_checkpoints(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")], as_json: JsonOption = False
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    every: Annotated[
+        bool, typer.Option("--all", help="All saves that came to nothing, not only those since the latest checkpoint.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the checkpoints of a run.
+    """List the checkpoints of a run, and the saves that came to nothing.
 
-    They stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back behind
-    it.
+    Checkpoints stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back
+    behind it. Of saves that failed or were skipped, those since the latest checkpoint are listed.
     """
-    directory = _directory(run)
-    if _is_checkpoint(directory):
-        raise InvalidArgumentError(f"{directory} is one checkpoint; its run directory is {directory.parent}")
+    directory = _run_directory(run)
     found = catalog.scan(str(directory))
-    damaged = sorted(set(_checkpoints(directory)) - {Path(info.path) for info in found})
+    unreadable = _unreadable(directory, {Path(info.path) for info in found})
+    saves = history(directory)
+    saves = [save for save in (saves if every else _since_latest(saves, found)) if not _is_listed(save)]
+    leftovers = _leftovers(directory)
     latest = found[-1] if found else None
     lineage = catalog.lineage(found, None if latest is None else (latest.step, latest.session))
 
@@ -227,19 +262,107 @@ def list_checkpoints(
 
     if as_json:
         rows = [{**asdict(info), "mark": mark(info)} for info in found]
-        _print_json({"run": str(directory), "checkpoints": rows, "damaged": [str(path) for path in damaged]})
+        damaged, newer = ([str(path) for path, is_newer in unreadable.items() if is_newer is x] for x in (False, True))
+        rest = {"saves": [asdict(save) for save in saves], "leftovers": [asdict(leftover) for leftover in leftovers]}
+        _print_json({"run": str(directory), "checkpoints": rows, "damaged": damaged, "newer": newer, **rest})
         return
-    if not found and not damaged:
+    console = _console()
+    if found or unreadable:
+        table = _table(">step", "saved", ">size", "session", "parent", ">sequence", "")
+        for info in found:
+            parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
+            saved, size = _when(info.created_s), _size(info.nbytes)
+            table.add_row(str(info.step), saved, size, info.session, parent, str(info.sequence), mark(info))
+        for path, is_newer in unreadable.items():
+            reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
+            table.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", reason)
+        console.print(table)
+    else:
         typer.echo(f"no checkpoints in {_printable(str(directory))}", err=True)
-        return
-    table = _table(">step", "saved", ">size", "session", "parent", ">sequence", "")
-    for info in found:
-        parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
-        saved, size = _when(info.created_s), _size(info.nbytes)
-        table.add_row(str(info.step), saved, size, info.session, parent, str(info.sequence), mark(info))
-    for path in damaged:
-        table.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", "unreadable: see sidesave verify")
-    _console().print(table)
+    if saves:
+        table = _table(">step", "called", "session", "outcome", "")
+        for save in saves:
+            called = "" if save.called_s is None else _when(save.called_s)
+            table.add_row(str(save.step), called, save.session, save.outcome, _reason(save))
+        console.print()
+        console.print(table)
+    if leftovers:
+        table = _table("leftover", "")
+        for leftover in leftovers:
+            table.add_row(leftover.name, _OWNERS[leftover.live])
+        console.print()
+        console.print(table)
+
+
+_OWNERS: Final = {
+    True: "belongs to a live session",
+    False: "left by a dead session: the next one, or sidesave recover, finishes or removes it",
+    None: "belongs to a session elsewhere, which may be alive",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftover:
+    """A hidden directory: a save that is under way, or has come to no good end."""
+
+    name: str
+    step: int
+    session: str
+    state: str
+    live: bool | None
+
+
+def _leftovers(run: Path) -> list[_Leftover]:
+    parsed = {name: parse_hidden_directory(name) for name in sorted(os.listdir(run))}
+    return [_Leftover(name, *facts, live=is_live(str(run), facts[1])) for name, facts in parsed.items() if facts]
+
+
+def _unreadable(run: Path, listed: set[Path]) -> dict[Path, bool]:
+    """Step directories of which no listing can be made; whether that is for their newer format."""
+    steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
+    found: dict[Path, bool] = {}
+    for path in sorted(steps.keys() - listed, key=lambda path: steps[path]):
+        try:
+            catalog.read_info(str(path))
+            found[path] = False
+        except FormatVersionError:
+            found[path] = True
+        except (SidesaveError, OSError):
+            found[path] = False
+    return found
+
+
+def _is_listed(save: SaveRecord) -> bool:
+    """Whether it is, or was, one of the checkpoints here."""
+    return save.outcome in ("committed", "recovered") and save.path is None
+
+
+def _since_latest(saves: list[SaveRecord], checkpoints: list[CheckpointInfo]) -> list[SaveRecord]:
+    """The saves called after the latest checkpoint; by its time where the log does not have it."""
+    if not checkpoints:
+        return saves
+    latest = checkpoints[-1]
+    for index, save in enumerate(saves):
+        if (save.session, save.sequence) == (latest.session, latest.sequence):
+            return saves[index + 1 :]
+    return [save for save in saves if save.called_s is None or save.called_s > latest.created_s]
+
+
+def _reason(save: SaveRecord) -> str:
+    match save.outcome:
+        case "committed":
+            return f"in {_printable(save.path or '')}"
+        case "skipped":
+            return "all slots were busy"
+        case "removed":
+            return "it was not whole, so recovery removed it"
+        case "saving":
+            return "being written" if save.tries else "staging"
+        case "unknown" if save.message is None:
+            return "recovery will tell"
+        case _:
+            text = _printable(": ".join(filter(None, (save.error, save.message))))
+            return text if len(text) <= _FEW_WORDS else f"{text[: _FEW_WORDS - 3]}..."
 
 
 # show ------------------------------------------------------------------------------------------------------------
@@ -330,22 +453,28 @@ def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
 
 @app.command()
 @_errors_told()
-def verify(checkpoint: CheckpointArgument, step: StepOption = None) -> None:
+def verify(
+    checkpoint: CheckpointArgument,
+    step: StepOption = None,
+    every: Annotated[bool, typer.Option("--all", help="All checkpoints of the run directory CHECKPOINT.")] = False,
+) -> None:
     """Compare every byte with its digest.
 
     Of a run directory all checkpoints are verified, or the one chosen by --step. Exit status 1 means damage.
     """
-    directory = _directory(checkpoint)
+    if every and step is not None:
+        raise InvalidArgumentError("--all and --step exclude each other")
+    directory = _run_directory(checkpoint) if every else _directory(checkpoint)
     whole_run = step is None and not _is_checkpoint(directory)
-    paths = _checkpoints(directory) if whole_run else []
+    paths = (_checkpoints(directory) if whole_run else []) or [_checkpoint(checkpoint, step)]
     ok = True
-    for path in paths or [_checkpoint(checkpoint, step)]:
-        ok = _verify(path) and ok
+    for number, path in enumerate(paths, start=1):
+        ok = _verify(path, f"{path.name} ({number} of {len(paths)})") and ok
     if not ok:
         raise typer.Exit(1)
 
 
-def _verify(path: Path) -> bool:
+def _verify(path: Path, title: str) -> bool:
     started, checked = time.monotonic(), 0
     try:
         total = catalog.read_info(str(path)).nbytes
@@ -354,7 +483,7 @@ def _verify(path: Path) -> bool:
     storage = PosixStorage(str(path.parent))
     faults: list[str] = []
     try:
-        with _progress(total) as advance:
+        with _progress(total, title) as advance:
 
             def count(nbytes: int) -> None:
                 nonlocal checked
@@ -371,6 +500,54 @@ def _verify(path: Path) -> bool:
     for fault in faults:
         typer.echo(f"  {_printable(fault)}")
     return not faults
+
+
+# recover ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+@_errors_told()
+def recover(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+) -> None:
+    """Finish what dead sessions left complete, remove the rest.
+
+    The next session would do so at its start. Exit status 1 means that something could not be judged, or that a live
+    session has the directory.
+    """
+    from sidesave.client.rehearsal import Rehearsal
+    from sidesave.writer_daemon import commit
+    from sidesave.writer_daemon.holder import Holder
+    from sidesave.writer_daemon.lease import Lease, Observer
+
+    directory = str(_run_directory(run))
+    with contextlib.closing(PosixStorage(directory)) as storage:
+        if not any(parse_hidden_directory(name) for name in storage.list_directory("")):
+            typer.echo("there is nothing to recover")
+            return
+        view = Observer(storage).look()
+        if view.alive:  # a daemon that finishes what a dead trainer had staged included: it is left in peace
+            who = view.holder or "another session"
+            raise DirectoryInUseError(errno.EBUSY, f"{who} is using it; wait for it, or stop it", directory)
+        me = Holder.current(secrets.token_hex(8), os.getpid())
+        lease = Lease(storage, me, _TAKEOVER_TIMEOUT_S, lambda: True)
+        try:
+            place = Rehearsal(storage) if dry_run else storage
+            recovery = commit.recover(place, lease, f"recover-{os.getpid()}")
+            if not dry_run:
+                with contextlib.closing(HistoryLog(directory)) as log:
+                    log_recovery(log, storage, me.session, recovery.committed, recovery.removed)
+        finally:
+            lease.release()
+    would = "would be " if dry_run else ""
+    for names, done in ((recovery.committed, "finished"), (recovery.removed, "removed")):
+        for name in names:
+            typer.echo(f"{name}: {would}{done}")
+    for name in recovery.left:
+        typer.echo(f"{name}: could not be judged, so it stays")
+    if recovery.left:
+        raise typer.Exit(1)
 
 
 # diff ------------------------------------------------------------------------------------------------------------

@@ -1,19 +1,20 @@
 """The trainer's side of the wire: one thread that owns the ZeroMQ socket, watches the daemon and brings it back.
 
-Outstanding saves are kept until they are committed or have failed. When the daemon dies, a new one gets the same memory
-again and every outstanding save once more: before WRITTEN as a SAVE, after it as a WATCH. Nothing here knows tensors.
+When the daemon dies, a new one gets the same memory and every open request once more (:mod:`sidesave.client.requests`).
+Nothing here knows tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import fcntl
 import logging
 import os
 import queue
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -26,10 +27,11 @@ import zmq
 
 from sidesave import errors
 from sidesave.client.daemon_process import DaemonProcess
-from sidesave.errors import DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError
+from sidesave.client.requests import Requests
+from sidesave.errors import DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError, WriteError
 from sidesave.stager.arena import Arena, forget_in_child
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Message, Save
+from sidesave.writer_daemon.protocol import Delete, Message, Save
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,10 @@ SILENCE_TIMEOUT_S: Final = 30.0
 MAX_DEATHS: Final = 5
 """Deaths without a save completed in between before respawning is given up."""
 _SOCKET_PATH_LIMIT: Final = 107
+_SOCKET_PREFIX: Final = "sidesave-socket-"
 _FIRST_BACKOFF_S: Final = 0.05
+_DESCRIPTORS: Final = 24
+"""That many a connection takes for a moment: sockets, pidfds, those of ZeroMQ's threads, a directory being removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +53,14 @@ class DaemonConfig:
     """What a daemon is told at its start; see ``protocol.Boot``."""
 
     directory: str
+    fallback_directory: str
     session: str
+    retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
     nice: int
     io_class: str
     cpus: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Outstanding:
-    save: Save
-    written: bool = False
 
 
 class Connection:
@@ -75,21 +76,23 @@ class Connection:
 
         Args:
             config: For every daemon of this connection.
-            on_message: Told of PROGRESS, WRITTEN, COMMITTED and FAILED, in the connection's thread.
-            on_lost: Told of the ids of saves that no daemon will finish, and why; same thread.
+            on_message: Told of PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
+            on_lost: Told of the ids of requests that no daemon will finish, and why; same thread.
         """
         self._config = config
         self._on_message = on_message
         self._on_lost = on_lost
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
-        self._outstanding: dict[int, _Outstanding] = {}
-        self._to_send: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        self._requests = Requests()
+        self._to_send: queue.SimpleQueue[Save | Delete] = queue.SimpleQueue()
+        _require_descriptors()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._process: DaemonProcess | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._context = zmq.Context(io_threads=1)
         self._attempt = 0
+        self._by_pid = False
         self._deaths = 0
         self._ready = threading.Event()
         self._failure: SidesaveError | None = None
@@ -97,6 +100,7 @@ class Connection:
         self._drain_by = float("inf")
         self.recovered: tuple[str, ...] = ()
         self.removed: tuple[str, ...] = ()
+        self.left: tuple[str, ...] = ()
         forget_in_child(self)
         self._thread = threading.Thread(target=self._run, name="sidesave-client", daemon=True)
         self._thread.start()
@@ -125,16 +129,16 @@ class Connection:
             if self._arenas.pop(number, None) is not None:
                 self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
 
-    def submit(self, save: Save) -> None:
-        """Have a staged save written; the outcome comes through the callbacks. Never blocks."""
+    def submit(self, request: Save | Delete) -> None:
+        """Have a staged save written, or a step deleted; the outcome comes through the callbacks. Never blocks."""
         with self._lock:
             failure = self._failure
             if failure is None:
-                self._to_send.put(save)
+                self._to_send.put(request)
         if failure is None:
             self._wake_up()
         else:
-            self._on_lost([save.save_id], failure)
+            self._on_lost([request.save_id], failure)
 
     def close(self, timeout_s: float) -> None:
         """Let the daemon finish and exit, at most ``timeout_s``; afterwards it is left to finish alone. Idempotent."""
@@ -186,7 +190,7 @@ class Connection:
                 words = self._end(process)
         except DaemonStartError as error:
             words = str(error)
-        if self._draining and not self._outstanding:
+        if self._draining and not self._requests:
             return False
         self._deaths += 1
         if self._deaths > MAX_DEATHS:
@@ -197,44 +201,53 @@ class Connection:
 
     @contextlib.contextmanager
     def _spawned(self) -> Generator[DaemonProcess]:
-        directory = socket_directory()
+        _require_descriptors()
         try:
-            self._attempt += 1
-            token = secrets.token_bytes(16)
-            endpoint = f"ipc://{directory}/{self._attempt}"
-            self._socket = self._context.socket(zmq.PAIR)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.bind(endpoint)
-            process = DaemonProcess()
-            boot = protocol.Boot(
-                attempt=self._attempt,
-                endpoint=endpoint,
-                token=token,
-                directory=self._config.directory,
-                session=self._config.session,
-                trainer_pid=os.getpid(),
-                stall_timeout_s=self._config.stall_timeout_s,
-                takeover_timeout_s=self._config.takeover_timeout_s,
-                nice=self._config.nice,
-                io_class=self._config.io_class,
-                cpus=self._config.cpus,
-            )
-            me = os.pidfd_open(os.getpid())
-            try:
-                with self._lock:
-                    self._process = process
-                    self._send_control(boot, [me])
-                    for number, arena in self._arenas.items():
-                        self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
-            finally:
-                os.close(me)
-            self._greet(process, token)
-            shutil.rmtree(directory)  # the connection goes on without its path, and nobody else can join
+            with _locked_socket_directory() as directory:
+                self._attempt += 1
+                token = secrets.token_bytes(16)
+                endpoint = f"ipc://{directory}/{self._attempt}"
+                process = DaemonProcess()
+                boot = protocol.Boot(
+                    attempt=self._attempt,
+                    endpoint=endpoint,
+                    token=token,
+                    directory=self._config.directory,
+                    fallback_directory=self._config.fallback_directory,
+                    retries=self._config.retries,
+                    session=self._config.session,
+                    trainer_pid=os.getpid(),
+                    stall_timeout_s=self._config.stall_timeout_s,
+                    takeover_timeout_s=self._config.takeover_timeout_s,
+                    nice=self._config.nice,
+                    io_class=self._config.io_class,
+                    cpus=self._config.cpus,
+                )
+                me = os.pidfd_open(os.getpid())
+                try:
+                    with self._lock:
+                        self._process = process
+                        self._bind(endpoint, process.pid)
+                        self._send_control(boot, [me])
+                        for number, arena in self._arenas.items():
+                            self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+                finally:
+                    os.close(me)
+                self._greet(process, token)
+            # The connection goes on without its path, and nobody else can join.
             self._await_ready(process)
             yield process
         finally:
-            shutil.rmtree(directory, ignore_errors=True)
             self._hang_up()
+
+    def _bind(self, endpoint: str, pid: int) -> None:
+        """Open a socket for one connection, the first to come; where a stranger was first, for that process alone."""
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if self._by_pid:  # not always: some sandboxes do not tell the pid of a peer
+            with contextlib.suppress(zmq.ZMQError):  # a libzmq built without
+                self._socket.setsockopt(zmq.IPC_FILTER_PID, pid)
+        self._socket.bind(endpoint)
 
     def _hang_up(self) -> None:
         with self._lock:
@@ -246,9 +259,16 @@ class Connection:
             self._socket = None
 
     def _greet(self, process: DaemonProcess, token: bytes) -> None:
-        hello = self._await(process, START_TIMEOUT_S, "to connect")
-        if not isinstance(hello, protocol.Hello) or not secrets.compare_digest(hello.token, token):
-            raise ProtocolError("a stranger answered in place of the writer daemon")
+        """Wait for this daemon's HELLO. Anything else is a stranger's: the next daemon is tried at another place."""
+        self._by_pid = not self._by_pid  # for the next one, unless this one is there
+        try:
+            hello = self._await(process, START_TIMEOUT_S, "to connect")
+            if not isinstance(hello, protocol.Hello) or not secrets.compare_digest(hello.token, token):
+                raise ProtocolError(f"{hello.kind} without the token came in place of HELLO")
+        except ProtocolError as error:
+            self._end(process)
+            raise DaemonStartError(f"a stranger answered in place of the writer daemon: {error}") from error
+        self._by_pid = False
 
     def _await_ready(self, process: DaemonProcess) -> None:
         ready = self._await(
@@ -256,13 +276,16 @@ class Connection:
         )
         if isinstance(ready, protocol.Failed):
             self._end(process)
-            raise errors.from_wire(ready.error, ready.message, ready.errno, ready.path)
+            error = errors.from_wire(ready.error, ready.message, ready.errno, ready.path)
+            if self._ready.is_set() and isinstance(error, WriteError):  # of a moment, perhaps: the next one tries again
+                raise DaemonStartError(str(error)) from error
+            raise error
         if not isinstance(ready, protocol.Ready):
             raise ProtocolError(f"{ready.kind} came in place of READY")
         if not self._ready.is_set():
-            self.recovered, self.removed = ready.recovered, ready.removed
-        for entry in list(self._outstanding.values()):
-            self._send_save(entry)
+            self.recovered, self.removed, self.left = ready.recovered, ready.removed, ready.left
+        for message in self._requests.for_successor(self._attempt):
+            self._send(message)
         self._ready.set()
 
     def _await(self, process: DaemonProcess, timeout_s: float, purpose: str) -> Message:
@@ -298,12 +321,10 @@ class Connection:
                 self._receive(protocol.decode(data))
             while True:
                 try:
-                    save = self._to_send.get_nowait()
+                    request = self._to_send.get_nowait()
                 except queue.Empty:
                     break
-                entry = _Outstanding(save)
-                self._outstanding[save.save_id] = entry
-                self._send_save(entry)
+                self._send(self._requests.add(request, self._attempt))
             if process.pidfd in events:
                 return
             if self._draining and not drain_sent:
@@ -334,34 +355,19 @@ class Connection:
         if message.attempt != self._attempt:
             logger.warning("ignored a message of an earlier daemon: %s", message.kind)
             return
-        match message:
-            case protocol.Written(save_id=save_id) if save_id in self._outstanding:
-                self._outstanding[save_id].written = True
-            case protocol.Committed(save_id=save_id):
-                self._outstanding.pop(save_id, None)
-                self._deaths = 0
-            case protocol.Failed(save_id=int(save_id)):
-                self._outstanding.pop(save_id, None)
-            case protocol.Failed():
-                logger.warning("the writer daemon complains: %s", message.message)
-                return
-            case protocol.Heartbeat():
-                return
-            case _:
-                pass
-        self._on_message(message)
-
-    def _send_save(self, entry: _Outstanding) -> None:
-        again = self._attempt > entry.save.attempt
-        save = dataclasses.replace(entry.save, attempt=self._attempt, retry=again or entry.save.retry)
-        self._send(protocol.Watch(attempt=self._attempt, save=save) if entry.written else save)
+        if isinstance(message, protocol.Committed):
+            self._deaths = 0
+        if self._requests.hear(message):
+            self._on_message(message)
+        elif isinstance(message, protocol.Failed):
+            logger.warning("the writer daemon complains: %s", message.message)
 
     def _send(self, message: Message) -> None:
         assert self._socket is not None
         try:
             self._socket.send(protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # it takes 1,000 messages unread; the silence deadline will deal with it
-            logger.error("the writer daemon does not take messages")
+            logger.warning("the writer daemon does not take messages")
 
     def _send_control(self, message: Message, fds: list[int]) -> None:
         """Send on the socket pair; the caller holds the lock. A dead daemon is no error: its successor is told."""
@@ -380,15 +386,98 @@ class Connection:
     def _give_up(self, error: SidesaveError) -> None:
         with self._lock:
             self._failure = error  # from here on submit() refuses
-        lost, self._outstanding = list(self._outstanding), {}
+        lost = self._requests.give_up()
         while not self._to_send.empty():
             lost.append(self._to_send.get().save_id)
         self._on_lost(lost, error)
 
 
+def _require_descriptors() -> None:
+    """Raise ``DaemonStartError`` where few file descriptors are left: ZeroMQ would end the whole process."""
+    spare: list[int] = []
+    try:
+        while len(spare) < _DESCRIPTORS:
+            spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        raise DaemonStartError(f"no {_DESCRIPTORS} file descriptors are left: {error}; raise `ulimit -n`") from error
+    finally:
+        for fd in spare:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _locked_socket_directory() -> Generator[str]:
+    """A :func:`socket_directory`, removed at the end and locked until then.
+
+    A trainer that is killed before its daemon has connected leaves its directory behind. The lock goes with its holder:
+    by that the next start of any checkpointer tells what is abandoned, and removes it.
+    """
+    lock = -1
+    while True:
+        directory = socket_directory()
+        try:
+            lock = _lock_directory(directory)
+        except (FileNotFoundError, BlockingIOError):  # it was taken for abandoned before it was locked
+            continue
+        except OSError as error:  # no locks here: nobody can take it for abandoned either
+            logger.debug("%s cannot be locked: %s", directory, error)
+        break
+    try:
+        _remove_abandoned(os.path.dirname(directory))
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _lock_directory(path: str) -> int:
+    """Lock a directory until the returned descriptor is closed; an ``OSError`` says why it is not to be had."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_abandoned(base: str) -> None:
+    """Remove socket directories of this user that nobody has locked; of what is in them, sockets alone."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(base) if name.startswith(_SOCKET_PREFIX)]
+    for name in names:
+        path = os.path.join(base, name)
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_uid != os.geteuid():
+                continue
+            lock = _lock_directory(path)
+            try:
+                for entry in os.listdir(lock):
+                    if stat.S_ISSOCK(os.lstat(entry, dir_fd=lock).st_mode):
+                        os.unlink(entry, dir_fd=lock)
+                os.rmdir(path)
+            finally:
+                os.close(lock)
+
+
 def socket_directory() -> str:
     """A private directory whose path leaves room for a socket's name within the kernel's limit."""
     for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
-        if base and len(base) + 30 < _SOCKET_PATH_LIMIT and Path(base).is_dir() and os.access(base, os.W_OK | os.X_OK):
-            return tempfile.mkdtemp(prefix="sidesave-", dir=base)
-    raise DaemonStartError("no writable temporary directory with a short path for a socket: set TMPDIR")
+        if base and len(base) + 32 < _SOCKET_PATH_LIMIT and os.access(base, os.W_OK | os.X_OK) and _keeps_names(base):
+            with contextlib.suppress(OSError):  # it is full, for instance
+                return tempfile.mkdtemp(prefix=_SOCKET_PREFIX, dir=base)
+    raise DaemonStartError(
+        "no writable temporary directory with a short path for a socket, where others cannot rename it: set TMPDIR"
+    )
+
+
+def _keeps_names(directory: str) -> bool:
+    """Whether what we make in ``directory`` stays under its name: not where everybody may write and nothing sticks."""
+    try:
+        mode = Path(directory).stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISDIR(mode) and (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX))

@@ -30,26 +30,27 @@ class DaemonProcess:
 
     def __init__(self) -> None:
         """Start it; raises ``DaemonStartError`` when the system refuses. Returns before it has done anything."""
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Its stderr is anonymous memory: a pipe would block whoever waits for the trainer's, a file would stay behind.
-        self._stderr = os.memfd_create("sidesave-daemon-stderr", os.MFD_CLOEXEC)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "sidesave.writer_daemon", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                start_new_session=True,
-                env=_environment(),
-            )
-            self.pidfd = os.pidfd_open(self._process.pid)
-        except OSError as error:
-            self.control.close()
-            os.close(self._stderr)
-            raise DaemonStartError(f"the writer daemon cannot be started: {error}") from error
-        finally:
-            theirs.close()
+        with contextlib.ExitStack() as stack:
+            try:
+                self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stack.callback(self.control.close)
+                with theirs:
+                    # Anonymous memory: a pipe would block whoever waits for the trainer's, a file would stay behind.
+                    self._stderr = os.memfd_create("sidesave-daemon-stderr", os.MFD_CLOEXEC)
+                    stack.callback(os.close, self._stderr)
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "sidesave.writer_daemon", str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=self._stderr,
+                        start_new_session=True,
+                        env=_environment(),
+                    )
+                self.pidfd = os.pidfd_open(self._process.pid)
+            except OSError as error:
+                raise DaemonStartError(f"the writer daemon cannot be started: {error}") from error
+            stack.pop_all()
         forget_in_child(self)
 
     @property
@@ -104,8 +105,10 @@ def _environment() -> dict[str, str]:
     assert sidesave.__file__ is not None
     root = str(Path(sidesave.__file__).parent.parent)
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()}
-    inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    # An empty entry would be the working directory, where anybody's msgpack.py may lie; it is hardly ever meant.
+    entries = [str(Path(entry).absolute()) for entry in environment.pop("PYTHONPATH", "").split(os.pathsep) if entry]
     if root not in installed:
-        inherited = [str(Path(entry).resolve()) for entry in inherited]  # ours may be elsewhere than the daemon's cwd
-        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*inherited, root]))
+        entries.append(root)
+    if entries:
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(entries))
     return environment

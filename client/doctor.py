@@ -302,7 +302,7 @@ def _file_system(directory: Path) -> Iterator[Verdict]:
     elif kind == "overlay":
         yield "warn", f"{found}: it may be a container's own layer and go with the container", "mount a volume"
     elif _NETWORK.fullmatch(kind):
-        remedy = "measure a save and a load; write a run from one host, unless file locks (flock) hold between hosts"
+        remedy = "measure a save and a load; after the crash of another host its runs are free only after 3 minutes"
         yield "warn", f"{found}: a network or user-space file system, where sidesave has been tried little", remedy
     else:
         yield "ok", found, ""
@@ -328,7 +328,11 @@ def _file_locks(scratch: Path) -> Iterator[Verdict]:
         except BlockingIOError:
             yield "ok", "a second writer is kept out", ""
         else:
-            yield "fail", "a file can be locked twice: two jobs could write to one run", "mount it with file locks"
+            yield (
+                "fail",
+                "a file can be locked twice: nobody can tell if a run is in use",
+                "mount it with file locks",
+            )
 
 
 def _direct_io(scratch: Path) -> Iterator[Verdict]:

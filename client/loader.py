@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from sidesave.client import catalog
 from sidesave.client.handle import path_text
 from sidesave.client.reader import CheckpointReader, open_checkpoint
 from sidesave.errors import InvalidArgumentError, StateMismatchError
@@ -64,36 +65,40 @@ def load(
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
     """
-    selected = _selector(include, exclude)
     if dtype is not None and not dtype.is_floating_point:
         raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
-    with open_checkpoint(path_text(path)) as reader:
-        if into is not None:
-            if type(into) is not dict:
-                raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
-            selected = _within(into, reader, selected, strict=strict)
-        wanted: dict[str, None] = {}
-        skeleton = reader.skeletons[0]
-        known = _leave_pickled if allow_pickle else None  # nothing is unpickled before all has been checked
-        skeleton.build(lambda ref: wanted.setdefault(ref.fqn), only=selected, unpickle=known)
-        expected = {} if into is None else skeleton.build(_describe(reader, dtype), only=selected, unpickle=known)
-        if into is not None:
-            _check(into, expected, strict=strict and include is None and exclude is None)
-        stored = reader.read(wanted, verify=verify)
 
-        made: dict[tuple[str, bool], torch.Tensor] = {}
+    def read(place: str) -> dict[str, Any]:
+        selected = _selector(include, exclude)
+        with open_checkpoint(place) as reader:
+            if into is not None:
+                if type(into) is not dict:
+                    raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
+                selected = _within(into, reader, selected, strict=strict)
+            wanted: dict[str, None] = {}
+            skeleton = reader.skeletons[0]
+            known = _leave_pickled if allow_pickle else None  # nothing is unpickled before all has been checked
+            skeleton.build(lambda ref: wanted.setdefault(ref.fqn), only=selected, unpickle=known)
+            expected = {} if into is None else skeleton.build(_describe(reader, dtype), only=selected, unpickle=known)
+            if into is not None:
+                _check(into, expected, strict=strict and include is None and exclude is None)
+            stored = reader.read(wanted, verify=verify)
 
-        def tensor(ref: TensorRef) -> torch.Tensor:
-            key = (ref.fqn, ref.array)
-            if key not in made:  # tied weights come back tied
-                made[key] = _finish(stored[ref.fqn], ref, map_location if into is None else None, dtype)
-            return made[key]
+            made: dict[tuple[str, bool], torch.Tensor] = {}
 
-        state = skeleton.build(tensor, only=selected, unpickle=pickle.loads if allow_pickle else None)
-    if into is None:
-        return state
-    _apply(into, state, strict=strict and include is None and exclude is None)
-    return into
+            def tensor(ref: TensorRef) -> torch.Tensor:
+                key = (ref.fqn, ref.array)
+                if key not in made:  # tied weights come back tied
+                    made[key] = _finish(stored[ref.fqn], ref, map_location if into is None else None, dtype)
+                return made[key]
+
+            state = skeleton.build(tensor, only=selected, unpickle=pickle.loads if allow_pickle else None)
+        if into is None:
+            return state
+        _apply(into, state, strict=strict and include is None and exclude is None)
+        return into
+
+    return catalog.read_settled(os.path.realpath(path_text(path)), read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +131,24 @@ def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | No
     Raises:
         WriteError: The directory cannot be opened at all.
     """
-    text = os.path.realpath(path_text(path))
-    checked = 0
 
-    def count(nbytes: int) -> None:
-        nonlocal checked
-        checked += nbytes
-        if on_bytes is not None:
-            on_bytes(nbytes)
+    def check(place: str) -> VerifyReport:
+        checked = 0
 
-    storage = PosixStorage(os.path.dirname(text))
-    try:
-        faults = tuple(integrity.check_checkpoint(storage, os.path.basename(text), count))
-    finally:
-        storage.close()
-    return VerifyReport(text, checked, faults)
+        def count(nbytes: int) -> None:
+            nonlocal checked
+            checked += nbytes
+            if on_bytes is not None:
+                on_bytes(nbytes)
+
+        storage = PosixStorage(os.path.dirname(place))
+        try:
+            faults = tuple(integrity.check_checkpoint(storage, os.path.basename(place), count))
+        finally:
+            storage.close()
+        return VerifyReport(place, checked, faults)
+
+    return catalog.read_settled(os.path.realpath(path_text(path)), check, is_whole=lambda report: report.ok)
 
 
 # What to load ----------------------------------------------------------------------------------------------------
@@ -302,7 +310,10 @@ def _compare_optimizer(target: torch.optim.Optimizer, saved: Any, fqn: str, prob
     if not isinstance(groups, list) or not isinstance(states, dict):
         problems.append(f"{fqn}: the checkpoint holds no optimizer state here")
         return
-    groups, states = cast("list[dict[str, Any]]", groups), cast("dict[int, dict[str, Any]]", states)
+    groups, states = cast("list[Any]", groups), cast("dict[Any, Any]", states)
+    if not all(_is_group(group) for group in groups) or not all(isinstance(one, dict) for one in states.values()):
+        problems.append(f"{fqn}: the checkpoint holds malformed optimizer state here")
+        return
     sizes = [len(group["params"]) for group in groups]
     here = [len(group["params"]) for group in target.param_groups]
     if sizes != here:
@@ -327,6 +338,11 @@ def _compare_optimizer(target: torch.optim.Optimizer, saved: Any, fqn: str, prob
                 problems.append(
                     f"{where}: shape {list(value.shape)} in the checkpoint, its parameter has {list(parameter.shape)}"
                 )
+
+
+def _is_group(group: Any) -> bool:
+    numbers = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
+    return isinstance(numbers, list) and all(type(number) is int for number in cast("list[Any]", numbers))
 
 
 # Applying --------------------------------------------------------------------------------------------------------

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, WriteError
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, write_error
 from sidesave.stager import host_memory
 from sidesave.stager.arena import PAGE, madvise, page_up
 from sidesave.stager.dtypes import DTYPES
@@ -32,20 +34,32 @@ from sidesave.writer_daemon.manifest import (
     RankRecord,
     TensorEntry,
     TensorFile,
+    count_blocks,
     digest,
     digest_blocks,
 )
 from sidesave.writer_daemon.storage import PosixStorage
 
 _PIECE_NBYTES: Final = 16 << 20
+_MAX_OPEN_FILES: Final = 64
+"""Read at the same time, each through two descriptors: a process may have no more than 256."""
 _THREADS: Final = 4
 _MADV_HUGEPAGE: Final = 14
+_MAX_DIMENSIONS: Final = 64
+"""More than torch computes with."""
+_LARGE_NBYTES: Final = 64 << 20
+"""A digest list or objects file of this size is read only where there is room for it."""
+_DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
+"""Errors of opening a file that is missing or whose place something else has taken. Others say nothing about it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+_Open = Callable[[str, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,8 @@ class CheckpointReader:
             CheckpointNotFoundError: There is no checkpoint.
             IntegrityError: A file is missing or does not match its digest.
             FormatVersionError: It was written in a newer format.
+            WriteError: Storage does not give the bytes (EIO, EACCES); they may be whole.
+            HostMemoryError: There is not enough memory for what it lists.
         """
         if not os.path.isdir(path):
             raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
@@ -93,54 +109,65 @@ class CheckpointReader:
         self._storage = PosixStorage(os.path.dirname(path) or "/")
         try:
             self._name = os.path.basename(path)
-            self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
-            self.records: list[RankRecord] = [
-                integrity.read_record(self._storage, self._name, entry) for entry in self.manifest.records
-            ]
-            self._located: dict[str, _Located] = {}
-            for record in self.records:
-                for entry in record.files:
-                    self._open_file(entry)
-            if self._located.keys() != self.manifest.tensors.keys():
-                odd = sorted(self._located.keys() ^ self.manifest.tensors.keys())[:5]
-                raise IntegrityError(f"{path}: manifest and files disagree about {odd}")
-            self.skeletons: list[Skeleton] = [self._read_skeleton(record) for record in self.records]
+            with _reading(path):
+                self._storage.hold(self._name)
+                self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
+                self.records: list[RankRecord] = [
+                    self._read_record(rank, entry) for rank, entry in enumerate(self.manifest.records)
+                ]
+                self._located: dict[str, _Located] = {}
+                for record in self.records:
+                    for entry in record.files:
+                        self._open_file(entry)
+                if self._located.keys() != self.manifest.tensors.keys():
+                    odd = sorted(self._located.keys() ^ self.manifest.tensors.keys())[:5]
+                    raise IntegrityError(f"{path}: manifest and files disagree about {odd}")
+                self.skeletons: list[Skeleton] = [self._read_skeleton(record) for record in self.records]
         except BaseException:
             self._storage.close()
             raise
 
+    def _open_descriptor(self, path: str, flags: int) -> int:
+        return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)
+
+    def _read_record(self, rank: int, entry: FileRecord) -> RankRecord:
+        self._require_room(entry)
+        record = integrity.read_record(self._storage, self._name, entry)
+        self.manifest.check_record(rank, record, f"{self.path}/{entry.name}")
+        return record
+
     def _open_file(self, record: FileRecord) -> None:
-        path = f"{self._name}/{record.name}"
+        path = f"{self.path}/{record.name}"
+        assert record.digests is not None
+        self._require_room(record.digests)
         digests = integrity.read_digests(self._storage, self._name, record)
-        try:
-            with self._storage.open(path) as source:
-                if source.nbytes != record.nbytes:
-                    raise IntegrityError(
-                        f"{self.path}/{record.name}: {source.nbytes:,} bytes instead of {record.nbytes:,}"
-                    )
-                layout = integrity.read_header(source, f"{self.path}/{record.name}", digests)
-        except WriteError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            raise IntegrityError(f"{self.path}/{record.name}: the file is missing") from error
-        blocks = digest_blocks(layout) if layout.nbytes == record.nbytes else []
-        if not blocks or len(digests) != DIGEST_NBYTES * len(blocks):
-            raise IntegrityError(f"{self.path}/{record.name}: header, record and digest list disagree about the length")
-        file = _OpenFile(record, os.path.join(self.path, record.name), layout, blocks, digests)
+        with self._storage.open(f"{self._name}/{record.name}") as source:
+            if source.nbytes != record.nbytes:
+                raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
+            layout = integrity.read_header(source, path, digests)
+        if layout.nbytes != record.nbytes or len(digests) != DIGEST_NBYTES * count_blocks(layout):
+            raise IntegrityError(f"{path}: header, record and digest list disagree about the length")
+        file = _OpenFile(record, os.path.join(self.path, record.name), layout, digest_blocks(layout), digests)
         for entry in layout.entries:
             if entry.dtype not in DTYPES:
-                raise IntegrityError(f"{self.path}/{record.name}: {entry.name} has the unknown dtype {entry.dtype!r}")
-            count = 1
-            for extent in entry.shape:
-                count *= extent
-            if count * DTYPES[entry.dtype].itemsize != entry.nbytes:
-                raise IntegrityError(f"{self.path}/{record.name}: {entry.name} has a length that is not its shape's")
+                raise IntegrityError(f"{path}: {entry.name} has the unknown dtype {entry.dtype!r:.80}")
+            itemsize = DTYPES[entry.dtype].itemsize
+            if len(entry.shape) > _MAX_DIMENSIONS or math.prod(entry.shape) * itemsize != entry.nbytes:
+                raise IntegrityError(f"{path}: {entry.name} has a length that is not its shape's")
+            if math.prod(extent for extent in entry.shape if extent) * itemsize >= 1 << 63:
+                raise IntegrityError(f"{path}: no tensor has the shape of {entry.name}, not even an empty one")
             self._located[entry.name] = _Located(file, entry)
 
     def _read_skeleton(self, record: RankRecord) -> Skeleton:
-        path = f"{self._name}/{record.objects.name}"
-        data = integrity.read_small_file(self._storage, path, record.objects)
+        self._require_room(record.objects)
+        data = integrity.read_small_file(self._storage, f"{self._name}/{record.objects.name}", record.objects)
         return Skeleton(data, os.path.join(self.path, record.objects.name))
+
+    def _require_room(self, entry: FileRecord) -> None:
+        if entry.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
+            path = f"{self.path}/{entry.name}"
+            with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
+                host_memory.require(min(entry.nbytes, os.lstat(path).st_size), f"reading {path}")
 
     def close(self) -> None:
         """Release the directory; tensors that were read stay valid. Idempotent."""
@@ -171,6 +198,7 @@ class CheckpointReader:
         Raises:
             IntegrityError: A block does not match; the message names file, block and FQNs.
             HostMemoryError: There is not enough memory.
+            WriteError: Storage does not give the bytes.
         """
         wanted = {fqn: self.entry(fqn) for fqn in dict.fromkeys(fqns)}
         stretches = [
@@ -180,23 +208,13 @@ class CheckpointReader:
         ]
         for stretch in stretches:
             _advise_huge_pages(stretch.memory)
-        sources = {stretch.file.path: _Source(stretch.file.path) for stretch in stretches}
-        try:
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
-                work = [
-                    pool.submit(_read_blocks, sources[stretch.file.path], stretch, first, last, verify)
-                    for stretch in stretches
-                    for first, last in _pieces(stretch)
-                ]
-                try:
-                    for future in work:
-                        future.result()
-                except BaseException:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-        finally:
-            for source in sources.values():
-                source.close()
+        by_path: dict[str, list[_Stretch]] = {}
+        for stretch in stretches:
+            by_path.setdefault(stretch.file.path, []).append(stretch)
+        paths = list(by_path)
+        for first in range(0, len(paths), _MAX_OPEN_FILES):
+            some = {path: by_path[path] for path in paths[first : first + _MAX_OPEN_FILES]}
+            _read_files(self._open_descriptor, some, verify)
         return {fqn: self._tensor(self._located[fqn].file, entry, stretches) for fqn, entry in wanted.items()}
 
     @staticmethod
@@ -211,6 +229,30 @@ class CheckpointReader:
                 flat = torch.frombuffer(stretch.memory, dtype=dtype, count=count, offset=entry.offset - stretch.base)
                 return flat.view(entry.shape)
         raise AssertionError("every wanted tensor lies in a stretch")
+
+
+def _read_files(open_descriptor: _Open, files: dict[str, list[_Stretch]], verify: bool) -> None:
+    sources: dict[str, _Source] = {}
+    try:
+        for path in files:
+            with _reading(path):
+                sources[path] = _Source(open_descriptor, path)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
+            work = [
+                pool.submit(_read_blocks, sources[path], stretch, first, last, verify)
+                for path, stretches in files.items()
+                for stretch in stretches
+                for first, last in _pieces(stretch)
+            ]
+            try:
+                for future in work:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        for source in sources.values():
+            source.close()
 
 
 def _stretches(file: _OpenFile, entries: list[TensorEntry]) -> Iterator[_Stretch]:
@@ -256,8 +298,9 @@ def _read_blocks(source: _Source, stretch: _Stretch, first: int, last: int, veri
     begin = start // PAGE * PAGE
     stop = page_up(end)
     window = memoryview(stretch.memory)[begin - stretch.base : stop - stretch.base]
-    if source.read_into(window, begin) < end - begin:
-        raise IntegrityError(f"{file.path}: ends before byte {end:,}")
+    with _reading(file.path):
+        if source.read_into(window, begin) < end - begin:
+            raise IntegrityError(f"{file.path}: ends before byte {end:,}")
     if not verify:
         return
     for number in range(first, last + 1):
@@ -276,12 +319,17 @@ def _read_blocks(source: _Source, stretch: _Stretch, first: int, last: int, veri
 class _Source:
     """A file read from the page cache where it is there, and past it where it is not."""
 
-    def __init__(self, path: str) -> None:
-        self._cached = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def __init__(self, open_descriptor: _Open, path: str) -> None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
+        self._cached = open_descriptor(path, flags)
+        facts = os.fstat(self._cached)
+        if not stat.S_ISREG(facts.st_mode):
+            os.close(self._cached)
+            raise OSError(errno.ENXIO, "not a file", path)
         self._direct = -1
         with suppress(OSError):  # a file system without O_DIRECT
-            self._direct = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
-        self._nbytes = os.fstat(self._cached).st_size
+            self._direct = open_descriptor(path, flags | os.O_DIRECT)
+        self._nbytes = facts.st_size
         address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached, 0)
         self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
 
@@ -316,6 +364,20 @@ class _Source:
         self._cached = self._direct = -1
 
 
+@contextmanager
+def _reading(path: str) -> Generator[None]:
+    """Tell damage from storage that fails; ``path`` is for errors that do not say it."""
+    try:
+        yield
+    except CheckpointNotFoundError:
+        raise
+    except OSError as error:
+        failed = write_error(error, "cannot read", error.filename or path)
+        if failed.errno not in _DAMAGE:
+            raise failed from error
+        raise IntegrityError(f"{failed.filename}: {failed.strerror}") from error
+
+
 def _advise_huge_pages(memory: mmap.mmap) -> None:
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
     madvise(address, len(memory), _MADV_HUGEPAGE)
@@ -324,7 +386,7 @@ def _advise_huge_pages(memory: mmap.mmap) -> None:
 def open_checkpoint(path: str) -> CheckpointReader:
     """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
     path = os.path.realpath(path)
-    if os.path.isdir(path) and not os.path.exists(os.path.join(path, "manifest.json")):
+    if os.path.isdir(path) and not os.path.lexists(os.path.join(path, "manifest.json")):
         from sidesave.client.catalog import scan
 
         found = scan(path)

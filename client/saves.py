@@ -10,11 +10,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from sidesave import errors
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
+from sidesave.errors import CommitUnknownError, DaemonDiedError, SidesaveError, WriteStalledError
 from sidesave.stager.pool import Slot
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Message, Save
@@ -42,7 +43,7 @@ class SavesInFlight:
         self,
         directory: str,
         *,
-        warn_only: bool,
+        bearable_failures: int,
         release_slot: Callable[[Slot], None],
         on_committed: Callable[[CheckpointInfo], None],
     ) -> None:
@@ -50,16 +51,18 @@ class SavesInFlight:
 
         Args:
             directory: The run directory, for the paths of checkpoints.
-            warn_only: Warn of a failed save instead of keeping it for :meth:`raise_failure`.
+            bearable_failures: So many in a row are only warned of; others are kept for :meth:`raise_failure`.
             release_slot: Takes a slot back.
             on_committed: Told of each checkpoint before its future is.
         """
         self._directory = directory
-        self._warn_only = warn_only
+        self._bearable_failures = bearable_failures
+        self._failures_in_a_row = 0
         self._release_slot = release_slot
         self._on_committed = on_committed
         self._changed = threading.Condition()
         self._entries: dict[int, SaveInFlight] = {}
+        self._deletions: dict[int, Future[None]] = {}
         self._failures: list[SidesaveError] = []
 
     def add(self, save: Save, handle: SaveHandle, slot: Slot) -> SaveInFlight:
@@ -68,6 +71,14 @@ class SavesInFlight:
         with self._changed:
             self._entries[save.save_id] = entry
         return entry
+
+    def add_deletion(self, request_id: int) -> Future[None]:
+        """A deletion that is asked for now."""
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            self._deletions[request_id] = future
+        return future
 
     def has_step(self, step: int) -> bool:
         """Whether this step is on its way."""
@@ -89,8 +100,16 @@ class SavesInFlight:
     def receive(self, message: Message) -> None:
         """A message of the daemon; one about a save that is not in flight is ignored."""
         save_id = getattr(message, "save_id", None)
+        if not isinstance(save_id, int):
+            return
         with self._changed:
-            entry = self._entries.get(save_id) if isinstance(save_id, int) else None
+            entry = self._entries.get(save_id)
+            deletion = self._deletions.pop(save_id, None)
+        if deletion is not None:
+            if isinstance(message, protocol.Failed):
+                deletion.set_exception(errors.from_wire(message.error, message.message, message.errno, message.path))
+            else:
+                deletion.set_result(None)
         if entry is None:
             return
         handle, save = entry.handle, entry.save
@@ -110,6 +129,8 @@ class SavesInFlight:
                     parent=None if save.parent is None else (save.parent.step, save.parent.session),
                     created_s=save.created_s,
                 )
+                with self._changed:
+                    self._failures_in_a_row = 0
                 self._on_committed(info)
                 self._release(entry)
                 handle._resolve(handle.written, None)
@@ -121,12 +142,15 @@ class SavesInFlight:
                 pass
 
     def lose(self, ids: list[int], error: SidesaveError) -> None:
-        """Fail the saves that no daemon will finish."""
+        """Fail the saves and deletions that no daemon will finish."""
         for save_id in ids:
             with self._changed:
                 entry = self._entries.get(save_id)
+                deletion = self._deletions.pop(save_id, None)
             if entry is not None:
                 self.fail(entry, error)
+            if deletion is not None:
+                deletion.set_exception(error)
 
     def fail(self, entry: SaveInFlight, error: SidesaveError, *, report: bool = True) -> None:
         """Give a save its failure; with ``report`` false the caller raises it itself."""
@@ -134,12 +158,16 @@ class SavesInFlight:
             if entry.save.save_id not in self._entries:
                 return
             entry.failed = True
-            if report and not self._warn_only:
+            self._failures_in_a_row += report
+            bearable = self._failures_in_a_row <= self._bearable_failures
+            if report and not bearable:
+                if self._bearable_failures:
+                    error.add_note(f"{self._failures_in_a_row} saves in a row have failed")
                 self._failures.append(error)
         self._release(entry)
         entry.handle._fail(error)
         self._forget(entry)
-        if report and self._warn_only:
+        if report and bearable:
             text = f"the save of step {entry.save.step} failed: {error}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -150,6 +178,9 @@ class SavesInFlight:
         """Give up waiting for saves that a daemon, left alone, may still finish."""
         with self._changed:
             entries = list(self._entries.values())
+            deletions, self._deletions = self._deletions, {}
+        for deletion in deletions.values():
+            deletion.set_exception(DaemonDiedError("the daemon ended before the step was deleted"))
         for entry in entries:
             entry.abandoned = True
             text = (

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
     from sidesave.client.handle import CheckpointInfo, SaveHandle
+    from sidesave.client.history import history
     from sidesave.client.loader import VerifyReport, load, verify
     from sidesave.errors import (
         CheckpointError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         WriteError,
         WriteStalledError,
     )
+    from sidesave.writer_daemon.history import SaveRecord
 
 if sys.platform != "linux":
     raise ImportError("sidesave runs on Linux only: it is built on memfd, O_DIRECT and pidfd")
@@ -65,6 +67,7 @@ __all__ = [
     "NoSpaceError",
     "ProtocolError",
     "SaveHandle",
+    "SaveRecord",
     "SidesaveError",
     "StagingError",
     "StateMismatchError",
@@ -73,6 +76,7 @@ __all__ = [
     "VerifyReport",
     "WriteError",
     "WriteStalledError",
+    "history",
     "load",
     "verify",
 ]
@@ -81,7 +85,9 @@ _ELSEWHERE = {
     "Checkpointer": "sidesave.client.checkpointer",
     "CheckpointInfo": "sidesave.client.handle",
     "SaveHandle": "sidesave.client.handle",
+    "SaveRecord": "sidesave.writer_daemon.history",
     "VerifyReport": "sidesave.client.loader",
+    "history": "sidesave.client.history",
     "load": "sidesave.client.loader",
     "verify": "sidesave.client.loader",
 }

@@ -9,7 +9,8 @@ torch: the daemon maps the same memory through this module. Layout::
 
 The mapping is raw rather than an ``mmap`` object: collecting an inherited ``mmap`` object in a forked child unmaps
 addresses that the child may have reused. It is hidden from children (``MADV_DONTFORK``), and its descriptor is closed
-in them, so that no DataLoader worker keeps a dead trainer's memory alive.
+in them, so that no DataLoader worker keeps a dead trainer's memory alive. Core dumps leave it out (``MADV_DONTDUMP``):
+a copy of the weights has no place in a crash report, and would make it slots times longer.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _DESCRIPTOR_NBYTES_AT: Final = 136
 _FILLED_AT: Final = 192
 
 _MADV_DONTFORK: Final = 10
+_MADV_DONTDUMP: Final = 16
 _MADV_DONTNEED: Final = 4
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
@@ -84,12 +86,15 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Arena:
     """A mapped memfd: create one in the trainer, attach to it by descriptor in the daemon."""
 
-    def __init__(self, fd: int, nbytes: int, address: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, nbytes: int, address: int, data_offset: int, *, writable: bool) -> None:
         """Adopt a mapping; use :meth:`create` or :meth:`attach`."""
         self._fd = fd
         self._address = address
         self._writable = writable
         self.nbytes: Final = nbytes
+        self.data_offset: Final = data_offset
+        """Where the first image starts, in bytes from the arena's start: as it was checked, whatever the header says by
+        now."""
         forget_in_child(self)
 
     @classmethod
@@ -110,7 +115,7 @@ class Arena:
         except OSError:
             os.close(fd)
             raise
-        arena = cls(fd, nbytes, address, writable=True)
+        arena = cls(fd, nbytes, address, data_offset, writable=True)
         try:
             ctypes.memmove(address, _HEADER.pack(_MAGIC, nbytes, data_offset), _HEADER.size)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
@@ -140,7 +145,7 @@ class Arena:
         except OSError as error:
             os.close(fd)
             raise ProtocolError(f"the descriptor cannot be mapped: {error}") from error
-        return cls(fd, nbytes, address, writable=False)
+        return cls(fd, nbytes, address, data_offset, writable=False)
 
     @property
     def fd(self) -> int:
@@ -151,11 +156,6 @@ class Arena:
     def address(self) -> int:
         """Where byte 0 is mapped; 0 once closed."""
         return self._address
-
-    @property
-    def data_offset(self) -> int:
-        """Where the first image starts, in bytes from the arena's start."""
-        return int(_HEADER.unpack_from(self.view(0, _HEADER.size))[2])
 
     @property
     def data_nbytes(self) -> int:
@@ -246,6 +246,7 @@ def _map(fd: int, nbytes: int, protection: int) -> int:
     end = address + page_up(nbytes)
     try:
         _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        madvise(address, nbytes, _MADV_DONTDUMP)
         error = madvise(address, nbytes, _MADV_DONTFORK)
         if error:
             raise OSError(error, "cannot hide staging memory from forked children")

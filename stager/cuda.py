@@ -249,6 +249,8 @@ class CudaLanes:
 
     def begin(self, jobs: Sequence[Job], owned: set[int], slot: Slot, *, validate: bool) -> CudaCopy:
         """Capture and pack the CUDA tensors of a save on the current stream of each device."""
+        if torch.cuda.is_current_stream_capturing():
+            raise StagingError("save() was called while a CUDA graph is captured; call it before or after the capture")
         _watch_graphs()
         by_device: dict[torch.device, list[Job]] = {}
         for job in jobs:

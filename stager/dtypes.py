@@ -59,5 +59,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_from_name(name: str) -> torch.dtype | None:
     """The inverse of :func:`dtype_name`; None for what is no dtype."""
-    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    dtype = vars(torch).get(name)  # getattr() would import a module of that name
     return dtype if isinstance(dtype, torch.dtype) else None

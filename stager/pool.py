@@ -189,12 +189,15 @@ class SlotPool:
                     f"a staging slot of {data_nbytes / 2**20:,.1f} MiB beside {self.nbytes / 2**20:,.1f} MiB already "
                     f"taken exceeds max_host_memory_bytes={self._budget_nbytes:,}; raise it, or use fewer slots"
                 )
-        arena = Arena.create(descriptor_nbytes, data_nbytes)
         try:
-            host_memory.populate(arena)
-        except BaseException:
-            arena.close()
-            raise
+            arena = Arena.create(descriptor_nbytes, data_nbytes)
+            try:
+                host_memory.populate(arena)
+            except BaseException:
+                arena.close()
+                raise
+        except OSError as error:
+            raise HostMemoryError(f"no staging slot of {data_nbytes / 2**20:,.1f} MiB can be made: {error}") from error
         with self._changed:
             slot.arena, slot.arena_id = arena, self._next_arena
             self._next_arena += 1

@@ -7,11 +7,14 @@ runs no code.
 
 from __future__ import annotations
 
+import ast
 import collections
 import datetime
 import enum
 import io
+import math
 import pathlib
+import struct
 import zoneinfo
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +74,9 @@ SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+_LAYOUTS_BY_NAME: Final = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
+_MAX_NPY_HEADER_NBYTES: Final = 10_000
+"""The limit that NumPy sets to what it evaluates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +242,12 @@ class _Builder:
             case Tag.NUMPY_SCALAR:
                 import numpy as np
 
-                if not rest[0]:
-                    return _from_npy(rest[1])[()]
-                return np.frombuffer(rest[1], dtype=np.dtype(rest[0]))[0]
+                dtype, content = rest
+                if not dtype:
+                    return _from_npy(content)[()]
+                if not isinstance(dtype, str) or np.dtype(dtype).itemsize != len(content):
+                    raise ValueError(f"no NumPy scalar of {dtype!r:.80} has {len(content)} bytes")
+                return np.frombuffer(content, dtype=np.dtype(dtype))[0]
             case Tag.PICKLE:
                 if self._unpickle is None:
                     raise UnsupportedValueError(
@@ -272,7 +281,7 @@ class _Builder:
                     raise ValueError(f"this torch has no dtype {rest[0]!r}")
                 return dtype
             case Tag.DEVICE:
-                return torch.device(rest[0])
+                return torch.device(str(rest[0]))  # a number would be a device of the accelerator that is here
             case Tag.DATETIME:
                 return _zoned(datetime.datetime.fromisoformat(rest[0]), rest[1], rest[2])
             case Tag.TIME:
@@ -290,7 +299,7 @@ class _Builder:
 
     def _sparse(self, rest: list[Any], fqn: str, depth: int) -> Any:
         layout, shape, coalesced, nodes = rest
-        layout = getattr(torch, layout)
+        layout = _LAYOUTS_BY_NAME[layout]
         parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in SPARSE_PARTS[layout]]
         if not all(isinstance(part, torch.Tensor) for part in parts):
             return self._tensor(_reference(*nodes["values"][1:], sparse_shape=tuple(shape)))  # for a caller without any
@@ -302,9 +311,20 @@ class _Builder:
 
 
 def _from_npy(data: bytes) -> Any:
+    """The array of a .npy file. NumPy takes memory for what a header announces, so that is compared with ``data``."""
     import numpy as np
 
-    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    stream = io.BytesIO(data)
+    major, _ = np.lib.format.read_magic(stream)
+    (length,) = struct.unpack("<H", stream.read(2)) if major == 1 else struct.unpack("<I", stream.read(4))
+    if length > _MAX_NPY_HEADER_NBYTES:
+        raise ValueError(f"a .npy header of {length} bytes")
+    header = ast.literal_eval(stream.read(length).decode("latin-1" if major < 3 else "utf-8"))
+    nbytes = math.prod(header["shape"]) * np.lib.format.descr_to_dtype(header["descr"]).itemsize
+    if nbytes != len(data) - stream.tell():
+        raise ValueError(f"a .npy file of {len(data)} bytes for an array of {nbytes}")
+    stream.seek(0)
+    return np.lib.format.read_array(stream, allow_pickle=False)
 
 
 def _zoned(value: Any, fold: int, zone: str | None) -> Any:

@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from trainers import Orders, Traces, Trainer, await_end, pidfd_of
 from typer.testing import CliRunner, Result
 
 import sidesave
+from sidesave.client import catalog
 from sidesave.client.cli import app
+from sidesave.writer_daemon import manifest
 
 MODULE = [sys.executable, "-m", "sidesave.client.cli"]
 CHECKS = {
@@ -60,6 +64,13 @@ def flip(path: Path, offset: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+def to_newer_format(path: Path) -> None:
+    """Makes a checkpoint look as if a later version had written it."""
+    body = manifest.load_json((path / "manifest.json").read_bytes(), "manifest.json")
+    del body["xxh3_128"]
+    (path / "manifest.json").write_bytes(manifest._seal({**body, "version": manifest.FORMAT_VERSION + 1}))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +119,81 @@ def test_ls_lists_a_checkpoint_whose_manifest_is_damaged(tmp_path: Path):
     assert [row["mark"] for row in listed["checkpoints"]] == ["latest"]
 
 
+def test_ls_tells_a_newer_format_from_damage_and_lists_the_rest(tmp_path: Path):
+    paths = save(tmp_path, *[{"x": torch.full((3,), float(step))} for step in range(3)])
+    to_newer_format(paths[1])
+    flip(paths[2] / "manifest.json")
+    listed = as_json("ls", tmp_path)
+    assert [row["step"] for row in listed["checkpoints"]] == [0]
+    assert (listed["newer"], listed["damaged"]) == ([str(paths[1])], [str(paths[2])])
+    lines = output("ls", tmp_path).splitlines()
+    assert any(line.split()[:1] == ["1"] and "newer format" in line for line in lines)
+    assert any(line.split()[:1] == ["2"] and "unreadable" in line for line in lines)
+
+
+def test_a_newer_format_keeps_a_run_from_going_on_and_older_checkpoints_loadable(tmp_path: Path):
+    paths = save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
+    to_newer_format(paths[1])
+    with pytest.raises(sidesave.FormatVersionError):
+        sidesave.Checkpointer(tmp_path)
+    with pytest.raises(sidesave.FormatVersionError):
+        sidesave.load(paths[1])
+    assert sidesave.load(paths[0])["x"].sum() == 0
+    assert [info.step for info in catalog.scan(str(tmp_path))] == [0]
+    with pytest.raises(sidesave.FormatVersionError):
+        catalog.scan(str(tmp_path), refuse_newer=True)
+
+
+def test_ls_lists_what_came_to_nothing_since_the_latest_checkpoint(tmp_path: Path):
+    state = {"x": torch.zeros(3)}
+    with sidesave.Checkpointer(tmp_path, on_error="warn") as checkpointer:
+        for step in (1, 3):
+            (tmp_path / f"step-{step:08d}").mkdir()
+            with pytest.warns(RuntimeWarning, match="failed"):
+                checkpointer.save(step, state).committed.exception()
+            (tmp_path / f"step-{step:08d}").rmdir()
+            if step == 1:
+                checkpointer.save(2, state).committed.result()
+    listed = as_json("ls", tmp_path)
+    assert [(row["step"], row["outcome"], row["error"]) for row in listed["saves"]] == [
+        (3, "failed", "CheckpointExistsError")
+    ]
+    assert [row["step"] for row in as_json("ls", tmp_path, "--all")["saves"]] == [1, 3]
+    [line] = [line for line in output("ls", tmp_path).splitlines() if "failed" in line]
+    assert line.split()[0] == "3"
+    assert "CheckpointExistsError: the step exists" in line
+    assert output("ls", tmp_path, "--all").count("CheckpointExistsError") == 2
+
+
+@pytest.mark.root
+def test_ls_tells_where_a_save_is_that_went_elsewhere(mount: Callable[..., Path], tmp_path: Path):
+    small, state = mount("-t", "tmpfs", "-o", "size=4m", "none"), {"x": torch.zeros(2 << 20)}
+    with sidesave.Checkpointer(small, fallback_directory=tmp_path / "other") as checkpointer:
+        path = checkpointer.save(1, state).committed.result().path
+    assert f"committed  in {path}" in output("ls", small)
+    assert [row["path"] for row in as_json("ls", small)["saves"]] == [path]
+
+
+def test_ls_lists_leftovers_and_whether_a_live_session_owns_them(tmp_path: Path, orders: Orders):
+    stranger = f".step-00000001.{'0' * 16}.partial"
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        orders.give("hold", after=2)
+        session = checkpointer.save(2, {"x": torch.zeros(3)})
+        orders.obeyed()
+        (tmp_path / stranger).mkdir()
+        listed = as_json("ls", tmp_path)
+        text = output("ls", tmp_path)
+        orders.release()
+        session.committed.result()
+    assert [(row["step"], row["state"], row["live"]) for row in listed["leftovers"]] == [
+        (1, "partial", False),
+        (2, "partial", True),
+    ]
+    assert [(row["step"], row["outcome"]) for row in listed["saves"]] == [(2, "saving")]
+    assert "left by a dead session" in next(line for line in text.splitlines() if stranger in line)
+    assert "belongs to a live session" in next(line for line in text.splitlines() if ".step-00000002." in line)
+
+
 def test_ls_of_a_directory_without_checkpoints_says_so(tmp_path: Path):
     assert "no checkpoints" in output("ls", tmp_path)
     assert as_json("ls", tmp_path)["checkpoints"] == []
@@ -116,7 +202,7 @@ def test_ls_of_a_directory_without_checkpoints_says_so(tmp_path: Path):
 # Bad calls -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"], ["diff", "."]])
+@pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"], ["recover"], ["diff", "."]])
 def test_a_path_that_is_no_directory_is_one_line_and_status_2(command: list[str], tmp_path: Path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "nowhere", tmp_path / "file"):
@@ -233,6 +319,20 @@ def test_verify_reports_a_checkpoint_whose_manifest_is_gone(tmp_path: Path):
         assert "there is no manifest" in output("verify", *arguments, status=1)
 
 
+def test_verify_all_takes_every_checkpoint_of_a_run_and_nothing_else(tmp_path: Path):
+    paths = save(tmp_path, *[{"x": torch.full((1 << 12,), float(step))} for step in range(4)])
+    assert output("verify", "--all", tmp_path).count(": ok, ") == 4
+    flip(paths[1] / "tensors.rank-00000.safetensors")
+    to_newer_format(paths[2])
+    (paths[3] / "manifest.json").unlink()
+    lines = [line for line in output("verify", "--all", tmp_path, status=1).splitlines() if line.startswith("/")]
+    assert [line.split(": ")[1].split(",")[0] for line in lines] == ["ok", *["1 fault"] * 3]
+    assert "one checkpoint" in output("verify", "--all", paths[0], status=2)
+    assert "exclude" in output("verify", "--all", tmp_path, "--step", 1, status=2)
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoints" in output("verify", "--all", tmp_path / "empty", status=2)
+
+
 def test_verify_shows_progress_on_a_terminal_only(run: Path):
     ours, theirs = pty.openpty()
     try:
@@ -252,6 +352,117 @@ def test_a_damaged_checkpoint_is_one_line_and_status_1(tmp_path: Path):
         assert result.exit_code == 1
         assert len(result.output.splitlines()) == 1
         assert "tensors.rank-00000.safetensors" in result.output
+
+
+# recover ---------------------------------------------------------------------------------------------------------
+
+
+def snapshot(run: Path) -> dict[str, bytes | None]:
+    """What a run directory holds beside the files that sidesave keeps about sessions."""
+    return {
+        str(path.relative_to(run)): path.read_bytes() if path.is_file() else None
+        for path in run.rglob("*")
+        if not str(path.relative_to(run)).startswith(".sidesave.")
+    }
+
+
+def leave_behind(run: Path) -> list[str]:
+    """A whole leftover of step 1, one of step 2 whose bytes are damaged, and one of step 3 that has just begun."""
+    state = {"x": torch.zeros(1 << 12)}
+    *_, first, second = save(run, state, state, state)
+    names = [f".{path.name}.{catalog.read_info(str(path)).session}.partial" for path in (first, second)]
+    names.append(f".step-00000003.{'0' * 16}.partial")
+    first.rename(run / names[0])
+    second.rename(run / names[1])
+    flip(run / names[1] / "tensors.rank-00000.safetensors")
+    (run / names[2]).mkdir()
+    return names
+
+
+def test_recover_finishes_what_is_whole_removes_the_rest_and_says_so(tmp_path: Path):
+    whole, damaged, begun = leave_behind(tmp_path)
+    before = snapshot(tmp_path)
+    expected = ["step-00000001: {}finished", f"{damaged}: {{}}removed", f"{begun}: {{}}removed"]
+    rehearsed = output("recover", "--dry-run", tmp_path).splitlines()
+    assert [line for line in rehearsed if line.startswith((".", "step"))] == [
+        line.format("would be ") for line in expected
+    ]
+    assert snapshot(tmp_path) == before
+    done = output("recover", tmp_path).splitlines()
+    assert [line for line in done if line.startswith((".", "step"))] == [line.format("") for line in expected]
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".sidesave.")) == [
+        "step-00000000",
+        "step-00000001",
+    ]
+    assert not (tmp_path / whole).exists()
+    assert output("verify", "--all", tmp_path).count(": ok, ") == 2
+    assert output("recover", tmp_path) == "there is nothing to recover\n"
+    outcomes = {record.step: record.outcome for record in sidesave.history(tmp_path)}
+    assert outcomes == {0: "committed", 1: "committed", 2: "committed", 3: "removed"}
+
+
+def test_recover_restores_what_a_save_was_to_replace(tmp_path: Path):
+    [path] = save(tmp_path, {"x": torch.zeros(3)})
+    replaced = tmp_path / f".{path.name}.{'0' * 16}.replaced"
+    path.rename(replaced)
+    assert output("recover", "--dry-run", tmp_path) == "step-00000000: would be finished\n"
+    assert replaced.exists()
+    assert output("recover", tmp_path) == "step-00000000: finished\n"
+    assert sidesave.load(path)["x"].sum() == 0
+
+
+def test_recover_is_refused_while_a_session_lives_which_it_names(tmp_path: Path, orders: Orders):
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        orders.give("hold", after=2)
+        handle = checkpointer.save(1, {"x": torch.zeros(3)})
+        orders.obeyed()
+        for arguments in (["recover", tmp_path], ["recover", "--dry-run", tmp_path]):
+            text = output(*arguments, status=1)
+            assert str(checkpointer.daemon_pid) in text
+            assert str(os.getpid()) in text
+        orders.release()
+        assert handle.committed.result().step == 1
+
+
+def test_recover_leaves_a_daemon_in_peace_that_finishes_what_its_dead_trainer_had_staged(
+    tmp_path: Path, orders: Orders, traces: Traces
+):
+    with Trainer(traces, "save_and_wait", tmp_path / "run", 5) as trainer:
+        [pid] = trainer.expect("ready")
+        orders.give("hold", after=2)
+        with pidfd_of(int(pid)) as pidfd:
+            trainer.go_on()
+            trainer.expect("staged")
+            orders.obeyed()
+            trainer.kill()
+            assert pid in output("recover", tmp_path / "run", status=1)
+            orders.release()
+            await_end(pidfd)
+    assert output("recover", tmp_path / "run") == "there is nothing to recover\n"
+    assert [row["step"] for row in as_json("ls", tmp_path / "run")["checkpoints"]] == [5]
+
+
+@pytest.mark.root
+def test_recover_says_what_it_could_not_judge_and_leaves_it(tmp_path: Path):
+    save(tmp_path, {"x": torch.zeros(3)})
+    busy, other = (tmp_path / f".step-0000000{step}.{'0' * 16}.partial" for step in (7, 8))
+    (busy / "mounted").mkdir(parents=True)
+    other.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "none", busy / "mounted"]).returncode:
+        pytest.skip("cannot mount")
+    try:
+        text = output("recover", tmp_path, status=1)
+    finally:
+        [mounted] = tmp_path.glob(".step-00000007.*/mounted")
+        subprocess.run(["umount", mounted], check=True)
+    assert ".step-00000007." in text.partition(": could not be judged")[0].splitlines()[-1]
+    assert f"{other.name}: removed" in text
+    assert mounted.exists()
+    assert f"{busy.name}: removed" in output("recover", tmp_path)
+
+
+def test_recover_of_one_checkpoint_names_its_run(run: Path):
+    assert f"its run directory is {run}" in output("recover", run / "step-00000010", status=2)
 
 
 # diff ------------------------------------------------------------------------------------------------------------
@@ -405,7 +616,7 @@ def test_the_command_runs_as_a_process(run: Path):
     assert done.stderr == f"sidesave: there is no such directory: {run}/nothing\n"
 
 
-@pytest.mark.parametrize("command", [["ls"], ["verify"], ["--help"]])
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
     code = "import sys\nfrom sidesave.client import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=60)

@@ -1,6 +1,7 @@
 """From written to committed on real directories, whatever a dead daemon has left there, and the records that vouch."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -24,7 +25,8 @@ from sidesave.stager.image import make_plan, structure_of
 from sidesave.stager.pool import SlotPool
 from sidesave.writer_daemon import commit, manifest, protocol
 from sidesave.writer_daemon.commit import Recovery
-from sidesave.writer_daemon.lease import Holder, Lease
+from sidesave.writer_daemon.holder import Holder
+from sidesave.writer_daemon.lease import Lease
 from sidesave.writer_daemon.manifest import FileRecord, Head, Manifest, RankRecord, TensorInfo
 from sidesave.writer_daemon.protocol import Extent, Parent, Save
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
@@ -60,7 +62,7 @@ class Session:
         self.root = root
         self.name = name
         self.storage = storage or PosixStorage(str(root))
-        self.lease = Lease(str(root), Holder.current(name, os.getpid()), 0.0, lambda: True)
+        self.lease = self._take_lease()
         self.attempt = f"1-{os.getpid()}-{id(self)}"
         self.writer = self._writer()
         self._pool = SlotPool(1, None, lambda number, arena: None, lambda number: None)
@@ -121,15 +123,16 @@ class Session:
         self.commit(save)
 
     def end(self) -> None:
-        """As if the daemon had died: the kernel drops the lease, memory stays with the trainer."""
+        """As if the daemon had died: its lease is free, memory stays with the trainer."""
         self.writer.close()
         self.lease.release()
+        self._lease_storage.close()
         self.storage.close()
 
     def respawn(self) -> None:
         """A daemon in the place of a dead one, on the same staging memory."""
         self.storage = PosixStorage(str(self.root))
-        self.lease = Lease(str(self.root), Holder.current(self.name, os.getpid()), 0.0, lambda: True)
+        self.lease = self._take_lease()
         self.attempt = f"2-{os.getpid()}-{id(self.lease)}"
         self.writer = self._writer()
 
@@ -140,8 +143,12 @@ class Session:
         self.storage = MortalStorage(self.root, last)
         self.writer = self._writer()
 
+    def _take_lease(self) -> Lease:
+        self._lease_storage = PosixStorage(str(self.root))
+        return Lease(self._lease_storage, Holder.current(self.name, os.getpid()), 0.0, lambda: True)
+
     def _writer(self) -> Writer:
-        return Writer(self.storage, self.attempt, threading.Event())
+        return Writer(self.storage, self.attempt, threading.Event(), self.lease.check)
 
 
 @pytest.fixture
@@ -279,10 +286,10 @@ def test_directory_of_that_name_that_is_no_checkpoint_is_not_taken_for_one(sessi
 def test_lost_lease_commits_nothing(session: Session, root: Path):
     save = session.stage(100, a_state(1))
     session.write(save)
-    (root / ".sidesave.lease").unlink()
-    (root / ".sidesave.lease").write_text("{}")
-    with pytest.raises(WriteError, match="lease"):
+    (root / f".sidesave.lease/{session.lease.epoch}").unlink()
+    with pytest.raises(WriteError, match="lease") as caught:
         session.commit(save)
+    assert caught.value.errno == errno.ESTALE
     assert catalog.scan(str(root)) == []
 
 
@@ -437,7 +444,7 @@ def test_leftover_of_a_newer_format_is_left_alone(root: Path):
     with pytest.raises(FormatVersionError, match="upgrade"):
         session.recover()
     session.end()
-    assert entries(root) == [partial.name]
+    assert entries(root) == [partial.name.replace("partial", f"salvage-{session.lease.epoch}")]
 
 
 @pytest.mark.parametrize("state", ["partial", "aborted", "trash", "replaced"])

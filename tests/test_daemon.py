@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -168,7 +169,7 @@ def test_save_that_was_written_needs_no_memory_when_its_daemon_dies_before_the_c
 def test_overwriting_save_survives_its_daemon_and_so_does_what_it_replaces(run: Path, orders: Orders):
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, a_state(7)).committed.result(DEADLINE_S)
-        orders.give("stop", starting_at="os.rename", after=2)  # the old one has been moved aside, the new one is next
+        orders.give("stop", starting_at="os.rename", after=1)  # the old one has been moved aside, the new one is next
         handle = ckpt.save(1, a_state(1), overwrite=True)
         pid, operation = orders.obeyed()
         assert operation.startswith("os.rename")
@@ -295,7 +296,7 @@ def test_trainer_killed_after_staging_the_daemon_commits_and_leaves_nothing(run:
 def test_trainer_killed_while_it_stages_nothing_of_that_save_is_visible(run: Path, orders: Orders, traces: Traces):
     with Trainer(traces, "hold_while_staging", run) as trainer:
         [pid] = trainer.expect("ready")
-        orders.give("report", starting_at="open", after=2)
+        orders.give("report", starting_at="open", after=1)
         with pidfd_of(int(pid)) as pidfd:
             trainer.go_on()
             trainer.expect("copying")
@@ -359,7 +360,7 @@ def test_restart_waits_for_the_old_daemon_and_then_sees_its_checkpoint(run: Path
         trainer.kill()
     started: list[sidesave.Checkpointer] = []
     starting = threading.Thread(target=lambda: started.append(sidesave.Checkpointer(run)))
-    orders.give("report", starting_at="open", after=5)  # the new daemon has looked at the lease five times in vain
+    orders.give("report", starting_at="open", after=12)  # the new daemon has looked at the lease in vain, and asked
     starting.start()
     waiting, operation = orders.obeyed()
     assert waiting != int(pid)
@@ -414,8 +415,8 @@ def test_full_disk_fails_that_save_and_the_next_one_works_once_there_is_space(sm
             error = failure(handle, future)
             assert isinstance(error, NoSpaceError)
             assert error.errno == errno.ENOSPC
-            assert str(error.filename).startswith(f"{small}/")
-            assert "bytes are needed" in str(error)
+            assert error.filename == str(small)
+            assert re.search(r"step 2 needs [\d,]+ bytes, [\d,]+ are free", str(error))
         assert entries(small) == ["step-00000001"], "partial bytes are reclaimed"
         shutil.rmtree(small / "step-00000001")
         with pytest.raises(NoSpaceError):  # told once more where the user looks
@@ -534,27 +535,33 @@ def test_storage_that_hangs_fails_all_that_wait_for_it_and_works_again_afterward
 
 @pytest.mark.skipif(not Path("/usr/lib/fiu/fiu_run_preload.so").exists(), reason="needs libfiu (Debian: fiu-utils)")
 @pytest.mark.parametrize("point", ["posix/io/sync/fsync", "posix/io/rw/pwrite"])
-def test_error_of_the_medium_fails_that_save_and_not_the_next(run: Path, tmp_path: Path, point: str):
+@pytest.mark.parametrize("retries", [0, 2])
+def test_error_of_the_medium_fails_that_save_at_most_and_not_the_next(
+    run: Path, tmp_path: Path, point: str, retries: int
+):
     preload = "/usr/lib/fiu/fiu_run_preload.so /usr/lib/fiu/fiu_posix_preload.so"
     faults = {"LD_PRELOAD": preload, "FIU_CTRL_FIFO": str(tmp_path / "fiu"), "FIU_ENABLE": ""}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in faults.items():
             patch.setenv(name, value)
-        ckpt = sidesave.Checkpointer(run)
+        ckpt = sidesave.Checkpointer(run, retries=retries)
     with ckpt:
         commit(ckpt, 1)
         command = f"enable name={point},onetime,failinfo={errno.EIO}\n"
         with pidfd_of(daemon(ckpt)):
             Path(f"{tmp_path / 'fiu'}-{daemon(ckpt)}.in").write_text(command)
             assert Path(f"{tmp_path / 'fiu'}-{daemon(ckpt)}.out").read_text().strip() == "0"
-        error = failure(ckpt.save(2, a_state(2)))
-        assert isinstance(error, WriteError)
-        assert error.errno == errno.EIO
-        assert str(error.filename).startswith(f"{run}/")
-        with pytest.raises(WriteError):
-            ckpt.wait()
-        assert entries(run) == ["step-00000001"]
-        commit(ckpt, 2)
+        handle = ckpt.save(2, a_state(2))
+        if not retries:
+            error = failure(handle)
+            assert isinstance(error, WriteError)
+            assert error.errno == errno.EIO
+            assert str(error.filename).startswith(str(run))
+            with pytest.raises(WriteError):
+                ckpt.wait()
+            assert entries(run) == ["step-00000001"]
+            handle = ckpt.save(2, a_state(2))
+        handle.committed.result(DEADLINE_S)
     check(run, 1, 2)
 
 

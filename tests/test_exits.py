@@ -152,7 +152,7 @@ def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, tr
         trainer.go_on()
         trainer.expect("staged")
         orders.obeyed()
-        orders.give("report", starting_at="open", after=5)  # its new daemon has looked at the lease in vain
+        orders.give("report", starting_at="got BOOT", after=15, every_step=True)  # its new daemon waits for the lease
         trainer.go_on()
         assert orders.obeyed()[1].endswith(".sidesave.lease")
         orders.release()

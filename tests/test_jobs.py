@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sidesave.writer_daemon import jobs
 from sidesave.writer_daemon.jobs import Jobs
-from sidesave.writer_daemon.protocol import Committed, Extent, Failed, Message, Progress, Save, Written
+from sidesave.writer_daemon.protocol import Committed, Delete, Deleted, Extent, Failed, Message, Progress, Save, Written
 
 ATTEMPT = 3
 OBJECTS = Extent(name="objects", offset=4096, nbytes=10)
@@ -56,6 +56,9 @@ class Daemon(RuleBasedStateMachine):
         self.busy: tuple[str, Save] | None = None  # the storage operation under way
         self.written: set[int] = set()
         self.answers: dict[int, Message] = {}
+        self.deletions: set[int] = set()
+        self.before: dict[int, set[int]] = {}  # the saves that came before each deletion
+        self.deleting: list[int] = []  # handed to storage, in order
         self.draining = False
         self.exited = False
 
@@ -74,6 +77,11 @@ class Daemon(RuleBasedStateMachine):
                     assert self.busy is None, "two storage operations at once"
                     assert save.save_id in self.written, "committed what was never said to be written"
                     self.busy = ("commit", save)
+                case jobs.StartDelete(request):
+                    assert request.save_id not in self.deleting
+                    open_saves = self.before[request.save_id] - self.answers.keys()
+                    assert not open_saves, "deleted what may be the last checkpoint"
+                    self.deleting.append(request.save_id)
                 case jobs.Reclaim(save):
                     assert isinstance(self.answers[save.save_id], Failed), "removed a save that had not failed"
                 case jobs.Send(message):
@@ -81,13 +89,14 @@ class Daemon(RuleBasedStateMachine):
                 case jobs.Exit():
                     assert self.draining
                     assert self.busy is None
-                    assert self.answers.keys() == {save.save_id for save in self.accepted}
+                    assert not self.deleting
+                    assert self.answers.keys() == {save.save_id for save in self.accepted} | self.deletions
                     self.exited = True
         return actions
 
     def hear(self, message: Message) -> None:
         assert message.attempt == ATTEMPT
-        assert isinstance(message, Written | Committed | Failed | Progress)
+        assert isinstance(message, Written | Committed | Failed | Progress | Deleted)
         save_id = message.save_id
         assert save_id is not None
         assert save_id not in self.answers, f"{message} after {self.answers[save_id]}"
@@ -98,7 +107,7 @@ class Daemon(RuleBasedStateMachine):
             case Committed():
                 assert save_id in self.written
                 self.answers[save_id] = message
-            case Failed():
+            case Failed() | Deleted():
                 self.answers[save_id] = message
             case _:
                 pass
@@ -135,6 +144,24 @@ class Daemon(RuleBasedStateMachine):
         told = messages(self.feed(jobs.Progressed(save.save_id, 5, 10)))
         assert len(told) == (save.save_id not in self.answers)
 
+    @precondition(is_running)
+    @rule(again=st.booleans())
+    def a_deletion_is_asked_for(self, again: bool) -> None:
+        request = Delete(attempt=ATTEMPT, save_id=1000 + len(self.deletions) - again, step=1, retry=again)
+        known = request.save_id in self.deletions
+        self.deletions.add(request.save_id)
+        if not known:
+            self.before[request.save_id] = {save.save_id for save in self.accepted}
+        actions = self.feed(jobs.DeleteRequested(request))
+        assert not (known and actions)
+
+    @precondition(lambda self: self.deleting)
+    @rule(failed=st.booleans())
+    def a_deletion_ends(self, failed: bool) -> None:
+        request_id = self.deleting.pop(0)
+        self.feed(jobs.DeleteEnded(request_id, a_failure(request_id) if failed else None))
+        assert isinstance(self.answers[request_id], Failed if failed else Deleted)
+
     @precondition(is_writing)
     @rule(failed=st.booleans())
     def a_write_ends(self, failed: bool) -> None:
@@ -168,7 +195,7 @@ class Daemon(RuleBasedStateMachine):
         self.feed(jobs.Stalled(a_failure(active.save_id)))
         assert isinstance(self.answers[active.save_id], Failed)
         if already:
-            assert self.answers.keys() == {save.save_id for save in self.accepted}, "stuck storage leaves no save open"
+            assert {save.save_id for save in self.accepted} <= self.answers.keys(), "stuck storage leaves no save open"
 
     @precondition(is_running)
     @rule()
@@ -190,7 +217,9 @@ class Daemon(RuleBasedStateMachine):
         assert self.jobs.active == (self.busy[1] if self.busy else None)
         in_hand = {save.save_id for save in open_saves} | ({self.busy[1].save_id} if self.busy else set())
         assert len(self.jobs) == len(in_hand)
-        assert not (self.draining and len(self.jobs) == 0), "drained and empty, yet no Exit"
+        assert not (self.draining and len(self.jobs) == 0 and self.deletions <= self.answers.keys()), (
+            "drained and empty, yet no Exit"
+        )
 
     @invariant()
     def saves_start_in_the_order_in_which_they_came(self) -> None:
@@ -205,8 +234,11 @@ class Daemon(RuleBasedStateMachine):
                 self.a_write_ends(failed=False)
             elif self.is_committing():
                 self.a_commit_ends(failed=False)
+        while self.deleting:
+            self.a_deletion_ends(failed=False)
+        assert self.deletions <= self.answers.keys()
         assert self.exited
-        assert self.answers.keys() == {save.save_id for save in self.accepted}
+        assert self.answers.keys() == {save.save_id for save in self.accepted} | self.deletions
 
 
 TestDaemon = Daemon.TestCase

@@ -1,8 +1,10 @@
 """What the writer relies on, whatever the run directory lives on: one suite, subclassed once per backend."""
 
 import errno
+import fcntl
 import mmap
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -307,6 +309,99 @@ class PosixConformance(StorageConformance):
         storage.open_to_readers(".partial")
         assert (root / ".partial").stat().st_mode & stat.S_ISGID
 
+    @pytest.mark.parametrize("count", [0, 1, 511, 4096, 4097, 9 * 512, 64 << 10])
+    def test_short_write_goes_on_where_it_stopped(self, storage: Storage, monkeypatch: pytest.MonkeyPatch, count: int):
+        data, write = noise(MIB)[: MIB - 5], os.pwrite
+        shorts = [count, count, 64 << 10, count]
+
+        def pwrite(fd: int, buffer: memoryview, offset: int) -> int:
+            if not shorts or len(buffer) <= 64 << 10:
+                return write(fd, buffer, offset)
+            done, block = shorts.pop(), 4096 if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else 1
+            write(fd, buffer[: done - done % block], offset)
+            return done
+
+        with storage.creating("file", len(data)) as output:
+            monkeypatch.setattr(os, "pwrite", pwrite)
+            output.write_at(pages(data), 0)
+            output.finish(len(data))
+        monkeypatch.undo()
+        assert shorts == []
+        assert get(storage, "file") == data
+
+    def test_write_that_gets_nowhere_is_an_error(self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(os, "pwrite", lambda fd, buffer, offset: 0)
+        with storage.creating("file", 8192) as output, pytest.raises(WriteError) as caught:
+            output.write_at(pages(b"1" * 8192), 0)
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, f"{root}/file")
+        assert "cannot write 8,192 bytes at byte 0" in str(caught.value)
+
+    @pytest.mark.parametrize("count", [1, 511, 4096, 4097, 64 << 10])
+    def test_short_read_goes_on_where_it_stopped(self, storage: Storage, monkeypatch: pytest.MonkeyPatch, count: int):
+        data, read, read_direct = noise(MIB)[: MIB - 5], os.read, os.preadv
+        put(storage, "file", data)
+        shorts = [count, 64 << 10, count]
+
+        def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+            return min(read_direct(fd, buffers, offset), shorts.pop() if shorts else MIB)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(os, "read", lambda fd, nbytes: read(fd, min(nbytes, count * 97)))
+        assert get(storage, "file") == data
+        assert storage.read("file", MIB) == data
+        assert shorts == []
+
+    def test_read_that_gets_nowhere_is_an_error(self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch):
+        put(storage, "file", noise(MIB)[:MIB])
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 17)
+        with pytest.raises(WriteError) as caught:
+            get(storage, "file")
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, f"{root}/file")
+
+    def test_rename_that_was_carried_out_and_fails_all_the_same_is_none(
+        self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """A network file system repeats a request whose answer was lost, and finds nothing left to rename."""
+        rename = os.rename
+
+        def late(*names: str, **fds: int) -> None:
+            rename(*names, **fds)
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+        storage.make_directory(".partial", 0o700)
+        monkeypatch.setattr(os, "rename", late)
+        storage.rename_directory(".partial", "step")
+        assert names(root) == ["step"]
+        with pytest.raises(WriteError):
+            storage.rename_directory(".partial", "other")
+
+    @pytest.mark.timeout(20)
+    def test_something_else_in_the_place_of_a_file_blocks_nobody(self, storage: Storage, root: Path):
+        os.mkfifo(root / "fifo")
+        (root / "folder").mkdir()
+        for name in ("fifo", "folder"):
+            for operation in (lambda name=name: storage.read(name, 100), lambda name=name: get(storage, name)):
+                with pytest.raises(WriteError) as caught:
+                    operation()
+                assert caught.value.errno in (errno.ENXIO, errno.EISDIR)
+                assert caught.value.filename == f"{root}/{name}"
+
+    def test_error_of_close_is_none_of_the_files(self, storage: Storage, monkeypatch: pytest.MonkeyPatch):
+        """By then fsync has told what became of it; the descriptor is gone either way."""
+        close = os.close
+
+        def late(fd: int) -> None:
+            close(fd)
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "close", late)
+        put(storage, "file", b"1")
+        assert get(storage, "file") == b"1"
+        storage.sync_file("file")
+        assert storage.list_directory("") == ["file"]
+        storage.close()
+        monkeypatch.undo()
+
     def test_no_descriptor_is_left_open(self, storage: Storage):
         put(storage, "warm-up", b"1")
         before = len(names("/proc/self/fd"))
@@ -317,6 +412,10 @@ class PosixConformance(StorageConformance):
         for failing in ("file", "none/file"):
             with pytest.raises(WriteError):
                 storage.create(failing, 1)
+        storage.make_directory("folder", 0o700)
+        for operation in (lambda: storage.read("folder", 9), lambda: get(storage, "folder")):
+            with pytest.raises(WriteError):
+                operation()
         assert len(names("/proc/self/fd")) == before
 
 
@@ -420,6 +519,7 @@ class SmallDisk(PosixConformance):
         with storage.creating("file", 0) as output, pytest.raises(NoSpaceError) as caught:
             output.write_at(data, 0)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, f"{root}/file")
+        assert re.search(r"cannot write [\d,]+ bytes at byte [\d,]+ \([\d,]+ bytes.* are free\)", str(caught.value))
 
     def test_there_is_room_again_after_a_removal(self, storage: Storage):
         nbytes = storage.free_nbytes() // 2

@@ -7,21 +7,25 @@ a daemon's ``sitecustomize`` it makes that daemon follow orders. It is light to 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import json
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from types import FrameType
 
     import torch
@@ -71,8 +75,9 @@ def check(run: str | os.PathLike[str], *steps: int, mib: float = 1) -> None:
 
 
 def entries(run: str | os.PathLike[str]) -> list[str]:
-    """What a run directory holds beside the lease file."""
-    return sorted(path.name for path in Path(run).iterdir() if path.name != ".sidesave.lease")
+    """What a run directory holds beside lease and history."""
+    own = (".sidesave.lease", ".sidesave.history")
+    return sorted(path.name for path in Path(run).iterdir() if path.name not in own)
 
 
 def await_end(pidfd: int, timeout_s: float = DEADLINE_S) -> None:
@@ -97,16 +102,16 @@ class Traces:
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def check(self) -> None:
-        """Every process ends, with it go descriptors and memory; no socket directory remains."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                pidfd = os.pidfd_open(pid)
-                try:
-                    await_end(pidfd)
-                finally:
-                    os.close(pidfd)
-        assert self.processes() == {}
+    def await_ends(self, sparing: Collection[int] = ()) -> None:
+        """Block until every process has ended but those of ``sparing``; with it go descriptors and memory."""
+        for pid in self.processes().keys() - set(sparing):
+            with contextlib.suppress(ProcessLookupError), pidfd_of(pid) as pidfd:
+                await_end(pidfd)
+        assert self.processes().keys() <= set(sparing)
+
+    def check(self, sparing: Collection[int] = ()) -> None:
+        """Every process ends, but those of ``sparing``; no socket directory remains."""
+        self.await_ends(sparing)
         assert [path for path in Path(self.folder).iterdir() if not path.name.startswith("torchinductor_")] == []
 
     def close(self) -> None:
@@ -127,17 +132,24 @@ def staging_memory(pid: int | str = "self") -> list[str]:
     return held
 
 
-# Orders to daemons -----------------------------------------------------------------------------------------------
+# Orders ----------------------------------------------------------------------------------------------------------
 
 _ORDERS = "SIDESAVE_TEST_ORDERS"
 _STORAGE_EVENTS = {"os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "open"}
+_TRAINER_EVENTS = {"tempfile.mkdtemp", "os.mkdir", "os.remove", "os.rmdir", "subprocess.Popen"}
 LAST_WORDS = "broken on purpose"
 
 
 class Orders:
-    """Makes daemons report, stop, exit or die right before a certain operation on storage.
+    """Makes daemons and trainers report, stop, fail, exit or die right before a certain step.
 
-    The operations are those that Python audits: to create, link, rename, remove, to sync a directory, and so on.
+    Steps are, in the order in which a process comes to them:
+
+    - operations on storage, those that Python audits: to create, link, rename, remove, to sync a directory, and so on,
+      by their names ("os.mkdir"). In a trainer they concern its socket and the start of its daemon;
+    - messages: "sends READY" and "sent READY", "got SAVE", and so on for each kind, on both channels. PROGRESS and
+      HEARTBEAT come at any moment, so they are counted only where an order begins with them;
+    - in a trainer "stages" and "staged", around the moment from which on a save needs it no longer.
     """
 
     def __init__(self, folder: Path, environment: Callable[[str, str], None]) -> None:
@@ -152,18 +164,30 @@ class Orders:
         environment(_ORDERS, str(folder))
         environment("PYTHONPATH", f"{folder}:{_python_path()}")
 
-    def give(self, what: str, *, after: int = 0, starting_at: str = "os.mkdir", keep: bool = False) -> None:
-        """The next daemon that comes to an operation ``starting_at`` goes on for ``after`` more of any kind.
+    def give(
+        self,
+        what: str,
+        *,
+        after: int = 0,
+        starting_at: str = "os.mkdir",
+        keep: bool = False,
+        to: str = "daemon",
+        every_step: bool = False,
+    ) -> None:
+        """The next daemon that comes to a step ``starting_at`` goes on for ``after`` more of any kind.
 
         Args:
             what: "report", "hold" (that thread, until :meth:`release`), "stop" (SIGSTOP to itself), "exit" (with last
-                words), or "kill" (SIGKILL).
-            after: Operations that still happen.
+                words), "kill" (SIGKILL), or the name of an errno, as in "ENOSPC", with which that operation fails.
+            after: Steps that still happen.
             starting_at: The kind from which they are counted; "" is the first of any kind. A save begins with os.mkdir.
             keep: Whether every later daemon gets the same order.
+            to: "daemon", or "trainer": one that runs :func:`follow_orders`.
+            every_step: Count messages as well, and not only operations on storage.
         """
-        (self._folder / "new").write_text(f"{what} {after} {int(keep)} {starting_at}")
-        (self._folder / "new").rename(self._folder / "order")
+        order = {"what": what, "after": after, "starting_at": starting_at, "keep": keep, "every_step": every_step}
+        (self._folder / "new").write_text(json.dumps(order))
+        (self._folder / "new").rename(self._folder / to)
 
     def release(self) -> None:
         """Let the thread go on that an order holds."""
@@ -171,28 +195,28 @@ class Orders:
         os.write(release, b"\n")
         os.close(release)
 
-    def withdraw(self) -> bool:
-        """Take the order back; whether no daemon had got it."""
+    def withdraw(self, to: str = "daemon") -> bool:
+        """Take the order back; whether nobody had got it."""
         try:
-            (self._folder / "order").unlink()
+            (self._folder / to).unlink()
         except FileNotFoundError:
             return False
         return True
 
     def obeyed(self, timeout_s: float = DEADLINE_S) -> tuple[int, str]:
-        """Block until a daemon has come to where it was ordered; its pid and the operation."""
+        """Block until a process has come to where it was ordered; its pid and the step."""
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
         poller.register(self._reports, select.POLLIN)
-        assert poller.poll(timeout_s * 1000), "no daemon has come to that operation"
+        assert poller.poll(timeout_s * 1000), "nobody has come to that step"
         line = b""
         while not line.endswith(b"\n"):
             line += os.read(self._reports, 1)
-        what, pid, operation = line.decode().strip().split(" ", 2)
+        what, pid, step = line.decode().strip().split(" ", 2)
         while what == "stop" and ") T " not in Path(f"/proc/{pid}/stat").read_text():
-            assert time.monotonic() < deadline, f"daemon {pid} does not stop"
+            assert time.monotonic() < deadline, f"process {pid} does not stop"
             time.sleep(0.001)
-        return int(pid), operation
+        return int(pid), step.strip()
 
     def was_obeyed(self) -> bool:
         """Whether a report waits to be read."""
@@ -200,41 +224,55 @@ class Orders:
         poller.register(self._reports, select.POLLIN)
         return bool(poller.poll(0))
 
+    @property
+    def reports(self) -> int:
+        """The descriptor that is readable when :meth:`was_obeyed`."""
+        return self._reports
+
     def close(self) -> None:
         os.close(self._reports)
 
 
 def obey() -> None:
-    """In a daemon: look for orders at every operation on storage, and follow them."""
-    if "sidesave.writer_daemon" not in sys.orig_argv:
-        return
-    folder = Path(os.environ[_ORDERS])
-    left: int | None = None
-    what = ""
-    inside = False
+    """In a process that has just begun: a daemon follows orders from here on."""
+    if "sidesave.writer_daemon" in sys.orig_argv:
+        follow_orders("daemon")
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left, what, inside
-        if inside or event not in _STORAGE_EVENTS or (event == "open" and not _concerns_storage(arguments)):
+
+def follow_orders(role: str) -> None:
+    """Look for orders to processes of this role at every step, and follow them."""
+    folder = Path(os.environ[_ORDERS])
+    followed: dict[str, Any] | None = None
+    turn = threading.Lock()
+    this_thread = threading.local()
+
+    def is_next(step: str, *, of_storage: bool) -> str:
+        """What is to be done at this step, if anything."""
+        nonlocal followed
+        begins = False
+        if followed is None:
+            followed = _take_order(folder / role, step, of_storage=of_storage)
+            begins = followed is not None
+        if followed is None or not (of_storage or followed["every_step"]) or not (begins or _is_counted(step)):
+            return ""
+        followed["after"] -= 1
+        if followed["after"] >= 0:
+            return ""
+        what, followed = followed["what"], None
+        return what
+
+    def come_to(step: str, detail: object = "", *, of_storage: bool = False) -> None:
+        if getattr(this_thread, "is_looking", False):
             return
-        inside = True
+        this_thread.is_looking = True
         try:
-            if left is None:
-                with contextlib.suppress(FileNotFoundError):
-                    order, after, keep, starting_at = (folder / "order").read_text().split(" ")
-                    if starting_at in ("", event):
-                        what, left = order, int(after)
-                        if keep == "0":
-                            (folder / "order").unlink()
-            if left is None:
+            with turn:
+                what = is_next(step, of_storage=of_storage)
+            if not what:
                 return
-            left -= 1
-            if left >= 0:
-                return
-            left = None
             release = os.open(folder / "release", os.O_RDWR)
             report = os.open(folder / "reports", os.O_WRONLY | os.O_NONBLOCK)
-            os.write(report, f"{what} {os.getpid()} {event} {arguments[0]}\n".encode())
+            os.write(report, f"{what} {os.getpid()} {step} {detail}\n".encode())
             os.close(report)
             if what == "exit":
                 sys.stderr.write(f"{LAST_WORDS}\n")
@@ -242,13 +280,94 @@ def obey() -> None:
                 os._exit(7)
             if what == "hold":
                 os.read(release, 1)
-            elif what != "report":  # to this thread: it does not even return from the call
+            elif what in ("kill", "stop"):  # to this thread: it does not even return from the call
                 signal.pthread_kill(threading.get_ident(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             os.close(release)
+            if what.startswith("E"):  # raised by an audit hook, it is what the operation raises
+                raise OSError(getattr(errno, what), os.strerror(getattr(errno, what)))
         finally:
-            inside = False
+            this_thread.is_looking = False
 
-    sys.addaudithook(hook)
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if role == "trainer":
+            if event in _TRAINER_EVENTS:
+                come_to(event, arguments[0])
+        elif event in _STORAGE_EVENTS and (event != "open" or _concerns_storage(arguments)):
+            come_to(event, arguments[0], of_storage=True)
+
+    _announce_messages(come_to)
+    if role == "trainer":
+        _announce_staging(come_to)
+    sys.addaudithook(audit)
+
+
+def _take_order(path: Path, step: str, *, of_storage: bool) -> dict[str, Any] | None:
+    """The order that begins at this step, if there is one."""
+    try:
+        order = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    begins = step == order["starting_at"] or (order["starting_at"] == "" and _is_counted(step))
+    if not begins or not (of_storage or order["every_step"]):
+        return None
+    if not order["keep"]:
+        path.unlink()
+    return order
+
+
+def _is_counted(step: str) -> bool:
+    return not step.endswith(("HEARTBEAT", "PROGRESS"))
+
+
+def _announce_messages(come_to: Callable[[str], None]) -> None:
+    """Come to a step before and after each message is sent, and when one has come, on ZeroMQ and on the socket pair."""
+    import msgpack
+    import zmq
+
+    def around(data: bytes, send: Callable[[], Any]) -> Any:
+        kind = msgpack.unpackb(data)["kind"]
+        come_to(f"sends {kind}")
+        result = send()
+        come_to(f"sent {kind}")
+        return result
+
+    def arrived(data: bytes) -> None:
+        come_to(f"got {msgpack.unpackb(data)['kind'] if data else 'the end'}")
+
+    zmq_send, zmq_recv = zmq.Socket.send, zmq.Socket.recv
+    send_fds, recv_fds = socket.send_fds, socket.recv_fds
+
+    def send(self: Any, data: bytes, *arguments: Any, **options: Any) -> Any:
+        return around(data, lambda: zmq_send(self, data, *arguments, **options))
+
+    def recv(self: Any, *arguments: Any, **options: Any) -> Any:
+        data = zmq_recv(self, *arguments, **options)
+        arrived(data)
+        return data
+
+    def send_with_fds(one: socket.socket, buffers: list[bytes], *arguments: Any) -> Any:
+        return around(buffers[0], lambda: send_fds(one, buffers, *arguments))
+
+    def recv_with_fds(one: socket.socket, *arguments: Any) -> Any:
+        received = recv_fds(one, *arguments)
+        arrived(received[0])
+        return received
+
+    zmq.Socket.send, zmq.Socket.recv = send, recv  # type: ignore[method-assign]
+    socket.send_fds, socket.recv_fds = send_with_fds, recv_with_fds
+
+
+def _announce_staging(come_to: Callable[[str], None]) -> None:
+    from sidesave.stager.arena import Arena
+
+    mark_staged = Arena.mark_staged
+
+    def mark(self: Arena, descriptor: bytes) -> None:
+        come_to("stages")
+        mark_staged(self, descriptor)
+        come_to("staged")
+
+    Arena.mark_staged = mark
 
 
 def _concerns_storage(arguments: tuple[Any, ...]) -> bool:
@@ -263,7 +382,59 @@ def _concerns_storage(arguments: tuple[Any, ...]) -> bool:
 # Trainers --------------------------------------------------------------------------------------------------------
 
 
-class Trainer:
+class Talk:
+    """What is said to a trainer and heard from it."""
+
+    def __init__(self, pid: int, to: int, of: int) -> None:
+        self.pid = pid
+        self.heard: list[str] = []
+        self._to, self._of = to, of
+        self._said = b""
+
+    def complaints(self) -> str:
+        """Its stderr, once it has ended."""
+        raise NotImplementedError
+
+    def lines(self, timeout_s: float = DEADLINE_S, *, until_readable: int | None = None) -> Iterator[str]:
+        """What it says, line by line, up to its end or until that descriptor becomes readable."""
+        deadline = time.monotonic() + timeout_s
+        sources = [self._of] if until_readable is None else [self._of, until_readable]
+        while True:
+            line, newline, rest = self._said.partition(b"\n")
+            if newline:
+                self._said = rest
+                self.heard.append(line.decode())
+                yield self.heard[-1]
+                continue
+            ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"the trainer has not said what was expected within {timeout_s:g} s"
+            if until_readable in ready:
+                return
+            data = os.read(self._of, 65536)
+            if not data:
+                return
+            self._said += data
+
+    def expect(self, word: str, timeout_s: float = DEADLINE_S) -> list[str]:
+        """Block until it says ``word``; what else is on that line. Its exit before that is a failure."""
+        for line in self.lines(timeout_s):
+            said, *arguments = line.split(" ")
+            if said == word:
+                return arguments
+        raise AssertionError(f"the trainer ended before it said {word!r}: {self.complaints()}")
+
+    def expect_all(self, *words: str, until: str) -> list[str]:
+        """Block until it says ``until``; the lines before that which begin with one of ``words``."""
+        self.expect(until)
+        return [line for line in self.heard if line.startswith(words)]
+
+    def go_on(self) -> None:
+        """Let a trainer that waits in :func:`wait_to_go_on` go on; one that has been killed does not mind."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._to, b"\n")
+
+
+class Trainer(Talk):
     """A trainer process, from its start to the end of the ``with`` block, which it does not survive."""
 
     def __init__(self, traces: Traces, name: str, *arguments: object, umask: int = -1, **environment: str) -> None:
@@ -275,39 +446,8 @@ class Trainer:
             umask=umask,
             env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": _python_path(), **environment},
         )
-        self.pid = self._process.pid
-        self.heard: list[str] = []
-        self._said = b""
-
-    def expect(self, word: str, timeout_s: float = DEADLINE_S) -> list[str]:
-        """Block until it says ``word``; what else is on that line. Its exit before that is a failure."""
-        deadline = time.monotonic() + timeout_s
-        assert self._process.stdout is not None
-        while True:
-            line, newline, rest = self._said.partition(b"\n")
-            if newline:
-                self._said = rest
-                self.heard.append(line.decode())
-                said, *arguments = self.heard[-1].split(" ")
-                if said == word:
-                    return arguments
-                continue
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"the trainer did not say {word!r} within {timeout_s:g} s"
-            data = os.read(self._process.stdout.fileno(), 65536)
-            assert data, f"the trainer ended before it said {word!r}: {self.complaints()}"
-            self._said += data
-
-    def expect_all(self, *words: str, until: str) -> list[str]:
-        """Block until it says ``until``; the lines before that which begin with one of ``words``."""
-        self.expect(until)
-        return [line for line in self.heard if line.startswith(words)]
-
-    def go_on(self) -> None:
-        """Let a trainer that waits in :func:`wait_to_go_on` go on."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        super().__init__(self._process.pid, self._process.stdin.fileno(), self._process.stdout.fileno())
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -322,7 +462,6 @@ class Trainer:
         return self._process.wait(timeout_s)
 
     def complaints(self) -> str:
-        """Its stderr, once it has ended."""
         assert self._process.stderr is not None
         return self._process.stderr.read().decode()
 
@@ -335,6 +474,103 @@ class Trainer:
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+class ForkedTrainer(Talk):
+    """A trainer that a :class:`Zygote` has forked, from its start to the end of the ``with`` block."""
+
+    def __init__(self, zygote: socket.socket, name: str, *arguments: object) -> None:
+        self._stderr = os.memfd_create("complaints", os.MFD_CLOEXEC)
+        theirs_in, to = os.pipe2(os.O_CLOEXEC)
+        of, theirs_out = os.pipe2(os.O_CLOEXEC)
+        request = json.dumps([name, *map(str, arguments)]).encode()
+        socket.send_fds(zygote, [request], [theirs_in, theirs_out, self._stderr])
+        os.close(theirs_in)
+        os.close(theirs_out)
+        pid, [self._pidfd], _, _ = socket.recv_fds(zygote, 64, 1)
+        super().__init__(int(pid), to, of)
+
+    def kill(self) -> None:
+        """SIGKILL; :meth:`lines` ends then."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def end(self, timeout_s: float = DEADLINE_S) -> None:
+        """Block until it has ended."""
+        await_end(self._pidfd, timeout_s)
+
+    def complaints(self) -> str:
+        return os.pread(self._stderr, 100_000, 0).decode()
+
+    def __enter__(self) -> ForkedTrainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.end()
+        for fd in (self._to, self._of, self._stderr, self._pidfd):
+            os.close(fd)
+
+
+class Zygote:
+    """A process that has imported torch and forks trainers before it has a thread: each starts in a moment."""
+
+    def __init__(self, traces: Traces) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", __file__, "fork_trainers", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": _python_path()},
+            )
+        self.pid = self._process.pid
+
+    def fork(self, name: str, *arguments: object) -> ForkedTrainer:
+        """A trainer that runs the function ``name`` of this module."""
+        return ForkedTrainer(self._control, name, *arguments)
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        self._process.wait(DEADLINE_S)
+
+
+def fork_trainers(fd: str) -> None:
+    """In a zygote: fork a trainer for each request, which brings its standard streams; answer with pid and pidfd."""
+    import warnings
+
+    import sidesave.client.checkpointer  # noqa: F401 - for the children
+
+    def reap(number: int, frame: object) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    signal.signal(signal.SIGCHLD, reap)
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: NumPy keeps idle ones
+    with socket.socket(fileno=int(fd)) as control:
+        while True:
+            request, streams, _, _ = socket.recv_fds(control, 65536, 3)
+            if not request:
+                return
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it is not reaped before it has a pidfd
+            child = os.fork()
+            if child == 0:
+                break
+            with pidfd_of(child) as pidfd:
+                socket.send_fds(control, [str(child).encode()], [pidfd])
+            for stream in streams:
+                os.close(stream)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    name, *arguments = json.loads(request)
+    globals()[name](*arguments)
 
 
 def _python_path() -> str:
@@ -373,6 +609,59 @@ def save_and_wait(run: str, step: str, mib: str = "1") -> None:
     ckpt.save(int(step), a_state(int(step), float(mib))).staged.result()
     say("staged")
     wait_to_go_on()
+
+
+def keep_saving(run: str, first: str, count: str, follow: str) -> None:
+    """Saves step after step, says when each is staged and when it is committed, and closes; follows orders.
+
+    Their sizes are :func:`size_of` the steps; with ``follow`` "1" the writer follows the copy.
+    """
+    import sidesave
+    from sidesave.client import checkpointer
+
+    if follow == "1":
+        checkpointer._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+    if _ORDERS in os.environ:
+        follow_orders("trainer")
+    ckpt = sidesave.Checkpointer(run)
+    say("ready", ckpt.daemon_pid)
+    wait_to_go_on()
+
+    def tell(future: Future[Any], word: str, step: int) -> None:
+        say(word if future.exception() is None else f"lost {word}", step)
+
+    for step in range(int(first), int(first) + int(count)):
+        handle = ckpt.save(step, a_state(step, size_of(step)))
+        handle.staged.add_done_callback(lambda future, step=step: tell(future, "staged", step))
+        handle.committed.add_done_callback(lambda future, step=step: tell(future, "committed", step))
+    ckpt.close()
+    say("closed")
+
+
+def size_of(step: int) -> float:
+    """How large the state of a step is, in MiB, where steps of many sizes follow each other."""
+    return (0.05, 1, 0.2)[step % 3]
+
+
+def compete(run: str) -> None:
+    """Takes the directory as soon as it gets it, tries again when told to, saves a step and ends when told to."""
+    import sidesave
+    from sidesave.errors import DirectoryInUseError
+
+    say("started")
+    while True:
+        wait_to_go_on()
+        try:
+            ckpt = sidesave.Checkpointer(run)
+            break
+        except DirectoryInUseError as error:
+            say("refused", str(error).replace("\n", " "))
+    step = (ckpt.latest_step() or 0) + 1
+    ckpt.save(step, a_state(step)).committed.result()
+    say("won", step, ckpt.daemon_pid)
+    wait_to_go_on()
+    ckpt.close()
+    say("closed")
 
 
 def hold_while_staging(run: str) -> None:

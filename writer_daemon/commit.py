@@ -6,12 +6,21 @@ commit: records read and checked, manifest published, directory synced, lease ch
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from sidesave.errors import CheckpointExistsError, IntegrityError, WriteError
+from sidesave.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    IntegrityError,
+    InvalidArgumentError,
+    WriteError,
+)
 from sidesave.stager.arena import page_up
 from sidesave.writer_daemon import integrity, manifest
 from sidesave.writer_daemon.lease import Lease
@@ -44,11 +53,24 @@ def _read_own_record(storage: Storage, directory: str, rank: int) -> RankRecord 
         return None
 
 
+def refuse_taken(storage: Storage, save: Save) -> None:
+    """Raise ``CheckpointExistsError`` where a save's step has its name already and may not be replaced.
+
+    To be asked before a byte is written: recovery takes it that whatever has been written may have its name.
+    """
+    target = manifest.step_directory(save.step)
+    if not save.replace and target in storage.list_directory(""):
+        raise CheckpointExistsError(
+            errno.EEXIST, "the step exists; save with overwrite=True to replace it", f"{storage.root}/{target}"
+        )
+
+
 def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest:
     """Commit a step all of whose records are durable; blocking. Doing it twice does no harm.
 
     Raises:
         CheckpointExistsError: The step is there, is not this save, and may not be replaced.
+        CommitUnknownError: The step has its name, but storage did not confirm that it keeps it.
         IntegrityError: A record is missing or contradicts the save.
         WriteError: Storage refused.
     """
@@ -76,13 +98,27 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
 
 
 def _committed(storage: Storage, target: str) -> Manifest | None:
-    if manifest.MANIFEST not in storage.list_directory(target):
-        return None
+    try:
+        if manifest.MANIFEST not in storage.list_directory(target):
+            return None
+    except WriteError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return None  # a file or a link has the name
     try:
         return integrity.read_manifest(storage, target)
     except IntegrityError as error:
         logger.warning("%s", error)
         return None
+
+
+def _checkpoints(storage: Storage) -> Iterator[Manifest]:
+    """The committed checkpoints, the highest step, which is most often the newest, first."""
+    names = (name for name in storage.list_directory("") if manifest.parse_step_directory(name) is not None)
+    for name in sorted(names, reverse=True):
+        content = _committed(storage, name)
+        if content is not None:
+            yield content
 
 
 def _build(storage: Storage, directory: str, records: list[RankRecord]) -> Manifest:
@@ -123,6 +159,9 @@ def _build(storage: Storage, directory: str, records: list[RankRecord]) -> Manif
 
 
 def _publish_manifest(storage: Storage, directory: str, content: Manifest, attempt: str) -> None:
+    for name in storage.list_directory(directory):
+        if name.startswith("."):
+            storage.remove(f"{directory}/{name}")  # of an attempt that failed or was killed, perhaps of this name
     data = content.to_bytes()
     temporary, final = f"{directory}/.{manifest.MANIFEST}.{attempt}", f"{directory}/{manifest.MANIFEST}"
     with mmap.mmap(-1, page_up(len(data))) as buffer:
@@ -134,9 +173,6 @@ def _publish_manifest(storage: Storage, directory: str, content: Manifest, attem
         if storage.read(final, manifest.MAX_JSON_NBYTES) != data:
             raise WriteError(errno.EEXIST, "another manifest is already there", f"{storage.root}/{final}")
         storage.remove(temporary)
-    for name in storage.list_directory(directory):
-        if name.startswith("."):
-            storage.remove(f"{directory}/{name}")  # attempt files of a daemon that was killed
 
 
 def _give_name(storage: Storage, lease: Lease, partial: str, target: str, session: str, *, replace: bool) -> None:
@@ -151,16 +187,52 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, sessio
             )
         storage.remove_tree(replaced)
         storage.rename_directory(target, replaced)
-        storage.sync_directory("")
         try:
             storage.rename_directory(partial, target)
         except WriteError:
-            storage.rename_directory(replaced, target)
+            with contextlib.suppress(WriteError):  # readers, and the next start, find it under its hidden name as well
+                storage.rename_directory(replaced, target)
             raise
     else:
         storage.rename_directory(partial, target)
+    try:
+        storage.sync_directory("")
+    except WriteError as error:
+        message = f"step {step} has its name, but whether that outlives a crash is not known: {error.strerror}"
+        raise CommitUnknownError(error.errno, message, f"{storage.root}/{target}") from error
+    trash = manifest.hidden_directory(step, session, "trash")
+    try:
+        if replaced in storage.list_directory(""):
+            storage.remove_tree(trash)
+            storage.rename_directory(replaced, trash)  # half removed it must not be taken for what it was
+            storage.remove_tree(trash)
+    except WriteError as error:
+        logger.warning("left for the next start to clean: %s", error)
+
+
+def delete(storage: Storage, lease: Lease, step: int, others: Iterable[Storage] = ()) -> str:
+    """Make a step disappear in one step, durably; returns the hidden directory that is to be removed later.
+
+    Readers that have opened it can go on until then. ``others`` are further run directories of the same run.
+
+    Raises:
+        CheckpointNotFoundError: There is no such step.
+        InvalidArgumentError: No checkpoint was committed after it, so it may be the last good one.
+        WriteError: Storage refused.
+    """
+    target = manifest.step_directory(step)
+    if target not in storage.list_directory(""):
+        raise CheckpointNotFoundError(errno.ENOENT, f"there is no step {step}", f"{storage.root}/{target}")
+    content = _committed(storage, target)
+    rest = (other for place in (storage, *others) for other in _checkpoints(place) if other.step != step)
+    if not any(content is None or other.sequence > content.sequence for other in rest):
+        raise InvalidArgumentError(f"step {step} is the newest checkpoint; it can be deleted once a newer one is there")
+    lease.check()
+    trash = manifest.hidden_directory(step, lease.session, "trash")
+    storage.remove_tree(trash)  # of a step of that number that was deleted before
+    storage.rename_directory(target, trash)
     storage.sync_directory("")
-    storage.remove_tree(replaced)
+    return trash
 
 
 def reclaim(storage: Storage, save: Save) -> None:
@@ -182,36 +254,64 @@ class Recovery:
 
     committed: tuple[str, ...]
     removed: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    """What storage would not let it read, finish or remove: the next start tries again."""
 
 
 def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     """Finish what is complete and remove what is not; blocking, under the lease.
 
     A partial directory whose records and bytes are all there and verify (read back from the medium) becomes a
-    checkpoint: its ranks were told that their bytes are durable. Everything else of dead sessions goes.
+    checkpoint: its ranks were told that their bytes are durable. Everything else of dead sessions goes. Storage that
+    fails for the moment is no verdict on a leftover, which then stays.
     """
     committed: list[str] = []
     removed: list[str] = []
+    left: list[str] = []
+    storage.sync_directory("")  # what a dead daemon has renamed counts from here on, and outlives a power loss
     names = sorted(storage.list_directory(""))
     hidden = [(name, parsed) for name in names if (parsed := manifest.parse_hidden_directory(name))]
+    apart: dict[str, str] = {}
     for name, (step, session, state) in hidden:
+        if state == "partial" or state.startswith("salvage"):
+            # Before all else: a daemon that has lost the lease, and does not know yet, finds nothing to commit.
+            place = manifest.hidden_directory(step, session, f"salvage-{lease.epoch}")
+            if place in apart.values():  # what a recovery before this one could not judge, and its save again
+                place += f"-{len(apart)}"
+            try:
+                storage.rename_directory(name, place)
+                apart[name] = place
+            except WriteError as error:
+                if error.errno != errno.ENOENT:  # else that daemon was faster
+                    logger.warning("%s stays until it can be renamed: %s", name, error)
+                    left.append(name)
+    for name, (step, session, _) in hidden:
+        if name not in apart:
+            continue
         try:
-            if state == "partial" and _finish(storage, lease, name, step, session, attempt):
+            if _finish(storage, lease, apart[name], step, session, attempt):
                 committed.append(manifest.step_directory(step))
         except IntegrityError as error:
             logger.warning("%s is not whole, so it is removed: %s", name, error)
-    for name, (step, _, state) in hidden:
-        target = manifest.step_directory(step)
-        if state == "replaced" and target not in storage.list_directory(""):
-            storage.rename_directory(name, target)  # the save that was to replace it never came
-            storage.sync_directory("")
-            committed.append(target)
-        elif name in storage.list_directory(""):
-            storage.remove_tree(name)
-            removed.append(name)
-    if removed:
+        except WriteError as error:
+            logger.warning("%s stays until it can be read and finished: %s", apart[name], error)
+            left.append(apart[name])
+    for name, (step, session, state) in hidden:
+        target, place = manifest.step_directory(step), apart.get(name, name)
+        try:
+            if state == "replaced" and target not in storage.list_directory(""):
+                storage.rename_directory(name, target)  # the save that was to replace it never came
+                committed.append(target)
+            elif place not in left and place in storage.list_directory(""):
+                storage.remove_tree(place)
+                removed.append(manifest.hidden_directory(step, session, "partial") if name in apart else name)
+        except WriteError as error:
+            logger.warning("%s stays until it can be removed: %s", place, error)
+            left.append(place)
+    if committed or removed:
         storage.sync_directory("")
-    return Recovery(tuple(committed), tuple(removed))
+    lease.check()
+    return Recovery(tuple(committed), tuple(removed), tuple(left))
 
 
 def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: str, attempt: str) -> bool:
@@ -233,8 +333,6 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: st
     for record in whole:
         for fault in integrity.check_record(storage, partial, record):
             raise IntegrityError(str(fault))
-        for file in record.files:
-            storage.sync_file(f"{partial}/{file.name}")
     content = _build(storage, partial, whole)
     storage.remove(f"{partial}/{manifest.MANIFEST}")  # the same, or damaged; nobody reads it here
     _publish_manifest(storage, partial, content, attempt)

@@ -1,11 +1,13 @@
 """Reading back what was written: every byte of a checkpoint against its digests.
 
 Used before a leftover is committed, and by ``sidesave.verify``. Faults are reported, not raised, one by one: a report
-that stops at the first flipped bit does not tell whether the rest can be saved.
+that stops at the first flipped bit does not tell whether the rest can be saved. A file that storage cannot read at the
+moment (EIO, EMFILE, EACCES) is a fault of that report, but no verdict on its bytes: see :func:`check_record`.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +21,7 @@ from sidesave.writer_daemon.manifest import (
     Manifest,
     RankRecord,
     TensorFile,
+    count_blocks,
     digest,
     digest_blocks,
     header_nbytes,
@@ -28,16 +31,22 @@ from sidesave.writer_daemon.manifest import (
 from sidesave.writer_daemon.storage import InputFile, Storage
 
 _READ_NBYTES: Final = 16 << 20
+NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
+"""What storage says of a file that is missing, or whose place something else has taken: that is damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong: in which file, at which bytes of it, and the FQNs that lie there."""
+    """One thing that is wrong: in which file, at which bytes of it, and the FQNs that lie there.
+
+    ``unreadable`` is what storage said where it did not give the bytes: nothing is known of them then.
+    """
 
     file: str
     problem: str
     offset: int | None = None
     fqns: tuple[str, ...] = ()
+    unreadable: WriteError | None = None
 
     def __str__(self) -> str:
         """One line for people."""
@@ -86,7 +95,7 @@ def check_checkpoint(
     try:
         manifest = read_manifest(storage, directory)
     except (IntegrityError, WriteError) as error:
-        yield Fault(MANIFEST, str(error))
+        yield _fault(MANIFEST, error)
         return
     step = parse_step_directory(directory)
     if step is not None and step != manifest.step:
@@ -97,11 +106,12 @@ def check_checkpoint(
         known.add(entry.name)
         try:
             record = read_record(storage, directory, entry)
+            manifest.check_record(rank, record, f"{directory}/{entry.name}")
         except (IntegrityError, WriteError) as error:
-            yield Fault(entry.name, str(error))
+            yield _fault(entry.name, error)
             unknown_ranks.append(f".rank-{rank:05d}.")
             continue
-        yield from check_record(storage, directory, record, on_bytes)
+        yield from _check_files(storage, directory, record, on_bytes)
         known.add(record.objects.name)
         for file in record.files:
             known.add(file.name)
@@ -111,19 +121,34 @@ def check_checkpoint(
             yield Fault(name, "the manifest does not list this file")
 
 
-def check_record(
-    storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None] = lambda nbytes: None
+def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterator[Fault]:
+    """Every fault in the files of one rank, for who acts on it.
+
+    Raises ``WriteError`` where storage does not give the bytes: what cannot be read now may be whole.
+    """
+    for fault in _check_files(storage, directory, record, lambda nbytes: None):
+        if fault.unreadable is not None:
+            raise fault.unreadable
+        yield fault
+
+
+def _check_files(
+    storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None]
 ) -> Iterator[Fault]:
-    """Every fault in the files of one rank."""
     try:
         on_bytes(len(read_small_file(storage, f"{directory}/{record.objects.name}", record.objects)))
     except (IntegrityError, WriteError) as error:
-        yield Fault(record.objects.name, str(error))
+        yield _fault(record.objects.name, error)
     for entry in record.files:
         try:
             yield from _check_tensor_file(storage, directory, entry, on_bytes)
         except (IntegrityError, WriteError) as error:
-            yield Fault(entry.name, str(error))
+            yield _fault(entry.name, error)
+
+
+def _fault(file: str, error: IntegrityError | WriteError) -> Fault:
+    unreadable = error if isinstance(error, WriteError) and error.errno not in NO_SUCH_FILE else None
+    return Fault(file, str(error), unreadable=unreadable)
 
 
 def read_digests(storage: Storage, directory: str, entry: FileRecord) -> bytes:
@@ -153,9 +178,9 @@ def _check_tensor_file(
         if source.nbytes != entry.nbytes:
             raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {entry.nbytes:,}")
         file = read_header(source, path, digests)
-        blocks = digest_blocks(file) if file.nbytes == entry.nbytes else []
-        if not blocks or len(digests) != len(blocks) * DIGEST_NBYTES:
+        if file.nbytes != entry.nbytes or len(digests) != count_blocks(file) * DIGEST_NBYTES:
             raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
+        blocks = digest_blocks(file)
         for first, last in _batches(blocks):
             start = blocks[first][0]
             data = source.read_at(start, sum(blocks[last]) - start)

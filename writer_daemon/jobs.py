@@ -20,7 +20,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
-from sidesave.writer_daemon.protocol import Committed, Failed, Message, Progress, Save, Written
+from sidesave.writer_daemon.protocol import (
+    Committed,
+    Delete,
+    Deleted,
+    Failed,
+    Message,
+    Progress,
+    Save,
+    Written,
+)
 
 
 class Phase(enum.Enum):
@@ -78,6 +87,21 @@ class CommitEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteRequested:
+    """DELETE arrived."""
+
+    request: Delete
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteEnded:
+    """The checkpoint is gone (``error`` None), or not."""
+
+    save_id: int
+    error: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stalled:
     """No byte has moved for the stall deadline."""
 
@@ -89,7 +113,17 @@ class DrainRequested:
     """Finish what is here and exit: the trainer is gone or said DRAIN, or a signal came."""
 
 
-Event = Submitted | Watched | Progressed | WriteEnded | CommitEnded | Stalled | DrainRequested
+Event = (
+    Submitted
+    | Watched
+    | Progressed
+    | WriteEnded
+    | CommitEnded
+    | DeleteRequested
+    | DeleteEnded
+    | Stalled
+    | DrainRequested
+)
 
 
 # Actions --------------------------------------------------------------------------------------------------------
@@ -111,6 +145,13 @@ class StartCommit:
 
 
 @dataclass(frozen=True, slots=True)
+class StartDelete:
+    """Delete a checkpoint: every save that was submitted before has its outcome."""
+
+    request: Delete
+
+
+@dataclass(frozen=True, slots=True)
 class Reclaim:
     """Remove what a save that was given up has left."""
 
@@ -129,7 +170,7 @@ class Exit:
     """Nothing is left to do."""
 
 
-Action = StartWrite | StartCommit | Reclaim | Send | Exit
+Action = StartWrite | StartCommit | StartDelete | Reclaim | Send | Exit
 
 
 @dataclass(slots=True)
@@ -141,11 +182,19 @@ class _Job:
 
 
 @dataclass(slots=True)
+class _Deletion:
+    request: Delete
+    behind: set[int]  # the saves that came before it: one of them may be what makes it allowed
+    started: bool = False
+
+
+@dataclass(slots=True)
 class Jobs:
     """All saves that a daemon has in hand."""
 
     attempt: int
     _queue: list[_Job] = field(default_factory=list[_Job])
+    _deletions: list[_Deletion] = field(default_factory=list["_Deletion"])
     _draining: bool = False
     _seen: set[int] = field(default_factory=set[int])
 
@@ -191,6 +240,13 @@ class Jobs:
                     actions.append(Send(Committed(attempt=self.attempt, save_id=save_id, name=name, nbytes=nbytes)))
                     job.answered = True
                 self._finish(job, error, actions)
+            case DeleteRequested(request):
+                if request.save_id not in self._seen:
+                    self._seen.add(request.save_id)
+                    self._deletions.append(_Deletion(request, {job.save.save_id for job in self._queue}))
+            case DeleteEnded(save_id, error):
+                self._deletions = [deletion for deletion in self._deletions if deletion.request.save_id != save_id]
+                actions.append(Send(error or Deleted(attempt=self.attempt, save_id=save_id)))
             case Stalled(error):
                 if self._queue and self._queue[0].phase is not Phase.QUEUED:
                     if not self._queue[0].answered:
@@ -222,5 +278,10 @@ class Jobs:
             job = self._queue[0]
             job.phase = Phase.WRITING
             actions.append(StartWrite(job.save, job.memory))
-        elif not self._queue and self._draining:
+        in_hand = {job.save.save_id for job in self._queue}
+        for deletion in self._deletions:
+            if not deletion.started and not deletion.behind & in_hand:
+                deletion.started = True
+                actions.append(StartDelete(deletion.request))
+        if not self._queue and not self._deletions and self._draining:
             actions.append(Exit())

@@ -1,192 +1,348 @@
-"""Who may write to a run directory: one session at a time.
+"""Who may write to a run directory: one session at a time, on local and on network file systems.
 
-The lease is an advisory lock on ``.sidesave.lease``, which the kernel drops with its holder however that ends, plus a
-description of the holder inside, for messages. The file stays; a lock on it is what counts.
+The lease is the file with the highest number, its epoch, in ``.sidesave.lease/``. It is taken by linking a finished
+record to the next number, which one process can do, and given up by saying so in one's own file. No name ever comes to
+mean another lease, so nobody can break a newer one by mistake: docs/decisions/0002.
+
+Where file locks can be trusted, the lock on that file tells whether its holder lives. Elsewhere a process of this
+system is looked up by its pid, and of any other a counter has to advance, which the holder writes once a period.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
+import math
+import mmap
 import os
-import signal
-import socket
+import random
+import secrets
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Final, cast
+from dataclasses import dataclass, replace
+from typing import Final
 
-import psutil
+from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
+from sidesave.writer_daemon.holder import PERIOD_S, RECORD_NBYTES, Holder
+from sidesave.writer_daemon.storage import OutputFile, Storage
 
-from sidesave.errors import DirectoryInUseError, WriteError, write_error
-
-LEASE_FILE: Final = ".sidesave.lease"
+LEASE_DIRECTORY: Final = ".sidesave.lease"
+STILL_PERIODS: Final = 3
+"""For so many periods a counter must stand still before its holder counts as dead."""
 _POLL_S: Final = 0.05
+_SLOW_POLL_S: Final = 1.0
 _KILL_TIMEOUT_S: Final = 10.0
-_DESCRIPTION_NBYTES: Final = 1024
+_RELEASE_TIMEOUT_S: Final = 10.0
+_TAKEOVER_SHARE: Final = 0.8
+"""Of the time until it is fenced a daemon is asked to use this much, so that it can leave by itself."""
+_REREAD_S: Final = (0.0, 0.01, 0.1)
+_SPARE: Final = ".spare"
+_NO_RECORD: Final = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EFBIG)
+"""What reading says of a link, a directory, a device and a large file: no lease was ever one of them."""
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A session as its lease describes it; a start time tells a process from a later one with the same pid."""
-
-    session: str
-    host: str
-    boot_id: str
-    pid_namespace: int
-    pid: int
-    started_s: float
-    trainer_pid: int
-    trainer_started_s: float
-    trainer_gone: bool = False
-
-    @classmethod
-    def current(cls, session: str, trainer_pid: int) -> Holder:
-        """This daemon, serving ``trainer_pid``."""
-        return cls(
-            session=session,
-            host=socket.gethostname(),
-            boot_id=_boot_id(),
-            pid_namespace=_pid_namespace(),
-            pid=os.getpid(),
-            started_s=_started_s(os.getpid()) or 0.0,
-            trainer_pid=trainer_pid,
-            trainer_started_s=_started_s(trainer_pid) or 0.0,
-        )
-
-    def trainer_is_gone(self) -> bool:
-        """Whether the trainer has certainly ended, or so its daemon says; False when that cannot be told from here."""
-        if self.trainer_gone:
-            return True
-        return self._is_of_this_system() and _started_s(self.trainer_pid) != self.trainer_started_s
-
-    def _is_of_this_system(self) -> bool:
-        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
-
-    def kill(self) -> None:
-        """SIGKILL the holding daemon, if it still is that process."""
-        with contextlib.suppress(OSError):
-            pidfd = os.pidfd_open(self.pid)
-            try:
-                if self._is_of_this_system() and _started_s(self.pid) == self.started_s:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            finally:
-                os.close(pidfd)
+def _path(epoch: int) -> str:
+    return f"{LEASE_DIRECTORY}/{epoch}"
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def _epochs(storage: Storage) -> dict[str, int]:
+    """The names in the lease directory, listed afresh, with the epoch that each belongs to."""
+    numbers = {name: name.partition(".")[0] for name in storage.list_directory(LEASE_DIRECTORY)}
+    return {name: int(number) for name, number in numbers.items() if number.isascii() and number.isdigit()}
 
 
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+def _newest(storage: Storage) -> int:
+    return max((epoch for name, epoch in _epochs(storage).items() if name == str(epoch)), default=0)
 
 
-def _started_s(pid: int) -> float | None:
-    """When a live process started; None when there is none, or only its zombie."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
-        return None
+def _read(storage: Storage, epoch: int) -> bytes | None:
+    """A record, opened afresh, and again while it looks like half of one; None when there is none."""
+    data = None
+    for delay_s in _REREAD_S:
+        time.sleep(delay_s)
+        data = storage.read(_path(epoch), RECORD_NBYTES)
+        if data is None or Holder.from_bytes(data) is not None:
+            break
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The newest lease; its ``holder`` is None where its file tells none, ``alive`` is None while that is not known."""
+
+    epoch: int
+    holder: Holder | None = None
+    alive: bool | None = None
+    evidence: str = ""
+
+
+class Observer:
+    """Judges the newest lease of a directory, look by look: some need several, a period apart."""
+
+    def __init__(self, storage: Storage, period_s: float = PERIOD_S) -> None:
+        """Watch ``storage``, changing nothing there; ``period_s`` is for holders that do not tell theirs."""
+        self._storage = storage
+        self._period_s = period_s
+        self.known = 0
+        """An epoch that is taken, whatever a listing says, which may be an old one."""
+        self.local = True
+        """Whether locks told, when last looked."""
+        self._seen: tuple[int, bytes | None] = (0, None)
+        self._still_s = 0.0
+        self._looked = 0.0
+
+    def look(self) -> View:
+        """What is there now; raises ``WriteError`` when storage refuses to tell."""
+        epoch = max(self.known, _newest(self._storage))
+        if epoch == 0:
+            return View(0, alive=False)
+        try:
+            data = _read(self._storage, epoch)
+            locked = self._storage.is_locked(_path(epoch))
+        except WriteError as error:
+            if error.errno not in _NO_RECORD:
+                raise
+            return View(epoch, alive=False)
+        holder = Holder.from_bytes(data or b"")
+        period_s = self._period_s if holder is None else min(10 * PERIOD_S, max(0.01, holder.period_s))
+        before, self._seen = self._seen, (epoch, data)
+        # A gap between two looks counts as one period at most: storage that hung has hung for the holder, too.
+        gap_s, self._looked = min(time.monotonic() - self._looked, period_s), time.monotonic()
+        self._still_s = self._still_s + gap_s if before == self._seen else 0.0
+        if holder is not None and holder.released:
+            return View(epoch, holder, alive=False)
+        self.local = locked is not None
+        if locked is not None:
+            return View(epoch, holder, locked, "it holds the lock")
+        lives = None if holder is None else holder.lives()
+        if lives is not None:
+            return View(epoch, holder, lives, "its process runs")
+        if before[0] == epoch and before[1] not in (None, data):
+            return View(epoch, holder, True, "its counter advances")
+        return View(epoch, holder, False if self._still_s > STILL_PERIODS * period_s else None)
 
 
 class Lease:
     """The right to write to a run directory, held until :meth:`release` or the end of the process."""
 
-    def __init__(self, root: str, holder: Holder, takeover_timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
-        """Take the lease of ``root``.
+    def __init__(
+        self,
+        storage: Storage,
+        holder: Holder,
+        takeover_timeout_s: float,
+        keep_waiting: Callable[[], bool],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """Take the lease of ``storage``; blocking.
 
-        Where the present holder's trainer is dead, its daemon is finishing what was staged: that is waited for, up to
-        ``takeover_timeout_s`` and while ``keep_waiting()``; then the daemon is killed, which fences it. Raises
-        ``DirectoryInUseError`` naming the holder when that lives, or cannot be killed.
+        Where the present holder's trainer is dead, its daemon is finishing what was staged: it is asked to leave
+        within ``takeover_timeout_s`` and waited for, while ``keep_waiting()``. Then it is killed or, where that cannot
+        be done from here, left behind without the lease. An earlier daemon of the same session is not waited for. A
+        holder on another system that may be dead is watched for up to three of its periods.
+
+        Raises:
+            DirectoryInUseError: The holder and its trainer live; the message names them, and how that was judged.
+            WriteError: Storage refused.
         """
-        self._path = f"{root}/{LEASE_FILE}"
+        self._storage = storage
+        self._record = replace(holder, token=secrets.token_hex(8), period_s=float(period_s))
         self.session: Final = holder.session
-        deadline = time.monotonic() + takeover_timeout_s
-        killed = False
-        while True:
-            fd = self._open()
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                other = _describe(fd)
-                os.close(fd)
-                finishing = other is not None and other.trainer_is_gone()
-                if other is not None and finishing and not killed and time.monotonic() > deadline:
-                    logger.warning("daemon %d of a dead trainer has not finished in time: killing it", other.pid)
-                    other.kill()
-                    killed, deadline = True, time.monotonic() + _KILL_TIMEOUT_S
-                elif not finishing or time.monotonic() > deadline or not keep_waiting():
-                    raise _in_use(root, other, finishing) from None
-                time.sleep(_POLL_S)
-                continue
-            except OSError as error:
-                os.close(fd)
-                raise write_error(error, "cannot lock", self._path) from error
-            break
-        self._fd = fd
-        self._holder = holder
-        try:
-            self._write(holder)
-        except OSError as error:
-            self.release()
-            raise write_error(error, "cannot write the lease", self._path) from error
-
-    def tell_trainer_gone(self) -> None:
-        """Let who waits for the directory know that only what was staged is being finished.
-
-        A trainer that calls ``exec`` keeps its pid and start time, so its end cannot be seen from elsewhere.
-        """
-        with contextlib.suppress(OSError):
-            self._write(replace(self._holder, trainer_gone=True))
-
-    def _write(self, holder: Holder) -> None:
-        # Always of one length and in place: nobody reads half of it, and a full disk has room for it.
-        os.pwrite(self._fd, json.dumps(asdict(holder)).encode().ljust(_DESCRIPTION_NBYTES), 0)
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise write_error(error, "cannot open the lease", self._path) from error
+        self.epoch = 0
+        self.end_by = math.inf
+        """When to give up what is unfinished, by the monotonic clock: the trainer is gone and a successor waits."""
+        self._page = mmap.mmap(-1, RECORD_NBYTES)
+        self._take(takeover_timeout_s, keep_waiting)
+        self._tidy()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="sidesave-lease", daemon=True)
+        self._thread.start()
 
     def check(self) -> None:
-        """Raise ``WriteError`` unless the lease is still this session's: called right before every commit."""
+        """Raise ``WriteError`` unless the lease is still this very one; to be called right before every commit."""
+        path = f"{self._storage.root}/{_path(self.epoch)}"
         try:
-            held, named = os.fstat(self._fd), os.stat(self._path, follow_symlinks=False)
-        except OSError as error:
-            raise write_error(error, "the lease is lost", self._path) from error
-        holder = _describe(self._fd)
-        if (held.st_dev, held.st_ino) != (named.st_dev, named.st_ino) or not holder or holder.session != self.session:
-            raise WriteError(errno.ESTALE, "the lease has passed to another session", self._path)
+            epoch = max(self.epoch, _newest(self._storage))
+            holder = Holder.from_bytes(_read(self._storage, epoch) or b"")
+        except WriteError as error:
+            raise WriteError(error.errno, f"the lease cannot be read: {error.strerror}", path) from error
+        if holder is None or holder.token != self._record.token or holder.released:
+            lost = f"has passed to {holder or 'another session'}" if epoch > self.epoch else "file is not ours any more"
+            raise WriteError(errno.ESTALE, f"the lease {lost}", path)
+
+    def tell_trainer_gone(self) -> None:
+        """Let who waits for the directory know that only what was staged is being finished; returns at once."""
+        self._record = replace(self._record, trainer_gone=True)
+        self._wake.set()
 
     def release(self) -> None:
-        """Let the next session in; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Let the next session in; idempotent, bounded, and without effect in a forked child."""
+        if self._record.pid == os.getpid():
+            self._record = replace(self._record, released=True)
+            self._wake.set()
+            self._thread.join(_RELEASE_TIMEOUT_S)
 
+    # Taking ----------------------------------------------------------------------------------------------------
 
-def _describe(fd: int) -> Holder | None:
-    try:
-        body = json.loads(os.pread(fd, 65536, 0))
-        return Holder(**cast("dict[str, Any]", body))
-    except (OSError, ValueError, TypeError):
-        return None
+    def _take(self, takeover_timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
+        self._storage.make_directory(LEASE_DIRECTORY, 0o770)  # to lock a file takes the right to read it
+        observer = Observer(self._storage, self._record.period_s)
+        asked, fence_at, killed = 0, math.inf, False
+        while True:
+            view, now = observer.look(), time.monotonic()
+            holder, free = view.holder, view.alive is False
+            if holder is not None and not free and (holder.session == self.session or holder.trainer_is_gone()):
+                if asked != view.epoch:
+                    patience_s = 0.0 if holder.session == self.session else takeover_timeout_s
+                    asked, fence_at, killed = view.epoch, now + patience_s, False
+                    self._ask_to_leave(view.epoch, patience_s * _TAKEOVER_SHARE)
+                if now >= fence_at and not killed and holder.kill():
+                    logger.warning("daemon %d has not left %s in time: killed it", holder.pid, self._storage.root)
+                    killed, fence_at = True, now + _KILL_TIMEOUT_S
+                free = now >= fence_at
+            elif view.alive:
+                raise self._in_use(view, "is using it", "use another directory, or stop that run")
+            if free and self._claim(view.epoch + 1, observer):
+                return
+            if not keep_waiting():
+                raise self._in_use(view, "has not let go of it yet", "wait for it, or stop it")
+            time.sleep(_POLL_S if observer.local else random.uniform(0.5, 1) * min(1.0, self._record.period_s))
 
+    def _in_use(self, view: View, state: str, hint: str) -> DirectoryInUseError:
+        evidence = f" ({view.evidence})" if view.evidence else ""
+        message = f"{view.holder or 'another session'} {state}{evidence}; {hint}"
+        return DirectoryInUseError(errno.EBUSY, message, self._storage.root)
 
-def _in_use(root: str, holder: Holder | None, finishing: bool) -> DirectoryInUseError:
-    if holder is None:
-        who = "another session"
-    else:
-        who = f"session {holder.session} (trainer {holder.trainer_pid}, daemon {holder.pid} on {holder.host})"
-    state = "is still writing what its dead trainer had staged" if finishing else "is using it"
-    hint = "wait for it, or stop it" if finishing else "use another directory, or stop that run"
-    return DirectoryInUseError(errno.EBUSY, f"{who} {state}; {hint}", root)
+    def _ask_to_leave(self, epoch: int, within_s: float) -> None:
+        """Leave a request for the holder. It may fail: what is not given in time is taken."""
+        request = {"session": self.session, "host": self._record.host, "pid": self._record.pid, "within_s": within_s}
+        name = f"{_path(epoch)}.takeover"
+        temporary = f"{name}.{self._record.token}"
+        try:
+            with self._storage.creating(temporary, RECORD_NBYTES) as output:
+                self._write(output, json.dumps(request).encode())
+                output.finish(RECORD_NBYTES)
+            if not self._storage.publish(temporary, name):
+                self._storage.remove(temporary)
+        except WriteError as error:
+            logger.warning("cannot ask the present holder to leave: %s", error)
+
+    def _claim(self, epoch: int, observer: Observer) -> bool:
+        """Try to take ``epoch``; False when somebody else has."""
+        temporary = f"{_path(epoch)}.{self._record.token}"
+        self._record = replace(self._record, epoch=epoch)
+        with contextlib.ExitStack() as held:
+            held.callback(self._discard, temporary)
+            output = self._create(temporary)
+            held.callback(output.close)
+            self._write(output, self._record.to_bytes())
+            output.finish(RECORD_NBYTES)
+            try:
+                unlock = self._storage.lock(temporary)
+            except WriteError as error:
+                if error.errno == errno.ENOENT:  # a later holder has tidied up
+                    return False
+                raise
+            if unlock is not None:
+                held.callback(unlock)
+            winner = self._link(temporary, epoch)
+            if winner is not None:
+                observer.known = epoch
+            if winner != self._record.token:
+                return False
+            if _newest(self._storage) != epoch:  # a number from the past: free again, as its lease is history
+                self._discard(_path(epoch))
+                return False
+            self._storage.sync_directory(LEASE_DIRECTORY)
+            self.epoch, self._output, self._has_lock = epoch, output, unlock is not None
+            self._held = held.pop_all()
+        return True
+
+    def _create(self, temporary: str) -> OutputFile:
+        try:
+            return self._storage.create(temporary, RECORD_NBYTES)
+        except NoSpaceError:
+            for name in _epochs(self._storage):
+                if name.endswith(_SPARE):
+                    self._discard(f"{LEASE_DIRECTORY}/{name}")
+            return self._storage.create(temporary, RECORD_NBYTES)
+
+    def _link(self, temporary: str, epoch: int) -> str | None:
+        """Link the record to its number; returns the token of who has that number now, None when nobody has.
+
+        What is there decides, not what was reported: a network file system that repeats a lost request reports the
+        success of the first one as a failure, and may show it late.
+        """
+        failure: WriteError | None = None
+        for delay_s in _REREAD_S:
+            time.sleep(delay_s)
+            try:
+                if self._storage.publish(temporary, _path(epoch)):
+                    return self._record.token
+                failure = None
+            except WriteError as error:
+                failure = error
+            if str(epoch) in self._storage.list_directory(LEASE_DIRECTORY):
+                holder = Holder.from_bytes(_read(self._storage, epoch) or b"")
+                return holder.token if holder is not None else ""
+            if failure is not None and failure.errno == errno.ENOENT:
+                return None  # tidied up, as above
+        if failure is not None:
+            raise failure
+        return ""
+
+    def _tidy(self) -> None:
+        """Remove what earlier leases have left, and keep back the space that the next one takes on a full disk."""
+        for name, epoch in _epochs(self._storage).items():
+            if epoch < self.epoch:
+                self._discard(f"{LEASE_DIRECTORY}/{name}")
+        with contextlib.suppress(WriteError):
+            self._storage.create(f"{_path(self.epoch)}{_SPARE}", RECORD_NBYTES).close()
+
+    def _discard(self, path: str) -> None:
+        with contextlib.suppress(WriteError):  # the next holder tries again
+            self._storage.remove(path)
+
+    # Holding ---------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        """The lease's own thread: storage that hangs holds up nobody else."""
+        period_s = None if self._has_lock else self._record.period_s
+        counter = 0
+        while True:
+            leaving = self._record.trainer_gone
+            self._wake.wait(min(_SLOW_POLL_S, period_s or _SLOW_POLL_S) if leaving else period_s)
+            self._wake.clear()
+            record = self._record
+            counter += 1
+            try:
+                self._write(self._output, replace(record, counter=counter).to_bytes())
+                if not self._has_lock:
+                    self._output.finish(RECORD_NBYTES)
+                if record.trainer_gone and self.end_by == math.inf:
+                    self.end_by = self._read_request()
+            except WriteError as error:
+                logger.warning("cannot keep the lease up to date: %s", error)
+            if record.released:
+                self._held.close()
+                return
+
+    def _read_request(self) -> float:
+        name = f"{self.epoch}.takeover"
+        if name not in self._storage.list_directory(LEASE_DIRECTORY):
+            return math.inf
+        data = self._storage.read(f"{LEASE_DIRECTORY}/{name}", RECORD_NBYTES)
+        try:
+            within_s = float(json.loads(data or b"")["within_s"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return math.inf
+        return time.monotonic() + within_s
+
+    def _write(self, output: OutputFile, data: bytes) -> None:
+        self._page[:] = data.ljust(RECORD_NBYTES)
+        with memoryview(self._page) as view:
+            output.write_at(view, 0)

@@ -7,6 +7,7 @@ the objects file; a digest list holds one XXH3-128 digest per block of a tensor 
 
 from __future__ import annotations
 
+import collections
 import json
 import re
 import struct
@@ -27,10 +28,14 @@ reads hardly more than the tensor."""
 MAX_HEADER_NBYTES: Final = 100_000_000
 """The limit that stock safetensors sets to a header."""
 MAX_JSON_NBYTES: Final = 1 << 30
+_MAX_INT: Final = 1 << 63
+"""First whole number that no size, step or count reaches."""
 
 _PREFIX = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})",')
 _STEP_DIR = re.compile(r"step-(\d{8,19})")
-_PARTIAL = re.compile(r"\.step-(\d{8,19})\.([0-9a-f]{16})\.(partial|replaced|aborted|trash)")
+_PARTIAL = re.compile(
+    r"\.step-(\d{8,19})\.([0-9a-f]{16})\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash)"
+)
 
 
 def digest(data: bytes | memoryview) -> bytes:
@@ -47,7 +52,11 @@ def step_directory(step: int) -> str:
 
 
 def hidden_directory(step: int, session: str, state: str) -> str:
-    """``.step-00000100.<session>.<state>``, with state ``partial``, ``replaced``, ``aborted`` or ``trash``."""
+    """``.step-00000100.<session>.<state>``.
+
+    States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``
+    and ``trash``.
+    """
     return f".step-{step:08d}.{session}.{state}"
 
 
@@ -124,7 +133,7 @@ def parse_tensor_file(header: bytes | memoryview, path: str) -> TensorFile:
             dtype, shape, (begin, stop) = body["dtype"], body["shape"], body["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
             raise IntegrityError(f"{path}: header entry {name!r} is malformed") from error
-        whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in [*cast("Any", shape), begin, stop])
+        whole = isinstance(shape, list) and _are_whole([*cast("list[Any]", shape), begin, stop])
         if not (isinstance(dtype, str) and whole and begin + len(header) == end and stop >= begin):
             raise IntegrityError(f"{path}: header entry {name!r} is malformed, or leaves a hole")
         entries.append(TensorEntry(name, dtype, tuple(cast("list[int]", shape)), len(header) + begin, stop - begin))
@@ -143,6 +152,11 @@ def digest_blocks(file: TensorFile) -> list[tuple[int, int]]:
         for start, end in _runs(file)
         for offset in range(start, end, BLOCK_NBYTES)
     ]
+
+
+def count_blocks(file: TensorFile) -> int:
+    """How long :func:`digest_blocks` is, at once: a sparse file of terabytes has a grid that fits in no memory."""
+    return sum(-(-(end - start) // BLOCK_NBYTES) for start, end in _runs(file))
 
 
 def _runs(file: TensorFile) -> Iterator[tuple[int, int]]:
@@ -177,8 +191,8 @@ def load_json(data: bytes, path: str) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     body = dict(pairs)
     if len(body) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+        name, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"duplicate key {name!r:.80}")
     return body
 
 
@@ -200,9 +214,13 @@ def _check_digest(data: bytes, path: str) -> None:
 
 def _get(body: dict[str, Any], key: str, kind: type, path: str) -> Any:
     value = body.get(key)
-    if type(value) is not kind or (kind in (int, float) and not 0 <= cast("float", value) < 1 << 63):
+    if type(value) is not kind or (kind in (int, float) and not 0 <= cast("float", value) < _MAX_INT):
         raise IntegrityError(f"{path}: {key!r} must be a non-negative {kind.__name__}, not {value!r:.80}")
     return value
+
+
+def _are_whole(numbers: list[Any]) -> bool:
+    return all(type(number) is int and 0 <= number < _MAX_INT for number in numbers)
 
 
 def _check_version(body: dict[str, Any], kind: str, path: str) -> None:
@@ -241,14 +259,16 @@ def _tensors_to_json(tensors: dict[str, TensorInfo]) -> dict[str, Any]:
 
 def _tensors_from_json(body: dict[str, Any], layouts: int, path: str) -> dict[str, TensorInfo]:
     containers = cast("list[Any]", _get(body, "containers", list, path))
+    if not all(isinstance(container, str) for container in containers):
+        raise IntegrityError(f"{path}: the name of a container is malformed")
     tensors: dict[str, TensorInfo] = {}
     for fqn, row in cast("dict[str, Any]", _get(body, "tensors", dict, path)).items():
         try:
             container, dtype, shape, layout = row
-            numbers = [container, layout, *shape]
-            if not all(type(n) is int and n >= 0 for n in numbers) or layout >= layouts or not isinstance(dtype, str):
+            whole = isinstance(shape, list) and _are_whole([container, layout, *cast("list[Any]", shape)])
+            if not (whole and layout < layouts and isinstance(dtype, str)):
                 raise ValueError(row)
-            tensors[fqn] = TensorInfo(dtype, tuple(shape), str(containers[container]), layout)
+            tensors[fqn] = TensorInfo(dtype, tuple(cast("list[int]", shape)), containers[container], layout)
         except (TypeError, ValueError, IndexError) as error:
             raise IntegrityError(f"{path}: tensor entry {fqn!r} is malformed") from error
     return tensors
@@ -473,7 +493,7 @@ class Manifest:
         _check_version(body, "sidesave", path)
         records = tuple(FileRecord.from_json(record, path) for record in _get(body, "records", list, path))
         world_size = _get(body, "world_size", int, path)
-        if len(records) != world_size or any(record.xxh3_128 is None for record in records):
+        if not world_size or len(records) != world_size or any(record.xxh3_128 is None for record in records):
             raise IntegrityError(f"{path}: {len(records)} records for a world of {world_size}")
         layouts = cast("list[Any]", _get(body, "layouts", list, path))
         if not all(isinstance(layout, dict) and "owners" in layout for layout in layouts):
@@ -489,3 +509,9 @@ class Manifest:
             layouts=tuple(layouts),
             tensors=_tensors_from_json(body, len(layouts), path),
         )
+
+    def check_record(self, rank: int, record: RankRecord, path: str) -> None:
+        """Raise ``IntegrityError`` unless ``record`` is of this very save, and of that rank."""
+        told = (record.session, record.step, record.sequence, record.rank, record.world_size)
+        if told != (self.session, self.step, self.sequence, rank, self.world_size):
+            raise IntegrityError(f"{path}: it is of another checkpoint than the manifest, or of another rank")

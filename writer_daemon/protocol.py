@@ -4,14 +4,16 @@ Every message is a frozen dataclass with a ``kind``; the map on the wire holds t
 fields. Decoding is strict: an unknown kind, another version, a missing or surplus field, a value of another type or
 outside its bounds is a ``ProtocolError``. Nothing on the wire is ever pickle.
 
-Over the inherited socket pair, together with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``.
-Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``STATUS``, ``DRAIN``; daemon to trainer: ``HELLO``, ``READY``,
-``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``FAILED``, ``HEARTBEAT``.
+Over the inherited socket pair, together with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``;
+and ``NOTE``, which needs no answer.
+Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer: ``HELLO``,
+``READY``, ``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``DELETED``, ``FAILED``, ``HEARTBEAT``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import types
 import typing
@@ -20,7 +22,9 @@ from typing import Any, ClassVar, Final, cast
 
 import msgpack
 
-from sidesave.errors import ProtocolError
+from sidesave.errors import ProtocolError, SidesaveError
+
+logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 MAX_MESSAGE_NBYTES: Final = 1 << 20
@@ -69,7 +73,8 @@ class Message:
 class Boot(Message):
     """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
 
-    ``token`` comes back in HELLO. ``io_class`` is ``""``, ``"idle"`` or ``"best-effort"``; no ``cpus`` means all.
+    ``token`` comes back in HELLO. An empty ``fallback_directory`` means none, no ``cpus`` all. ``io_class`` is ``""``,
+    ``"idle"`` or ``"best-effort"``.
     """
 
     kind: ClassVar[str] = "BOOT"
@@ -77,7 +82,9 @@ class Boot(Message):
     token: bytes
     directory: str
     session: str
+    fallback_directory: str
     trainer_pid: int
+    retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
     nice: int
@@ -102,6 +109,22 @@ class Detach(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Message):
+    """On the socket pair: for the history, what only the trainer knows of a save; see ``history.SaveRecord``."""
+
+    kind: ClassVar[str] = "NOTE"
+    save_id: int
+    step: int
+    outcome: str
+    sequence: int | None
+    error: str | None
+    message: str | None
+    errno: int | None
+    called_s: float
+    staged_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """The daemon is alive and connected. Alive is not ready: it may have to wait for a lease, or to recover."""
 
@@ -117,6 +140,7 @@ class Ready(Message):
     kind: ClassVar[str] = "READY"
     recovered: tuple[str, ...]
     removed: tuple[str, ...]
+    left: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +184,27 @@ class Watch(Message):
 
     kind: ClassVar[str] = "WATCH"
     save: Save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delete(Message):
+    """Asks to delete a committed step; ``save_id`` is of the same row as those of saves, and comes back.
+
+    ``retry`` is set when an earlier daemon may have done it.
+    """
+
+    kind: ClassVar[str] = "DELETE"
+    save_id: int
+    step: int
+    retry: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deleted(Message):
+    """The step is gone, durably; its bytes are removed a little later."""
+
+    kind: ClassVar[str] = "DELETED"
+    save_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +269,21 @@ class Drain(Message):
     """Finish what was accepted, release the lease, exit."""
 
     kind: ClassVar[str] = "DRAIN"
+
+
+def failure(attempt: int, save_id: int | None, error: Exception) -> Failed:
+    """FAILED for an error; one that is not of sidesave's own is logged with its traceback."""
+    if not isinstance(error, SidesaveError):
+        logger.error("unexpected error", exc_info=error)
+    code, path = getattr(error, "errno", None), getattr(error, "filename", None)
+    return Failed(
+        attempt=attempt,
+        save_id=save_id,
+        error=type(error).__name__,
+        message=(error.strerror if isinstance(error, OSError) and error.strerror else str(error))[:4000],
+        errno=code if isinstance(code, int) else None,
+        path=path if isinstance(path, str) else None,
+    )
 
 
 _KINDS: Final[dict[str, type[Message]]] = {cls.kind: cls for cls in Message.__subclasses__()}

@@ -14,6 +14,7 @@ import errno
 import logging
 import os
 import queue
+import resource
 import select
 import shutil
 import signal
@@ -28,10 +29,12 @@ import zmq
 
 from sidesave.errors import ProtocolError, SidesaveError, WriteStalledError
 from sidesave.stager.arena import Arena
-from sidesave.writer_daemon import commit, jobs, protocol
-from sidesave.writer_daemon.lease import Holder, Lease
-from sidesave.writer_daemon.protocol import Failed, Message, Save
-from sidesave.writer_daemon.storage import PosixStorage, Storage
+from sidesave.writer_daemon import commit, history, jobs, protocol
+from sidesave.writer_daemon.holder import Holder
+from sidesave.writer_daemon.lease import Lease
+from sidesave.writer_daemon.protocol import Message, Save
+from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.worker import Place, Worker
 from sidesave.writer_daemon.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class Server:
         boot, self._pidfd = self._receive_boot()
         self._boot = boot
         _be_modest(boot)
+        _allow_many_files()
         self._jobs = jobs.Jobs(boot.attempt)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
@@ -70,28 +74,55 @@ class Server:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a trainer that was stopped for hours must still learn of its saves
         self._socket.connect(boot.endpoint)
         self._send(protocol.Hello(attempt=boot.attempt, token=boot.token, pid=os.getpid()))
+        lease = None
         try:
             storage = PosixStorage(boot.directory)
             holder = Holder.current(boot.session, boot.trainer_pid)
-            lease = Lease(boot.directory, holder, boot.takeover_timeout_s, self._trainer_is_there)
+            lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
             name = f"{boot.attempt}-{os.getpid()}"
             recovery = commit.recover(storage, lease, name)
         except SidesaveError as error:
-            self._send(_failed(boot.attempt, None, error))
+            self._send(protocol.failure(boot.attempt, None, error))
+            if lease is not None:
+                lease.release()
             self._linger()
             return 1
         self._lease = lease
-        ready = protocol.Ready(attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed)
+        ready = protocol.Ready(
+            attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed, left=recovery.left
+        )
         self._send(ready)
-        self._worker = _Worker(storage, lease, Writer(storage, name, self._abandoned), name, self._post)
+        log = history.HistoryLog(boot.directory)
+        self._history = history.Recorder(boot.session, lambda record: self._work.put(lambda: log.append(record)))
+        self._work.put(lambda: history.log_recovery(log, storage, boot.session, recovery.committed, recovery.removed))
+        primary = Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
+        self._worker = Worker(
+            boot.attempt, primary, boot.fallback_directory, self._open_fallback, boot.retries, self._post
+        )
         threading.Thread(target=self._execute, name="sidesave-storage", daemon=True).start()
         self._loop()
         idle = threading.Event()
+        self._work.put(self._worker.close)
         self._work.put(idle.set)
-        idle.wait(_RECLAIM_TIMEOUT_S)  # what a failed save left is still being removed
+        if time.monotonic() < lease.end_by:
+            idle.wait(_RECLAIM_TIMEOUT_S)  # what failed saves and deleted steps leave is still being removed
         self._linger()
         lease.release()
         return 0
+
+    def _open_fallback(self) -> Place:
+        """Take hold of the fallback directory, creating it if need be; in the storage thread."""
+        boot, name = self._boot, f"{self._boot.attempt}-{os.getpid()}"
+        os.makedirs(boot.fallback_directory, exist_ok=True)
+        storage = PosixStorage(boot.fallback_directory)
+        holder = Holder.current(boot.session, boot.trainer_pid)
+        lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
+        try:
+            commit.recover(storage, lease, name)
+        except BaseException:
+            lease.release()
+            raise
+        return Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
 
     # The loop --------------------------------------------------------------------------------------------------
 
@@ -126,23 +157,35 @@ class Server:
                 self._handle(event)
             now = time.monotonic()
             self._watch_for_stall(now)
+            if now >= self._lease.end_by:
+                logger.warning("the next session waits for %s: what is unfinished is left to it", self._boot.directory)
+                self._running = False
+            if self._worker.has_trash_due():
+                self._work.put(self._worker.empty_trash)
             if now >= next_heartbeat:
                 next_heartbeat = now + HEARTBEAT_S
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
 
     def _handle(self, event: jobs.Event) -> None:
-        if not isinstance(event, (jobs.Submitted, jobs.Watched, jobs.DrainRequested)):
+        if not isinstance(event, (jobs.Submitted, jobs.Watched, jobs.DeleteRequested, jobs.DrainRequested)):
             self._last_progress = time.monotonic()
+        if isinstance(event, (jobs.Submitted, jobs.Watched)):
+            self._history.accepted(event.save)
         for action in self._jobs.handle(event):
             match action:
                 case jobs.Send(message):
                     self._send(message)
+                    self._history.told(message)
                 case jobs.StartWrite(save, memory):
                     self._last_progress = time.monotonic()
+                    if memory:
+                        self._history.started(save)
                     arena = self._arenas.get(save.arena) if memory else None
-                    self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena, self._boot.attempt))
+                    self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena))
                 case jobs.StartCommit(save):
-                    self._work.put(lambda save=save: self._worker.commit(save, self._boot.attempt))
+                    self._work.put(lambda save=save: self._worker.commit(save))
+                case jobs.StartDelete(request):
+                    self._work.put(lambda request=request: self._worker.delete(request))
                 case jobs.Reclaim(save):
                     self._work.put(lambda save=save: self._worker.reclaim(save))
                 case jobs.Exit():
@@ -153,7 +196,7 @@ class Server:
         if save is not None and now - self._last_progress > self._boot.stall_timeout_s:
             message = f"no byte of step {save.step} has moved for {self._boot.stall_timeout_s:g} s"
             error = WriteStalledError(errno.ETIMEDOUT, message, self._boot.directory)
-            self._handle(jobs.Stalled(_failed(self._boot.attempt, save.save_id, error)))
+            self._handle(jobs.Stalled(protocol.failure(self._boot.attempt, save.save_id, error)))
 
     # What comes in ---------------------------------------------------------------------------------------------
 
@@ -170,7 +213,7 @@ class Server:
                 self._accept(message)
             except ProtocolError as error:
                 logger.warning("refused a message: %s", error)
-                self._send(_failed(self._boot.attempt, None, error))
+                self._send(protocol.failure(self._boot.attempt, None, error))
 
     def _accept(self, message: Message) -> None:
         match message:
@@ -179,11 +222,13 @@ class Server:
                     self._read_control()  # its ATTACH was sent first, on the other channel
                 if message.arena not in self._arenas:
                     error = ProtocolError(f"arena {message.arena} was never attached")
-                    self._send(_failed(self._boot.attempt, message.save_id, error))
+                    self._send(protocol.failure(self._boot.attempt, message.save_id, error))
                     return
                 self._handle(jobs.Submitted(message))
             case protocol.Watch(save=save):
                 self._handle(jobs.Watched(save))
+            case protocol.Delete():
+                self._handle(jobs.DeleteRequested(message))
             case protocol.Status():
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
             case protocol.Drain():
@@ -216,16 +261,20 @@ class Server:
                 self._accept_memory(protocol.decode(data), fds)
             except ProtocolError as error:
                 logger.warning("refused staging memory: %s", error)
-
-    def _accept_memory(self, message: Message, fds: list[int]) -> None:
-        match message, fds:
-            case protocol.Attach(arena=number), [fd]:
-                self._arenas[number] = Arena.attach(fd)
-            case protocol.Detach(arena=number), []:
-                self._arenas.pop(number, None)  # unmapped with the last reference: a write under way keeps its own
-            case _:
+            finally:
                 for fd in fds:
                     os.close(fd)
+
+    def _accept_memory(self, message: Message, fds: list[int]) -> None:
+        """Take the descriptor of an ATTACH out of ``fds``; what stays in there is the caller's to close."""
+        match message, fds:
+            case protocol.Attach(arena=number), [_]:
+                self._arenas[number] = Arena.attach(fds.pop())
+            case protocol.Detach(arena=number), []:
+                self._arenas.pop(number, None)  # unmapped with the last reference: a write under way keeps its own
+            case protocol.Note(), []:
+                self._history.note(message)
+            case _:
                 raise ProtocolError(f"{message.kind} with {len(fds)} descriptors makes no sense here")
 
     def _adopt_staged(self) -> None:
@@ -291,67 +340,15 @@ class Server:
             signal.signal(number, _ignore)  # the wakeup descriptor tells the loop
 
 
-class _Worker:
-    """Storage operations, each ending in an event. Runs in the storage thread; any error becomes the save's."""
-
-    def __init__(
-        self, storage: Storage, lease: Lease, writer: Writer, attempt: str, post: Callable[[jobs.Event], None]
-    ) -> None:
-        self._storage = storage
-        self._lease = lease
-        self._attempt = attempt
-        self._post = post
-        self._writer = writer
-
-    def write(self, save: Save, arena: Arena | None, attempt: int) -> None:
-        started = time.monotonic()
-
-        def progressed(nbytes: int, total: int) -> None:
-            self._post(jobs.Progressed(save.save_id, nbytes, total))
-
-        try:
-            record = commit.find_record(self._storage, save) if save.retry else None
-            if record is None:
-                if arena is None:
-                    raise ProtocolError(f"step {save.step} was said to be written, but its record is not there")
-                record = self._writer.write(save, arena, progressed)
-        except Exception as error:  # noqa: BLE001 - a fault of ours must fail one save, not the daemon
-            commit.reclaim(self._storage, save)
-            self._post(jobs.WriteEnded(save.save_id, 0, 0.0, _failed(attempt, save.save_id, error)))
-            return
-        self._post(jobs.WriteEnded(save.save_id, record.nbytes, time.monotonic() - started))
-
-    def commit(self, save: Save, attempt: int) -> None:
-        try:
-            content = commit.commit(self._storage, self._lease, save, self._attempt)
-        except Exception as error:  # noqa: BLE001 - as above
-            commit.reclaim(self._storage, save)
-            self._post(jobs.CommitEnded(save.save_id, "", 0, _failed(attempt, save.save_id, error)))
-            return
-        name = commit.manifest.step_directory(save.step)
-        self._post(jobs.CommitEnded(save.save_id, name, content.nbytes))
-
-    def reclaim(self, save: Save) -> None:
-        commit.reclaim(self._storage, save)
-
-
-def _failed(attempt: int, save_id: int | None, error: Exception) -> Failed:
-    if not isinstance(error, SidesaveError):
-        logger.error("unexpected error", exc_info=error)
-    errno = getattr(error, "errno", None)
-    path = getattr(error, "filename", None)
-    return Failed(
-        attempt=attempt,
-        save_id=save_id,
-        error=type(error).__name__,
-        message=(error.strerror if isinstance(error, OSError) and error.strerror else str(error))[:4000],
-        errno=errno if isinstance(errno, int) else None,
-        path=path if isinstance(path, str) else None,
-    )
-
-
 def _ignore(number: int, frame: object) -> None:
     """A handler that does nothing; without one the signal would end the process."""
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files as far as it goes: a save keeps one open for each of its containers."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _be_modest(boot: protocol.Boot) -> None:

@@ -82,6 +82,7 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
             if (newest := ckpt.latest_step()) is not None:
                 torch.set_rng_state(ckpt.load(into=state(loss=0.0))["rng"])
                 done = newest
+                ckpt.prepare(state(loss=0.0))  # staging memory is allocated while the first steps are trained
         log.write("start", resumed_from=done, daemon_pid=ckpt and ckpt.daemon_pid)
 
         for step in range(done + 1, size.steps + 1):

@@ -7,7 +7,7 @@ subclass) with errno and the full path, and every one may be repeated after a cr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 
 
@@ -98,6 +98,17 @@ class Storage(ABC):
     @abstractmethod
     def remove_tree(self, name: str) -> None:
         """Remove a directory of ours and all in it, following no link; no error when it is not there."""
+
+    def lock(self, path: str) -> Callable[[], None] | None:
+        """Lock a file until the function that comes back is called or this process ends, however it does.
+
+        None, and no lock, where that would not keep out everybody who can write here: on network file systems.
+        """
+        return None
+
+    def is_locked(self, path: str) -> bool | None:
+        """Whether somebody's :meth:`lock` is on a file; None where locks do not tell."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

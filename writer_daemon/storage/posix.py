@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import functools
 import logging
 import mmap
 import os
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Final
 
 from sidesave.errors import NoSpaceError, WriteError, write_error
@@ -26,6 +28,17 @@ _RENAME_NOREPLACE: Final = 1
 _NO_PREALLOCATION: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_LOCAL: Final = frozenset(
+    {
+        *("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "jfs", "nilfs2", "reiserfs"),
+        *("tmpfs", "ramfs", "rootfs", "overlay", "vfat", "exfat", "ntfs3"),
+    }
+)
+"""File systems that one kernel alone writes to, so that its locks keep out everybody. Any other may be shared."""
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+_READING: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a file's place blocks nobody
+_TRIES: Final = 4
+"""How often a call that moved less than a block, and so got nowhere, is made again before that counts as an error."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -41,12 +54,15 @@ class PosixStorage(Storage):
             self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise write_error(error, "cannot open the run directory", root) from error
+        self._held, self._held_fd = "", -1
         self._direct: bool | None = None  # unknown until the first file
 
     def close(self) -> None:
+        held, self._held_fd = self._held_fd, -1
         fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        for each in (held, fd):
+            if each >= 0:
+                _close(each)
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
@@ -56,7 +72,24 @@ class PosixStorage(Storage):
         try:
             yield
         except OSError as error:
-            raise write_error(error, what, self._full(path)) from error
+            raise _storage_error(error, what, self._full(path), self._fd) from error
+
+    def hold(self, name: str) -> None:
+        """Keep a directory open, so that reading in it goes on when it is renamed: deletion begins with that."""
+        with self._doing("cannot open", name):
+            self._held_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        self._held = name
+
+    def open_descriptor(self, path: str, flags: int) -> int:
+        """``open(2)`` of a path in this run directory, for reading; raises plain ``OSError`` with the full path."""
+        head, _, rest = path.partition("/")
+        try:
+            if self._held_fd >= 0 and head == self._held:
+                return os.open(rest or ".", flags, dir_fd=self._held_fd)
+            return os.open(path, flags, dir_fd=self._fd)
+        except OSError as error:
+            error.filename = self._full(path)
+            raise
 
     # Reading ---------------------------------------------------------------------------------------------------
 
@@ -68,40 +101,46 @@ class PosixStorage(Storage):
     def list_directory(self, name: str) -> list[str]:
         with self._doing("cannot list", name):
             try:
-                fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+                fd = self.open_descriptor(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
                 return []
             try:
                 return os.listdir(fd)
             finally:
-                os.close(fd)
+                _close(fd)
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
         with self._doing("cannot read", path):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-            except FileNotFoundError:
+                fd = self.open_descriptor(path, _READING)
+            except (FileNotFoundError, NotADirectoryError):
                 return None
-            with os.fdopen(fd, "rb") as file:
-                if os.fstat(fd).st_size > max_nbytes:
+            try:
+                nbytes = _file_nbytes(fd)
+                if nbytes > max_nbytes:
                     raise OSError(errno.EFBIG, "over the limit")
-                return file.read()
+                parts: list[bytes] = []
+                while part := os.read(fd, nbytes + 1):  # memory is taken for so much at once
+                    parts.append(part)
+                return b"".join(parts)
+            except MemoryError as error:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
+            finally:
+                _close(fd)
 
     @contextlib.contextmanager
     def open(self, path: str) -> Generator[InputFile]:
         with self._doing("cannot read", path):
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
-                fd = os.open(path, flags | os.O_DIRECT, dir_fd=self._fd)
+                fd = self.open_descriptor(path, _READING | os.O_DIRECT)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-                fd = os.open(path, flags, dir_fd=self._fd)
-            file = _PosixInput(fd)
+                fd = self.open_descriptor(path, _READING)
             try:
-                yield file
+                yield _PosixInput(fd)
             finally:
-                file.close()
+                _close(fd)
 
     # Writing ---------------------------------------------------------------------------------------------------
 
@@ -116,14 +155,15 @@ class PosixStorage(Storage):
             return True
 
     def create(self, path: str, nbytes: int) -> OutputFile:
-        with self._doing("cannot create", path):
+        with self._doing(f"cannot create a file of {nbytes:,} bytes", path):
             fd = self._open_new(path)
         file = _PosixFile(fd, self._full(path), direct=bool(self._direct))
         try:
             self._preallocate(fd, path, nbytes)
         except WriteError:
             file.close()
-            self.remove(path)
+            with contextlib.suppress(WriteError):  # the reason to tell is why it could not be made
+                self.remove(path)
             raise
         return file
 
@@ -143,7 +183,7 @@ class PosixStorage(Storage):
                 with mmap.mmap(-1, _ALIGNMENT) as page:
                     os.pwrite(fd, page, 0)
             finally:
-                os.close(fd)
+                _close(fd)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
@@ -163,9 +203,10 @@ class PosixStorage(Storage):
             code = ctypes.get_errno()
             if code == errno.EINTR:
                 continue
-            if code == errno.ENOSPC or (code in _NO_PREALLOCATION and nbytes > free):
-                message = f"{nbytes:,} bytes are needed, {free:,} are free"
-                raise NoSpaceError(errno.ENOSPC, message, self._full(path))
+            if code in _NO_SPACE or (code in _NO_PREALLOCATION and nbytes > free):
+                code = code if code in _NO_SPACE else errno.ENOSPC
+                message = f"{nbytes:,} bytes are needed, {free:,} are free: {os.strerror(code)}"
+                raise NoSpaceError(code, message, self._full(path))
             if code not in _NO_PREALLOCATION:
                 error = OSError(code, os.strerror(code))
                 raise write_error(error, f"cannot reserve {nbytes:,} bytes", self._full(path))
@@ -199,7 +240,19 @@ class PosixStorage(Storage):
             with contextlib.suppress(FileNotFoundError):
                 os.lstat(target, dir_fd=self._fd)
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            os.rename(source, target, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            before = os.lstat(source, dir_fd=self._fd)
+            try:
+                os.rename(source, target, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except OSError:
+                # A network file system that repeats a lost request fails though the first one had succeeded.
+                if not self._is_at(target, before):
+                    raise
+
+    def _is_at(self, name: str, facts: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(os.lstat(name, dir_fd=self._fd), facts)
+        except OSError:
+            return False
 
     def open_to_readers(self, name: str) -> None:
         with self._doing("cannot change the mode of", name):
@@ -212,15 +265,51 @@ class PosixStorage(Storage):
             try:
                 os.fsync(fd)
             finally:
-                os.close(fd)
+                _close(fd)
 
     def sync_file(self, path: str) -> None:
         with self._doing("cannot sync", path):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+            fd = os.open(path, _READING, dir_fd=self._fd)
             try:
                 os.fsync(fd)
             finally:
-                os.close(fd)
+                _close(fd)
+
+    # Locks -----------------------------------------------------------------------------------------------------
+
+    def lock(self, path: str) -> Callable[[], None] | None:
+        if not self._is_local:
+            return None
+        with self._doing("cannot lock", path):
+            fd = os.open(path, _READING, dir_fd=self._fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                _close(fd)
+                raise
+        return lambda: _close(fd)
+
+    def is_locked(self, path: str) -> bool | None:
+        if not self._is_local:
+            return None
+        with self._doing("cannot ask for the lock of", path):
+            try:
+                fd = os.open(path, _READING, dir_fd=self._fd)
+            except FileNotFoundError:
+                return False
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not see each other
+            except BlockingIOError:
+                return True
+            finally:
+                _close(fd)
+            return False
+
+    @functools.cached_property
+    def _is_local(self) -> bool:
+        return _file_system(self._fd) in _LOCAL
+
+    # Removing --------------------------------------------------------------------------------------------------
 
     def remove(self, path: str) -> None:
         with self._doing("cannot remove", path), contextlib.suppress(FileNotFoundError):
@@ -250,7 +339,7 @@ class _PosixInput(InputFile):
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._buffer = mmap.mmap(-1, _ALIGNMENT)
-        self.nbytes = os.fstat(fd).st_size
+        self.nbytes = _file_nbytes(fd)
 
     def read_at(self, offset: int, nbytes: int) -> memoryview:
         start = offset // _ALIGNMENT * _ALIGNMENT
@@ -260,16 +349,18 @@ class _PosixInput(InputFile):
             return memoryview(b"")
         if room > len(self._buffer):
             self._buffer = mmap.mmap(-1, room)
-        window, done = memoryview(self._buffer)[:room], 0
+        window, done, tries = memoryview(self._buffer)[:room], 0, _TRIES
         while done < need:
             count = os.preadv(self._fd, [window[done:]], start + done)
+            if count == 0:
+                break  # the file has become shorter
             done += count
-            if count == 0 or done % _ALIGNMENT:
-                break
+            if done < need:  # go on from where the next direct read may start
+                tries = _TRIES if count >= _ALIGNMENT else tries - 1
+                done -= done % _ALIGNMENT
+                if not tries:
+                    raise OSError(errno.EIO, "")
         return window[offset - start : max(offset - start, min(done, need))]
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 class _PosixFile(OutputFile):
@@ -280,19 +371,20 @@ class _PosixFile(OutputFile):
 
     def write_at(self, data: memoryview, offset: int) -> None:
         assert not self._direct or (offset % _ALIGNMENT == 0 and len(data) % _ALIGNMENT == 0)
-        while data:
-            try:
+        tries = _TRIES
+        try:
+            while data:
                 count = os.pwrite(self._fd, data, offset)
-            except OSError as error:
-                raise write_error(error, f"cannot write at byte {offset:,}", self._path) from error
-            if count == 0:
-                raise write_error(OSError(errno.EIO, ""), f"nothing was written at byte {offset:,}", self._path)
-            if self._direct and count < len(data):
-                count -= count % _ALIGNMENT  # go on from where the next direct write may start
-                if count == 0:
-                    raise write_error(OSError(errno.ENOSPC, ""), f"a short write at byte {offset:,}", self._path)
-            data = data[count:]
-            offset += count
+                if self._direct and count < len(data):
+                    count -= count % _ALIGNMENT  # go on from where the next direct write may start
+                tries = _TRIES if count else tries - 1
+                if not tries:
+                    raise OSError(errno.EIO, "")
+                data = data[count:]
+                offset += count
+        except OSError as error:
+            doing = f"cannot write {len(data):,} bytes at byte {offset:,}"
+            raise _storage_error(error, doing, self._path, self._fd) from error
 
     def finish(self, nbytes: int) -> None:
         try:
@@ -300,12 +392,48 @@ class _PosixFile(OutputFile):
             os.fsync(self._fd)
         except OSError as error:
             # Never fsync this file again: the error is reported once, and the lost pages look clean afterwards.
-            raise write_error(error, "cannot make durable", self._path) from error
+            raise _storage_error(error, f"cannot make {nbytes:,} bytes durable", self._path, self._fd) from error
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            _close(fd)
+
+
+def _close(fd: int) -> None:
+    """Give a descriptor back. An error of close comes too late to act on: what counts is what fsync has said."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _file_nbytes(fd: int) -> int:
+    """The length of an open file; an ``OSError`` when something else has its name."""
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(facts.st_mode) else errno.ENXIO, "not a file")
+    return facts.st_size
+
+
+def _file_system(fd: int) -> str:
+    """What the kernel calls the file system that an open file is on; empty where /proc does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
+            (mount,) = (line.split()[1] for line in file if line.startswith("mnt_id:"))
+        with open("/proc/self/mountinfo", encoding="ascii", errors="replace") as file:
+            (kind,) = (line.rpartition(" - ")[2].split()[0] for line in file if line.split(" ", 1)[0] == mount)
+        return kind
+    return ""
+
+
+def _storage_error(error: OSError, doing: str, path: str, fd: int) -> WriteError:
+    """:func:`write_error`, with what is still free where that is the matter."""
+    if error.errno in _NO_SPACE:
+        with contextlib.suppress(OSError):
+            facts = os.fstatvfs(fd)
+            free = [f"{facts.f_bavail * facts.f_frsize:,} bytes"] if facts.f_blocks else []
+            free += [f"{facts.f_favail:,} files"] if facts.f_files else []
+            doing += f" ({' and '.join(free)} are free)" if free else ""
+    return write_error(error, doing, path)
 
 
 def _umask() -> int:

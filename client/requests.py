@@ -1,0 +1,66 @@
+"""What was asked of the daemon and is not answered yet: pure bookkeeping without I/O, so that a model can test it.
+
+Invariants, which the property tests hold together with the daemon's state machine (``writer_daemon.jobs``):
+
+* a request is sent to every daemon until it is answered, and its answer is passed on once;
+* SAVE goes to a successor until WRITTEN was heard, WATCH after it: the staging slot may have been reused by then;
+* what is sent a second time says so (``retry``), so that a daemon adopts what its predecessor has done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sidesave.writer_daemon.protocol import Committed, Delete, Deleted, Failed, Message, Save, Watch, Written
+
+
+@dataclass(slots=True)
+class _Open:
+    request: Save | Delete
+    first_attempt: int
+    written: bool = False
+
+    def message(self, attempt: int) -> Message:
+        again = attempt > self.first_attempt
+        request = dataclasses.replace(self.request, attempt=attempt, retry=again or self.request.retry)
+        if self.written and isinstance(request, Save):
+            return Watch(attempt=attempt, save=request)
+        return request
+
+
+class Requests:
+    """The open requests of one trainer; ``attempt`` counts its daemons."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._open: dict[int, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request: Save | Delete, attempt: int) -> Message:
+        """A new request; returns what to send."""
+        self._open[request.save_id] = _Open(request, attempt)
+        return self._open[request.save_id].message(attempt)
+
+    def for_successor(self, attempt: int) -> list[Message]:
+        """What to send to a new daemon, in the order in which it was asked."""
+        return [entry.message(attempt) for entry in self._open.values()]
+
+    def hear(self, message: Message) -> bool:
+        """Note what a daemon says; whether it concerns an open request and has to be passed on."""
+        save_id = getattr(message, "save_id", None)
+        entry = self._open.get(save_id) if isinstance(save_id, int) else None
+        if entry is None:
+            return False
+        if isinstance(message, Written):
+            entry.written = True
+        elif isinstance(message, (Committed, Deleted, Failed)):
+            del self._open[entry.request.save_id]
+        return True
+
+    def give_up(self) -> list[int]:
+        """Nobody will answer any more: the ids of all that was open."""
+        ids, self._open = list(self._open), {}
+        return ids

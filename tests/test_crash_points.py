@@ -1,0 +1,466 @@
+"""SIGKILL of the daemon, of the trainer and of both, at every step of the protocol and at random instants.
+
+Every time: no acknowledged save is lost, nothing that is visible is damaged, and after the next start nothing else is
+left. A save is acknowledged when a trainer has heard that it is committed; while only trainers die, when it is staged.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trainers import (
+    DEADLINE_S,
+    ForkedTrainer,
+    Orders,
+    Traces,
+    Zygote,
+    a_state,
+    entries,
+    same,
+    size_of,
+    staging_memory,
+)
+
+import sidesave
+from sidesave.client import catalog
+
+_BUSY = pytest.mark.timeout(1200)
+"""Hundreds of processes are started: that takes its time on a machine that does other things as well."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory; daemons started by this very process leave no traces either."""
+    monkeypatch.setenv("TMPDIR", traces.folder)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def zygote(traces: Traces, orders: Orders) -> Iterator[Zygote]:
+    """Forks trainers, which follow orders as their daemons do."""
+    with Zygote(traces) as zygote:
+        yield zygote
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of random instants; ``SIDESAVE_TEST_SEED`` repeats a sequence of them."""
+    seed = int(os.environ.get("SIDESAVE_TEST_SEED") or random.randrange(10**6))
+    print(f"SIDESAVE_TEST_SEED={seed}")
+    return seed
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Says what a campaign has done, for the reader of the log."""
+
+    def tell(text: str) -> None:
+        with capsys.disabled():
+            print(f"\n{text}")
+
+    return tell
+
+
+class Ledger:
+    """Which saves of a run directory were acknowledged, and that they are there."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._verified: set[int] = set()
+        self._dropped = 0
+        self.acknowledged: set[int] = set()
+
+    def __len__(self) -> int:
+        """How many saves have been acknowledged, those that were dropped included."""
+        return len(self.acknowledged) + self._dropped
+
+    def hear(self, trainer: ForkedTrainer, *, daemon_lives: bool) -> None:
+        """Note what a trainer has said before it died."""
+        for line in trainer.lines():
+            assert not line.startswith("lost"), f"{line}, though only processes died: {trainer.complaints()}"
+        words = ("committed", "staged") if daemon_lives else ("committed",)
+        said = [line.split(" ") for line in trainer.heard]
+        self.acknowledged |= {int(arguments[0]) for word, *arguments in said if word in words}
+
+    def check(self) -> None:
+        """All that was acknowledged is there, and nothing that is not whole, bit for bit."""
+        found = {info.step: info.path for info in catalog.scan(os.fspath(self._run))}
+        assert entries(self._run) == [f"step-{step:08d}" for step in sorted(found)]
+        assert self.acknowledged <= found.keys(), f"lost: {sorted(self.acknowledged - found.keys())}"
+        for step in found.keys() - self._verified:
+            report = sidesave.verify(found[step])
+            assert report.ok, report.faults
+            assert same(sidesave.load(found[step]), a_state(step, size_of(step))), f"step {step} holds another state"
+            self._verified.add(step)
+
+    def drop_old(self) -> None:
+        """Remove all but the newest of what has been checked."""
+        for step in sorted(self._verified)[:-20]:
+            shutil.rmtree(self._run / f"step-{step:08d}")
+            self._dropped += step in self.acknowledged
+            self._verified.discard(step)
+            self.acknowledged.discard(step)
+
+    def start(self, *, again: bool = False) -> None:
+        """Start once more, as the next run would; that cleans up and changes nothing else. Check all ``again``."""
+        if again:
+            self._verified.clear()
+        with sidesave.Checkpointer(self._run) as ckpt:
+            assert self.acknowledged <= set(ckpt.steps())
+            self.check()
+        self.check()
+
+
+def commit(ckpt: sidesave.Checkpointer, step: int) -> None:
+    ckpt.save(step, a_state(step, size_of(step))).committed.result(DEADLINE_S)
+
+
+def check_is_clean(traces: Traces, zygote: Zygote) -> None:
+    """No process, no socket directory and no shared memory is left."""
+    traces.check(sparing={zygote.pid})
+    assert staging_memory(zygote.pid) == staging_memory() == []
+
+
+# Named steps: the daemon -------------------------------------------------------------------------------------------
+
+_STEPS_OF_A_SAVE = {
+    *("got SAVE", "os.mkdir", "open", "os.link", "os.remove", "os.chmod", "os.rename"),
+    *("sends WRITTEN", "sent WRITTEN", "sends COMMITTED", "sent COMMITTED"),
+}
+
+
+@pytest.mark.parametrize("step", sorted(_STEPS_OF_A_SAVE | {"sends PROGRESS", "sent PROGRESS"}))
+def test_daemon_killed_at_a_step_of_a_save_the_save_commits(run: Path, orders: Orders, traces: Traces, step: str):
+    ledger = Ledger(run)
+    with sidesave.Checkpointer(run) as ckpt:
+        orders.give("kill", starting_at=step, every_step=True)
+        for number in (1, 2):
+            commit(ckpt, number)
+            ledger.acknowledged.add(number)
+        assert orders.obeyed()[1].startswith(step)
+    ledger.check()
+    traces.check()
+
+
+@pytest.mark.slow
+@_BUSY
+def test_daemon_killed_at_every_step_of_a_save_every_save_commits(
+    run: Path, orders: Orders, traces: Traces, tell: Callable[[str], None]
+):
+    ledger = Ledger(run)
+    killed_at: list[str] = []
+    with sidesave.Checkpointer(run) as ckpt:
+        while killed_at[1:] == [] or killed_at[-1] != "got SAVE":
+            orders.give("kill", starting_at="got SAVE", after=len(killed_at), every_step=True)
+            for _ in range(2):  # the last step of a save may come after its commit is known
+                commit(ckpt, len(ledger.acknowledged))
+                ledger.acknowledged.add(len(ledger.acknowledged))
+            killed_at.append(_name(orders.obeyed()[1]))
+    assert set(killed_at) >= _STEPS_OF_A_SAVE
+    assert len(killed_at) >= 40
+    ledger.check()
+    traces.check()
+    tell(f"{len(killed_at)} kills of the daemon, at every step of a save; {len(ledger)} saves acknowledged, none lost")
+
+
+@pytest.mark.slow
+@_BUSY
+def test_daemon_killed_at_every_step_of_its_start_and_recovery(
+    run: Path, orders: Orders, traces: Traces, tmp_path: Path, tell: Callable[[str], None]
+):
+    crashed = _crashed_run(tmp_path / "crashed", orders)
+    killed_at: list[str] = []
+    while killed_at[-1:] != ["got SAVE"]:
+        shutil.copytree(crashed, run)
+        ledger = Ledger(run)
+        orders.give("kill", starting_at="got BOOT", after=len(killed_at), every_step=True)
+        with sidesave.Checkpointer(run) as ckpt:
+            assert ckpt.steps() == [1, 2, 4], "what was whole is finished, and nothing else is"
+            commit(ckpt, 5)
+            killed_at.append(_name(orders.obeyed()[1]))
+        ledger.acknowledged = {1, 2, 4, 5}
+        ledger.check()
+        traces.check()
+        shutil.rmtree(run)
+    assert {"got BOOT", "sends HELLO", "sent HELLO", "open", "os.rename", "os.link", "os.rmdir"} <= set(killed_at)
+    assert {"sends READY", "sent READY", "got ATTACH", "got SAVE"} <= set(killed_at)
+    assert len(killed_at) > 30
+    tell(f"{len(killed_at)} kills of the daemon, at every step of its start and recovery; nothing lost")
+
+
+def _crashed_run(root: Path, orders: Orders) -> Path:
+    """A run directory as a crash leaves it: step 1 is there, 2 whole, 3 begun, 4 in the midst of being replaced.
+
+    Copied while the daemon is stopped, each at a step of its own.
+    """
+    living, crashed = root / "living", root / "run"
+
+    def stopped(step: int, starting_at: str, after: int = 0) -> set[str]:
+        """Copy what there is of a step when its save has come that far; of what kind that is."""
+        orders.give("stop", starting_at=starting_at, after=after, every_step=True)
+        handle = ckpt.save(step, a_state(step, size_of(step)), overwrite=step == 4)
+        pid, _ = orders.obeyed()
+        parts = [*living.glob(f".step-{step:08d}.*"), *living.glob(f"step-{step:08d}")]
+        for path in parts:
+            shutil.copytree(path, crashed / path.name)
+        os.kill(pid, signal.SIGCONT)
+        handle.committed.result(DEADLINE_S)
+        return {path.suffix for path in parts}
+
+    with sidesave.Checkpointer(living) as ckpt:
+        commit(ckpt, 1)
+        shutil.copytree(living, crashed)
+        assert stopped(2, "sends WRITTEN") == {".partial"}
+        assert stopped(3, "os.mkdir", after=9) == {".partial"}
+        for after in range(1, 20):
+            ckpt.save(4, a_state(104), overwrite=True).committed.result(DEADLINE_S)
+            if stopped(4, "os.rename", after) == {".partial", ".replaced"}:
+                return crashed
+            for path in (*crashed.glob(".step-00000004.*"), *crashed.glob("step-00000004")):
+                shutil.rmtree(path)
+    raise AssertionError("the old step 4 was never out of the way with the new one still to come")
+
+
+@pytest.mark.slow
+@_BUSY
+def test_daemon_killed_at_every_step_of_its_end(run: Path, orders: Orders, traces: Traces):
+    ledger = Ledger(run)
+    killed_at: list[str] = []
+    while True:
+        count = len(killed_at)
+        orders.give("kill", starting_at="got DRAIN", after=count, every_step=True)
+        ckpt = sidesave.Checkpointer(run)
+        handles = [ckpt.save(step, a_state(step, size_of(step))) for step in (2 * count, 2 * count + 1)]
+        ckpt.close()
+        ledger.acknowledged |= {handle.committed.result(0).step for handle in handles}
+        ledger.check()
+        traces.check()
+        if not orders.was_obeyed():
+            break
+        killed_at.append(orders.obeyed()[1])
+    assert killed_at[:1] == ["got DRAIN"]
+
+
+def _name(step: str) -> str:
+    """The kind of a reported step, without the path that it concerns."""
+    return step if step.startswith(("sends ", "sent ", "got ")) else step.partition(" ")[0]
+
+
+# Named steps: the trainer ------------------------------------------------------------------------------------------
+
+_STEPS_OF_A_TRAINER = {
+    *("tempfile.mkdtemp", "os.mkdir", "subprocess.Popen", "sends BOOT", "sent BOOT", "got HELLO", "got READY"),
+    *("sends ATTACH", "sent ATTACH", "stages", "staged", "sends SAVE", "sent SAVE", "got PROGRESS", "got WRITTEN"),
+    *("got COMMITTED", "sends DRAIN", "sent DRAIN"),
+}
+
+
+def test_trainer_killed_at_a_step_no_staged_save_is_lost(run: Path, orders: Orders, zygote: Zygote, traces: Traces):
+    ledger = Ledger(run)
+    for count, step in enumerate(sorted(_STEPS_OF_A_TRAINER)):
+        orders.give("kill", to="trainer", starting_at=step, every_step=True)
+        with zygote.fork("keep_saving", run, 2 * count, 2, count % 2) as trainer:
+            trainer.go_on()
+            ledger.hear(trainer, daemon_lives=True)
+        assert orders.obeyed()[1].startswith(step)
+        traces.await_ends(sparing={zygote.pid})
+        if run.exists():
+            ledger.check()
+    assert len(ledger.acknowledged) >= 10
+    ledger.start()
+    check_is_clean(traces, zygote)
+
+
+@pytest.mark.slow
+@_BUSY
+@pytest.mark.parametrize("follow", [0, 1], ids=["writing after staging", "writing while staging"])
+def test_trainer_killed_at_every_step_no_staged_save_is_lost(
+    run: Path, orders: Orders, zygote: Zygote, traces: Traces, follow: int, tell: Callable[[str], None]
+):
+    ledger = Ledger(run)
+    killed_at: list[str] = []
+    while True:
+        orders.give("kill", to="trainer", starting_at="", after=len(killed_at), every_step=True)
+        with zygote.fork("keep_saving", run, 2 * len(killed_at), 2, follow) as trainer:
+            trainer.go_on()
+            ledger.hear(trainer, daemon_lives=True)
+        traces.await_ends(sparing={zygote.pid})
+        if run.exists():
+            ledger.check()
+        ledger.start()
+        check_is_clean(traces, zygote)
+        if not orders.was_obeyed():
+            break
+        killed_at.append(_name(orders.obeyed()[1]))
+    assert trainer.heard[-1] == "closed"
+    assert set(killed_at) >= {"subprocess.Popen", "sends BOOT", "sent BOOT", "got HELLO", "got READY"}
+    assert len(killed_at) >= 25, "the order of the rest depends on how its threads take turns"
+    tell(f"{len(killed_at)} kills of the trainer, one a step; {len(ledger)} saves acknowledged, none lost")
+
+
+def test_socket_directory_of_a_dead_trainer_goes_with_the_next_start_and_that_of_a_living_one_does_not(
+    run: Path, orders: Orders, zygote: Zygote, traces: Traces
+):
+    def there() -> set[str]:
+        return {path.name for path in Path(traces.folder).iterdir()}
+
+    orders.give("kill", to="trainer", starting_at="subprocess.Popen", every_step=True)
+    with zygote.fork("keep_saving", run, 1, 1, 0) as dead:
+        dead.end()
+    orders.obeyed()
+    left = there()
+    assert left, "nothing can remove it when its trainer dies here"
+    orders.give("stop", to="trainer", starting_at="subprocess.Popen", every_step=True)
+    with zygote.fork("keep_saving", run, 1, 1, 0) as stopped:
+        orders.obeyed()
+        theirs = there()
+        assert len(theirs) == 1
+        assert not theirs & left
+        with sidesave.Checkpointer(f"{run}-other"):
+            assert there() == theirs
+        os.kill(stopped.pid, signal.SIGCONT)
+        stopped.go_on()
+        stopped.expect("closed")
+    traces.check(sparing={zygote.pid})
+
+
+# Named steps: both -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@_BUSY
+def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
+    run: Path, orders: Orders, zygote: Zygote, traces: Traces, tell: Callable[[str], None]
+):
+    ledger = Ledger(run)
+    killed_at: list[str] = []
+    while True:
+        orders.give("stop", starting_at="got BOOT", after=len(killed_at), every_step=True)
+        with zygote.fork("keep_saving", run, 2 * len(killed_at), 2, 0) as trainer:
+            trainer.go_on()
+            for _ in trainer.lines(until_readable=orders.reports):
+                pass
+            if orders.was_obeyed():
+                pid, step = orders.obeyed()
+                killed_at.append(_name(step))
+                for victim in (trainer.pid, pid) if len(killed_at) % 2 else (pid, trainer.pid):
+                    os.kill(victim, signal.SIGKILL)
+            ledger.hear(trainer, daemon_lives=False)
+            trainer.end()
+        traces.await_ends(sparing={zygote.pid})
+        if trainer.heard[-1:] == ["closed"]:
+            break
+        ledger.start()
+        check_is_clean(traces, zygote)
+    assert set(killed_at) >= _STEPS_OF_A_SAVE | {"got BOOT", "sends HELLO", "sends READY", "got DRAIN"}
+    assert len(killed_at) > 60
+    ledger.start()
+    check_is_clean(traces, zygote)
+    tell(f"{len(killed_at)} kills of both, one a step of the daemon; {len(ledger)} saves acknowledged, none lost")
+
+
+# Random instants ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@_BUSY
+def test_five_hundred_kills_at_random_instants_lose_no_acknowledged_save(
+    run: Path, zygote: Zygote, traces: Traces, seed: int, tell: Callable[[str], None]
+):
+    chance = random.Random(seed)
+    kills: Counter[str] = Counter()
+    ledger = Ledger(run)
+    _kill_daemons(ledger, run, chance, kills, 280)
+    traces.check(sparing={zygote.pid})
+    _kill_trainers(ledger, run, chance, kills, 230, zygote, traces)
+    ledger.start(again=True)
+    check_is_clean(traces, zygote)
+    assert kills.total() >= 500
+    tell(
+        f"{kills.total()} kills at random instants: {kills['daemon']} of the daemon, {kills['trainer']} of the "
+        f"trainer, {kills['both']} of both; {len(ledger):,} saves acknowledged, none lost; seed {seed}"
+    )
+
+
+def _kill_daemons(ledger: Ledger, run: Path, chance: random.Random, kills: Counter[str], enough: int) -> None:
+    """Kill the daemons of one trainer, this process, while it saves without a pause."""
+    saved = threading.Event()
+    killed: set[int] = set()
+
+    def go_round() -> None:
+        while len(killed) < enough:
+            for _ in range(chance.randint(1, 3)):  # with more than MAX_DEATHS and no save completed it would give up
+                time.sleep(chance.uniform(0, chance.choice([0.01, 0.15])))
+                pid = ckpt.daemon_pid
+                if pid is not None and pid not in killed:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+            saved.clear()
+            assert saved.wait(DEADLINE_S)
+
+    with sidesave.Checkpointer(run) as ckpt:
+        killer = threading.Thread(target=go_round)
+        killer.start()
+        step = 0
+        while killer.is_alive():
+            handles = [ckpt.save(step + count, a_state(step + count, size_of(step + count))) for count in range(3)]
+            for handle in handles:
+                ledger.acknowledged.add(handle.committed.result(DEADLINE_S).step)
+                saved.set()
+            step += len(handles)
+        killer.join()
+    assert len(killed) >= enough, "the killer has given up"
+    kills["daemon"] += len(killed)
+    ledger.check()
+    ledger.drop_old()
+
+
+def _kill_trainers(
+    ledger: Ledger,
+    run: Path,
+    chance: random.Random,
+    kills: Counter[str],
+    enough: int,
+    zygote: Zygote,
+    traces: Traces,
+) -> None:
+    """Kill trainers, some while they start and some together with their daemon, in either order."""
+    first = max(ledger.acknowledged)
+    for count in range(enough):
+        first += 1000
+        victims = chance.choice(["trainer", "trainer", "daemon and trainer", "trainer and daemon"])
+        with zygote.fork("keep_saving", run, first, 1000, count % 2) as trainer:
+            if chance.random() < 0.25:
+                trainer.go_on()
+                time.sleep(chance.uniform(0, 0.4))
+            else:
+                trainer.expect("ready")
+                ledger.check()  # after a start that followed a kill
+                ledger.drop_old()
+                trainer.go_on()
+                time.sleep(chance.uniform(0, 0.08))
+            if victims == "daemon and trainer":
+                _kill_others(trainer, zygote, traces)
+                time.sleep(chance.choice([0, chance.uniform(0, 0.03)]))
+            trainer.kill()
+            if victims == "trainer and daemon":
+                time.sleep(chance.choice([0, chance.uniform(0, 0.03)]))
+                _kill_others(trainer, zygote, traces)
+            ledger.hear(trainer, daemon_lives=victims == "trainer")
+        traces.await_ends(sparing={zygote.pid})
+        kills["trainer" if victims == "trainer" else "both"] += 1
+
+
+def _kill_others(trainer: ForkedTrainer, zygote: Zygote, traces: Traces) -> None:
+    for pid in traces.processes().keys() - {trainer.pid, zygote.pid}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

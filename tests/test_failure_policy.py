@@ -1,0 +1,281 @@
+"""What becomes of saves that storage refuses: tried again, sent elsewhere, told loudly. And deletion on request."""
+
+import errno
+import gc
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from trainers import DEADLINE_S, Traces, a_state, await_end, check, entries, pidfd_of, same
+
+import sidesave
+from sidesave.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    NoSpaceError,
+)
+from sidesave.writer_daemon import worker
+
+
+@pytest.fixture
+def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", traces.folder)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def small(mount: Callable[..., Path], run: Path) -> Path:
+    """A run directory on 8 MiB of tmpfs."""
+    return mount("-t", "tmpfs", "-o", "size=8m", "none") / "run"
+
+
+def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.CheckpointInfo:
+    return ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
+
+
+def fail(ckpt: sidesave.Checkpointer, step: int) -> None:
+    """Save a step whose way is blocked, and return when the failure has been told."""
+    handle = ckpt.save(step, a_state(step))
+    ckpt._saves.wait(DEADLINE_S)
+    assert handle.committed.exception() is not None
+
+
+def in_the_way(run: Path, step: int) -> Path:
+    """Something that no save of that step can replace."""
+    obstacle = run / f"step-{step:08d}"
+    obstacle.write_text("not a directory")
+    return obstacle
+
+
+# Failures in a row -----------------------------------------------------------------------------------------------
+
+
+def test_warnings_turn_into_errors_after_so_many_failures_in_a_row(run: Path):
+    with sidesave.Checkpointer(run, on_error="warn", max_consecutive_failures=2) as ckpt:
+        commit(ckpt, 1)
+        for step in (2, 3):
+            in_the_way(run, step)
+            with pytest.warns(RuntimeWarning, match=f"step {step} failed"):
+                fail(ckpt, step)
+        in_the_way(run, 4)
+        fail(ckpt, 4)
+        with pytest.raises(CheckpointExistsError) as raised:
+            ckpt.save(5, a_state(5))
+        assert raised.value.__notes__ == ["3 saves in a row have failed"]
+        commit(ckpt, 5)
+        in_the_way(run, 6)
+        with pytest.warns(RuntimeWarning, match="step 6 failed"):  # a commit has begun the count anew
+            fail(ckpt, 6)
+
+
+@pytest.mark.parametrize("option", ["retries", "max_consecutive_failures"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_counts_that_make_no_sense_are_refused(run: Path, option: str, value: object):
+    with pytest.raises(InvalidArgumentError, match=option):
+        sidesave.Checkpointer(run, **{option: value})  # type: ignore[arg-type]
+    assert not run.exists()
+
+
+# The fallback directory ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.root
+def test_what_does_not_fit_goes_to_the_fallback_directory_and_is_found_like_the_rest(small: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:
+        commit(ckpt, 1, 1)
+        assert not other.exists(), "nothing is made before it is needed"
+        info = commit(ckpt, 2, 12)
+        assert Path(info.path) == other / "step-00000002"
+        assert commit(ckpt, 3, 1).path == str(small / "step-00000003"), "the first directory is tried first again"
+        assert ckpt.steps() == [1, 2, 3]
+        assert same(ckpt.load(2), a_state(2, 12))
+        with pytest.raises(CheckpointExistsError):
+            ckpt.save(2, a_state(2))
+        commit(ckpt, 4, 12)
+        assert ckpt.latest_step() == 4
+    assert entries(small) == ["step-00000001", "step-00000003"]
+    assert entries(other) == ["step-00000002", "step-00000004"]
+    check(other, 2, 4, mib=12)
+
+    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:  # the next run goes on from there
+        assert ckpt.latest_step() == 4
+        assert commit(ckpt, 5).sequence == 5
+        ckpt.delete(2).result(DEADLINE_S)
+        assert 2 not in ckpt.steps()
+
+
+@pytest.mark.root
+def test_a_fallback_that_cannot_be_had_leaves_the_first_error_to_be_told(small: Path, tmp_path: Path):
+    obstacle = tmp_path / "file"
+    obstacle.write_text("")
+    with sidesave.Checkpointer(small, fallback_directory=obstacle) as ckpt:
+        error = ckpt.save(1, a_state(1, 12)).committed.exception(DEADLINE_S)
+        assert isinstance(error, NoSpaceError)
+        with pytest.raises(NoSpaceError):
+            ckpt.wait()
+        commit(ckpt, 2)
+
+
+def test_the_run_directory_is_no_fallback_for_itself(run: Path):
+    with pytest.raises(InvalidArgumentError, match="fallback_directory"):
+        sidesave.Checkpointer(run, fallback_directory=f"{run}/../run")
+
+
+@pytest.mark.root
+def test_daemon_killed_while_it_writes_to_the_fallback_finishes_there(small: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:
+        commit(ckpt, 1)
+        for step in range(2, 8):
+            handle = ckpt.save(step, a_state(step, 12))
+            handle.staged.result(DEADLINE_S)
+            pid = ckpt.daemon_pid
+            if pid is not None:
+                with pidfd_of(pid) as pidfd:
+                    os.kill(pid, 9)
+                    await_end(pidfd)
+            handle.committed.result(DEADLINE_S)
+        assert ckpt.steps() == list(range(1, 8))
+    assert entries(small) == ["step-00000001"]
+    assert entries(other) == [f"step-{step:08d}" for step in range(2, 8)]
+    check(other, *range(2, 8), mib=12)
+
+
+# Deletion --------------------------------------------------------------------------------------------------------
+
+
+def test_a_deleted_step_is_gone_at_once_and_its_number_is_free(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        for step in (1, 2, 3):
+            commit(ckpt, step)
+        ckpt.delete(1).result(DEADLINE_S)
+        assert ckpt.steps() == [2, 3]
+        assert not (run / "step-00000001").exists()
+        commit(ckpt, 1)
+        assert ckpt.latest_step() == 1
+    assert entries(run) == ["step-00000001", "step-00000002", "step-00000003"]
+    check(run, 1, 2, 3)
+
+
+def test_the_newest_checkpoint_is_never_deleted(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 9)
+        with pytest.raises(InvalidArgumentError, match="newest"):
+            ckpt.delete(9).result(DEADLINE_S)
+        commit(ckpt, 3)  # newer, though its step is lower
+        with pytest.raises(InvalidArgumentError, match="newest"):
+            ckpt.delete(3).result(DEADLINE_S)
+        handle = ckpt.save(4, a_state(4))
+        deleted = ckpt.delete(3)  # behind the save, which is committed first
+        handle.committed.result(DEADLINE_S)
+        deleted.result(DEADLINE_S)
+        assert ckpt.steps() == [4, 9]
+
+
+def test_deleting_what_is_not_there_is_an_error_and_no_failure_of_the_next_save(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        with pytest.raises(CheckpointNotFoundError, match="no step 7"):
+            ckpt.delete(7).result(DEADLINE_S)
+        with pytest.raises(InvalidArgumentError):
+            ckpt.delete(-1)
+        commit(ckpt, 2)
+        ckpt.wait()
+
+
+def test_a_reader_goes_on_with_a_checkpoint_that_is_deleted_meanwhile(run: Path):
+    from sidesave.client.reader import CheckpointReader
+
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+        reader = CheckpointReader(str(run / "step-00000001"))
+        ckpt.delete(1).result(DEADLINE_S)
+        read = dict(reader.read(list(reader.manifest.tensors), verify=True))
+        reader.close()
+        assert torch.equal(read["model.w"], a_state(1)["model"]["w"])
+    assert entries(run) == ["step-00000002"], "the end of the session leaves nothing of it"
+
+
+def test_daemon_killed_around_a_deletion_it_is_done_once(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        for step in range(1, 12):
+            commit(ckpt, step)
+        for step in range(1, 11):
+            deleted = ckpt.delete(step)
+            pid = ckpt.daemon_pid
+            if pid is not None:
+                with pidfd_of(pid) as pidfd:
+                    os.kill(pid, 9)
+                    await_end(pidfd)
+            deleted.result(DEADLINE_S)
+            commit(ckpt, 100 + step)  # and MAX_DEATHS counts anew
+            assert step not in ckpt.steps()
+    check(run, 11, *range(101, 111))
+    assert len(entries(run)) == 11
+
+
+def test_a_full_disk_first_takes_back_what_was_deleted(run: Path, mount: Callable[..., Path]):
+    place = mount("-t", "tmpfs", "-o", "size=20m", "none") / "run"
+    with sidesave.Checkpointer(place) as ckpt:
+        for step in (1, 2):
+            commit(ckpt, step, 8)
+        assert isinstance(ckpt.save(3, a_state(3, 8)).committed.exception(DEADLINE_S), NoSpaceError)
+        with pytest.raises(NoSpaceError):
+            ckpt.wait()
+        ckpt.delete(1).result(DEADLINE_S)
+        commit(ckpt, 3, 8)
+        assert ckpt.steps() == [2, 3]
+
+
+# What is transient -----------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_or_a_missing_permission_is_not_tried_again():
+    assert not {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT} & worker.TRANSIENT
+    assert {errno.EIO, errno.ESTALE, errno.ETIMEDOUT} <= worker.TRANSIENT
+
+
+# Checkpointers that nobody holds any more ------------------------------------------------------------------------
+
+
+def test_a_dropped_checkpointer_finishes_its_saves_and_lets_the_next_one_in(run: Path, traces: Traces):
+    def train() -> int:
+        ckpt = sidesave.Checkpointer(run)
+        ckpt.save(1, a_state(1, 20))
+        assert ckpt.daemon_pid is not None
+        return ckpt.daemon_pid
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pid = train()
+        gc.collect()
+    with pidfd_of(pid) as pidfd:
+        await_end(pidfd)
+    check(run, 1, mib=20)
+    traces.check()
+
+
+def test_a_save_that_fails_after_its_checkpointer_was_dropped_is_logged(run: Path, caplog: pytest.LogCaptureFixture):
+    def train() -> int:
+        ckpt = sidesave.Checkpointer(run)
+        commit(ckpt, 1)
+        shutil.rmtree(run / "step-00000001")
+        in_the_way(run, 2)
+        ckpt.save(2, a_state(2, 20))
+        assert ckpt.daemon_pid is not None
+        return ckpt.daemon_pid
+
+    with caplog.at_level(logging.ERROR):
+        pid = train()
+        gc.collect()
+        with pidfd_of(pid) as pidfd:
+            await_end(pidfd)
+    assert any("failed" in record.message for record in caplog.records)

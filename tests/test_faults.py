@@ -1,0 +1,1022 @@
+"""Faults from the system: every call that a daemon makes on its run directory fails, in every way; and real limits.
+
+The first half preloads ``faults.c`` into real daemons, which makes chosen calls fail between them and the kernel. The
+second half fills, limits, freezes and breaks real file systems and processes.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Self
+
+import psutil
+import pytest
+from trainers import DEADLINE_S, ROOT, Traces, a_state, await_end, check, pidfd_of, same
+
+import sidesave
+from sidesave.client import catalog
+from sidesave.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    DaemonStartError,
+    NoSpaceError,
+    SidesaveError,
+    WriteError,
+)
+
+MIB = 1 << 20
+SMALL = 0.05
+CODES = (
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE),
+    *(errno.ENOMEM, errno.ETIMEDOUT),
+)
+
+
+Mount = Callable[..., Path]
+
+
+@pytest.fixture
+def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run directory; daemons started by this very process leave no traces either."""
+    monkeypatch.setenv("TMPDIR", traces.folder)
+    return tmp_path / "run"
+
+
+# Faults on order ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call on the run directory: its name, a pattern of its path, and how many of the same kind precede it."""
+
+    function: str
+    path: str
+    nth: int = 0
+
+    def at(self, step: int) -> Self:
+        """The same call of another save, where ``path`` says ``{step}``."""
+        return dataclasses.replace(self, path=self.path.replace("{step}", f"step-{step:08d}"))
+
+
+class Faults:
+    """Orders to the daemons that are started with this environment; see ``faults.c``."""
+
+    def __init__(self, folder: Path, root: Path, library: Path, environment: Callable[[str, str], None]) -> None:
+        folder.mkdir()
+        self._record = folder / "record"
+        self._record.touch()
+        with (folder / "page").open("w+b") as file:
+            file.truncate(4096)
+            self._page = mmap.mmap(file.fileno(), 4096)
+        environment("FAULTS_PAGE", str(folder / "page"))
+        environment("FAULTS_RECORD", str(self._record))
+        environment("FAULTS_ROOT", str(root))
+        environment("LD_PRELOAD", str(library))
+
+    def _write(self, mode: int, *order: int, function: str = "", path: str = "") -> None:
+        self._page[:4] = bytes(4)
+        struct.pack_into("6i32s1024s", self._page, 4, *(order or (0,) * 6), function.encode(), path.encode())
+        struct.pack_into("i", self._page, 0, mode)
+
+    @contextlib.contextmanager
+    def recording(self, calls: list[Call], step: int | None = None) -> Iterator[None]:
+        """Collect the calls that are made meanwhile; ``step`` is the save's whose paths are told as ``{step}``."""
+        os.truncate(self._record, 0)
+        self._write(1)
+        yield
+        self._write(0)
+        seen: collections.Counter[tuple[str, str]] = collections.Counter()
+        for line in self._record.read_text().splitlines():
+            function, path = line.split(" ", 1)
+            if step is not None:
+                path = path.replace(f"step-{step:08d}", "{step}")
+            path = re.sub(r"[0-9a-f]{16}", "*", path)  # a session
+            path = re.sub(r"(/\..*)\.\d+-\d+(\.\d+)?", r"\1.*", path)  # an attempt
+            seen[function, path] += 1
+            if function != "readdir" or seen[function, path] <= 2:
+                calls.append(Call(function, path, seen[function, path] - 1))
+
+    def order(
+        self, call: Call | None, code: int, *, lasting: bool = False, after: bool = False, short: int | None = None
+    ) -> None:
+        """Have ``call`` fail.
+
+        Args:
+            call: Which one; None is the next of any kind.
+            code: The errno.
+            lasting: Whether every later call on the run directory fails as well, until :meth:`withdraw`.
+            after: Whether it does its work before it fails, like a request over a network whose answer is lost.
+            short: Instead of failing it moves only so many bytes.
+        """
+        call = call or Call("", "")
+        effect = 2 if short is not None else int(after)
+        order = (code, effect, int(lasting), call.nth, short or 0, 0)
+        self._write(2, *order, function=call.function, path=call.path)
+
+    def withdraw(self) -> int:
+        """Let everything succeed again; how many calls have failed."""
+        self._page[:4] = bytes(4)
+        (hits,) = struct.unpack_from("i", self._page, 24)
+        return hits
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, ROOT / "tests/faults.c", "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the C compiler cannot make a library here: {done.stderr.strip()[-300:]}")
+    return library
+
+
+@pytest.fixture
+def faults(tmp_path: Path, run: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(tmp_path / "faults", run, library, monkeypatch.setenv)
+
+
+# Saves -------------------------------------------------------------------------------------------------------------
+
+WRITING = ("mkdir", "create", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename")
+NEEDED = re.compile(r"cannot (create|write) .*[\d,]+ bytes|[\d,]+ bytes are needed")
+OVER_A_NETWORK = {
+    "mkdir": errno.EEXIST,
+    "create": errno.EEXIST,
+    "link": errno.EEXIST,
+    "rename": errno.ENOENT,
+    "unlink": errno.ENOENT,
+    "rmdir": errno.ENOENT,
+}
+"""What a request is answered that had been carried out before, the answer being lost."""
+
+
+class Campaign:
+    """Many saves by one daemon, each met by one fault, each followed by a save that meets none."""
+
+    def __init__(self, run: Path, faults: Faults, *, overwrite: bool = False, retries: int = 0) -> None:
+        self.run, self._faults, self._overwrite, self._retries = run, faults, overwrite, retries
+        self.outcomes: collections.Counter[type] = collections.Counter()
+        self.missed: list[Call] = []
+        self.calls: list[Call] = []
+        self._step = itertools.count(1)
+        self._old: list[int] = []
+
+    def __enter__(self) -> Self:
+        self.ckpt = sidesave.Checkpointer(self.run, retries=self._retries)
+        self._save(0).committed.result(DEADLINE_S)
+        step = self._next()
+        with self._faults.recording(self.calls, step):
+            self._save(step).committed.result(DEADLINE_S)
+        assert {call.function for call in self.calls} >= {
+            *("mkdir", "statvfs", "create", "pwrite", "ftruncate", "fsync", "close", "link", "unlink", "open", "read"),
+            *("readdir", "chmod", "stat", "rename"),
+        }, "the calls of a save are seen"
+        self._discard(step)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with contextlib.suppress(SidesaveError):
+            self.ckpt.close()
+        if kind is not None:
+            return
+        assert len(self.missed) < len(self.calls) / 20, "the faults were met, but for some after the outcome"
+        with sidesave.Checkpointer(self.run):
+            assert self._hidden() == [], "the next start removes what could not be removed"
+        for step, path in self._found().items():
+            assert whole(path, step) or whole(path, _old(step)), f"step {step}"
+        assert set(self._found()) >= {0, *self._old}, "nothing that had been committed is lost"
+
+    def _next(self) -> int:
+        step = next(self._step)
+        if self._overwrite:
+            self.ckpt.save(step, a_state(_old(step), SMALL)).committed.result(DEADLINE_S)
+        return step
+
+    def _save(self, step: int) -> sidesave.SaveHandle:
+        return self.ckpt.save(step, a_state(step, SMALL), overwrite=self._overwrite)
+
+    def _found(self) -> dict[int, str]:
+        return {info.step: info.path for info in catalog.scan(str(self.run))}
+
+    def _discard(self, step: int) -> None:
+        shutil.rmtree(self.run / f"step-{step:08d}")
+
+    def _hidden(self) -> list[str]:
+        return [path.name for path in self.run.glob(".step-*")]
+
+    def meet(self, call: Call, code: int, *, lasting: bool = False, after: bool = False) -> None:
+        """One save that meets a fault, and what must be true whatever comes of it."""
+        step, before = self._next(), self._hidden()
+        self._faults.order(call.at(step), code, lasting=lasting, after=after)
+        error = self._save(step).committed.exception(DEADLINE_S)
+        if not self._faults.withdraw():
+            self.missed.append(call)
+        what = f"{call} met {errno.errorcode[code]}{' for long' if lasting else ''}{' afterwards' if after else ''}"
+        self.outcomes[type(error)] += 1
+        self._judge(step, error, code, call.function, lasting, what)
+        if not lasting:
+            left = set(self._hidden()) - set(before)
+            if error is None or isinstance(error, CommitUnknownError):  # the old one could not be removed
+                left = {name for name in left if not name.endswith((".replaced", ".trash"))}
+            assert not left, f"{what}: {left} is left"
+            if step in self._found():
+                self._discard(step)
+        elif self._overwrite:
+            self._old.append(step)
+        following = self._next()
+        assert self._save(following).committed.exception(DEADLINE_S) is None, f"{what}: the next save is none the worse"
+        assert sidesave.verify(self.run / f"step-{following:08d}").ok, what
+        self._discard(following)
+
+    def _judge(
+        self, step: int, error: BaseException | None, code: int, function: str, lasting: bool, what: str
+    ) -> None:
+        path = self._found().get(step)
+        if error is None:
+            assert path and whole(path, step), what
+            return
+        assert isinstance(error, WriteError), f"{what}: {error!r}"
+        with pytest.raises(type(error)):
+            self.ckpt.wait()
+        assert error.errno == code, f"{what}: {error!r}"
+        assert str(error.filename).startswith(str(self.run)), f"{what}: {error!r}"
+        assert os.strerror(code) in str(error), f"{what}: {error}"
+        assert re.search(r"cannot|needed|lease|has its name", str(error)), f"{what}: {error}"
+        if code in (errno.ENOSPC, errno.EDQUOT) and function in WRITING:
+            assert isinstance(error, (NoSpaceError, CommitUnknownError)), f"{what}: {error!r}"
+            if not lasting:  # else nobody says what is free
+                assert re.search(r"[\d,]+ (bytes|files).* are free", str(error)), f"{what}: {error}"
+                assert function not in ("create", "fallocate", "pwrite") or NEEDED.search(str(error)), (
+                    f"{what}: {error}"
+                )
+        if isinstance(error, CommitUnknownError):
+            assert path and whole(path, step), what
+        elif self._overwrite:
+            assert path and whole(path, _old(step)), f"{what}: the old one stays"
+        else:
+            assert path is None, f"{what}: reported as failed and there all the same"
+
+
+def _old(step: int) -> int:
+    """The seed of what is saved first where a step is overwritten."""
+    return step + 10**6
+
+
+def whole(path: str | Path, seed: int) -> bool:
+    """Whether a checkpoint is undamaged and holds the state of that seed."""
+    return sidesave.verify(path).ok and same(sidesave.load(path), a_state(seed, SMALL))
+
+
+def test_any_call_of_a_save_may_fail_once(run: Path, faults: Faults):
+    with Campaign(run, faults) as campaign:
+        for call, code in zip(campaign.calls, itertools.cycle(CODES), strict=False):
+            campaign.meet(call, code)
+    assert campaign.outcomes[WriteError] > 20
+    assert campaign.outcomes[NoSpaceError] > 5
+    check(run, 0, mib=SMALL)
+
+
+def test_storage_may_break_down_at_any_call_of_a_save_and_come_back(run: Path, faults: Faults):
+    with Campaign(run, faults) as campaign:
+        for call, code in zip(campaign.calls, itertools.cycle(CODES[1:]), strict=False):
+            campaign.meet(call, code, lasting=True)
+
+
+def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(run: Path, faults: Faults):
+    with Campaign(run, faults) as campaign:
+        for call in campaign.calls:
+            campaign.meet(call, OVER_A_NETWORK.get(call.function, errno.EIO), after=True)
+    check(run, 0, mib=SMALL)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 512, 4096, 4608])
+def test_short_write_in_a_save_goes_on_where_it_stopped(run: Path, faults: Faults, nbytes: int):
+    with sidesave.Checkpointer(run, retries=0) as ckpt:
+        for step, file in enumerate(("model.rank-00000.safetensors", "objects.rank-00000.msgpack", "manifest.json"), 1):
+            faults.order(Call("pwrite", f".{{step}}.*/.{file}*").at(step), 0, short=nbytes)
+            ckpt.save(step, a_state(step, 3)).committed.result(DEADLINE_S)
+            assert faults.withdraw() == 1
+    check(run, 1, 2, 3, mib=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_any_call_of_a_save_may_fail_in_any_way(run: Path, faults: Faults):
+    with Campaign(run, faults) as campaign:
+        for call, code in itertools.product(campaign.calls, (*CODES, errno.EINTR)):
+            campaign.meet(call, code)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", ["once", "until it heals", "its work done"])
+def test_any_call_of_an_overwriting_save_may_fail_and_the_old_step_stays(run: Path, faults: Faults, way: str):
+    with Campaign(run, faults, overwrite=True) as campaign:
+        for call, code in zip(campaign.calls, itertools.cycle(CODES), strict=False):
+            if way == "its work done":
+                campaign.meet(call, OVER_A_NETWORK.get(call.function, code), after=True)
+            else:
+                campaign.meet(call, code, lasting=way == "until it heals")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_any_call_of_a_save_may_fail_for_a_moment_and_the_save_is_committed(run: Path, faults: Faults):
+    with Campaign(run, faults, retries=1) as campaign:
+        for call in campaign.calls:
+            campaign.meet(call, errno.EIO)
+    assert set(campaign.outcomes) <= {type(None), CommitUnknownError}
+
+
+def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(run: Path, faults: Faults):
+    calls: list[Call] = []
+    step = itertools.count(1)
+
+    def old_step() -> int:
+        old = next(step)
+        for number in (old, next(step)):
+            ckpt.save(number, a_state(number, SMALL)).committed.result(DEADLINE_S)
+        return old
+
+    with sidesave.Checkpointer(run, retries=0) as ckpt:
+        old = old_step()
+        with faults.recording(calls, old):
+            ckpt.delete(old).result(DEADLINE_S)
+        assert {call.function for call in calls} >= {"open", "rename", "fsync"}
+        for call, code in zip(calls, itertools.cycle(CODES), strict=False):
+            old = old_step()
+            what = f"{call} met {errno.errorcode[code]}"
+            faults.order(call.at(old), code)
+            error = ckpt.delete(old).exception(DEADLINE_S)
+            faults.withdraw()
+            path = run / f"step-{old:08d}"
+            if error is not None:
+                assert isinstance(error, WriteError), f"{what}: {error!r}"
+                assert error.errno == code, f"{what}: {error!r}"
+                assert str(error.filename).startswith(str(run)), f"{what}: {error!r}"
+                if path.exists():
+                    assert whole(path, old), what
+                    ckpt.delete(old).result(DEADLINE_S)
+            assert not path.exists(), what
+            assert whole(run / f"step-{old + 1:08d}", old + 1), what
+    with sidesave.Checkpointer(run) as ckpt:
+        assert list(run.glob(".step-*")) == []
+        assert all(old % 2 == 0 for old in ckpt.steps()), "nothing that was deleted comes back"
+
+
+# Starts ------------------------------------------------------------------------------------------------------------
+
+
+def leave(run: Path, faults: Faults, step: int, function: str, *, overwrite: bool = False) -> list[Path]:
+    """What a session leaves whose storage breaks down for good at a call on this step's directory."""
+    ckpt = sidesave.Checkpointer(run, retries=0)
+    for earlier in range(10 * step, 10 * step + 5 * step):  # so that its place in the order of commits is a later one
+        ckpt.save(earlier, a_state(earlier, SMALL)).committed.result(DEADLINE_S)
+        shutil.rmtree(run / f"step-{earlier:08d}")
+    if overwrite:
+        ckpt.save(step, a_state(_old(step), SMALL)).committed.result(DEADLINE_S)
+    path = "{step}" if function == "rename" else ".{step}.*/*"
+    faults.order(Call(function, path).at(step), errno.EIO, lasting=True)
+    assert ckpt.save(step, a_state(step, SMALL), overwrite=overwrite).committed.exception(DEADLINE_S)
+    with contextlib.suppress(SidesaveError):
+        ckpt.close()
+    assert faults.withdraw()
+    return list(run.glob(".step-*"))
+
+
+@pytest.fixture
+def template(run: Path, faults: Faults, tmp_path: Path) -> Path:
+    """A run directory with a checkpoint, step 0, and leftovers of every kind.
+
+    Steps 1 and 2 were written and lacked their commit, step 2 in the middle of replacing an older one; steps 3 and 4
+    were not even written.
+    """
+    template = tmp_path / "template"
+    template.mkdir()
+    for step, function in ((1, "rename"), (2, "rename"), (3, "link")):
+        for path in leave(run, faults, step, function, overwrite=step == 2):
+            path.rename(template / path.name)
+        shutil.rmtree(run)
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(0, a_state(0, SMALL)).committed.result(DEADLINE_S)
+    (run / "step-00000000").rename(template / "step-00000000")
+    shutil.rmtree(run)
+    [unfinished] = template.glob(".step-00000003.*")
+    shutil.copytree(unfinished, template / ".step-00000004.0123456789abcdef.aborted")
+    states = sorted(path.name.rpartition(".")[2] for path in template.iterdir())
+    assert states == ["aborted", "partial", "partial", "partial", "replaced", "step-00000000"]
+    return template
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_short_read_at_a_start_is_no_damage(run: Path, faults: Faults, nth: int):
+    leave(run, faults, 2, "rename")
+    faults.order(Call("pread", "*/optimizer.*.safetensors", nth), 0, short=512)
+    with sidesave.Checkpointer(run):
+        assert faults.withdraw() == 1
+    check(run, 2, mib=SMALL)
+
+
+class Starts:
+    """Starts in a copy of a run directory, each met by one fault, each followed by a start that meets none."""
+
+    def __init__(self, run: Path, faults: Faults, template: Path) -> None:
+        self._run, self._faults, self._template = run, faults, template
+        self.missed: list[Call] = []
+        self.calls: list[Call] = []
+        with self._copied():
+            with self._faults.recording(self.calls):
+                ckpt = sidesave.Checkpointer(run)
+            ckpt.close()
+        assert len(self.calls) > 150
+
+    @contextlib.contextmanager
+    def _copied(self) -> Iterator[None]:
+        shutil.copytree(self._template, self._run)
+        yield
+        shutil.rmtree(self._run)
+
+    def meet(self, call: Call, code: int, *, lasting: bool = False) -> None:
+        """A start that meets a fault, and what must be true whatever comes of it."""
+        what = f"{call} met {errno.errorcode[code]}{' for long' if lasting else ''}"
+        with self._copied():
+            self._faults.order(call, code, lasting=lasting)
+            saved: list[int] = []
+            error = None
+            try:
+                with sidesave.Checkpointer(self._run) as ckpt:
+                    if not self._faults.withdraw():
+                        self.missed.append(call)
+                    ckpt.save(9, a_state(9, SMALL))
+                    saved.append(9)
+            except SidesaveError as caught:
+                error = caught
+                self._faults.withdraw()
+            if error is not None:
+                assert not saved, f"{what}: {error!r}"
+                assert isinstance(error, (WriteError, DaemonStartError)), f"{what}: {error!r}"
+                assert os.strerror(code) in str(error), f"{what}: {error!r}"
+                assert str(self._run) in str(error), f"{what}: {error!r}"
+            with sidesave.Checkpointer(self._run) as ckpt:
+                latest = ckpt.latest_step()
+            found = {info.step: info.path for info in catalog.scan(str(self._run))}
+            assert sorted(found) == [0, 1, 2, *saved], f"{what}: what was written is there"
+            assert all(whole(path, step) for step, path in found.items()), what
+            assert latest == max(saved, default=2), what
+            assert [path.name for path in self._run.glob(".step-*")] == [], f"{what}: and nothing else is"
+
+
+def test_any_call_of_a_start_may_fail_and_nothing_written_is_lost(run: Path, faults: Faults, template: Path):
+    starts = Starts(run, faults, template)
+    for call, code in zip(starts.calls[::24], itertools.cycle(CODES), strict=False):
+        starts.meet(call, code)
+    assert len(starts.missed) < len(starts.calls) / 20, "the faults were met, but for some after the start"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "until it heals"])
+def test_any_call_of_a_start_may_fail_in_any_way(run: Path, faults: Faults, template: Path, lasting: bool):
+    starts = Starts(run, faults, template)
+    for call, code in zip(starts.calls[lasting::4], itertools.cycle(CODES), strict=False):
+        starts.meet(call, code, lasting=lasting)
+    assert len(starts.missed) < len(starts.calls) / 20, "the faults were met, but for some after the start"
+
+
+# What other checkpointers were seen to do wrong ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", range(5))
+def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(run: Path, faults: Faults, nth: int):
+    """Others report success with data missing."""
+    with sidesave.Checkpointer(run, retries=0) as ckpt:
+        file = ".{step}.*/.optimizer.*"
+        faults.order(Call("pwrite", file, nth).at(1), errno.ENOSPC)
+        error = ckpt.save(1, a_state(1, 100)).committed.exception(DEADLINE_S)
+        assert faults.withdraw() == 1
+        assert isinstance(error, NoSpaceError)
+        assert ckpt.steps() == []
+        with pytest.raises(NoSpaceError):
+            ckpt.wait()
+        ckpt.save(1, a_state(1, 100)).committed.result(DEADLINE_S)
+    check(run, 1, mib=100)
+
+
+@pytest.mark.parametrize("function", ["pwrite", "fsync", "ftruncate", "fallocate", "link", "rename", "mkdir"])
+def test_one_error_of_the_medium_does_not_break_the_saves_that_follow(run: Path, faults: Faults, function: str):
+    """Others are left with a dead writer."""
+    with sidesave.Checkpointer(run, retries=0, on_error="raise") as ckpt:
+        pid = ckpt.daemon_pid
+        faults.order(Call(function, "*.step-*" if function != "rename" else "step-*"), errno.EIO)
+        assert isinstance(ckpt.save(1, a_state(1)).committed.exception(DEADLINE_S), WriteError)
+        assert faults.withdraw() == 1
+        with pytest.raises(WriteError):
+            ckpt.wait()
+        for step in (1, 2, 3):
+            ckpt.save(step, a_state(step)).committed.result(DEADLINE_S)
+        assert ckpt.daemon_pid == pid
+    check(run, 1, 2, 3)
+
+
+@pytest.mark.parametrize("taken_by", ["an empty directory", "a full directory", "a file", "a link"])
+def test_step_whose_name_is_taken_by_something_else_is_refused_and_nothing_nests(run: Path, taken_by: str):
+    """Others move the new checkpoint into the directory that is there."""
+    with sidesave.Checkpointer(run) as ckpt:
+        step, other = run / "step-00000005", run.with_name("other")
+        other.mkdir()
+        if taken_by == "a file":
+            step.write_text("precious")
+        elif taken_by == "a link":
+            step.symlink_to(other)
+        else:
+            step.mkdir()
+        if taken_by == "a full directory":
+            (step / "precious").write_text("precious")
+        before = sorted(run.rglob("*"))
+        error = ckpt.save(5, a_state(5)).committed.exception(DEADLINE_S)
+        assert isinstance(error, CheckpointExistsError)
+        assert error.filename == str(step)
+        assert [path for path in sorted(run.rglob("*")) if ".sidesave" not in str(path)] == [
+            path for path in before if ".sidesave" not in str(path)
+        ]
+        assert list(other.iterdir()) == []
+        with pytest.raises(CheckpointExistsError):
+            ckpt.wait()
+        ckpt.save(6, a_state(6)).committed.result(DEADLINE_S)
+
+
+LIMITED = """
+import os, resource, sys
+import torch
+import sidesave
+kind, soft, hard, run = sys.argv[1:]
+resource.setrlimit(getattr(resource, kind), (int(soft), int(hard)))
+"""
+MANY_TENSORS = """
+state = {"model": {f"layers.{n}.weight": torch.full((3, 5), float(n)) for n in range(1300)}}
+"""
+MANY_ITEMS = """
+state = {f"item{n:03}": {"weight": torch.full((3, 5), float(n))} for n in range(300)}
+"""
+SAVE_AND_LOAD = """
+with sidesave.Checkpointer(run) as ckpt:
+    for step in (1, 2):
+        ckpt.save(step, state).committed.result(60)
+    found = ckpt.load()
+names = lambda state: {(item, name) for item in state for name in state[item]}
+assert names(found) == names(state)
+assert all(torch.equal(found[item][name], state[item][name]) for item, name in names(state))
+assert sidesave.verify(run + "/step-00000002").ok
+print("saved")
+"""
+
+
+def limited(
+    run: Path, kind: str, soft: int, *parts: str, hard: int | None = None, said: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a trainer that has set itself a limit."""
+    code = LIMITED + "".join(parts)
+    arguments = [sys.executable, "-W", "error", "-c", code, kind, str(soft), str(soft if hard is None else hard), run]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=100, input=said, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("state", "soft", "hard"),
+    [(MANY_TENSORS, 1024, 1024), (MANY_ITEMS, 256, 4096), (MANY_ITEMS, 256, 256)],
+    ids=["1300 tensors", "300 items, and more could be had", "300 items"],
+)
+def test_few_file_descriptors_are_enough_for_many_tensors(run: Path, state: str, soft: int, hard: int):
+    """Others open one for each tensor."""
+    done = limited(run, "RLIMIT_NOFILE", soft, state, SAVE_AND_LOAD, hard=hard)
+    assert done.stdout == "saved\n", done.stderr[-3000:]
+
+
+# Limits of a process -----------------------------------------------------------------------------------------------
+
+LARGE_FILE = """
+with sidesave.Checkpointer(run, retries=0) as ckpt:
+    ckpt.save(1, {"w": torch.arange(1000)}).committed.result(60)
+    resource.prlimit(ckpt.daemon_pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    error = ckpt.save(2, {"w": torch.rand(1 << 20)}).committed.exception(60)
+    print(type(error).__name__, error.errno, error.filename, error)
+    try:
+        ckpt.wait()
+    except OSError:
+        pass
+    ckpt.save(3, {"w": torch.arange(1000)}).committed.result(60)
+    print(ckpt.steps())
+"""
+
+
+def test_file_larger_than_the_process_may_write_is_a_typed_error(run: Path):
+    done = limited(run, "RLIMIT_FSIZE", -1, LARGE_FILE)
+    first, last = done.stdout.splitlines() if done.stdout.count("\n") == 2 else ("", done.stderr[-3000:])
+    assert first.startswith(f"WriteError {errno.EFBIG} {run}/.step-00000002."), first + last
+    assert "File too large" in first
+    assert last == "[1, 3]"
+
+
+def test_staging_memory_larger_than_a_file_may_be_is_refused_with_a_typed_error(run: Path):
+    """Staging memory is a file to the kernel."""
+    code = """
+with sidesave.Checkpointer(run) as ckpt:
+    try:
+        ckpt.save(1, {"w": torch.rand(1 << 20)})
+    except sidesave.SidesaveError as error:
+        print(type(error).__name__, "--", error)
+    ckpt.save(2, {"w": torch.arange(1000)}).committed.result(60)
+    print(ckpt.steps())
+"""
+    done = limited(run, "RLIMIT_FSIZE", 1 << 20, code)
+    assert re.fullmatch(r"HostMemoryError -- .*File too large.*\n\[2\]\n", done.stdout), (
+        done.stdout + done.stderr[-3000:]
+    )
+
+
+def test_no_memory_may_be_locked_and_saves_work(run: Path):
+    done = limited(run, "RLIMIT_MEMLOCK", 0, MANY_TENSORS, SAVE_AND_LOAD)
+    assert done.stdout == "saved\n", done.stderr[-3000:]
+
+
+@pytest.mark.root
+def test_small_dev_shm_is_no_limit_to_staging_memory(run: Path):
+    """Containers often have 64 MB of it."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespace can be made")
+    code = """
+import os
+state = {"model": {"w": torch.rand(50 << 20)}}
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+""".replace("rand(50", "rand(30")
+    arguments = [sys.executable, "-W", "error", "-c", LIMITED + code + SAVE_AND_LOAD, "RLIMIT_CORE", "0", "0", str(run)]
+    mounted = ["sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh", *arguments]
+    done = subprocess.run(
+        ["unshare", "--mount", *mounted],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout == "saved\n", done.stderr[-3000:]
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of 1 GiB, version 1 or 2."""
+    unified, limit = Path("/sys/fs/cgroup"), "memory.limit_in_bytes"
+    root = unified / "memory"
+    if not (root / limit).exists():
+        root, limit = unified, "memory.max"
+        with contextlib.suppress(OSError):
+            (unified / "cgroup.subtree_control").write_text("+memory")
+    group = root / f"sidesave-faults-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made: {error}")
+    try:
+        try:
+            (group / limit).write_text(str(1 << 30))
+        except OSError as error:
+            pytest.skip(f"no memory cgroup can be limited: {error}")
+        yield group
+    finally:
+        deadline = time.monotonic() + DEADLINE_S
+        while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        group.rmdir()
+
+
+@pytest.mark.root
+def test_save_beyond_the_cgroup_is_refused_and_nobody_is_killed(run: Path, cgroup: Path):
+    code = """
+with open(os.environ["CGROUP"], "w") as file:
+    file.write(str(os.getpid()))
+with sidesave.Checkpointer(run) as ckpt:
+    pid = ckpt.daemon_pid
+    ckpt.save(1, {"w": torch.arange(1000)}).committed.result(60)
+    large = torch.zeros(120 << 20)  # 480 MiB, and once more in staging memory
+    try:
+        ckpt.save(2, {"w": large})
+    except sidesave.HostMemoryError as error:
+        print(error)
+    del large
+    ckpt.save(3, {"w": torch.arange(1 << 20)}).committed.result(60)
+    print(ckpt.steps(), pid == ckpt.daemon_pid)
+"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CGROUP", str(cgroup / "cgroup.procs"))
+        done = limited(run, "RLIMIT_CORE", 0, code)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = done.stdout.splitlines()
+    assert re.search(r"needs 480 MiB of host memory .* but the memory cgroup has [\d,]+ MiB left", first)
+    assert last == "[1, 3] True"
+    events = next(path for name in ("memory.events", "memory.oom_control") if (path := cgroup / name).exists())
+    assert re.search(r"^oom_kill 0$", events.read_text(), re.MULTILINE)
+
+
+NO_DESCRIPTORS = """
+import signal
+import sidesave.client.checkpointer, sidesave.client.loader
+run, what = run.split(":")
+state, steps = {"w": torch.arange(1000)}, iter(range(1, 1000))
+
+def save(ckpt, size=10):
+    ckpt.save(next(steps), {"w": torch.zeros(size)}).committed.result(60)
+
+def respawn(ckpt):
+    os.kill(ckpt.daemon_pid, signal.SIGKILL)
+    save(ckpt)
+
+for spare in map(int, sys.stdin.read().split()):
+    descriptors, ckpt = [], None
+    if what != "start":
+        ckpt = sidesave.Checkpointer(run)
+        save(ckpt)
+        ckpt.load()  # what is imported late is here by now
+    try:
+        while True:
+            descriptors.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        pass
+    for _ in range(spare):
+        os.close(descriptors.pop())
+    try:
+        match what:
+            case "start":
+                ckpt = sidesave.Checkpointer(run)
+            case "save":
+                save(ckpt, 1 << 20)
+            case "load":
+                ckpt.load()
+            case "respawn":
+                respawn(ckpt)
+        outcome = "done"
+    except sidesave.SidesaveError as error:
+        outcome = type(error).__name__
+    for fd in descriptors:
+        os.close(fd)
+    if ckpt is None or what == "respawn":  # given up, as it had died too often
+        try:
+            if ckpt is not None:
+                ckpt.close()
+        except sidesave.SidesaveError:
+            pass
+        ckpt = sidesave.Checkpointer(run)
+    save(ckpt)
+    ckpt.close()
+    print(outcome)
+"""
+
+
+@pytest.mark.parametrize("what", ["start", "save", "load", "respawn"])
+def test_trainer_that_has_no_file_descriptor_left_gets_an_error_and_lives_on(run: Path, what: str):
+    """However many are left: libraries below are known to abort the process."""
+    spare = [0, 1, 2, 4, 6, 8, 10, 12, 14, 40] if what == "start" else [0, 1, 2, 40]
+    done = limited(Path(f"{run}:{what}"), "RLIMIT_NOFILE", 200, NO_DESCRIPTORS, said=" ".join(map(str, spare)))
+    assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
+    outcomes = done.stdout.split()
+    assert len(outcomes) == len(spare)
+    assert outcomes[-1] == "done"
+    assert outcomes[0] != "done"
+
+
+@pytest.mark.root
+def test_full_directory_for_temporary_files_is_passed_over(run: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch):
+    """Where the way to the daemon's socket is made."""
+    full = mount("-t", "tmpfs", "-o", "nr_inodes=4", "none")
+    with contextlib.suppress(OSError):
+        for number in range(9):
+            (full / f"{number}").touch()
+    monkeypatch.setenv("TMPDIR", str(full))
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+    check(run, 1)
+
+
+# Real file systems -------------------------------------------------------------------------------------------------
+
+
+def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> None:
+    ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
+
+
+def failure(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> WriteError:
+    error = ckpt.save(step, a_state(step, mib)).committed.exception(DEADLINE_S)
+    assert isinstance(error, WriteError), repr(error)
+    with pytest.raises(type(error)):
+        ckpt.wait()
+    return error
+
+
+def image(folder: Path, mib: int, *command: str) -> Path:
+    """A file that holds a file system."""
+    path = folder / "image"
+    with path.open("wb") as file:
+        file.truncate(mib * MIB)
+    make = shutil.which(command[0]) or shutil.which(command[0], path="/usr/sbin:/sbin")
+    if make is None:
+        pytest.skip(f"needs {command[0]}")
+    subprocess.run([make, *command[1:], path], check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture
+def ext4(mount: Mount, run: Path, tmp_path: Path) -> Path:
+    """A run directory on an ext4 of 64 MiB of its own."""
+    del run  # for its environment alone
+    return mount("-o", "loop", image(tmp_path, 64, "mkfs.ext4", "-q", "-F")) / "run"
+
+
+def fill(folder: Path, leave: int) -> Path:
+    """Take what a file system has, but for ``leave`` bytes."""
+    filler = folder / "filler"
+    with filler.open("wb") as file:
+        facts = os.statvfs(folder)
+        os.posix_fallocate(file.fileno(), 0, facts.f_bavail * facts.f_frsize - leave)
+    return filler
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("leave_nbytes", [0, 64 << 10, MIB, 3 * MIB])
+def test_full_ext4_fails_the_saves_until_there_is_room(ext4: Path, leave_nbytes: int):
+    with sidesave.Checkpointer(ext4) as ckpt:
+        commit(ckpt, 1)
+        filler = fill(ext4.parent, leave_nbytes)
+        for step in (2, 3):
+            error = failure(ckpt, step, 4)
+            assert isinstance(error, NoSpaceError)
+            assert error.errno == errno.ENOSPC
+            assert str(error.filename).startswith(str(ext4))
+            assert re.search(r"[\d,]+ bytes", str(error)), error
+            assert re.search(r"are free", str(error)), error
+        assert list(ext4.glob(".step-*")) == []
+        filler.unlink()
+        commit(ckpt, 4)
+    check(ext4, 1, 4)
+
+
+@pytest.mark.root
+def test_file_system_without_room_for_one_more_file_says_so(mount: Mount, run: Path, tmp_path: Path):
+    """There are bytes, but no inodes."""
+    run = mount("-o", "loop", image(tmp_path, 64, "mkfs.ext4", "-q", "-F", "-N", "64")) / "run"
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        spare: list[Path] = []
+        with contextlib.suppress(OSError):
+            while True:
+                spare.append(run.parent / f"file-{len(spare)}")
+                spare[-1].touch()
+        error = failure(ckpt, 2)
+        assert isinstance(error, NoSpaceError)
+        assert re.search(r"[\d,]+ bytes and 0 files are free", str(error)), error
+        for path in spare:
+            path.unlink(missing_ok=True)
+        commit(ckpt, 3)
+    check(run, 1, 3)
+
+
+@pytest.mark.root
+def test_quota_fails_the_saves_until_there_is_room(mount: Mount, run: Path, tmp_path: Path):
+    """The quota of a btrfs subvolume, whose file system has room."""
+    disk = mount("-o", "loop", image(tmp_path, 256, "mkfs.btrfs", "-q"))
+    run = disk / "run"
+    commands = ["quota enable", "subvolume create", "qgroup limit 24M"]
+    for command, folder in zip(commands, (disk, run, run), strict=True):
+        done = subprocess.run(["btrfs", *command.split(), folder], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no quota can be set: {done.stderr.strip()}")
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1, 10)
+        error = failure(ckpt, 2, 20)
+        assert isinstance(error, NoSpaceError)
+        assert error.errno == errno.EDQUOT
+        assert str(error.filename).startswith(str(run))
+        assert re.search(r"[\d,]+ bytes are needed, [\d,]+ are free: Disk quota exceeded", str(error)), error
+        commit(ckpt, 3)
+        assert list(run.glob(".step-*")) == []
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001", "step-00000003"]
+    assert sidesave.verify(run / "step-00000001").ok
+    assert sidesave.verify(run / "step-00000003").ok
+
+
+def _shut_down(folder: Path) -> None:
+    """Have an ext4 fail everything from here on, as it does when its disk is gone; what is in its journal is kept."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 1))  # EXT4_IOC_SHUTDOWN, flushing the log first
+    except OSError as error:
+        pytest.skip(f"this ext4 cannot be shut down: {error}")
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.root
+def test_disk_that_is_gone_fails_all_saves_and_leaves_what_was_committed(mount: Mount, run: Path, tmp_path: Path):
+    disk = image(tmp_path, 64, "mkfs.ext4", "-q", "-F")
+    run = mount("-o", "loop", disk) / "run"
+    with sidesave.Checkpointer(run, retries=0) as ckpt:
+        commit(ckpt, 1)
+        _shut_down(run)
+        for step in (2, 3):
+            error = failure(ckpt, step)
+            assert error.errno in (errno.EIO, errno.ESHUTDOWN, errno.EROFS)
+            assert str(error.filename).startswith(str(run))
+    with pytest.raises((WriteError, DaemonStartError)):
+        sidesave.Checkpointer(run)
+    subprocess.run(["umount", run.parent], check=True)
+    subprocess.run(["mount", "-o", "loop", disk, run.parent], check=True)
+    with sidesave.Checkpointer(run) as ckpt:
+        assert ckpt.latest_step() == 1
+        commit(ckpt, 2)
+    check(run, 1, 2)
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[None]:
+    """Have every write to a file system hang."""
+    if shutil.which("fsfreeze") is None:
+        pytest.skip("needs fsfreeze")
+    subprocess.run(["fsfreeze", "-f", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "-u", folder], check=True)
+
+
+@pytest.mark.root
+def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(ext4: Path):
+    with sidesave.Checkpointer(ext4, stall_timeout_s=600) as ckpt:
+        commit(ckpt, 1)
+        pid = ckpt.daemon_pid
+        assert pid is not None
+        with pidfd_of(pid) as pidfd:
+            with frozen(ext4.parent):
+                handle = ckpt.save(2, a_state(2))
+                handle.staged.result(DEADLINE_S)
+                _await_stuck(pid)
+                os.kill(pid, signal.SIGKILL)
+            await_end(pidfd)
+        handle.committed.result(DEADLINE_S)
+        assert ckpt.daemon_pid != pid
+        commit(ckpt, 3)
+    check(ext4, 1, 2, 3)
+    assert list(ext4.glob(".step-*")) == []
+
+
+@pytest.mark.root
+def test_start_while_storage_hangs_goes_on_when_it_does_no_more(ext4: Path):
+    """It is the daemon that is stuck, which can be left alone, and not the trainer."""
+    with sidesave.Checkpointer(ext4) as ckpt:
+        commit(ckpt, 1)
+    started: list[sidesave.Checkpointer] = []
+    starting = threading.Thread(target=lambda: started.append(sidesave.Checkpointer(ext4)))
+    with frozen(ext4.parent):
+        starting.start()
+        try:
+            _await_stuck(None)
+            assert started == []
+        except BaseException:
+            subprocess.run(["fsfreeze", "-u", ext4.parent], check=True)
+            starting.join(DEADLINE_S)
+            [ckpt] = started
+            ckpt.close()
+            subprocess.run(["fsfreeze", "-f", ext4.parent], check=True)
+            raise
+    starting.join(DEADLINE_S)
+    [ckpt] = started
+    with ckpt:
+        commit(ckpt, 2)
+    check(ext4, 1, 2)
+
+
+def _await_stuck(pid: int | None) -> None:
+    """Block until a thread of this daemon, or of any that this process has started, is stuck in the kernel."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        for daemon in [pid] if pid is not None else [child.pid for child in psutil.Process().children()]:
+            for task in Path(f"/proc/{daemon}/task").iterdir():
+                with contextlib.suppress(OSError):
+                    if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
+                        return
+        assert time.monotonic() < deadline, "no daemon is stuck"
+        time.sleep(0.005)

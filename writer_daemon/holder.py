@@ -1,0 +1,158 @@
+"""Who holds a run directory: a record that tells a daemon and its trainer from any later process, and from any copy."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, cast
+
+RECORD_NBYTES: Final = 4096
+PERIOD_S: Final = 60.0
+"""How often a holder advances its counter, where that is needed; network file systems may show it that much later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A lease as its file describes it; ``token`` is of this very taking, and no other daemon of the session has it."""
+
+    epoch: int = 0
+    session: str
+    token: str = ""
+    host: str
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    started: int
+    trainer_pid: int
+    trainer_started: int
+    trainer_program: str
+    period_s: float = PERIOD_S
+    trainer_gone: bool = False
+    released: bool = False
+    counter: int = 0
+
+    @classmethod
+    def current(cls, session: str, trainer_pid: int) -> Holder:
+        """This daemon, serving ``trainer_pid``."""
+        return cls(
+            session=session,
+            host=socket.gethostname(),
+            boot_id=_boot_id(),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started=_started(os.getpid()),
+            trainer_pid=trainer_pid,
+            trainer_started=_started(trainer_pid),
+            trainer_program=_program(trainer_pid),
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Holder | None:
+        """Read a record; None for anything else, half a record included."""
+        try:
+            body = cast("dict[str, Any]", json.loads(data))
+            kinds = {name: type(value).__name__ for name, value in body.items()}
+        except (ValueError, AttributeError, RecursionError):
+            return None
+        if kinds != {field.name: field.type for field in fields(cls)}:
+            return None
+        return cls(**body) if all(value.isprintable() for value in body.values() if isinstance(value, str)) else None
+
+    def to_bytes(self) -> bytes:
+        """The record, always of one length: written over itself it needs no space, so a full disk has room for it."""
+        return json.dumps(asdict(self)).encode().ljust(RECORD_NBYTES - 1) + b"\n"
+
+    def __str__(self) -> str:
+        return f"session {self.session} (trainer {self.trainer_pid}, daemon {self.pid} on {self.host})"
+
+    def lives(self) -> bool | None:
+        """Whether the holding daemon runs; None when that cannot be told from here."""
+        return _lives(self.pid, self.started) if self._is_of_this_system() else None
+
+    def trainer_is_gone(self) -> bool:
+        """Whether the trainer has certainly ended, or so its daemon says; False when that cannot be told from here."""
+        if self.trainer_gone or not self._is_of_this_system():
+            return self.trainer_gone
+        now = _program(self.trainer_pid)
+        replaced = bool(now and self.trainer_program) and now != self.trainer_program
+        return replaced or _lives(self.trainer_pid, self.trainer_started) is False
+
+    def kill(self) -> bool:
+        """SIGKILL the holding daemon, if it still is that process; whether that was done."""
+        if self.pid == os.getpid():
+            return False
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except (OSError, OverflowError):
+            return False
+        try:
+            # Asked with the descriptor in hand, which is then of that process. Who can write a record could name any.
+            if not self.lives() or not _is_daemon(self.pid):
+                return False
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except OSError:
+            return False
+        finally:
+            os.close(pidfd)
+        return True
+
+    def _is_of_this_system(self) -> bool:
+        """Whether its pids mean something here. A host's name would prove nothing: two may bear the same."""
+        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since boot, which setting the time of day does not move; 0 if unknown."""
+    try:
+        _, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+    except OSError:
+        return 0
+    return int(rest.split()[19])
+
+
+def _program(pid: int) -> str:
+    """What changes when a process calls ``exec``, which keeps its pid and start time; empty if unknown."""
+    try:  # it holds addresses that are chosen at random for each program
+        return hashlib.sha256(Path(f"/proc/{pid}/auxv").read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _is_daemon(pid: int) -> bool:
+    try:
+        return b"sidesave.writer_daemon" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _lives(pid: int, started: int) -> bool | None:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OverflowError:
+        return False
+    except OSError as error:
+        return False if error.errno in (errno.ESRCH, errno.ENOENT, errno.EINVAL) else None
+    try:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        now = _started(pid)
+        if poller.poll(0):  # asked last: a process that ends in between has no start time, and has ended
+            return False
+        return now == started if now else None
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,228 @@
+"""What the daemon does to storage, one operation after another, each ending in an event.
+
+Runs in one thread, so that the loop answers while storage hangs. What fails for the moment is tried again; what fails
+for good goes to the fallback directory, if there is one; any other error becomes the save's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from sidesave.errors import CheckpointNotFoundError, CommitUnknownError, NoSpaceError, ProtocolError, WriteError
+from sidesave.stager.arena import Arena
+from sidesave.writer_daemon import commit, jobs, protocol
+from sidesave.writer_daemon.lease import Lease
+from sidesave.writer_daemon.manifest import RankRecord, step_directory
+from sidesave.writer_daemon.protocol import Delete, Save
+from sidesave.writer_daemon.storage import Storage
+from sidesave.writer_daemon.writer import Writer
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+TRANSIENT: Final = frozenset(
+    {
+        *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE),
+        *(errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOLCK, errno.ENOLINK, errno.ECONNRESET),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    }
+)
+"""Errors that may be gone a second later. A full disk, a quota and a missing permission are not among them."""
+FIRST_BACKOFF_S: Final = 0.25
+"""Before the first further try; four times as long before each one after it."""
+TRASH_GRACE_S: Final = 30.0
+"""How long a deleted checkpoint stays readable for whoever has opened it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run directory that this daemon holds."""
+
+    storage: Storage
+    lease: Lease
+    writer: Writer
+    attempt: str
+
+
+class Worker:
+    """Writes, commits and deletes; every method blocks and is called in the storage thread."""
+
+    def __init__(
+        self,
+        attempt: int,
+        primary: Place,
+        fallback_directory: str,
+        open_fallback: Callable[[], Place],
+        retries: int,
+        post: Callable[[jobs.Event], None],
+    ) -> None:
+        """Work in ``primary``; ``open_fallback`` takes hold of the other directory, if one is named, once needed."""
+        self._attempt = attempt
+        self._primary = primary
+        self._fallback_directory = fallback_directory
+        self._open_fallback = open_fallback
+        self._fallback: Place | None = None
+        self._retries = retries
+        self._post = post
+        self._committed: dict[int, tuple[str, int]] = {}
+        self._trash: collections.deque[tuple[float, Place, str]] = collections.deque()
+
+    # Saves -----------------------------------------------------------------------------------------------------
+
+    def write(self, save: Save, arena: Arena | None) -> None:
+        """Make a save durable, from ``arena`` or by adopting what an earlier daemon has written."""
+        started = time.monotonic()
+        try:
+            record = self._write(save, arena)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must fail one save, not the daemon
+            self._post(jobs.WriteEnded(save.save_id, 0, 0.0, protocol.failure(self._attempt, save.save_id, error)))
+        else:
+            self._post(jobs.WriteEnded(save.save_id, record.nbytes, time.monotonic() - started))
+
+    def _write(self, save: Save, arena: Arena | None) -> RankRecord:
+        if arena is None:
+            return self._adopt(save)
+        try:
+            return self._persistently(save, lambda save: self._write_to(self._primary, save, arena))
+        except (CommitUnknownError, ProtocolError):
+            raise
+        except WriteError as error:
+            fallback = self._get_fallback()
+            if fallback is None:
+                raise
+            logger.warning("step %d goes to %s: %s", save.step, fallback.storage.root, error)
+            return self._write_to(fallback, save, arena)
+
+    def _write_to(self, place: Place, save: Save, arena: Arena) -> RankRecord:
+        def progressed(nbytes: int, total: int) -> None:
+            self._post(jobs.Progressed(save.save_id, nbytes, total))
+
+        try:
+            record = commit.find_record(place.storage, save) if save.retry else None
+            if record is None:
+                commit.refuse_taken(place.storage, save)
+                record = place.writer.write(save, arena, progressed)
+            if self._fallback_directory:  # while the memory is there, so that the commit may fail as well
+                self._committed[save.save_id] = self._commit_in(place, save)
+        except CommitUnknownError:
+            raise
+        except BaseException:
+            commit.reclaim(place.storage, save)
+            raise
+        return record
+
+    def _adopt(self, save: Save) -> RankRecord:
+        for place in self._places():
+            record = commit.find_record(place.storage, save)
+            if record is not None:
+                if place is not self._primary:
+                    self._committed[save.save_id] = self._commit_in(place, save)
+                return record
+        raise ProtocolError(f"step {save.step} was said to be written, but its record is not there")
+
+    def commit(self, save: Save) -> None:
+        """Give a written save its name."""
+        try:
+            done = self._committed.pop(save.save_id, None)
+            name, nbytes = done or self._persistently(save, lambda save: self._commit_in(self._primary, save))
+        except Exception as error:  # noqa: BLE001 - as above
+            if not isinstance(error, CommitUnknownError):
+                commit.reclaim(self._primary.storage, save)
+            failure = protocol.failure(self._attempt, save.save_id, error)
+            self._post(jobs.CommitEnded(save.save_id, "", 0, failure))
+        else:
+            self._post(jobs.CommitEnded(save.save_id, name, nbytes))
+
+    def _commit_in(self, place: Place, save: Save) -> tuple[str, int]:
+        content = commit.commit(place.storage, place.lease, save, place.attempt)
+        name = step_directory(save.step)
+        return name if place is self._primary else os.path.join(place.storage.root, name), content.nbytes
+
+    def reclaim(self, save: Save) -> None:
+        """Remove what a save that was given up has left."""
+        commit.reclaim(self._primary.storage, save)
+
+    def _persistently(self, save: Save, operation: Callable[[Save], T]) -> T:
+        tries = 0
+        while True:
+            try:
+                return operation(save)
+            except CommitUnknownError:
+                raise
+            except NoSpaceError:
+                if not self._trash:
+                    raise
+                self.empty_trash(everything=True)
+            except WriteError as error:
+                if tries >= self._retries or error.errno not in TRANSIENT:
+                    raise
+                delay_s = FIRST_BACKOFF_S * 4**tries
+                tries += 1
+                logger.warning("step %d is tried again in %g s: %s", save.step, delay_s, error)
+                time.sleep(delay_s)
+            save = dataclasses.replace(save, retry=True)
+
+    # Places ----------------------------------------------------------------------------------------------------
+
+    def _places(self) -> list[Place]:
+        there = self._fallback_directory and os.path.isdir(self._fallback_directory)
+        fallback = self._get_fallback() if there else None
+        return [self._primary] if fallback is None else [self._primary, fallback]
+
+    def _get_fallback(self) -> Place | None:
+        """The fallback directory; None where there is none, or it cannot be had."""
+        if self._fallback is None and self._fallback_directory:
+            try:
+                self._fallback = self._open_fallback()
+            except Exception as error:  # noqa: BLE001 - what the save failed of is the error to report
+                logger.error("the fallback directory cannot be used: %s", error)
+        return self._fallback
+
+    # Deletion --------------------------------------------------------------------------------------------------
+
+    def delete(self, request: Delete) -> None:
+        """Make a checkpoint invisible; its bytes go when those who read it have had some time."""
+        failure = None
+        try:
+            places = self._places()
+            name = step_directory(request.step)
+            holding = [place for place in places if name in place.storage.list_directory("")]
+            for place in holding or [self._primary]:
+                others = [other.storage for other in places if other is not place]
+                trash = commit.delete(place.storage, place.lease, request.step, others)
+                self._trash.append((time.monotonic() + TRASH_GRACE_S, place, trash))
+        except CheckpointNotFoundError as error:
+            if not request.retry:  # else the daemon before this one has done it
+                failure = protocol.failure(self._attempt, request.save_id, error)
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = protocol.failure(self._attempt, request.save_id, error)
+        self._post(jobs.DeleteEnded(request.save_id, failure))
+
+    def has_trash_due(self) -> bool:
+        """Whether there is something for :meth:`empty_trash` to do; may be asked from another thread."""
+        with_next = list(self._trash)[:1]
+        return any(due <= time.monotonic() for due, _, _ in with_next)
+
+    def empty_trash(self, *, everything: bool = False) -> None:
+        """Remove the bytes of deleted checkpoints whose time has come."""
+        while self._trash and (everything or self._trash[0][0] <= time.monotonic()):
+            _, place, name = self._trash.popleft()
+            try:
+                place.storage.remove_tree(name)
+            except WriteError as error:
+                logger.warning("left for the next start to clean: %s", error)
+
+    def close(self) -> None:
+        """Remove what was deleted, and let the next session into the fallback directory."""
+        self.empty_trash(everything=True)
+        if self._fallback is not None:
+            self._fallback.lease.release()
