@@ -7,6 +7,7 @@ Nothing here knows tensors.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import logging
 import os
@@ -31,7 +32,7 @@ from sidesave.client.requests import Requests
 from sidesave.errors import DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError, WriteError
 from sidesave.stager.arena import Arena, forget_in_child
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Delete, Message, Save
+from sidesave.writer_daemon.protocol import Delete, Message, Note, Save
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,13 @@ class Connection:
             self._wake_up()
         else:
             self._on_lost([request.save_id], failure)
+
+    def note(self, note: Note) -> None:
+        """Tell what needs no answer; never blocks, and is lost where no daemon listens."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._process is not None:
+                data = protocol.encode(dataclasses.replace(note, attempt=self._attempt))
+                self._process.control.send(data, socket.MSG_DONTWAIT)
 
     def close(self, timeout_s: float) -> None:
         """Let the daemon finish and exit, at most ``timeout_s``; afterwards it is left to finish alone. Idempotent."""

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -260,9 +259,8 @@ class OwnHistory:
         """Let the daemon write it down, if there is one that listens; never blocks."""
         assert record.save_id is not None
         assert record.called_s is not None
-        connection = self._connection
         note = protocol.Note(
-            attempt=connection._attempt,
+            attempt=0,
             save_id=record.save_id,
             step=record.step,
             outcome=record.outcome,
@@ -273,10 +271,7 @@ class OwnHistory:
             called_s=record.called_s,
             staged_s=record.staged_s,
         )
-        data = protocol.encode(note)
-        with connection._lock, contextlib.suppress(OSError):
-            if connection._process is not None:
-                connection._process.control.send(data, socket.MSG_DONTWAIT)
+        self._connection.note(note)
 
 
 def _since(entry: _UnderWay) -> float:

@@ -54,9 +54,6 @@ class Rehearsal(Storage):
     def sync_directory(self, name: str) -> None:
         """Nothing has changed."""
 
-    def sync_file(self, path: str) -> None:
-        """Nothing has changed."""
-
     def remove(self, path: str) -> None:
         """Seem to."""
         self._sources.pop(path, None)

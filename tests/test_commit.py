@@ -637,10 +637,6 @@ class MortalStorage(Storage):
         self.live()
         self._real.sync_directory(name)
 
-    def sync_file(self, path: str) -> None:
-        self.live()
-        self._real.sync_file(path)
-
     def remove(self, path: str) -> None:
         self.live()
         self._real.remove(path)

@@ -122,9 +122,6 @@ class NetworkStorage(Storage):
     def sync_directory(self, name: str) -> None:
         self._real.sync_directory(name)
 
-    def sync_file(self, path: str) -> None:
-        self._real.sync_file(path)
-
     def remove_tree(self, name: str) -> None:
         self._changed(name)
         self._real.remove_tree(name)

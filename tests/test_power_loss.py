@@ -3,7 +3,7 @@
 Real saves, commits, deletions and recoveries are recorded, and replayed on a model of a disk (see ``power_loss``). Each
 state that a power loss may leave is laid out in a fresh directory; there a reader looks for what had been reported as
 committed, and a new daemon recovers. Where the states are too many, a part of them is drawn at random: the seed is
-printed, and ``SIDESAVE_POWER_LOSS_SEED`` sets it.
+printed, and ``SIDESAVE_TEST_SEED`` sets it.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from sidesave.writer_daemon.protocol import Delete, Save
 from sidesave.writer_daemon.storage import PosixStorage
 from sidesave.writer_daemon.worker import Place
 
-SEED = int(os.environ.get("SIDESAVE_POWER_LOSS_SEED", "1"))
+SEED = int(os.environ.get("SIDESAVE_TEST_SEED", "1"))
 DEAD = "0" * 16
 ATTEMPT = "1-7"
 """Of every daemon: in a container, process ids come again after a restart."""
@@ -82,7 +82,7 @@ class Run:
         self.session.writer = self.session._writer()
         self._events: list[jobs.Event] = []
         place = Place(self.session.storage, self.session.lease, self.session.writer, ATTEMPT)
-        self._worker = worker.Worker(1, place, "", lambda: place, 1, self._events.append)
+        self._worker = worker.Worker(1, place, "", lambda: place, 1, lambda save: None, self._events.append)
 
     def _note(self, what: str) -> None:
         self.recorder.note(what, Promise(dict(self._at_once), dict(self._after)))

@@ -149,13 +149,11 @@ class StorageConformance:
     def test_everything_can_be_synced(self, storage: Storage):
         storage.make_directory("step", 0o700)
         put(storage, "step/file", b"1")
-        storage.sync_file("step/file")
         storage.sync_directory("step")
         storage.sync_directory("")
-        for missing in ("step/none", "none"):
-            with pytest.raises(WriteError) as caught:
-                storage.sync_file(missing)
-            assert caught.value.filename == f"{storage.root}/{missing}"
+        with pytest.raises(WriteError) as caught:
+            storage.sync_directory("none")
+        assert caught.value.filename == f"{storage.root}/none"
 
     # Directories
 
@@ -262,7 +260,6 @@ class PosixConformance(StorageConformance):
             lambda: storage.create("link", 1),
             lambda: storage.read("link", 100),
             lambda: get(storage, "link"),
-            lambda: storage.sync_file("link"),
             lambda: storage.list_directory("folder"),
             lambda: storage.make_directory("folder", 0o700),
             lambda: storage.rename_directory(".temporary", "dangling"),
@@ -397,7 +394,6 @@ class PosixConformance(StorageConformance):
         monkeypatch.setattr(os, "close", late)
         put(storage, "file", b"1")
         assert get(storage, "file") == b"1"
-        storage.sync_file("file")
         assert storage.list_directory("") == ["file"]
         storage.close()
         monkeypatch.undo()
@@ -407,7 +403,6 @@ class PosixConformance(StorageConformance):
         before = len(names("/proc/self/fd"))
         put(storage, "file", b"1" * 5000)
         get(storage, "file")
-        storage.sync_file("file")
         storage.list_directory("")
         for failing in ("file", "none/file"):
             with pytest.raises(WriteError):

@@ -97,7 +97,13 @@ class Server:
         self._work.put(lambda: history.log_recovery(log, storage, boot.session, recovery.committed, recovery.removed))
         primary = Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
         self._worker = Worker(
-            boot.attempt, primary, boot.fallback_directory, self._open_fallback, boot.retries, self._post
+            boot.attempt,
+            primary,
+            boot.fallback_directory,
+            self._open_fallback,
+            boot.retries,
+            self._history.started,
+            self._post,
         )
         threading.Thread(target=self._execute, name="sidesave-storage", daemon=True).start()
         self._loop()

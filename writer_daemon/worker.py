@@ -63,15 +63,20 @@ class Worker:
         fallback_directory: str,
         open_fallback: Callable[[], Place],
         retries: int,
+        on_retry: Callable[[Save], None],
         post: Callable[[jobs.Event], None],
     ) -> None:
-        """Work in ``primary``; ``open_fallback`` takes hold of the other directory, if one is named, once needed."""
+        """Work in ``primary``; ``open_fallback`` takes hold of the other directory, if one is named, once needed.
+
+        ``on_retry`` is told of a save that is about to be tried again, in the storage thread.
+        """
         self._attempt = attempt
         self._primary = primary
         self._fallback_directory = fallback_directory
         self._open_fallback = open_fallback
         self._fallback: Place | None = None
         self._retries = retries
+        self._on_retry = on_retry
         self._post = post
         self._committed: dict[int, tuple[str, int]] = {}
         self._trash: collections.deque[tuple[float, Place, str]] = collections.deque()
@@ -167,6 +172,7 @@ class Worker:
                     raise
                 delay_s = FIRST_BACKOFF_S * 4**tries
                 tries += 1
+                self._on_retry(save)
                 logger.warning("step %d is tried again in %g s: %s", save.step, delay_s, error)
                 time.sleep(delay_s)
             save = dataclasses.replace(save, retry=True)

@@ -88,10 +88,6 @@ class Storage(ABC):
         """Make the entries of a directory durable; ``""`` is the run directory itself."""
 
     @abstractmethod
-    def sync_file(self, path: str) -> None:
-        """Make a published file durable again; for recovery only."""
-
-    @abstractmethod
     def remove(self, path: str) -> None:
         """Remove a file; no error when it is not there."""
 

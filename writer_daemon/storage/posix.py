@@ -267,14 +267,6 @@ class PosixStorage(Storage):
             finally:
                 _close(fd)
 
-    def sync_file(self, path: str) -> None:
-        with self._doing("cannot sync", path):
-            fd = os.open(path, _READING, dir_fd=self._fd)
-            try:
-                os.fsync(fd)
-            finally:
-                _close(fd)
-
     # Locks -----------------------------------------------------------------------------------------------------
 
     def lock(self, path: str) -> Callable[[], None] | None:
