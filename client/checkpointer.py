@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Self
 import torch
 
 from sidesave import errors
-from sidesave.client import catalog, loader
+from sidesave.client import arguments, catalog, loader
 from sidesave.client.connection import Connection, DaemonConfig
 from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
 from sidesave.client.history import OwnHistory
@@ -32,7 +32,6 @@ from sidesave.errors import (
     SidesaveError,
     StagingError,
     UnsupportedValueError,
-    write_error,
 )
 from sidesave.stager import ownership, tree
 from sidesave.stager.copier import Copier
@@ -50,7 +49,6 @@ _EXIT_TIMEOUT_S: Final = 600.0
 _FOLLOW_NBYTES: Final = 512 << 20
 """From this size on the writer follows the copy. For 1.4 GB that made a save durable 75 ms sooner for 4 ms of the call;
 for 0.35 GB it was 11 ms for 7, and there the call counts more."""
-MAX_STEP: Final = 10**18
 
 
 class Checkpointer:
@@ -114,14 +112,14 @@ class Checkpointer:
             DaemonStartError: The daemon did not come up.
             InvalidArgumentError: An option makes no sense.
         """
-        _check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
-        _check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
-        _check_seconds(
+        arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
+        arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
+        arguments.check_seconds(
             busy_timeout_s=busy_timeout_s, stall_timeout_s=stall_timeout_s, takeover_timeout_s=takeover_timeout_s
         )
-        _check_world()
+        arguments.check_world()
         self._directory = path_text(directory)
-        _make_directory(self._directory)
+        arguments.make_directory(self._directory)
         self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
         if self._fallback and os.path.realpath(self._fallback) == os.path.realpath(self._directory):
             raise InvalidArgumentError(f"fallback_directory is the run directory itself: {self._fallback}")
@@ -208,7 +206,7 @@ class Checkpointer:
         """
         self._check_open()
         self._saves.raise_failure()
-        _check_step(step)
+        arguments.check_step(step)
         self._refuse_reentry("save")
         with self._call, self._history.call(step):
             self._saving = threading.get_ident()
@@ -444,7 +442,7 @@ class Checkpointer:
         be deleted only once a newer one is committed; ``WriteError``.
         """
         self._check_open()
-        _check_step(step)
+        arguments.check_step(step)
         request = Delete(attempt=1, save_id=next(self._ids), step=step, retry=False)
         future = self._saves.add_deletion(request.save_id)
         lineage = self._lineage
@@ -598,68 +596,3 @@ def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:
     if step is None or not checkpoints:
         return "there is no checkpoint"
     return f"there is no step {step}; there are {sorted(info.step for info in checkpoints)[-20:]}"
-
-
-def _check_step(step: int) -> None:
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {step!r}")
-
-
-def _check_options(
-    slots: int,
-    on_error: str,
-    on_busy: str,
-    nice: int,
-    io_class: str,
-    max_host_memory_bytes: int | None,
-    cpus: Sequence[int],
-) -> None:
-    if type(slots) is not int or slots < 1:
-        raise InvalidArgumentError(f"slots must be 1 or more, not {slots!r}")
-    if on_error not in ("raise", "warn"):
-        raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
-    if on_busy not in ("wait", "skip"):
-        raise InvalidArgumentError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
-    if not 0 <= nice <= 19:
-        raise InvalidArgumentError(f"nice must be 0 to 19, not {nice}")
-    if io_class not in ("", "idle", "best-effort"):
-        raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {io_class!r}")
-    if max_host_memory_bytes is not None and max_host_memory_bytes < 1:
-        raise InvalidArgumentError(f"max_host_memory_bytes must be positive, not {max_host_memory_bytes}")
-    if not all(type(cpu) is int and cpu >= 0 for cpu in cpus):
-        raise InvalidArgumentError(f"cpus must be numbers of cores, not {cpus!r}")
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if type(count) is not int or count < 0:
-            raise InvalidArgumentError(f"{name} must be an int, 0 or more, not {count!r}")
-
-
-def _check_seconds(**timeouts: float) -> None:
-    for name, seconds in timeouts.items():
-        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
-            raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {seconds!r}")
-
-
-def _check_world() -> None:
-    """One rank only, so far: two ranks that each believed to be alone would fight over the directory."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise InvalidArgumentError(
-            f"this process is one of {distributed.get_world_size()} ranks, and this version saves a single rank only"
-        )
-
-
-def _make_directory(path: str) -> None:
-    if "://" in path:
-        raise InvalidArgumentError(f"{path}: only local and mounted directories can be written")
-    if path != path.encode(errors="replace").decode():
-        raise InvalidArgumentError(f"the directory's path must be valid UTF-8: {path!r}")
-    try:
-        if not os.path.isdir(path):  # mkdir would wait in the kernel for storage that hangs
-            os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise write_error(error, "cannot create the run directory", path) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise write_error(PermissionError(errno.EACCES, ""), "cannot write to the run directory", path)

@@ -656,7 +656,10 @@ def campaign(
             if time.monotonic() > end:
                 return found
             rng = random.Random(f"{seed}/{number}/{target.name}")  # one input can be made again without those before
-            data = target.mutate(rng, rng.choice(target.seeds))
+            try:
+                data = target.mutate(rng, rng.choice(target.seeds))
+            except RecursionError:  # nested in itself so often that it cannot be written down
+                continue
             counts = found.setdefault(target.name, [0, 0])
             try:
                 counts[0 if attack(target, data) else 1] += 1

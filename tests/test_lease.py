@@ -155,7 +155,7 @@ def contend(root: str, kind: str, seed: str) -> None:
     for turn in range(10**9):
         try:
             lease = Lease(
-                storage, Holder.current(SESSIONS[chance.randrange(100)], os.getpid()), 60.0, lambda: True, 1.0
+                storage, Holder.current(f"{chance.getrandbits(64):016x}", os.getpid()), 60.0, lambda: True, 1.0
             )
         except DirectoryInUseError:
             time.sleep(chance.uniform(0, 0.01))

@@ -308,8 +308,6 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
         except WriteError as error:
             logger.warning("%s stays until it can be removed: %s", place, error)
             left.append(place)
-    if committed or removed:
-        storage.sync_directory("")
     lease.check()
     return Recovery(tuple(committed), tuple(removed), tuple(left))
 

@@ -34,6 +34,7 @@ from sidesave.writer_daemon.holder import Holder
 from sidesave.writer_daemon.lease import Lease
 from sidesave.writer_daemon.protocol import Message, Save
 from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage.posix import make_run_directory
 from sidesave.writer_daemon.worker import Place, Worker
 from sidesave.writer_daemon.writer import Writer
 
@@ -119,7 +120,7 @@ class Server:
     def _open_fallback(self) -> Place:
         """Take hold of the fallback directory, creating it if need be; in the storage thread."""
         boot, name = self._boot, f"{self._boot.attempt}-{os.getpid()}"
-        os.makedirs(boot.fallback_directory, exist_ok=True)
+        make_run_directory(boot.fallback_directory)
         storage = PosixStorage(boot.fallback_directory)
         holder = Holder.current(boot.session, boot.trainer_pid)
         lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)

@@ -159,14 +159,15 @@ class Demo:
     def check_checkpoints(self, checkpoints: Path) -> None:
         every = self.size.save_every
         expected = [f"step-{step:08d}" for step in range(every, self.size.steps + 1, every)]
-        found = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+        own = (".sidesave.lease", ".sidesave.history")
+        found = sorted(path.name for path in checkpoints.iterdir() if path.name not in own)
         if found != expected:
             raise DemoError(f"{checkpoints} holds {', '.join(found)}; expected {', '.join(expected)}")
         for name in found:
             if not (report := sidesave.verify(checkpoints / name)).ok:
                 raise DemoError(f"{checkpoints / name} does not verify: {report}")
         nbytes = sum(path.stat().st_size for path in (checkpoints / found[-1]).iterdir())
-        say(f"all {len(found)} checkpoints verify, {nbytes / 1e6:.1f} MB each, nothing else is in the folder")
+        say(f"all {len(found)} checkpoints verify, {nbytes / 1e6:.1f} MB each, nothing is left over in the folder")
         for name in found[:-1]:
             shutil.rmtree(checkpoints / name)
         say(f"kept the newest, {checkpoints / found[-1]}")

@@ -44,6 +44,29 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
+def make_run_directory(path: str) -> None:
+    """Make a directory and what leads to it, durably; plain ``OSError``. Nothing is asked of one that is there.
+
+    That matters: ``mkdir`` of a directory that exists would wait in the kernel for storage that hangs.
+    """
+    missing: list[str] = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for each in reversed(missing):
+        try:
+            os.mkdir(each)
+        except FileExistsError:
+            if not os.path.isdir(each):
+                raise
+        with contextlib.suppress(PermissionError):  # of a directory that may be passed through and not be read
+            fd = os.open(os.path.dirname(each), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                _close(fd)
+
+
 class PosixStorage(Storage):
     """The run directory ``root``, which must exist. Raises ``WriteError`` when it cannot be opened."""
 

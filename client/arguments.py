@@ -1,0 +1,84 @@
+"""What a ``Checkpointer`` is given, checked before anything is done: each mistake is an ``InvalidArgumentError``."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from sidesave.errors import InvalidArgumentError, write_error
+from sidesave.writer_daemon.storage.posix import make_run_directory
+
+MAX_STEP: Final = 10**18
+
+
+def check_step(step: int) -> None:
+    """A step is an int, 0 or more."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {step!r}")
+
+
+def check_options(
+    slots: int,
+    on_error: str,
+    on_busy: str,
+    nice: int,
+    io_class: str,
+    max_host_memory_bytes: int | None,
+    cpus: Sequence[int],
+) -> None:
+    """Options with few legal values, and what concerns the machine."""
+    if type(slots) is not int or slots < 1:
+        raise InvalidArgumentError(f"slots must be 1 or more, not {slots!r}")
+    if on_error not in ("raise", "warn"):
+        raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+    if on_busy not in ("wait", "skip"):
+        raise InvalidArgumentError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
+    if not 0 <= nice <= 19:
+        raise InvalidArgumentError(f"nice must be 0 to 19, not {nice}")
+    if io_class not in ("", "idle", "best-effort"):
+        raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {io_class!r}")
+    if max_host_memory_bytes is not None and max_host_memory_bytes < 1:
+        raise InvalidArgumentError(f"max_host_memory_bytes must be positive, not {max_host_memory_bytes}")
+    if not all(type(cpu) is int and cpu >= 0 for cpu in cpus):
+        raise InvalidArgumentError(f"cpus must be numbers of cores, not {cpus!r}")
+
+
+def check_counts(**counts: int) -> None:
+    """How often something may happen: 0 or more."""
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise InvalidArgumentError(f"{name} must be an int, 0 or more, not {count!r}")
+
+
+def check_seconds(**timeouts: float) -> None:
+    """Timeouts: positive and finite."""
+    for name, seconds in timeouts.items():
+        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
+            raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {seconds!r}")
+
+
+def check_world() -> None:
+    """One rank only, so far: two ranks that each believed to be alone would fight over the directory."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise InvalidArgumentError(
+            f"this process is one of {distributed.get_world_size()} ranks, and this version saves a single rank only"
+        )
+
+
+def make_directory(path: str) -> None:
+    """Make the run directory, unless it is there; ``WriteError`` says why it cannot be, or cannot be written to."""
+    if "://" in path:
+        raise InvalidArgumentError(f"{path}: only local and mounted directories can be written")
+    if path != path.encode(errors="replace").decode():
+        raise InvalidArgumentError(f"the directory's path must be valid UTF-8: {path!r}")
+    try:
+        make_run_directory(path)
+    except OSError as error:
+        raise write_error(error, "cannot create the run directory", path) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise write_error(PermissionError(errno.EACCES, ""), "cannot write to the run directory", path)
