@@ -70,12 +70,16 @@ def check_world() -> None:
         )
 
 
-def make_directory(path: str) -> None:
-    """Make the run directory, unless it is there; ``WriteError`` says why it cannot be, or cannot be written to."""
+def check_path(path: str) -> None:
+    """A directory to write to is a local one, and its path can be told to a daemon."""
     if "://" in path:
         raise InvalidArgumentError(f"{path}: only local and mounted directories can be written")
     if path != path.encode(errors="replace").decode():
         raise InvalidArgumentError(f"the directory's path must be valid UTF-8: {path!r}")
+
+
+def make_directory(path: str) -> None:
+    """Make the run directory, unless it is there; ``WriteError`` says why it cannot be, or cannot be written to."""
     try:
         make_run_directory(path)
     except OSError as error:

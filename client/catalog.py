@@ -85,6 +85,17 @@ def scan(directory: str, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.sequence)
 
 
+def has_leftovers(directory: str) -> bool:
+    """Whether something unfinished is there that recovery may make a checkpoint of; also when that cannot be told."""
+    try:
+        hidden = [parse_hidden_directory(name) for name in os.listdir(directory)] if directory else []
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return any(parsed is not None and parsed[2].startswith(("partial", "salvage")) for parsed in hidden)
+
+
 def read_settled(path: str, read: Callable[[str], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
     """``read`` the checkpoint in ``path``, from where it is; its successor, when it is replaced meanwhile.
 
@@ -137,11 +148,14 @@ def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> N
     Its place in the order of commits is not known: taking an older checkpoint then has to be the caller's decision.
     """
     newest = checkpoints[-1].step if checkpoints else -1
-    listed = {info.step for info in checkpoints}
+    listed = {info.path for info in checkpoints}
     steps = (parse_step_directory(name) for name in os.listdir(directory))
-    for step in sorted(step for step in steps if step is not None and step > newest and step not in listed):
+    for step in sorted(step for step in steps if step is not None and step >= newest):
+        path = os.path.join(directory, step_directory(step))
+        if path in listed:
+            continue
         try:
-            read_info(os.path.join(directory, step_directory(step)))
+            read_info(path)
         except FileNotFoundError:
             continue
         except IntegrityError as error:
@@ -174,6 +188,8 @@ def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | Non
     session makes another parent. Then the chain goes on at the parent.
     """
     by_session: dict[str, list[CheckpointInfo]] = {}
+    checkpoints = list(checkpoints)
+    oldest: int | None = None
     for info in checkpoints:
         by_session.setdefault(info.session, []).append(info)
     steps: set[int] = set()
@@ -183,10 +199,16 @@ def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | Non
         step, session = newest
         saved = sorted(by_session.get(session, []), key=lambda info: info.sequence)
         upto = [info for info in saved if info.step == step] or [info for info in saved if info.step < step]
+        if not saved and oldest is not None:
+            # All of that session was deleted, and with it where it came from: nothing older counts as given up.
+            steps.update(info.step for info in checkpoints if info.sequence < oldest)
+            break
         if not upto:  # removed since, with all that came before
             newest = saved[0].parent if saved else None
+            oldest = saved[0].sequence if saved else None
             continue
         tip = upto[-1]
+        oldest = saved[0].sequence
         steps.update(info.step for info in saved if info.parent == tip.parent and info.sequence <= tip.sequence)
         newest = tip.parent
     return steps

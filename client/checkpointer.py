@@ -119,10 +119,12 @@ class Checkpointer:
         )
         arguments.check_world()
         self._directory = path_text(directory)
-        arguments.make_directory(self._directory)
         self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
+        for path in filter(None, (self._directory, self._fallback)):
+            arguments.check_path(path)
         if self._fallback and os.path.realpath(self._fallback) == os.path.realpath(self._directory):
             raise InvalidArgumentError(f"fallback_directory is the run directory itself: {self._fallback}")
+        arguments.make_directory(self._directory)
         self._pid = os.getpid()
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
@@ -158,13 +160,15 @@ class Checkpointer:
             on_committed=on_committed,
         )
         self._connection = Connection(config, self._saves.receive, self._saves.lose)
-        self._history = OwnHistory(self._directory, self._session, self._ids, self._connection)
+        self._history = OwnHistory(self._directory, self._fallback, self._session, self._ids, self._connection)
         try:
             self._copier = Copier(overlap=overlap, validate=validate)
             pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
             self._pool = pool
             self._connection.wait_ready()
-            lineage = Lineage(self._directory, self._scan(refuse_newer=True), leftovers=bool(self._connection.left))
+            # The daemon recovers the fallback directory when it first needs it, which may be in the middle of the run.
+            leftovers = bool(self._connection.left) or catalog.has_leftovers(self._fallback)
+            lineage = Lineage(self._directory, self._scan(refuse_newer=True), leftovers=leftovers)
         except BaseException:
             self._connection.close(5.0)
             raise
@@ -208,6 +212,8 @@ class Checkpointer:
         self._saves.raise_failure()
         arguments.check_step(step)
         self._refuse_reentry("save")
+        if blocking:
+            self._refuse_in_callback("save")
         with self._call, self._history.call(step):
             self._saving = threading.get_ident()
             try:
@@ -309,6 +315,11 @@ class Checkpointer:
                 "set a flag there and call it from the training loop"
             )
 
+    def _refuse_in_callback(self, what: str) -> None:
+        """What waits for our own threads would wait for ever in one of them."""
+        if self._connection.is_this_thread() or self._copier.is_this_thread():
+            raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")
+
     def _plan(self, flat: tree.FlatState) -> Plan:
         structure = structure_of(flat.containers)
         plan = self._plans.get(structure)
@@ -366,6 +377,7 @@ class Checkpointer:
         """
         self._check_process()
         self._refuse_reentry("wait")
+        self._refuse_in_callback("wait")
         self._saves.wait(timeout_s)
         self._saves.raise_failure()
 
@@ -394,12 +406,20 @@ class Checkpointer:
         checkpoints = self._scan()
         wanted = [info for info in checkpoints if step is None or info.step == step]
         if step is None and not fallback:
-            catalog.refuse_newer_damaged(self._directory, checkpoints)
-        if not wanted and step is not None:
-            path = os.path.join(self._directory, step_directory(step))
-            if os.path.isdir(path) and not fallback:
-                catalog.read_info(path)  # which says what is wrong with its manifest
-            wanted = [info for info in checkpoints if fallback and info.step < step and os.path.isdir(path)]
+            for directory in self._directories():
+                catalog.refuse_newer_damaged(directory, checkpoints)
+        if step is not None:
+            listed = {info.path for info in wanted}
+            paths = [os.path.join(directory, step_directory(step)) for directory in self._directories()]
+            left_out = [path for path in paths if path not in listed and os.path.isdir(path)]
+            for path in left_out if not fallback else ():
+                try:
+                    catalog.read_info(path)  # which says what is wrong with its manifest
+                except FileNotFoundError:
+                    if not wanted:
+                        raise
+            if not wanted and fallback and left_out:
+                wanted = [info for info in checkpoints if info.step < step]
         if not wanted:
             raise CheckpointNotFoundError(errno.ENOENT, _not_found(step, checkpoints), self._directory)
         candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
@@ -437,26 +457,32 @@ class Checkpointer:
     def delete(self, step: int) -> Future[None]:
         """Delete a checkpoint, in the daemon and behind the saves issued so far; the future is done when it is gone.
 
-        It disappears in one step; a reader that has opened it keeps half a minute to finish. What can go wrong is the
+        It disappears in one step; a reader that has opened it keeps half a minute to finish, less when the session
+        ends or a save needs the room. What can go wrong is the
         future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint, which can
         be deleted only once a newer one is committed; ``WriteError``.
         """
         self._check_open()
         arguments.check_step(step)
-        request = Delete(attempt=1, save_id=next(self._ids), step=step, retry=False)
-        future = self._saves.add_deletion(request.save_id)
         lineage = self._lineage
+        request = Delete(attempt=1, save_id=next(self._ids), step=step, sequence=lineage.sequence, retry=False)
+        future = self._saves.add_deletion(request.save_id)
         future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
-        self._connection.submit(request)
+        self._copier.when_copied(lambda: self._connection.submit(request))
         return future
 
     def _scan(self, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
         """The checkpoints of both directories in the order of their commits."""
         found = catalog.scan(self._directory, refuse_newer=refuse_newer)
-        if self._fallback and os.path.isdir(self._fallback):
+        for directory in self._directories()[1:]:
             known = {(info.session, info.sequence) for info in found}
-            found += [info for info in catalog.scan(self._fallback) if (info.session, info.sequence) not in known]
+            further = catalog.scan(directory, refuse_newer=refuse_newer)
+            found += [info for info in further if (info.session, info.sequence) not in known]
         return sorted(found, key=lambda info: info.sequence)
+
+    def _directories(self) -> list[str]:
+        """Where the checkpoints are."""
+        return [self._directory, *([self._fallback] if self._fallback and os.path.isdir(self._fallback) else [])]
 
     def history(self) -> list[SaveRecord]:
         """What became of every save of the run directory, in the order of the calls, those under way included.
@@ -498,6 +524,7 @@ class Checkpointer:
         if self._pid != os.getpid() or self._closed:
             return
         self._refuse_reentry("close")
+        self._refuse_in_callback("close")
         self._closed = True
         self._dropped.detach()
         patience_s = 0.0

@@ -29,7 +29,7 @@ import zmq
 from sidesave import errors
 from sidesave.client.daemon_process import DaemonProcess
 from sidesave.client.requests import Requests
-from sidesave.errors import DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError, WriteError
+from sidesave.errors import ClosedError, DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError, WriteError
 from sidesave.stager.arena import Arena, forget_in_child
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Delete, Message, Note, Save
@@ -155,9 +155,15 @@ class Connection:
         self._wake_up()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + 5)
-        if not self._thread.is_alive():
-            with self._lock:
+        with self._lock:
+            # What another thread had begun before is refused: nobody would answer it.
+            self._failure = self._failure or ClosedError(f"the checkpointer of {self._config.directory} is closed")
+            if not self._thread.is_alive():
                 self._forget()
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs in the connection's thread: a callback of a future does."""
+        return threading.current_thread() is self._thread
 
     def _wake_up(self) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # closed

@@ -57,8 +57,8 @@ def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
     return _in_order([settled(directory, record) for record in read_history(directory)])
 
 
-def settled(directory: str, record: SaveRecord) -> SaveRecord:
-    """``record``, corrected by what is in the run directory where nobody else can tell."""
+def settled(directory: str, record: SaveRecord, fallback_directory: str = "") -> SaveRecord:
+    """``record``, corrected by what is in the run directory, or the fallback directory, where nobody else can tell."""
     if record.outcome in ("committed", "recovered", "skipped") or record.sequence is None:
         return record
     is_open = record.outcome in ("saving", "unknown")
@@ -77,6 +77,13 @@ def settled(directory: str, record: SaveRecord) -> SaveRecord:
             break
     if info is not None and (info.session, info.sequence) == (record.session, record.sequence):
         return replace(record, outcome="committed", nbytes=info.nbytes, error=None, message=None, errno=None)
+    if fallback_directory:
+        path = os.path.join(fallback_directory, step_directory(record.step))
+        with contextlib.suppress(SidesaveError, OSError):
+            info = catalog.read_info(path)
+            if (info.session, info.sequence) == (record.session, record.sequence):
+                found = replace(record, outcome="committed", nbytes=info.nbytes, path=path)
+                return replace(found, error=None, message=None, errno=None)
     if live or not is_open:
         return record
     if pending or live is None:
@@ -126,9 +133,12 @@ class _UnderWay:
 class OwnHistory:
     """The saves of one checkpointer, from their calls on; its daemon hears what it cannot know. Thread-safe."""
 
-    def __init__(self, directory: str, session: str, ids: Iterator[int], connection: Connection) -> None:
+    def __init__(
+        self, directory: str, fallback_directory: str, session: str, ids: Iterator[int], connection: Connection
+    ) -> None:
         """Begin with none; ``ids`` numbers the calls for which no save was made."""
         self._directory = directory
+        self._fallback_directory = fallback_directory
         self._session = session
         self._ids = ids
         self._connection = connection
@@ -205,7 +215,7 @@ class OwnHistory:
             [
                 record
                 if record.session == self._session and record.save_id in under_way
-                else settled(self._directory, record)
+                else settled(self._directory, record, self._fallback_directory)
                 for record in found
             ]
         )

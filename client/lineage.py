@@ -43,6 +43,12 @@ class Lineage:
         with self._lock:
             return self._parent
 
+    @property
+    def sequence(self) -> int:
+        """The place of the latest save in the order of commits."""
+        with self._lock:
+            return self._sequence
+
     def next_sequence(self) -> int:
         """The place of the next save in the order of commits."""
         with self._lock:

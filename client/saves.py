@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from sidesave import errors
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.errors import CommitUnknownError, DaemonDiedError, SidesaveError, WriteStalledError
+from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
 from sidesave.stager.pool import Slot
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Message, Save
@@ -180,7 +180,8 @@ class SavesInFlight:
             entries = list(self._entries.values())
             deletions, self._deletions = self._deletions, {}
         for deletion in deletions.values():
-            deletion.set_exception(DaemonDiedError("the daemon ended before the step was deleted"))
+            text = "the checkpointer was closed before the step was deleted; its daemon may still do so"
+            deletion.set_exception(CommitUnknownError(errno.ETIMEDOUT, text, self._directory))
         for entry in entries:
             entry.abandoned = True
             text = (

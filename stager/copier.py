@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, cast
 import torch
 import xxhash
 
-from sidesave.errors import SidesaveError, StagingError, TornSnapshotError
+from sidesave.errors import SidesaveError, StagingError, TornSnapshotError, UnsupportedValueError
 from sidesave.stager import ownership
 from sidesave.stager.cuda import CudaCopy, CudaLanes
 from sidesave.stager.image import Plan
@@ -168,6 +168,8 @@ class Copier:
         named = itertools.chain.from_iterable(tensors.items() for tensors in flat.containers.values())
         at_once = not self._overlap
         for (fqn, source), target in zip(named, slot.targets, strict=True):
+            if source.is_cpu and target.nbytes and not source.untyped_storage().nbytes():
+                raise UnsupportedValueError(f"{fqn} has no memory: its storage was resized to nothing")  # FSDP does so
             if at_once and source.is_cpu and _is_plain(source):
                 regions.append((target.address, source.data_ptr(), target.nbytes))
             else:
@@ -251,11 +253,22 @@ class Copier:
             and not (source.is_shared() or ownership.is_resizable(source))
         )
 
+    def when_copied(self, run: Callable[[], None]) -> None:
+        """Call ``run`` once the copies that are under way now are over: at once, or in the stager thread."""
+        if self._thread is None:
+            run()
+        else:
+            self._queue.put(run)
+
     def _submit(self, run: Callable[[], None]) -> None:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._work, name="sidesave-stager", daemon=True)
             self._thread.start()
         self._queue.put(run)
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs in the stager thread."""
+        return threading.current_thread() is self._thread
 
     def _work(self) -> None:
         while (run := self._queue.get()) is not None:

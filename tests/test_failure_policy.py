@@ -251,14 +251,14 @@ def test_a_dropped_checkpointer_finishes_its_saves_and_lets_the_next_one_in(run:
         ckpt = sidesave.Checkpointer(run)
         ckpt.save(1, a_state(1, 20))
         assert ckpt.daemon_pid is not None
-        return ckpt.daemon_pid
+        return os.pidfd_open(ckpt.daemon_pid)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pid = train()
+        pidfd = train()
         gc.collect()
-    with pidfd_of(pid) as pidfd:
-        await_end(pidfd)
+    await_end(pidfd)
+    os.close(pidfd)
     check(run, 1, mib=20)
     traces.check()
 
@@ -271,11 +271,11 @@ def test_a_save_that_fails_after_its_checkpointer_was_dropped_is_logged(run: Pat
         in_the_way(run, 2)
         ckpt.save(2, a_state(2, 20))
         assert ckpt.daemon_pid is not None
-        return ckpt.daemon_pid
+        return os.pidfd_open(ckpt.daemon_pid)
 
     with caplog.at_level(logging.ERROR):
-        pid = train()
+        pidfd = train()
         gc.collect()
-        with pidfd_of(pid) as pidfd:
-            await_end(pidfd)
+        await_end(pidfd)
+        os.close(pidfd)
     assert any("failed" in record.message for record in caplog.records)

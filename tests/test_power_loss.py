@@ -125,7 +125,7 @@ class Run:
     def delete(self, step: int) -> None:
         self._may_become(step, None)
         self._note(f"the deletion of step {step} begins")
-        self._worker.delete(Delete(attempt=1, save_id=9, step=step, retry=False))
+        self._worker.delete(Delete(attempt=1, save_id=9, step=step, sequence=1 << 40, retry=False))
         assert self._events[-1] == jobs.DeleteEnded(9)
         self._at_once[step] = self._after[step] = frozenset({None})
         self._note(f"step {step} is DELETED")

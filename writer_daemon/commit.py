@@ -78,7 +78,7 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
     target = manifest.step_directory(save.step)
     existing = _committed(storage, target)
     if existing is not None and (existing.session, existing.sequence) == (save.session, save.sequence):
-        storage.sync_directory("")
+        _keep_name(storage, target)
         return existing
     if existing is not None and existing.sequence > save.sequence:
         path = f"{storage.root}/{target}"
@@ -195,11 +195,7 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, sessio
             raise
     else:
         storage.rename_directory(partial, target)
-    try:
-        storage.sync_directory("")
-    except WriteError as error:
-        message = f"step {step} has its name, but whether that outlives a crash is not known: {error.strerror}"
-        raise CommitUnknownError(error.errno, message, f"{storage.root}/{target}") from error
+    _keep_name(storage, target)
     trash = manifest.hidden_directory(step, session, "trash")
     try:
         if replaced in storage.list_directory(""):
@@ -210,8 +206,19 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, sessio
         logger.warning("left for the next start to clean: %s", error)
 
 
-def delete(storage: Storage, lease: Lease, step: int, others: Iterable[Storage] = ()) -> str:
+def _keep_name(storage: Storage, target: str) -> None:
+    """Make the name that a step has durable; never twice, as a second fsync reports nothing."""
+    try:
+        storage.sync_directory("")
+    except WriteError as error:
+        message = f"{target} is there, but whether it outlives a crash is not known: {error.strerror}"
+        raise CommitUnknownError(error.errno, message, f"{storage.root}/{target}") from error
+
+
+def delete(storage: Storage, lease: Lease, step: int, sequence: int, others: Iterable[Storage] = ()) -> str | None:
     """Make a step disappear in one step, durably; returns the hidden directory that is to be removed later.
+
+    None, and nothing is done, where this session has saved the step again after ``sequence``.
 
     Readers that have opened it can go on until then. ``others`` are further run directories of the same run.
 
@@ -224,6 +231,8 @@ def delete(storage: Storage, lease: Lease, step: int, others: Iterable[Storage] 
     if target not in storage.list_directory(""):
         raise CheckpointNotFoundError(errno.ENOENT, f"there is no step {step}", f"{storage.root}/{target}")
     content = _committed(storage, target)
+    if content is not None and content.session == lease.session and content.sequence > sequence:
+        return None
     rest = (other for place in (storage, *others) for other in _checkpoints(place) if other.step != step)
     if not any(content is None or other.sequence > content.sequence for other in rest):
         raise InvalidArgumentError(f"step {step} is the newest checkpoint; it can be deleted once a newer one is there")

@@ -324,7 +324,12 @@ class Recorder:
 
 
 def log_recovery(
-    log: HistoryLog, storage: Storage, session: str, committed: Iterable[str], removed: Iterable[str]
+    log: HistoryLog,
+    storage: Storage,
+    session: str,
+    committed: Iterable[str],
+    removed: Iterable[str],
+    fallback_directory: str = "",
 ) -> None:
     """Log what the start of ``session`` finished and removed, by the names of the directories; blocking.
 
@@ -334,7 +339,7 @@ def log_recovery(
     try:
         for record in _found_by_recovery(storage, committed, removed):
             log.append(record)
-        for record in _found_out_since(storage, session):
+        for record in _found_out_since(storage, session, fallback_directory):
             log.append(record)
     except WriteError as error:
         logger.warning("the history lacks what was recovered: %s", error)
@@ -352,7 +357,7 @@ def _found_by_recovery(storage: Storage, committed: Iterable[str], removed: Iter
             yield SaveRecord(step=parsed[0], session=parsed[1], outcome="removed")
 
 
-def _found_out_since(storage: Storage, session: str) -> Iterator[SaveRecord]:
+def _found_out_since(storage: Storage, session: str, fallback_directory: str) -> Iterator[SaveRecord]:
     names = storage.list_directory("")
     left = {parsed[:2] for name in names if (parsed := manifest.parse_hidden_directory(name))}
     for record in read_history(storage.root):
@@ -364,6 +369,8 @@ def _found_out_since(storage: Storage, session: str) -> Iterator[SaveRecord]:
         if head is not None and (head.session, head.sequence) == (record.session, record.sequence):
             record = replace(record, outcome="committed", nbytes=head.nbytes)
             yield replace(record, error=None, message=None, errno=None, tries=0)
+        elif fallback_directory and os.path.lexists(os.path.join(fallback_directory, target)):
+            continue  # perhaps it is that one
         elif head is not None or target not in names:
             yield replace(record, outcome="failed", message=record.message or LOST, tries=0)
 

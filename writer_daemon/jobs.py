@@ -186,6 +186,7 @@ class _Deletion:
     request: Delete
     behind: set[int]  # the saves that came before it: one of them may be what makes it allowed
     started: bool = False
+    answered: bool = False
 
 
 @dataclass(slots=True)
@@ -205,6 +206,11 @@ class Jobs:
     def active(self) -> Save | None:
         """The save that storage is busy with."""
         return self._queue[0].save if self._queue and self._queue[0].phase is not Phase.QUEUED else None
+
+    @property
+    def awaited(self) -> Save | Delete | None:
+        """What storage is busy with: a save, or else a deletion."""
+        return self.active or next((deletion.request for deletion in self._deletions if deletion.started), None)
 
     def knows(self, save_id: int) -> bool:
         """Whether this save was ever accepted by this daemon."""
@@ -245,16 +251,23 @@ class Jobs:
                     self._seen.add(request.save_id)
                     self._deletions.append(_Deletion(request, {job.save.save_id for job in self._queue}))
             case DeleteEnded(save_id, error):
-                self._deletions = [deletion for deletion in self._deletions if deletion.request.save_id != save_id]
-                actions.append(Send(error or Deleted(attempt=self.attempt, save_id=save_id)))
+                (deletion,) = [each for each in self._deletions if each.request.save_id == save_id]
+                self._deletions.remove(deletion)
+                if not deletion.answered:
+                    actions.append(Send(error or Deleted(attempt=self.attempt, save_id=save_id)))
             case Stalled(error):
-                if self._queue and self._queue[0].phase is not Phase.QUEUED:
-                    if not self._queue[0].answered:
-                        self._queue[0].answered = True
-                        actions.append(Send(error))
-                    else:  # stuck for another deadline: those behind it would wait for ever
-                        waiting, self._queue = self._queue[1:], self._queue[:1]
-                        actions += [Send(replace(error, save_id=job.save.save_id)) for job in waiting]
+                if self._queue and not self._queue[0].answered:
+                    self._queue[0].answered = True
+                    is_named = self._queue[0].phase is Phase.COMMITTING  # or may be so any moment
+                    actions.append(Send(replace(error, error="CommitUnknownError") if is_named else error))
+                else:  # stuck for another deadline, or in a deletion: those behind it would wait for ever
+                    waiting, self._queue = self._queue[1:], self._queue[:1]
+                    ids = [job.save.save_id for job in waiting]
+                    ids += [deletion.request.save_id for deletion in self._deletions if not deletion.answered]
+                    actions += [Send(replace(error, save_id=each)) for each in ids]
+                    self._deletions = [
+                        replace(deletion, answered=True) for deletion in self._deletions if deletion.started
+                    ]
             case DrainRequested():
                 self._draining = True
         self._advance(actions)

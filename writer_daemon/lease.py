@@ -155,6 +155,8 @@ class Lease:
         self.epoch = 0
         self.end_by = math.inf
         """When to give up what is unfinished, by the monotonic clock: the trainer is gone and a successor waits."""
+        self.lost = False
+        """Whether :meth:`check` has found another holder."""
         self._page = mmap.mmap(-1, RECORD_NBYTES)
         self._take(takeover_timeout_s, keep_waiting)
         self._tidy()
@@ -171,6 +173,7 @@ class Lease:
         except WriteError as error:
             raise WriteError(error.errno, f"the lease cannot be read: {error.strerror}", path) from error
         if holder is None or holder.token != self._record.token or holder.released:
+            self.lost = True
             lost = f"has passed to {holder or 'another session'}" if epoch > self.epoch else "file is not ours any more"
             raise WriteError(errno.ESTALE, f"the lease {lost}", path)
 

@@ -190,12 +190,14 @@ class Watch(Message):
 class Delete(Message):
     """Asks to delete a committed step; ``save_id`` is of the same row as those of saves, and comes back.
 
-    ``retry`` is set when an earlier daemon may have done it.
+    What this session has saved as that step after ``sequence`` is not meant. ``retry`` is set when an earlier daemon
+    may have done it.
     """
 
     kind: ClassVar[str] = "DELETE"
     save_id: int
     step: int
+    sequence: int
     retry: bool
 
 

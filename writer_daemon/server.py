@@ -95,7 +95,8 @@ class Server:
         self._send(ready)
         log = history.HistoryLog(boot.directory)
         self._history = history.Recorder(boot.session, lambda record: self._work.put(lambda: log.append(record)))
-        self._work.put(lambda: history.log_recovery(log, storage, boot.session, recovery.committed, recovery.removed))
+        found = recovery.committed, recovery.removed
+        self._work.put(lambda: history.log_recovery(log, storage, boot.session, *found, boot.fallback_directory))
         primary = Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
         self._worker = Worker(
             boot.attempt,
@@ -123,11 +124,14 @@ class Server:
         make_run_directory(boot.fallback_directory)
         storage = PosixStorage(boot.fallback_directory)
         holder = Holder.current(boot.session, boot.trainer_pid)
-        lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
+        lease = None
         try:
+            lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
             commit.recover(storage, lease, name)
-        except BaseException:
-            lease.release()
+        except BaseException:  # the next save tries again
+            if lease is not None:
+                lease.release()
+            storage.close()
             raise
         return Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
 
@@ -167,8 +171,6 @@ class Server:
             if now >= self._lease.end_by:
                 logger.warning("the next session waits for %s: what is unfinished is left to it", self._boot.directory)
                 self._running = False
-            if self._worker.has_trash_due():
-                self._work.put(self._worker.empty_trash)
             if now >= next_heartbeat:
                 next_heartbeat = now + HEARTBEAT_S
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
@@ -192,6 +194,7 @@ class Server:
                 case jobs.StartCommit(save):
                     self._work.put(lambda save=save: self._worker.commit(save))
                 case jobs.StartDelete(request):
+                    self._last_progress = time.monotonic()
                     self._work.put(lambda request=request: self._worker.delete(request))
                 case jobs.Reclaim(save):
                     self._work.put(lambda save=save: self._worker.reclaim(save))
@@ -199,11 +202,11 @@ class Server:
                     self._running = False
 
     def _watch_for_stall(self, now: float) -> None:
-        save = self._jobs.active
-        if save is not None and now - self._last_progress > self._boot.stall_timeout_s:
-            message = f"no byte of step {save.step} has moved for {self._boot.stall_timeout_s:g} s"
+        stuck = self._jobs.awaited
+        if stuck is not None and now - self._last_progress > self._boot.stall_timeout_s:
+            message = f"no byte of step {stuck.step} has moved for {self._boot.stall_timeout_s:g} s"
             error = WriteStalledError(errno.ETIMEDOUT, message, self._boot.directory)
-            self._handle(jobs.Stalled(protocol.failure(self._boot.attempt, save.save_id, error)))
+            self._handle(jobs.Stalled(protocol.failure(self._boot.attempt, stuck.save_id, error)))
 
     # What comes in ---------------------------------------------------------------------------------------------
 
@@ -328,7 +331,9 @@ class Server:
 
     def _execute(self) -> None:
         while True:
-            self._work.get()()
+            with contextlib.suppress(queue.Empty):
+                self._work.get(timeout=HEARTBEAT_S)()
+            self._worker.empty_trash()
 
     # The trainer's end, signals --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -39,6 +39,8 @@ TRANSIENT: Final = frozenset(
 """Errors that may be gone a second later. A full disk, a quota and a missing permission are not among them."""
 FIRST_BACKOFF_S: Final = 0.25
 """Before the first further try; four times as long before each one after it."""
+MAX_BACKOFF_S: Final = 30.0
+"""And no longer than this: the saves behind it wait as well."""
 TRASH_GRACE_S: Final = 30.0
 """How long a deleted checkpoint stays readable for whoever has opened it."""
 
@@ -95,13 +97,14 @@ class Worker:
 
     def _write(self, save: Save, arena: Arena | None) -> RankRecord:
         if arena is None:
-            return self._adopt(save)
+            return self._persistently(save, self._adopt)
         try:
             return self._persistently(save, lambda save: self._write_to(self._primary, save, arena))
         except (CommitUnknownError, ProtocolError):
             raise
         except WriteError as error:
-            fallback = self._get_fallback()
+            # Without the lease it is the next session's run: nothing of ours may appear there from now on.
+            fallback = None if self._primary.lease.lost else self._get_fallback()
             if fallback is None:
                 raise
             logger.warning("step %d goes to %s: %s", save.step, fallback.storage.root, error)
@@ -140,7 +143,7 @@ class Worker:
             done = self._committed.pop(save.save_id, None)
             name, nbytes = done or self._persistently(save, lambda save: self._commit_in(self._primary, save))
         except Exception as error:  # noqa: BLE001 - as above
-            if not isinstance(error, CommitUnknownError):
+            if not (isinstance(error, CommitUnknownError) or self._primary.lease.lost):  # it is the next session's then
                 commit.reclaim(self._primary.storage, save)
             failure = protocol.failure(self._attempt, save.save_id, error)
             self._post(jobs.CommitEnded(save.save_id, "", 0, failure))
@@ -168,9 +171,9 @@ class Worker:
                     raise
                 self.empty_trash(everything=True)
             except WriteError as error:
-                if tries >= self._retries or error.errno not in TRANSIENT:
+                if tries >= self._retries or error.errno not in TRANSIENT or self._primary.lease.lost:
                     raise
-                delay_s = FIRST_BACKOFF_S * 4**tries
+                delay_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 4.0 ** min(tries, 9))
                 tries += 1
                 self._on_retry(save)
                 logger.warning("step %d is tried again in %g s: %s", save.step, delay_s, error)
@@ -179,10 +182,13 @@ class Worker:
 
     # Places ----------------------------------------------------------------------------------------------------
 
-    def _places(self) -> list[Place]:
-        there = self._fallback_directory and os.path.isdir(self._fallback_directory)
-        fallback = self._get_fallback() if there else None
-        return [self._primary] if fallback is None else [self._primary, fallback]
+    def _places(self) -> Iterator[Place]:
+        """Where checkpoints may be; raises where the fallback directory is there and cannot be had."""
+        yield self._primary
+        if self._fallback is None and self._fallback_directory and os.path.isdir(self._fallback_directory):
+            self._fallback = self._open_fallback()
+        if self._fallback is not None:
+            yield self._fallback
 
     def _get_fallback(self) -> Place | None:
         """The fallback directory; None where there is none, or it cannot be had."""
@@ -199,12 +205,14 @@ class Worker:
         """Make a checkpoint invisible; its bytes go when those who read it have had some time."""
         failure = None
         try:
-            places = self._places()
+            places = list(self._places())
             name = step_directory(request.step)
             holding = [place for place in places if name in place.storage.list_directory("")]
             for place in holding or [self._primary]:
                 others = [other.storage for other in places if other is not place]
-                trash = commit.delete(place.storage, place.lease, request.step, others)
+                trash = commit.delete(place.storage, place.lease, request.step, request.sequence, others)
+                if trash is None:  # a save that was asked for later has taken its place, so it is gone
+                    continue
                 self._trash.append((time.monotonic() + TRASH_GRACE_S, place, trash))
         except CheckpointNotFoundError as error:
             if not request.retry:  # else the daemon before this one has done it
@@ -212,11 +220,6 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - as above
             failure = protocol.failure(self._attempt, request.save_id, error)
         self._post(jobs.DeleteEnded(request.save_id, failure))
-
-    def has_trash_due(self) -> bool:
-        """Whether there is something for :meth:`empty_trash` to do; may be asked from another thread."""
-        with_next = list(self._trash)[:1]
-        return any(due <= time.monotonic() for due, _, _ in with_next)
 
     def empty_trash(self, *, everything: bool = False) -> None:
         """Remove the bytes of deleted checkpoints whose time has come."""

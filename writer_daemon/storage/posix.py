@@ -49,8 +49,9 @@ def make_run_directory(path: str) -> None:
 
     That matters: ``mkdir`` of a directory that exists would wait in the kernel for storage that hangs.
     """
+    path = os.path.abspath(path)  # which leads to "/", and so to an end
     missing: list[str] = []
-    while not os.path.isdir(path):
+    while not os.path.isdir(path) and not (missing and os.path.lexists(path)):  # mkdir says what is in the way
         missing.append(path)
         path = os.path.dirname(path)
     for each in reversed(missing):
