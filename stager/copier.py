@@ -279,6 +279,6 @@ class Copier:
         thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive():
             self._queue.put(None)
-            thread.join()
+            thread.join(GUARD_TIMEOUT_S)
         self._memory.close()
         self._lanes.close()

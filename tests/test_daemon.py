@@ -296,7 +296,7 @@ def test_trainer_killed_after_staging_the_daemon_commits_and_leaves_nothing(run:
 def test_trainer_killed_while_it_stages_nothing_of_that_save_is_visible(run: Path, orders: Orders, traces: Traces):
     with Trainer(traces, "hold_while_staging", run) as trainer:
         [pid] = trainer.expect("ready")
-        orders.give("report", starting_at="open", after=1)
+        orders.give("report", after=1)  # its directory has been made
         with pidfd_of(int(pid)) as pidfd:
             trainer.go_on()
             trainer.expect("copying")

@@ -175,6 +175,7 @@ class Campaign:
         self.run, self._faults, self._overwrite, self._retries = run, faults, overwrite, retries
         self.outcomes: collections.Counter[type] = collections.Counter()
         self.missed: list[Call] = []
+        self.tried = 0
         self.calls: list[Call] = []
         self._step = itertools.count(1)
         self._old: list[int] = []
@@ -197,7 +198,7 @@ class Campaign:
             self.ckpt.close()
         if kind is not None:
             return
-        assert len(self.missed) < len(self.calls) / 20, "the faults were met, but for some after the outcome"
+        assert len(self.missed) < self.tried / 20, "the faults were met, but for some after the outcome"
         with sidesave.Checkpointer(self.run):
             assert self._hidden() == [], "the next start removes what could not be removed"
         for step, path in self._found().items():
@@ -224,6 +225,7 @@ class Campaign:
 
     def meet(self, call: Call, code: int, *, lasting: bool = False, after: bool = False) -> None:
         """One save that meets a fault, and what must be true whatever comes of it."""
+        self.tried += 1
         step, before = self._next(), self._hidden()
         self._faults.order(call.at(step), code, lasting=lasting, after=after)
         error = self._save(step).committed.exception(DEADLINE_S)

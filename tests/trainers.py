@@ -871,4 +871,7 @@ def multiprocessing_children() -> list[int]:
 
 
 if __name__ == "__main__":
+    # Who ran the tests in the background, or under nohup, has them ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     globals()[sys.argv[1]](*sys.argv[2:])
