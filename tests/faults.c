@@ -99,8 +99,9 @@ static int meets(const char *function, int fd, const char *path)
     } else if ((!orders->function[0] ||
                 (!strcmp(orders->function, function) && !fnmatch(orders->path, where, 0))) &&
                __atomic_sub_fetch(&orders->countdown, 1, __ATOMIC_SEQ_CST) == -1) {
-        met = 1;
-        orders->mode = orders->lasting ? BROKEN : OFF;
+        int armed = ARMED;   /* unless it is being withdrawn at this moment: that must not be undone */
+        met = __atomic_compare_exchange_n(&orders->mode, &armed, orders->lasting ? BROKEN : OFF, 0, __ATOMIC_SEQ_CST,
+                                          __ATOMIC_SEQ_CST);
     }
     if (met)
         __atomic_add_fetch(&orders->hits, 1, __ATOMIC_SEQ_CST);

@@ -161,6 +161,7 @@ class Orders:
         os.mkfifo(folder / "reports")
         os.mkfifo(folder / "release")
         self._reports = os.open(folder / "reports", os.O_RDWR | os.O_NONBLOCK)
+        self._release = os.open(folder / "release", os.O_RDWR | os.O_NONBLOCK)  # its end releases what is held
         environment(_ORDERS, str(folder))
         environment("PYTHONPATH", f"{folder}:{_python_path()}")
 
@@ -191,9 +192,7 @@ class Orders:
 
     def release(self) -> None:
         """Let the thread go on that an order holds."""
-        release = os.open(self._folder / "release", os.O_WRONLY | os.O_NONBLOCK)
-        os.write(release, b"\n")
-        os.close(release)
+        os.write(self._release, b"\n")
 
     def withdraw(self, to: str = "daemon") -> bool:
         """Take the order back; whether nobody had got it."""
@@ -231,6 +230,7 @@ class Orders:
 
     def close(self) -> None:
         os.close(self._reports)
+        os.close(self._release)
 
 
 def obey() -> None:
@@ -270,7 +270,8 @@ def follow_orders(role: str) -> None:
                 what = is_next(step, of_storage=of_storage)
             if not what:
                 return
-            release = os.open(folder / "release", os.O_RDWR)
+            release = os.open(folder / "release", os.O_RDONLY | os.O_NONBLOCK)
+            os.set_blocking(release, True)
             report = os.open(folder / "reports", os.O_WRONLY | os.O_NONBLOCK)
             os.write(report, f"{what} {os.getpid()} {step} {detail}\n".encode())
             os.close(report)
