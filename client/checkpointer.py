@@ -39,7 +39,9 @@ from sidesave.stager.image import Plan, Structure, make_plan, structure_of
 from sidesave.stager.pool import Slot, SlotPool
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.history import SaveRecord
-from sidesave.writer_daemon.manifest import step_directory
+from sidesave.writer_daemon.manifest import (
+    step_directory,
+)
 from sidesave.writer_daemon.protocol import Delete, Extent, Parent, Save
 
 logger = logging.getLogger(__name__)

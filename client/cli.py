@@ -38,7 +38,12 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.history import HistoryLog, SaveRecord, log_recovery
-from sidesave.writer_daemon.manifest import MANIFEST, parse_hidden_directory, parse_step_directory, step_directory
+from sidesave.writer_daemon.manifest import (
+    MANIFEST,
+    parse_hidden_directory,
+    parse_step_directory,
+    step_directory,
+)
 from sidesave.writer_daemon.storage import PosixStorage
 
 try:
@@ -398,7 +403,7 @@ def show(
         counts[1] += facts.nbytes
     if as_json:
         about = {one.name: getattr(head, one.name) for one in fields(head)}
-        for long in ("records", "layouts", "tensors"):
+        for long in ("records", "table"):
             del about[long]
         rows = {
             fqn: {"dtype": facts.dtype_name, "shape": facts.shape, "nbytes": facts.nbytes, "item": facts.item}

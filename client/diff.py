@@ -19,7 +19,7 @@ from sidesave.errors import UnsupportedValueError
 from sidesave.stager import tree
 from sidesave.stager.dtypes import CARRIERS, DTYPES, dtype_name
 from sidesave.stager.skeleton import TensorRef
-from sidesave.writer_daemon import manifest
+from sidesave.writer_daemon import tensor_file
 
 _BATCH_NBYTES: Final = 64 << 20
 _PIECE_ELEMENTS: Final = 2 << 20
@@ -87,7 +87,7 @@ class Contents:
             raise
         self.tensors: dict[str, TensorFacts] = {}
         items = {tree.container_name(key): key for skeleton in self.reader.skeletons for key in skeleton.keys()}  # noqa: SIM118
-        for fqn, info in self.manifest.tensors.items():
+        for fqn, info in self.manifest.table.tensors.items():
             stored, dtype, shape = DTYPES[info.dtype], self._carried.get(fqn), info.shape
             nbytes = math.prod(shape) * stored.itemsize
             if dtype is not None and CARRIERS[dtype].pair:
@@ -120,7 +120,7 @@ class Contents:
 
 
 def _pickled_leaf(data: bytes) -> PickledLeaf:
-    return PickledLeaf(len(data), manifest.digest(data).hex())
+    return PickledLeaf(len(data), tensor_file.digest(data).hex())
 
 
 # Plain data ------------------------------------------------------------------------------------------------------

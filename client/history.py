@@ -26,7 +26,10 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon import lease, protocol
 from sidesave.writer_daemon.history import LOST, SaveRecord, combine, describe_error, read_history
-from sidesave.writer_daemon.manifest import parse_hidden_directory, step_directory
+from sidesave.writer_daemon.manifest import (
+    parse_hidden_directory,
+    step_directory,
+)
 from sidesave.writer_daemon.protocol import Save
 from sidesave.writer_daemon.storage import PosixStorage
 

@@ -14,7 +14,9 @@ from typing import Final
 from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo
 from sidesave.errors import CheckpointExistsError
-from sidesave.writer_daemon.manifest import step_directory
+from sidesave.writer_daemon.manifest import (
+    step_directory,
+)
 
 _LEFTOVERS: Final = 1 << 20
 """Places in the order of commits kept free for saves of earlier sessions; no session makes so many."""

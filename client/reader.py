@@ -28,17 +28,19 @@ from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.skeleton import Skeleton
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.manifest import (
-    DIGEST_NBYTES,
     FileRecord,
     Manifest,
     RankRecord,
+)
+from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.tensor_file import (
+    DIGEST_NBYTES,
     TensorEntry,
     TensorFile,
     count_blocks,
     digest,
     digest_blocks,
 )
-from sidesave.writer_daemon.storage import PosixStorage
 
 _PIECE_NBYTES: Final = 16 << 20
 _MAX_OPEN_FILES: Final = 64
@@ -119,8 +121,8 @@ class CheckpointReader:
                 for record in self.records:
                     for entry in record.files:
                         self._open_file(entry)
-                if self._located.keys() != self.manifest.tensors.keys():
-                    odd = sorted(self._located.keys() ^ self.manifest.tensors.keys())[:5]
+                if self._located.keys() != self.manifest.table.tensors.keys():
+                    odd = sorted(self._located.keys() ^ self.manifest.table.tensors.keys())[:5]
                     raise IntegrityError(f"{path}: manifest and files disagree about {odd}")
                 self.skeletons: list[Skeleton] = [self._read_skeleton(record) for record in self.records]
         except BaseException:

@@ -40,7 +40,7 @@ from sidesave.errors import SidesaveError
 from sidesave.stager import tree
 from sidesave.stager.arena import Arena
 from sidesave.stager.skeleton import Skeleton
-from sidesave.writer_daemon import manifest, protocol
+from sidesave.writer_daemon import manifest, protocol, tensor_file
 from sidesave.writer_daemon.history import HISTORY_FILE
 from sidesave.writer_daemon.holder import Holder
 
@@ -280,7 +280,7 @@ def unpack(data: bytes) -> Any:
 def seal(body: bytes) -> bytes:
     """A manifest or record of this JSON, with the digest that makes it believed."""
     rest = body[1:]
-    return b'{"xxh3_128":"' + manifest.digest(rest).hex().encode() + b'",' + rest
+    return b'{"xxh3_128":"' + tensor_file.digest(rest).hex().encode() + b'",' + rest
 
 
 def unseal(data: bytes) -> bytes:
@@ -333,7 +333,7 @@ class Forgery:
 
     @staticmethod
     def _describe(entry: dict[str, Any], data: bytes) -> None:
-        entry.update(nbytes=len(data), xxh3_128=manifest.digest(data).hex())
+        entry.update(nbytes=len(data), xxh3_128=tensor_file.digest(data).hex())
 
     def _write_record(self, body: bytes) -> None:
         data = seal(body)
@@ -346,18 +346,18 @@ class Forgery:
 def _digest_list(data: bytes) -> bytes:
     """The digests of a tensor file, or as many as can be had of one whose header makes no sense."""
     try:
-        length = manifest.header_nbytes(data[:8], len(data), "")
-        blocks = manifest.digest_blocks(manifest.TensorFile(length, length, (), {}))
+        length = tensor_file.header_nbytes(data[:8], len(data), "")
+        blocks = tensor_file.digest_blocks(tensor_file.TensorFile(length, length, (), {}))
         with suppress(SidesaveError):
-            parsed = manifest.parse_tensor_file(data[:length], "")
+            parsed = tensor_file.parse_tensor_file(data[:length], "")
             if parsed.nbytes <= len(data):
-                blocks = manifest.digest_blocks(parsed)
+                blocks = tensor_file.digest_blocks(parsed)
     except SidesaveError:
         return bytes(16)
-    return b"".join(manifest.digest(data[offset : offset + nbytes]) for offset, nbytes in blocks)
+    return b"".join(tensor_file.digest(data[offset : offset + nbytes]) for offset, nbytes in blocks)
 
 
-def tensor_file(header: bytes, body: bytes) -> bytes:
+def pack_tensor_file(header: bytes, body: bytes) -> bytes:
     """A safetensors file."""
     return struct.pack("<Q", len(header)) + header + body
 
@@ -532,7 +532,7 @@ def targets(folder: Path) -> list[Target]:
         header, body = split_tensor_file(data)
         if rng.random() < 0.2:
             return mutate_bytes(rng, data)
-        return tensor_file(mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body)
+        return pack_tensor_file(mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body)
 
     in_checkpoints = {
         "manifest.json": mutate_json,
@@ -559,9 +559,9 @@ def targets(folder: Path) -> list[Target]:
         ),
         Target(
             "header",
-            (tensor_file(header, b""),),
+            (pack_tensor_file(header, b""),),
             mutate_tensor_file,
-            lambda data: manifest.parse_tensor_file(data, "h"),
+            lambda data: tensor_file.parse_tensor_file(data, "h"),
         ),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),

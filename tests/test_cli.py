@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 import sidesave
 from sidesave.client import catalog
 from sidesave.client.cli import app
-from sidesave.writer_daemon import manifest
+from sidesave.writer_daemon import sealed_json
 
 MODULE = [sys.executable, "-m", "sidesave.client.cli"]
 CHECKS = {
@@ -68,9 +68,9 @@ def flip(path: Path, offset: int = -1) -> None:
 
 def to_newer_format(path: Path) -> None:
     """Makes a checkpoint look as if a later version had written it."""
-    body = manifest.load_json((path / "manifest.json").read_bytes(), "manifest.json")
+    body = sealed_json.load_json((path / "manifest.json").read_bytes(), "manifest.json")
     del body["xxh3_128"]
-    (path / "manifest.json").write_bytes(manifest._seal({**body, "version": manifest.FORMAT_VERSION + 1}))
+    (path / "manifest.json").write_bytes(sealed_json.seal({**body, "version": sealed_json.FORMAT_VERSION + 1}))
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,18 @@ from sidesave.errors import CheckpointExistsError, FormatVersionError, Integrity
 from sidesave.stager import tree
 from sidesave.stager.image import make_plan, structure_of
 from sidesave.stager.pool import SlotPool
-from sidesave.writer_daemon import commit, manifest, protocol
+from sidesave.writer_daemon import commit, manifest, protocol, tensor_file
+from sidesave.writer_daemon.assembly import assemble
 from sidesave.writer_daemon.commit import Recovery
 from sidesave.writer_daemon.holder import Holder
+from sidesave.writer_daemon.layout import Part, TensorInfo, whole
 from sidesave.writer_daemon.lease import Lease
-from sidesave.writer_daemon.manifest import FileRecord, Head, Manifest, RankRecord, TensorInfo
+from sidesave.writer_daemon.manifest import (
+    FileRecord,
+    Head,
+    Manifest,
+    RankRecord,
+)
 from sidesave.writer_daemon.protocol import Extent, Parent, Save
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
 from sidesave.writer_daemon.writer import Writer
@@ -335,7 +342,7 @@ def test_leftover_whose_daemon_died_after_the_manifest_is_committed(root: Path):
     partial = leave(root, 100, a_state(1))
     dead = Session(root, OLD)
     record = RankRecord.from_bytes((partial / "rank-00000.json").read_bytes(), "rank-00000.json")
-    content = commit._build(dead.storage, partial.name, [record])
+    content = assemble([record], partial.name)
     commit._publish_manifest(dead.storage, partial.name, content, dead.attempt)
     dead.end()
     session = Session(root)
@@ -795,6 +802,22 @@ DIGESTS = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
 PLAIN_FILES = st.builds(FileRecord, NAMES, INT, DIGESTS)
 TENSOR_FILES = st.builds(FileRecord, NAMES, INT, st.none(), TEXT, PLAIN_FILES)
 TENSORS = st.dictionaries(TEXT, st.builds(TensorInfo, TEXT, st.lists(INT, max_size=3).map(tuple), TEXT), max_size=4)
+SUMS = st.integers(0, 2**128 - 1)
+
+
+@st.composite
+def parts(draw: st.DrawFn, rank: int) -> Part:
+    own = draw(TENSORS)
+    return Part(
+        table=whole(draw(TENSORS), rank),
+        own=whole(own, rank),
+        cells=draw(SUMS),
+        skeleton=draw(TEXT),
+        replicas=draw(TEXT),
+        apart={fqn: draw(TEXT) for fqn in own if draw(st.booleans())},
+    )
+
+
 COMMON = {
     "session": TEXT,
     "step": INT,
@@ -803,15 +826,17 @@ COMMON = {
     "pickled": st.booleans(),
     "created_s": st.floats(0, 1e18),
     "torch_version": TEXT,
-    "tensors": TENSORS,
 }
-RECORDS = st.builds(
-    RankRecord,
-    rank=INT,
-    world_size=INT,
-    files=st.lists(TENSOR_FILES, max_size=3).map(tuple),
-    objects=PLAIN_FILES,
-    **COMMON,
+RECORDS = st.tuples(st.integers(0, 9), st.integers(1, 9)).flatmap(
+    lambda ranks: st.builds(
+        RankRecord,
+        rank=st.just(ranks[0]),
+        world_size=st.just(sum(ranks)),
+        files=st.lists(TENSOR_FILES, max_size=3).map(tuple),
+        objects=PLAIN_FILES,
+        part=parts(ranks[0]),
+        **COMMON,
+    )
 )
 MANIFESTS = st.lists(PLAIN_FILES, min_size=1, max_size=3).flatmap(
     lambda records: st.builds(
@@ -819,7 +844,7 @@ MANIFESTS = st.lists(PLAIN_FILES, min_size=1, max_size=3).flatmap(
         world_size=st.just(len(records)),
         nbytes=INT,
         records=st.just(tuple(records)),
-        layouts=st.just(({"owners": [0]},)),
+        table=TENSORS.map(lambda tensors: whole(tensors, 0)),
         **COMMON,
     )
 )
@@ -834,8 +859,7 @@ A_MANIFEST = Manifest(
     torch_version="2.8",
     nbytes=1234,
     records=(FileRecord("rank-00000.json", 10, "0" * 32),),
-    layouts=({"owners": [0]},),
-    tensors={"model.w": TensorInfo("F32", (3, 4), "model")},
+    table=whole({"model.w": TensorInfo("F32", (3, 4), "model")}, 0),
 )
 A_RECORD = RankRecord(
     session=NEW,
@@ -849,7 +873,7 @@ A_RECORD = RankRecord(
     torch_version="2.8",
     files=(FileRecord("m", 1, None, "model", FileRecord("n", 1, "0" * 32)),),
     objects=FileRecord("objects", 1, "0" * 32),
-    tensors={"model.w": TensorInfo("F32", (3, 4), "model")},
+    part=Part(whole({"model.w": TensorInfo("F32", (3, 4), "model")}, 0)),
 )
 READERS = [Manifest.from_bytes, Head.from_bytes, RankRecord.from_bytes]
 SAMPLES = [A_MANIFEST.to_bytes(), A_MANIFEST.to_bytes(), A_RECORD.to_bytes()]
@@ -858,7 +882,7 @@ SAMPLES = [A_MANIFEST.to_bytes(), A_MANIFEST.to_bytes(), A_RECORD.to_bytes()]
 def vouched(body: bytes) -> bytes:
     """A manifest or record whose own digest is right, whatever it says."""
     rest = body[1:] if body.startswith(b"{") else body
-    return b'{"xxh3_128":"' + manifest.digest(rest).hex().encode() + b'",' + rest
+    return b'{"xxh3_128":"' + tensor_file.digest(rest).hex().encode() + b'",' + rest
 
 
 def only_typed_errors(read: Callable[[bytes, str], object], data: bytes) -> bool:
@@ -888,7 +912,7 @@ def test_rank_record_reads_back_as_it_was_written(record: RankRecord):
 def test_record_begins_with_the_digest_of_all_that_follows(data: bytes):
     assert data[:13] == b'{"xxh3_128":"'
     assert data[45:47] == b'",'
-    assert bytes.fromhex(data[13:45].decode()) == manifest.digest(data[47:])
+    assert bytes.fromhex(data[13:45].decode()) == tensor_file.digest(data[47:])
     assert json.loads(data)["format"].startswith("sidesave")
 
 

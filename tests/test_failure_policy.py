@@ -198,7 +198,7 @@ def test_a_reader_goes_on_with_a_checkpoint_that_is_deleted_meanwhile(run: Path)
         commit(ckpt, 2)
         reader = CheckpointReader(str(run / "step-00000001"))
         ckpt.delete(1).result(DEADLINE_S)
-        read = dict(reader.read(list(reader.manifest.tensors), verify=True))
+        read = dict(reader.read(list(reader.manifest.table.tensors), verify=True))
         reader.close()
         assert torch.equal(read["model.w"], a_state(1)["model"]["w"])
     assert entries(run) == ["step-00000002"], "the end of the session leaves nothing of it"

@@ -41,7 +41,7 @@ from sidesave.errors import (
 )
 from sidesave.stager.arena import Arena
 from sidesave.stager.skeleton import Skeleton, Tag
-from sidesave.writer_daemon import manifest, protocol
+from sidesave.writer_daemon import manifest, protocol, tensor_file
 
 SEED = int(os.environ.get("SIDESAVE_TEST_SEED", random.randrange(1 << 32)))
 FLIPS = 500
@@ -153,24 +153,24 @@ def test_any_shape_and_offsets_are_refused_or_make_sense(shape: list[Any], data:
     entry = {"dtype": "U8", "shape": shape, "data_offsets": offsets}
     header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": entry}).encode()
     try:
-        file = manifest.parse_tensor_file(fuzz.tensor_file(header, b""), "h")
+        file = tensor_file.parse_tensor_file(fuzz.pack_tensor_file(header, b""), "h")
     except IntegrityError:
         return
     assert [entry.offset for entry in file.entries] == [file.data_offset, file.data_offset + 4]
     assert 0 <= file.nbytes < 1 << 64
-    assert manifest.count_blocks(file) == -(-file.data_offset // manifest.BLOCK_NBYTES) + (
+    assert tensor_file.count_blocks(file) == -(-file.data_offset // tensor_file.BLOCK_NBYTES) + (
         file.nbytes > file.data_offset
     )
 
 
-@given(st.lists(st.integers(0, 3 * manifest.BLOCK_NBYTES), max_size=6), st.integers(8, 2 * manifest.BLOCK_NBYTES))
+@given(st.lists(st.integers(0, 3 * tensor_file.BLOCK_NBYTES), max_size=6), st.integers(8, 2 * tensor_file.BLOCK_NBYTES))
 def test_blocks_are_counted_as_they_are_listed(lengths: list[int], data_offset: int):
     entries, end = [], data_offset
     for number, nbytes in enumerate(lengths):
-        entries.append(manifest.TensorEntry(str(number), "U8", (nbytes,), end, nbytes))
+        entries.append(tensor_file.TensorEntry(str(number), "U8", (nbytes,), end, nbytes))
         end += nbytes
-    file = manifest.TensorFile(data_offset, end, tuple(entries), {})
-    assert manifest.count_blocks(file) == len(manifest.digest_blocks(file))
+    file = tensor_file.TensorFile(data_offset, end, tuple(entries), {})
+    assert tensor_file.count_blocks(file) == len(tensor_file.digest_blocks(file))
 
 
 # Bombs -----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,9 @@ JSON_BOMBS = {
 def test_json_bombs_are_refused(kind: Any, bomb: str):
     data = JSON_BOMBS[bomb]
     if kind == "header":
-        assert not attacked(bomb, fuzz.tensor_file(data, b""), lambda data: manifest.parse_tensor_file(data, "h"))
+        assert not attacked(
+            bomb, fuzz.pack_tensor_file(data, b""), lambda data: tensor_file.parse_tensor_file(data, "h")
+        )
     else:
         assert not attacked(bomb, fuzz.seal(data or b"{"), lambda data: kind.from_bytes(data, "m"))
 
@@ -370,7 +372,7 @@ def forge_header(checkpoint: Path, change: Callable[[Any], object]) -> None:
     header, body = fuzz.split_tensor_file(forgery.originals[name])
     entries = json.loads(header)
     change(entries)
-    forgery.forge(name, fuzz.tensor_file(json.dumps(entries).encode(), body))
+    forgery.forge(name, fuzz.pack_tensor_file(json.dumps(entries).encode(), body))
 
 
 @pytest.mark.parametrize(
@@ -470,7 +472,7 @@ def test_a_sparse_file_of_terabytes_costs_neither_memory_nor_time(checkpoint: Pa
     nbytes = 8 << 40
     forgery = fuzz.Forgery(checkpoint)
     header = json.dumps({"x.w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
-    forgery.forge(name, fuzz.tensor_file(header, b""))
+    forgery.forge(name, fuzz.pack_tensor_file(header, b""))
     record = json.loads(fuzz.unseal((checkpoint / "rank-00000.json").read_bytes()))
     record["files"][0]["nbytes"] = 8 + len(header) + nbytes
     forgery.forge("rank-00000.json", json.dumps(record, separators=(",", ":")).encode())

@@ -19,7 +19,12 @@ from sidesave.stager.copier import Copier
 from sidesave.stager.dtypes import NAMES
 from sidesave.stager.image import Plan, make_plan, structure_of
 from sidesave.stager.pool import Slot
-from sidesave.writer_daemon.manifest import BLOCK_NBYTES, TensorFile, digest_blocks, parse_tensor_file
+from sidesave.writer_daemon.tensor_file import (
+    BLOCK_NBYTES,
+    TensorFile,
+    digest_blocks,
+    parse_tensor_file,
+)
 
 # Element counts around the threshold of 256 KiB, for every element size, and small shapes of every kind.
 BLOCK_EDGES = st.builds(

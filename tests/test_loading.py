@@ -28,7 +28,9 @@ from sidesave import (
     InvalidArgumentError,
     StateMismatchError,
 )
-from sidesave.writer_daemon.manifest import digest
+from sidesave.writer_daemon.tensor_file import (
+    digest,
+)
 
 
 class Loader:

@@ -23,7 +23,9 @@ from sidesave.writer_daemon import commit
 from sidesave.writer_daemon.commit import Recovery
 from sidesave.writer_daemon.holder import Holder
 from sidesave.writer_daemon.lease import LEASE_DIRECTORY, Lease
-from sidesave.writer_daemon.manifest import Manifest
+from sidesave.writer_daemon.manifest import (
+    Manifest,
+)
 
 LAST = "e" * 16
 SEEDS = itertools.count()

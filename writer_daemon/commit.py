@@ -23,8 +23,12 @@ from sidesave.errors import (
 )
 from sidesave.stager.arena import page_up
 from sidesave.writer_daemon import integrity, manifest
+from sidesave.writer_daemon.assembly import assemble
 from sidesave.writer_daemon.lease import Lease
-from sidesave.writer_daemon.manifest import FileRecord, Manifest, RankRecord, TensorInfo
+from sidesave.writer_daemon.manifest import (
+    Manifest,
+    RankRecord,
+)
 from sidesave.writer_daemon.protocol import Save
 from sidesave.writer_daemon.storage import Storage
 
@@ -89,7 +93,7 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
         raise IntegrityError(f"{storage.root}/{partial}: {save.world_size - len(found)} rank records are missing")
     if (found[0].step, found[0].session, found[0].sequence) != (save.step, save.session, save.sequence):
         raise IntegrityError(f"{storage.root}/{partial}: the records belong to another save")
-    content = _build(storage, partial, found)
+    content = assemble(found, f"{storage.root}/{partial}")
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
@@ -119,43 +123,6 @@ def _checkpoints(storage: Storage) -> Iterator[Manifest]:
         content = _committed(storage, name)
         if content is not None:
             yield content
-
-
-def _build(storage: Storage, directory: str, records: list[RankRecord]) -> Manifest:
-    first = records[0]
-    entries: list[FileRecord] = []
-    tensors: dict[str, TensorInfo] = {}
-    layouts: dict[int, int] = {}  # owner -> index of the layout "held whole by this rank"
-    for rank, record in enumerate(records):
-        if (record.session, record.step, record.sequence, record.rank, record.world_size) != (
-            first.session,
-            first.step,
-            first.sequence,
-            rank,
-            len(records),
-        ):
-            raise IntegrityError(f"{storage.root}/{directory}: the record of rank {rank} belongs to another save")
-        data = record.to_bytes()
-        entries.append(FileRecord(manifest.record_file(rank), len(data), manifest.digest(data).hex()))
-        for fqn, tensor in record.tensors.items():
-            if fqn in tensors:
-                raise IntegrityError(f"{storage.root}/{directory}: {fqn} was written by two ranks")
-            layout = layouts.setdefault(rank, len(layouts))
-            tensors[fqn] = TensorInfo(tensor.dtype, tensor.shape, tensor.container, layout)
-    return Manifest(
-        step=first.step,
-        session=first.session,
-        sequence=first.sequence,
-        world_size=first.world_size,
-        parent=first.parent,
-        pickled=any(record.pickled for record in records),
-        created_s=first.created_s,
-        torch_version=first.torch_version,
-        nbytes=sum(record.nbytes for record in records),
-        records=tuple(entries),
-        layouts=tuple({"owners": [rank]} for rank in layouts),
-        tensors=tensors,
-    )
 
 
 def _publish_manifest(storage: Storage, directory: str, content: Manifest, attempt: str) -> None:
@@ -340,7 +307,7 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: st
     for record in whole:
         for fault in integrity.check_record(storage, partial, record):
             raise IntegrityError(str(fault))
-    content = _build(storage, partial, whole)
+    content = assemble(whole, f"{storage.root}/{partial}")
     storage.remove(f"{partial}/{manifest.MANIFEST}")  # the same, or damaged; nobody reads it here
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)

@@ -14,21 +14,23 @@ from typing import Final
 
 from sidesave.errors import IntegrityError, WriteError
 from sidesave.writer_daemon.manifest import (
-    DIGEST_NBYTES,
     MANIFEST,
     MAX_JSON_NBYTES,
     FileRecord,
     Manifest,
     RankRecord,
+    parse_step_directory,
+)
+from sidesave.writer_daemon.storage import InputFile, Storage
+from sidesave.writer_daemon.tensor_file import (
+    DIGEST_NBYTES,
     TensorFile,
     count_blocks,
     digest,
     digest_blocks,
     header_nbytes,
-    parse_step_directory,
     parse_tensor_file,
 )
-from sidesave.writer_daemon.storage import InputFile, Storage
 
 _READ_NBYTES: Final = 16 << 20
 NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)

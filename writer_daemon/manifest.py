@@ -7,40 +7,30 @@ the objects file; a digest list holds one XXH3-128 digest per block of a tensor 
 
 from __future__ import annotations
 
-import collections
-import json
 import re
-import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, cast
 
-import xxhash
-
-from sidesave.errors import FormatVersionError, IntegrityError
-
-FORMAT_VERSION: Final = 1
-MANIFEST: Final = "manifest.json"
-DIGEST_NBYTES: Final = 16
-BLOCK_NBYTES: Final = 256 << 10
-"""Digest granularity. The grid restarts at each tensor of at least this size, so that a verified read of one tensor
-reads hardly more than the tensor."""
-MAX_HEADER_NBYTES: Final = 100_000_000
-"""The limit that stock safetensors sets to a header."""
-MAX_JSON_NBYTES: Final = 1 << 30
-_MAX_INT: Final = 1 << 63
-"""First whole number that no size, step or count reaches."""
-
-_PREFIX = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})",')
-_STEP_DIR = re.compile(r"step-(\d{8,19})")
-_PARTIAL = re.compile(
-    r"\.step-(\d{8,19})\.([0-9a-f]{16})\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash)"
+from sidesave import errors
+from sidesave.errors import IntegrityError, SidesaveError
+from sidesave.writer_daemon.layout import Part, Table
+from sidesave.writer_daemon.sealed_json import (
+    FORMAT_VERSION,
+    are_whole,
+    check_digest,
+    check_version,
+    get,
+    load_json,
+    seal,
 )
 
+MANIFEST: Final = "manifest.json"
+MAX_JSON_NBYTES: Final = 1 << 30
 
-def digest(data: bytes | memoryview) -> bytes:
-    """XXH3-128 of ``data``, 16 bytes, big-endian as xxhash's canonical form has it."""
-    return xxhash.xxh3_128_digest(data)
+_STEP_DIR = re.compile(r"step-(\d{8,19})")
+_HIDDEN = re.compile(
+    r"\.step-(\d{8,19})\.([0-9a-f]{16}(?:-\d{1,19})?)\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash)"
+)
 
 
 # Names -----------------------------------------------------------------------------------------------------------
@@ -51,13 +41,13 @@ def step_directory(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def hidden_directory(step: int, session: str, state: str) -> str:
-    """``.step-00000100.<session>.<state>``.
+def hidden_directory(step: int, attempt: str, state: str) -> str:
+    """``.step-00000100.<attempt>.<state>``; the attempt is a session, of several ranks with ``-<sequence>`` behind it.
 
     States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``
     and ``trash``.
     """
-    return f".step-{step:08d}.{session}.{state}"
+    return f".step-{step:08d}.{attempt}.{state}"
 
 
 def parse_step_directory(name: str) -> int | None:
@@ -67,8 +57,8 @@ def parse_step_directory(name: str) -> int | None:
 
 
 def parse_hidden_directory(name: str) -> tuple[int, str, str] | None:
-    """Step, session and state of a hidden directory's name, or None."""
-    match = _PARTIAL.fullmatch(name)
+    """Step, attempt and state of a hidden directory's name, or None."""
+    match = _HIDDEN.fullmatch(name)
     parsed = (int(match[1]), match[2], match[3]) if match else None
     return parsed if parsed and hidden_directory(*parsed) == name else None
 
@@ -81,197 +71,6 @@ def rank_file(container: str, rank: int, suffix: str) -> str:
 def record_file(rank: int) -> str:
     """``rank-00000.json``."""
     return f"rank-{rank:05d}.json"
-
-
-# The digest grid -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a safetensors file; ``offset`` counts from the file's start."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorFile:
-    """What a safetensors header says."""
-
-    data_offset: int
-    nbytes: int
-    entries: tuple[TensorEntry, ...]
-    metadata: dict[str, str]
-
-
-def header_nbytes(first_eight: bytes | memoryview, limit: int, path: str) -> int:
-    """Bytes from the file's start to its first tensor, from its first eight bytes.
-
-    Raises ``IntegrityError`` when that exceeds ``limit`` (the file's size) or what stock safetensors accepts.
-    """
-    if len(first_eight) < 8:
-        raise IntegrityError(f"{path}: too short for a safetensors file")
-    (length,) = struct.unpack("<Q", first_eight[:8])
-    if length > MAX_HEADER_NBYTES or 8 + length > limit:
-        raise IntegrityError(f"{path}: header of {length} bytes in a file of {limit}")
-    return 8 + int(length)
-
-
-def parse_tensor_file(header: bytes | memoryview, path: str) -> TensorFile:
-    """Read a safetensors header (its first eight bytes included); ``IntegrityError`` names what is wrong with it."""
-    raw = load_json(bytes(header[8:]), path)
-    metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in cast("Any", metadata).values()):
-        raise IntegrityError(f"{path}: header metadata must map text to text")
-    entries: list[TensorEntry] = []
-    end = len(header)
-    for name, body in raw.items():
-        try:
-            dtype, shape, (begin, stop) = body["dtype"], body["shape"], body["data_offsets"]
-        except (TypeError, KeyError, ValueError) as error:
-            raise IntegrityError(f"{path}: header entry {name!r} is malformed") from error
-        whole = isinstance(shape, list) and _are_whole([*cast("list[Any]", shape), begin, stop])
-        if not (isinstance(dtype, str) and whole and begin + len(header) == end and stop >= begin):
-            raise IntegrityError(f"{path}: header entry {name!r} is malformed, or leaves a hole")
-        entries.append(TensorEntry(name, dtype, tuple(cast("list[int]", shape)), len(header) + begin, stop - begin))
-        end = len(header) + stop
-    return TensorFile(len(header), end, tuple(entries), cast("dict[str, str]", metadata))
-
-
-def digest_blocks(file: TensorFile) -> list[tuple[int, int]]:
-    """The grid of a file's digests: ``(offset, nbytes)`` per block, in order and without holes.
-
-    The header is a run of its own, so that it can be verified before it is believed; each tensor of at least
-    ``BLOCK_NBYTES`` is a run, and so is each stretch of smaller ones between them. Runs are cut into blocks.
-    """
-    return [
-        (offset, min(BLOCK_NBYTES, end - offset))
-        for start, end in _runs(file)
-        for offset in range(start, end, BLOCK_NBYTES)
-    ]
-
-
-def count_blocks(file: TensorFile) -> int:
-    """How long :func:`digest_blocks` is, at once: a sparse file of terabytes has a grid that fits in no memory."""
-    return sum(-(-(end - start) // BLOCK_NBYTES) for start, end in _runs(file))
-
-
-def _runs(file: TensorFile) -> Iterator[tuple[int, int]]:
-    yield 0, file.data_offset
-    start = file.data_offset
-    for entry in file.entries:
-        if entry.nbytes >= BLOCK_NBYTES:
-            if entry.offset > start:
-                yield start, entry.offset
-            yield entry.offset, entry.offset + entry.nbytes
-            start = entry.offset + entry.nbytes
-    if file.nbytes > start:
-        yield start, file.nbytes
-
-
-# JSON ------------------------------------------------------------------------------------------------------------
-
-
-def load_json(data: bytes, path: str) -> dict[str, Any]:
-    """Parse a JSON object strictly: duplicate keys, NaN and other top-level values are an ``IntegrityError``."""
-    try:
-        value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
-        if b"\\u" in data:
-            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise IntegrityError(f"{path}: must hold a JSON object")
-    return cast("dict[str, Any]", value)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    body = dict(pairs)
-    if len(body) != len(pairs):
-        name, _ = collections.Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"duplicate key {name!r:.80}")
-    return body
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _seal(body: dict[str, Any]) -> bytes:
-    """JSON that begins with the digest of all that follows it."""
-    rest = json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()[1:]
-    return b'{"xxh3_128":"' + digest(rest).hex().encode() + b'",' + rest
-
-
-def _check_digest(data: bytes, path: str) -> None:
-    match = _PREFIX.match(data)
-    if match is None or digest(memoryview(data)[match.end() :]).hex().encode() != match[1]:
-        raise IntegrityError(f"{path}: does not match its own digest")
-
-
-def _get(body: dict[str, Any], key: str, kind: type, path: str) -> Any:
-    value = body.get(key)
-    if type(value) is not kind or (kind in (int, float) and not 0 <= cast("float", value) < _MAX_INT):
-        raise IntegrityError(f"{path}: {key!r} must be a non-negative {kind.__name__}, not {value!r:.80}")
-    return value
-
-
-def _are_whole(numbers: list[Any]) -> bool:
-    return all(type(number) is int and 0 <= number < _MAX_INT for number in numbers)
-
-
-def _check_version(body: dict[str, Any], kind: str, path: str) -> None:
-    if body.get("format") != kind:
-        raise IntegrityError(f"{path}: format is {body.get('format')!r:.80}, not {kind!r}")
-    version = _get(body, "version", int, path)
-    if version != FORMAT_VERSION:
-        raise FormatVersionError(
-            f"{path}: format version {version}; this sidesave reads version {FORMAT_VERSION}, so upgrade it"
-        )
-
-
-# Tensors ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor as records list it: safetensors dtype name, shape, the container whose files hold it, and its layout.
-
-    In the manifest ``shape`` is global and ``layout`` indexes the manifest's layouts; in a rank's record both are that
-    rank's own, and layout 0 means the whole tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    container: str
-    layout: int = 0
-
-
-def _tensors_to_json(tensors: dict[str, TensorInfo]) -> dict[str, Any]:
-    containers = list(dict.fromkeys(tensor.container for tensor in tensors.values()))
-    index = {container: number for number, container in enumerate(containers)}
-    rows = {fqn: [index[one.container], one.dtype, list(one.shape), one.layout] for fqn, one in tensors.items()}
-    return {"containers": containers, "tensors": rows}
-
-
-def _tensors_from_json(body: dict[str, Any], layouts: int, path: str) -> dict[str, TensorInfo]:
-    containers = cast("list[Any]", _get(body, "containers", list, path))
-    if not all(isinstance(container, str) for container in containers):
-        raise IntegrityError(f"{path}: the name of a container is malformed")
-    tensors: dict[str, TensorInfo] = {}
-    for fqn, row in cast("dict[str, Any]", _get(body, "tensors", dict, path)).items():
-        try:
-            container, dtype, shape, layout = row
-            whole = isinstance(shape, list) and _are_whole([container, layout, *cast("list[Any]", shape)])
-            if not (whole and layout < layouts and isinstance(dtype, str)):
-                raise ValueError(row)
-            tensors[fqn] = TensorInfo(dtype, tuple(cast("list[int]", shape)), containers[container], layout)
-        except (TypeError, ValueError, IndexError) as error:
-            raise IntegrityError(f"{path}: tensor entry {fqn!r} is malformed") from error
-    return tensors
 
 
 # Rank record -----------------------------------------------------------------------------------------------------
@@ -306,7 +105,7 @@ class FileRecord:
         if not isinstance(body, dict):
             raise IntegrityError(f"{path}: a file entry must be an object")
         fields = cast("dict[str, Any]", body)
-        name = _get(fields, "name", str, path)
+        name = get(fields, "name", str, path)
         if not is_safe_name(name):
             raise IntegrityError(f"{path}: {name!r:.80} is no file name of a checkpoint")
         own = fields.get("xxh3_128")
@@ -321,7 +120,7 @@ class FileRecord:
         digests = cls.from_json(inner, path) if "digests" in fields else None
         if (own is None) == (digests is None) or (digests is not None and digests.xxh3_128 is None):
             raise IntegrityError(f"{path}: {name} must have one digest or one digest list")
-        return cls(name, _get(fields, "nbytes", int, path), own, container, digests)
+        return cls(name, get(fields, "nbytes", int, path), own, container, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +138,7 @@ class RankRecord:
     torch_version: str
     files: tuple[FileRecord, ...]
     objects: FileRecord
-    tensors: dict[str, TensorInfo]
+    part: Part
 
     @property
     def nbytes(self) -> int:
@@ -348,7 +147,7 @@ class RankRecord:
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
-        return _seal(
+        return seal(
             {
                 "format": "sidesave-rank",
                 "version": FORMAT_VERSION,
@@ -361,33 +160,79 @@ class RankRecord:
                 **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
                 "files": [file.to_json() for file in self.files],
                 "objects": self.objects.to_json(),
-                **_tensors_to_json(self.tensors),
+                **self.part.to_json(),
             }
         )
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> RankRecord:
         """Compare the digest, then parse and check; raises ``IntegrityError`` or ``FormatVersionError``."""
-        _check_digest(data, path)
+        check_digest(data, path)
         body = load_json(data, path)
-        _check_version(body, "sidesave-rank", path)
-        files = tuple(FileRecord.from_json(file, path) for file in _get(body, "files", list, path))
+        check_version(body, "sidesave-rank", path)
+        rank, world_size = get(body, "rank", int, path), get(body, "world_size", int, path)
+        if rank >= world_size:
+            raise IntegrityError(f"{path}: it is of rank {rank} in a world of {world_size}")
+        if body.get("status") != "written":
+            raise IntegrityError(f"{path}: its status is {body.get('status')!r:.80}, not 'written'")
+        files = tuple(FileRecord.from_json(file, path) for file in get(body, "files", list, path))
         if any(file.digests is None for file in files):
             raise IntegrityError(f"{path}: a tensor file lacks its digest list")
         objects = FileRecord.from_json(body.get("objects"), path)
         if objects.xxh3_128 is None:
             raise IntegrityError(f"{path}: the objects file lacks its digest")
         return cls(
-            session=_get(body, "session", str, path),
-            step=_get(body, "step", int, path),
-            sequence=_get(body, "sequence", int, path),
-            rank=_get(body, "rank", int, path),
-            world_size=_get(body, "world_size", int, path),
+            session=get(body, "session", str, path),
+            step=get(body, "step", int, path),
+            sequence=get(body, "sequence", int, path),
+            rank=rank,
+            world_size=world_size,
             **_read_lineage(body, path),
             files=files,
             objects=objects,
-            tensors=_tensors_from_json(body, 1, path),
+            part=Part.from_json(body, rank, world_size, path),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """In the place of a rank's record: it will not write its part, and why. ``status`` is ``failed`` or ``aborted``."""
+
+    session: str
+    step: int
+    sequence: int
+    rank: int
+    world_size: int
+    status: str
+    error: str
+    message: str
+    errno: int | None
+    path: str | None
+
+    def to_bytes(self) -> bytes:
+        """The file's content: the digest of all that follows it, then the rest."""
+        return seal({"format": "sidesave-rank", "version": FORMAT_VERSION, **asdict(self)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Refusal | None:
+        """Read and check; None when it is a record of something written. Raises as :meth:`RankRecord.from_bytes`."""
+        check_digest(data, path)
+        body = load_json(data, path)
+        check_version(body, "sidesave-rank", path)
+        if body.get("status") not in ("failed", "aborted"):
+            return None
+        number, where = body.get("errno"), body.get("path")
+        return cls(
+            **{name: get(body, name, int, path) for name in ("step", "sequence", "rank", "world_size")},
+            **{name: get(body, name, str, path) for name in ("session", "status", "error", "message")},
+            errno=number if type(number) is int else None,
+            path=where if isinstance(where, str) else None,
+        )
+
+    def as_error(self) -> SidesaveError:
+        """The error that this rank's save has failed with, told of by another."""
+        text = self.message if self.status == "aborted" else f"rank {self.rank}: {self.message}"
+        return errors.from_wire(self.error, text, self.errno, self.path)
 
 
 def _lineage(parent: tuple[int, str] | None, pickled: bool, created_s: float, torch_version: str) -> dict[str, Any]:
@@ -405,12 +250,12 @@ def _read_lineage(body: dict[str, Any], path: str) -> dict[str, Any]:
         if not isinstance(parent, dict):
             raise IntegrityError(f"{path}: parent must be an object or null")
         fields = cast("dict[str, Any]", parent)
-        parent = (_get(fields, "step", int, path), _get(fields, "session", str, path))
+        parent = (get(fields, "step", int, path), get(fields, "session", str, path))
     return {
         "parent": parent,
-        "pickled": _get(body, "pickle", bool, path),
-        "created_s": _get(body, "created_s", float, path),
-        "torch_version": _get(body, "torch_version", str, path),
+        "pickled": get(body, "pickle", bool, path),
+        "created_s": get(body, "created_s", float, path),
+        "torch_version": get(body, "torch_version", str, path),
     }
 
 
@@ -431,18 +276,18 @@ class Head:
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Head:
         """Compare the digest of a whole manifest, then parse only its beginning."""
-        _check_digest(data, path)
+        check_digest(data, path)
         end = data.find(b',"records":')
         body = load_json(data[:end] + b"}" if end >= 0 else data, path)
-        _check_version(body, "sidesave", path)
+        check_version(body, "sidesave", path)
         lineage = _read_lineage(body, path)
         return cls(
-            step=_get(body, "step", int, path),
-            session=_get(body, "session", str, path),
-            sequence=_get(body, "sequence", int, path),
+            step=get(body, "step", int, path),
+            session=get(body, "session", str, path),
+            sequence=get(body, "sequence", int, path),
             parent=lineage["parent"],
             created_s=lineage["created_s"],
-            nbytes=_get(body, "nbytes", int, path),
+            nbytes=get(body, "nbytes", int, path),
         )
 
 
@@ -450,8 +295,11 @@ class Head:
 class Manifest:
     """``manifest.json``: the checkpoint, once its directory bears the step's name.
 
-    ``layouts`` holds each distinct way in which a tensor is cut, once; an entry is ``{"owners": [rank]}`` for a tensor
-    that one rank holds whole.
+    Attributes:
+        records: Of each rank the file that lists its files.
+        table: All tensors but those that belong to one rank alone, which its record lists.
+        skeletons: The ranks whose skeletons say, together, all that ranks share.
+        apart: Tensors that were found to differ between the ranks that hold them: FQN to these ranks.
     """
 
     step: int
@@ -464,12 +312,13 @@ class Manifest:
     torch_version: str
     nbytes: int
     records: tuple[FileRecord, ...]
-    layouts: tuple[dict[str, Any], ...]
-    tensors: dict[str, TensorInfo]
+    table: Table
+    skeletons: tuple[int, ...] = (0,)
+    apart: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
-        return _seal(
+        return seal(
             {
                 "format": "sidesave",
                 "version": FORMAT_VERSION,
@@ -480,34 +329,35 @@ class Manifest:
                 **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
                 "nbytes": self.nbytes,
                 "records": [record.to_json() for record in self.records],
-                "layouts": list(self.layouts),
-                **_tensors_to_json(self.tensors),
+                "skeletons": list(self.skeletons),
+                "apart": {fqn: list(ranks) for fqn, ranks in self.apart.items()},
+                **self.table.to_json(),
             }
         )
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
         """Compare the digest, then parse and check; raises ``IntegrityError`` or ``FormatVersionError``."""
-        _check_digest(data, path)
+        check_digest(data, path)
         body = load_json(data, path)
-        _check_version(body, "sidesave", path)
-        records = tuple(FileRecord.from_json(record, path) for record in _get(body, "records", list, path))
-        world_size = _get(body, "world_size", int, path)
+        check_version(body, "sidesave", path)
+        records = tuple(FileRecord.from_json(record, path) for record in get(body, "records", list, path))
+        world_size = get(body, "world_size", int, path)
         if not world_size or len(records) != world_size or any(record.xxh3_128 is None for record in records):
             raise IntegrityError(f"{path}: {len(records)} records for a world of {world_size}")
-        layouts = cast("list[Any]", _get(body, "layouts", list, path))
-        if not all(isinstance(layout, dict) and "owners" in layout for layout in layouts):
-            raise IntegrityError(f"{path}: a layout must name its owners")
+        skeletons = _ranks(get(body, "skeletons", list, path), world_size, path)
+        apart = cast("dict[str, Any]", get(body, "apart", dict, path))
         return cls(
-            step=_get(body, "step", int, path),
-            session=_get(body, "session", str, path),
-            sequence=_get(body, "sequence", int, path),
+            step=get(body, "step", int, path),
+            session=get(body, "session", str, path),
+            sequence=get(body, "sequence", int, path),
             world_size=world_size,
             **_read_lineage(body, path),
-            nbytes=_get(body, "nbytes", int, path),
+            nbytes=get(body, "nbytes", int, path),
             records=records,
-            layouts=tuple(layouts),
-            tensors=_tensors_from_json(body, len(layouts), path),
+            table=Table.from_json(body, world_size, path),
+            skeletons=skeletons,
+            apart={fqn: _ranks(ranks, world_size, path) for fqn, ranks in apart.items()},
         )
 
     def check_record(self, rank: int, record: RankRecord, path: str) -> None:
@@ -515,3 +365,10 @@ class Manifest:
         told = (record.session, record.step, record.sequence, record.rank, record.world_size)
         if told != (self.session, self.step, self.sequence, rank, self.world_size):
             raise IntegrityError(f"{path}: it is of another checkpoint than the manifest, or of another rank")
+
+
+def _ranks(value: Any, world_size: int, path: str) -> tuple[int, ...]:
+    ranks = cast("list[Any]", value) if isinstance(value, list) else []
+    if not ranks or not are_whole(ranks) or max(ranks) >= world_size:
+        raise IntegrityError(f"{path}: {value!r:.80} is no list of ranks in a world of {world_size}")
+    return tuple(ranks)

@@ -148,7 +148,8 @@ class Save(Message):
     """A staged state: extents, never bytes.
 
     ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
-    directory is not created a second time.
+    directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
+    without it they are whole, and this rank's.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -168,6 +169,7 @@ class Save(Message):
     created_s: float
     torch_version: str
     retry: bool
+    table: Extent | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:

@@ -20,7 +20,10 @@ from sidesave.errors import CheckpointNotFoundError, CommitUnknownError, NoSpace
 from sidesave.stager.arena import Arena
 from sidesave.writer_daemon import commit, jobs, protocol
 from sidesave.writer_daemon.lease import Lease
-from sidesave.writer_daemon.manifest import RankRecord, step_directory
+from sidesave.writer_daemon.manifest import (
+    RankRecord,
+    step_directory,
+)
 from sidesave.writer_daemon.protocol import Delete, Save
 from sidesave.writer_daemon.storage import Storage
 from sidesave.writer_daemon.writer import Writer

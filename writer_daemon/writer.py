@@ -24,10 +24,19 @@ from typing import Final
 
 from sidesave.errors import IntegrityError, NoSpaceError, ProtocolError, WriteError
 from sidesave.stager.arena import Arena, page_up
-from sidesave.writer_daemon import manifest
-from sidesave.writer_daemon.manifest import DIGEST_NBYTES, FileRecord, RankRecord, TensorFile, TensorInfo
+from sidesave.writer_daemon import layout, manifest, tensor_file
+from sidesave.writer_daemon.layout import Part, TensorInfo
+from sidesave.writer_daemon.manifest import (
+    FileRecord,
+    RankRecord,
+)
 from sidesave.writer_daemon.protocol import Extent, Save
+from sidesave.writer_daemon.sealed_json import load_json
 from sidesave.writer_daemon.storage import OutputFile, Storage
+from sidesave.writer_daemon.tensor_file import (
+    DIGEST_NBYTES,
+    TensorFile,
+)
 
 CHUNK_NBYTES: Final = 16 << 20
 _FOLLOW_POLL_S: Final = 0.0005
@@ -126,7 +135,8 @@ class Writer:
             self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
         for name, data in small:
             self._publish_small(directory, name, data)
-        record = _record(save, images, small)
+        told = None if save.table is None else bytes(arena.view(save.table.offset, save.table.nbytes))
+        record = _record(save, images, small, told)
         content, name = record.to_bytes(), manifest.record_file(save.rank)
         self._write_small(directory, name, content)
         self._publish_small(directory, name, content)
@@ -148,14 +158,14 @@ class Writer:
         name = manifest.rank_file(extent.name, save.rank, "safetensors")
         try:
             start = arena.view(extent.offset, min(8, extent.nbytes))
-            header = arena.view(extent.offset, manifest.header_nbytes(start, extent.nbytes, name))
-            layout = manifest.parse_tensor_file(header, name)
+            header = arena.view(extent.offset, tensor_file.header_nbytes(start, extent.nbytes, name))
+            layout = tensor_file.parse_tensor_file(header, name)
             arena.view(extent.offset, page_up(extent.nbytes))
         except (IntegrityError, ValueError) as error:
             raise ProtocolError(f"arena {save.arena} holds no tensor file at {extent.offset}: {error}") from error
         if layout.nbytes != extent.nbytes:
             raise ProtocolError(f"{name}: SAVE says {extent.nbytes} bytes, its header {layout.nbytes}")
-        blocks = manifest.digest_blocks(layout)
+        blocks = tensor_file.digest_blocks(layout)
         digests = bytearray(DIGEST_NBYTES * len(blocks))
         return _TensorImage(extent, f"{directory}/{name}", self._temporary(directory, name), layout, blocks, digests)
 
@@ -256,9 +266,10 @@ class Writer:
 def _digest_whole(nbytes: int, read: Callable[[int, int], memoryview]) -> bytes:
     """The digest of the digests of a file's chunks: bounded memory whatever the file's size."""
     parts = [
-        manifest.digest(read(offset, min(CHUNK_NBYTES, nbytes - offset))) for offset in range(0, nbytes, CHUNK_NBYTES)
+        tensor_file.digest(read(offset, min(CHUNK_NBYTES, nbytes - offset)))
+        for offset in range(0, nbytes, CHUNK_NBYTES)
     ]
-    return manifest.digest(b"".join(parts))
+    return tensor_file.digest(b"".join(parts))
 
 
 def _reader(arena: Arena, extent: Extent) -> Callable[[int, int], memoryview]:
@@ -273,7 +284,7 @@ def _digest_chunk(image: _TensorImage, arena: Arena, offset: int, nbytes: int) -
         return
     base = image.blocks[first][0]
     view = arena.view(image.extent.offset + base, sum(image.blocks[last - 1]) - base)
-    digests = [manifest.digest(view[start - base : start - base + size]) for start, size in image.blocks[first:last]]
+    digests = [tensor_file.digest(view[start - base : start - base + size]) for start, size in image.blocks[first:last]]
     image.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES] = b"".join(digests)
 
 
@@ -285,9 +296,9 @@ def _check_generation(save: Save, arena: Arena) -> None:
         )
 
 
-def _record(save: Save, images: list[_TensorImage], small: list[tuple[str, bytes]]) -> RankRecord:
+def _record(save: Save, images: list[_TensorImage], small: list[tuple[str, bytes]], told: bytes | None) -> RankRecord:
     def plain(name: str, data: bytes) -> FileRecord:
-        return FileRecord(name, len(data), manifest.digest(data).hex())
+        return FileRecord(name, len(data), tensor_file.digest(data).hex())
 
     (objects_name, objects), *digest_lists = small
     files = tuple(
@@ -296,11 +307,6 @@ def _record(save: Save, images: list[_TensorImage], small: list[tuple[str, bytes
         )
         for image, (name, data) in zip(images, digest_lists, strict=True)
     )
-    tensors = {
-        entry.name: TensorInfo(entry.dtype, entry.shape, image.extent.name)
-        for image in images
-        for entry in image.layout.entries
-    }
     return RankRecord(
         session=save.session,
         step=save.step,
@@ -313,5 +319,22 @@ def _record(save: Save, images: list[_TensorImage], small: list[tuple[str, bytes
         torch_version=save.torch_version,
         files=files,
         objects=plain(objects_name, objects),
-        tensors=tensors,
+        part=_part(save, images, told),
     )
+
+
+def _part(save: Save, images: list[_TensorImage], told: bytes | None) -> Part:
+    """What the trainer tells of the tensors; alone it need not: all of them are whole, and its own."""
+    if told is not None:
+        where = f"the table of step {save.step}"
+        try:
+            return Part.from_json(load_json(told, where), save.rank, save.world_size, where)
+        except IntegrityError as error:
+            raise ProtocolError(str(error)) from error
+    tensors = {
+        entry.name: TensorInfo(entry.dtype, entry.shape, image.extent.name)
+        for image in images
+        for entry in image.layout.entries
+    }
+    table = layout.whole(tensors, save.rank)
+    return Part(table, cells=table.sums().get(save.rank, 0))
