@@ -7,8 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from sidesave.errors import InvalidArgumentError, write_error
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
@@ -61,13 +59,14 @@ def check_seconds(**timeouts: float) -> None:
             raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {seconds!r}")
 
 
-def check_world() -> None:
-    """One rank only, so far: two ranks that each believed to be alone would fight over the directory."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+def check_alone(*, fallback_directory: str, on_busy: str) -> None:
+    """What only a process that saves alone can have."""
+    if fallback_directory:
         raise InvalidArgumentError(
-            f"this process is one of {distributed.get_world_size()} ranks, and this version saves a single rank only"
+            "fallback_directory is for a process that saves alone; ranks share one directory"
         )
+    if on_busy == "skip":
+        raise InvalidArgumentError('on_busy="skip" is for a process that saves alone; a save takes all ranks')
 
 
 def check_path(path: str) -> None:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
@@ -25,32 +26,25 @@ from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
 from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
 from sidesave.client.saves import SavesInFlight
+from sidesave.client.submission import Submission
+from sidesave.client.world import find_world
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
     InvalidArgumentError,
     SidesaveError,
     StagingError,
-    UnsupportedValueError,
 )
-from sidesave.stager import ownership, tree
+from sidesave.stager import ownership
 from sidesave.stager.copier import Copier
-from sidesave.stager.image import Plan, Structure, make_plan, structure_of
 from sidesave.stager.pool import Slot, SlotPool
-from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.history import SaveRecord
-from sidesave.writer_daemon.manifest import (
-    step_directory,
-)
-from sidesave.writer_daemon.protocol import Delete, Extent, Parent, Save
+from sidesave.writer_daemon.manifest import step_directory
+from sidesave.writer_daemon.protocol import Delete
 
 logger = logging.getLogger(__name__)
 
-_MAX_PLANS: Final = 8
 _EXIT_TIMEOUT_S: Final = 600.0
-_FOLLOW_NBYTES: Final = 512 << 20
-"""From this size on the writer follows the copy. For 1.4 GB that made a save durable 75 ms sooner for 4 ms of the call;
-for 0.35 GB it was 11 ms for 7, and there the call counts more."""
 
 
 class Checkpointer:
@@ -77,12 +71,18 @@ class Checkpointer:
         busy_timeout_s: float = 600.0,
         stall_timeout_s: float = 300.0,
         takeover_timeout_s: float = 60.0,
+        commit_timeout_s: float = 600.0,
+        distributed: bool = True,
+        process_group: torch.distributed.ProcessGroup | None = None,
         allow_pickle: bool = False,
         nice: int = 0,
         io_class: Literal["", "idle", "best-effort"] = "",
         cpus: Sequence[int] = (),
     ) -> None:
         """Open a run directory, creating it if need be.
+
+        Of a job with several ranks each makes one, at the same time, for one directory that all of them see; from then
+        on every rank saves the same steps in the same order, and no rank waits for another in :meth:`save`.
 
         Args:
             directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each.
@@ -103,6 +103,11 @@ class Checkpointer:
             busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
             stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds.
             takeover_timeout_s: How long to wait for the daemon of a dead trainer that still writes here, in seconds.
+            commit_timeout_s: How long, in seconds, a rank whose part is written waits for the others.
+            distributed: Save together with the other ranks: those of the process group if one is initialised, else
+                those that the launcher tells of (``RANK``, ``WORLD_SIZE``). False for a process that saves alone, such
+                as rank 0 of a job whose ranks hold the same.
+            process_group: The ranks that save together, None for all.
             allow_pickle: Let values that are no plain data be pickled.
             nice: Niceness of the daemon, 0 to 19.
             io_class: I/O scheduling class of the daemon; empty leaves the system's.
@@ -111,15 +116,18 @@ class Checkpointer:
         Raises:
             WriteError: The directory cannot be created or is none.
             DirectoryInUseError: Another live session writes there; the message names it.
-            DaemonStartError: The daemon did not come up.
+            DaemonStartError: The daemon did not come up, or another rank did not.
             InvalidArgumentError: An option makes no sense.
+            SidesaveError: Whatever kept another rank from starting; the message names it.
         """
         arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
         arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
         arguments.check_seconds(
-            busy_timeout_s=busy_timeout_s, stall_timeout_s=stall_timeout_s, takeover_timeout_s=takeover_timeout_s
+            busy_timeout_s=busy_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            takeover_timeout_s=takeover_timeout_s,
+            commit_timeout_s=commit_timeout_s,
         )
-        arguments.check_world()
         self._directory = path_text(directory)
         self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
         for path in filter(None, (self._directory, self._fallback)):
@@ -131,23 +139,89 @@ class Checkpointer:
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
         self._allow_pickle = allow_pickle
-        self._session = secrets.token_hex(8)
+        self._world = find_world(self._directory, distributed, process_group)
+        if self._world.size > 1:
+            arguments.check_alone(fallback_directory=self._fallback, on_busy=on_busy)
         self._ids = itertools.count(1)
         self._call = threading.RLock()
         self._saving: int | None = None  # the thread inside save()
-        self._plans: dict[Structure, Plan] = {}
         self._closed = False
         config = DaemonConfig(
             directory=self._directory,
             fallback_directory=self._fallback,
-            session=self._session,
+            session="",
+            rank=self._world.rank,
+            world_size=self._world.size,
             retries=retries,
             stall_timeout_s=stall_timeout_s,
             takeover_timeout_s=takeover_timeout_s,
+            commit_timeout_s=commit_timeout_s,
             nice=nice,
             io_class=io_class,
             cpus=tuple(cpus),
         )
+
+        def start(session: str) -> None:
+            self._start(
+                replace(config, session=session),
+                slots=slots,
+                max_host_memory_bytes=max_host_memory_bytes,
+                bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
+            )
+
+        try:
+            self._copier = Copier(overlap=overlap, validate=validate)
+            self._open(start)
+        except BaseException:
+            self._stop()
+            raise
+        for name in self.recovered:
+            logger.info("finished %s, which a dead session had left", name)
+        for name in self.removed:
+            logger.info("removed %s, which a dead session had left", name)
+        self._submission = Submission(
+            self._world,
+            self._session,
+            self._ids,
+            self._connection,
+            self._pool,
+            self._copier,
+            self._saves,
+            self._lineage,
+            self._history,
+            allow_pickle=allow_pickle,
+        )
+        self._dropped = weakref.finalize(
+            self, _close_dropped, os.getpid(), self._directory, self._copier, self._saves, self._connection, self._pool
+        )
+        self._dropped.atexit = False  # _close_all comes first, and waits
+        _at_exit(self)
+
+    def _open(self, start: Callable[[str], None]) -> None:
+        """Rank 0 opens the directory first, and settles what is there; the others join its session."""
+        world = self._world
+        found: list[CheckpointInfo] = []
+        leftovers = False
+        with world.agreeing("cannot open the run directory"):
+            if world.rank == 0:
+                start(secrets.token_hex(8))
+                # The daemon recovers the fallback directory when it first needs it, perhaps in the middle of the run.
+                leftovers = bool(self._connection.left) or catalog.has_leftovers(self._fallback)
+                found = self._scan(refuse_newer=True)
+        if world.size > 1:
+            told = [self._session, leftovers, [info.to_json() for info in found]] if world.rank == 0 else None
+            session, leftovers, infos = world.gather(told)[0]
+            found = [CheckpointInfo.from_json(info, self._directory) for info in infos]
+            with world.agreeing("cannot start its daemon"):
+                if world.rank:
+                    start(session)
+        self._lineage.begin(found, leftovers=leftovers)
+
+    def _start(
+        self, config: DaemonConfig, *, slots: int, max_host_memory_bytes: int | None, bearable_failures: int
+    ) -> None:
+        self._session = config.session
+        lineage = self._lineage = Lineage(self._directory)
 
         def release_slot(slot: Slot) -> None:  # neither this nor the other may keep a dropped checkpointer alive
             pool.release(slot)
@@ -157,33 +231,20 @@ class Checkpointer:
 
         self._saves = SavesInFlight(
             self._directory,
-            bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
+            bearable_failures=bearable_failures,
             release_slot=release_slot,
             on_committed=on_committed,
         )
         self._connection = Connection(config, self._saves.receive, self._saves.lose)
+        pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
+        self._pool = pool
         self._history = OwnHistory(self._directory, self._fallback, self._session, self._ids, self._connection)
-        try:
-            self._copier = Copier(overlap=overlap, validate=validate)
-            pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
-            self._pool = pool
-            self._connection.wait_ready()
-            # The daemon recovers the fallback directory when it first needs it, which may be in the middle of the run.
-            leftovers = bool(self._connection.left) or catalog.has_leftovers(self._fallback)
-            lineage = Lineage(self._directory, self._scan(refuse_newer=True), leftovers=leftovers)
-        except BaseException:
-            self._connection.close(5.0)
-            raise
-        for name in self.recovered:
-            logger.info("finished %s, which a dead session had left", name)
-        for name in self.removed:
-            logger.info("removed %s, which a dead session had left", name)
-        self._lineage = lineage
-        self._dropped = weakref.finalize(
-            self, _close_dropped, os.getpid(), self._directory, self._copier, self._saves, self._connection, pool
-        )
-        self._dropped.atexit = False  # _close_all comes first, and waits
-        _at_exit(self)
+        self._connection.wait_ready()
+
+    def _stop(self) -> None:
+        connection: Connection | None = getattr(self, "_connection", None)
+        if connection is not None:
+            connection.close(5.0)
 
     # Saving ----------------------------------------------------------------------------------------------------
 
@@ -211,25 +272,26 @@ class Checkpointer:
             SidesaveError: An earlier save failed (``on_error="raise"``).
         """
         self._check_open()
-        self._saves.raise_failure()
-        arguments.check_step(step)
         self._refuse_reentry("save")
         if blocking:
             self._refuse_in_callback("save")
-        with self._call, self._history.call(step):
+        with self._call:
             self._saving = threading.get_ident()
+            # Every call takes a place, whatever comes of it: by its place other ranks know which save is meant.
+            sequence = self._lineage.next_sequence()
             try:
                 self._check_open()  # again: close() may have come first
-                replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.has_step(step))
-                flat = tree.flatten(state, allow_pickle=self._allow_pickle)
-                slot = self._pool.try_acquire()
-                if slot is None and self._on_busy == "skip":
-                    return self._history.skip(SaveHandle(step, skipped=True))
-                slot = slot or self._pool.acquire(self._busy_timeout_s)
-                handle = SaveHandle(step)
-                self._stage(step, flat, slot, handle, replace=replace, blocking=blocking)
+                self._saves.raise_failure()
+                arguments.check_step(step)
+                with self._history.call(step):
+                    handle = self._submit(step, state, sequence, blocking=blocking, overwrite=overwrite)
+            except BaseException as error:
+                self._submission.refuse(step, sequence, error)
+                raise
             finally:
                 self._saving = None
+        if handle.skipped:
+            return handle
         if blocking:
             try:
                 handle.committed.result()
@@ -238,77 +300,18 @@ class Checkpointer:
                 raise
         return handle
 
-    def _stage(
-        self, step: int, flat: tree.FlatState, slot: Slot, handle: SaveHandle, *, replace: bool, blocking: bool
-    ) -> None:
-        try:
-            plan = self._plan(flat)
-            self._pool.fit(slot, plan, len(flat.objects), pin=_has_cuda(flat))
-            arena = slot.arena
-            assert arena is not None
-            slot.write_objects(flat.objects)
-            save = self._describe(step, flat, plan, slot, replace=replace)
-            descriptor = protocol.encode(save)
-            if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
-                raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
-            handle._nbytes_total = sum(file.nbytes for file in plan.files) + len(flat.objects)
-            self._history.begin(save, handle)
-            entry = self._saves.add(save, handle, slot)
-        except BaseException:
-            self._pool.release(slot)
-            raise
-        # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
-        follow = plan.nbytes >= _FOLLOW_NBYTES and self._copier.captures_all(flat)
-
-        def staged(error: SidesaveError | None) -> None:
-            if error is None:
-                arena.mark_staged(descriptor)  # from here on the save survives this process
-            if not self._saves.filled(entry):
-                return  # storage refused before all was copied
-            if error is not None:
-                self._saves.fail(entry, error)
-                return
-            handle._resolve(handle.staged, None)
-            if not follow:
-                self._connection.submit(save)
-
-        try:
-            if follow:
-                self._connection.submit(save)
-            self._copier.copy(flat, plan, slot, staged, blocking=blocking)
-        except BaseException as error:
-            arena.begin_generation()  # a writer that follows gives up
-            if self._saves.filled(entry):
-                self._saves.fail(entry, StagingError(f"copying the state failed: {error}"), report=False)
-            raise
-
-    def _describe(self, step: int, flat: tree.FlatState, plan: Plan, slot: Slot, *, replace: bool) -> Save:
-        """The SAVE message of what is about to be staged in ``slot``, whose memory it declares unfinished."""
-        arena = slot.arena
-        assert arena is not None
-        base = arena.data_offset
-        parent = self._lineage.parent
-        return Save(
-            attempt=1,
-            save_id=next(self._ids),
-            arena=slot.arena_id,
-            generation=arena.begin_generation(),
-            step=step,
-            session=self._session,
-            sequence=self._lineage.next_sequence(),
-            rank=0,
-            world_size=1,
-            files=tuple(
-                Extent(name=file.container, offset=base + file.offset, nbytes=file.nbytes) for file in plan.files
-            ),
-            objects=Extent(name=tree.OBJECTS, offset=base + plan.objects_offset, nbytes=len(flat.objects)),
-            parent=None if parent is None else Parent(step=parent[0], session=parent[1]),
-            replace=replace,
-            pickled=flat.pickled,
-            created_s=self._history.called_s,
-            torch_version=str(torch.__version__),
-            retry=False,
-        )
+    def _submit(
+        self, step: int, state: Mapping[str, Any], sequence: int, *, blocking: bool, overwrite: bool
+    ) -> SaveHandle:
+        replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.has_step(step))
+        flat = self._submission.flatten(state)
+        slot = self._pool.try_acquire()
+        if slot is None and self._on_busy == "skip":
+            return self._history.skip(SaveHandle(step, skipped=True))
+        slot = slot or self._pool.acquire(self._busy_timeout_s)
+        handle = SaveHandle(step)
+        self._submission.stage(step, flat, slot, handle, sequence, replace=replace, blocking=blocking)
+        return handle
 
     def _refuse_reentry(self, what: str) -> None:
         if self._saving == threading.get_ident():
@@ -322,16 +325,6 @@ class Checkpointer:
         if self._connection.is_this_thread() or self._copier.is_this_thread():
             raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")
 
-    def _plan(self, flat: tree.FlatState) -> Plan:
-        structure = structure_of(flat.containers)
-        plan = self._plans.get(structure)
-        if plan is None:
-            plan = make_plan(structure)
-            while len(self._plans) >= _MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[structure] = plan
-        return plan
-
     def prepare(self, state: Mapping[str, Any]) -> Future[None]:
         """Allocate, populate and pin the staging memory for states of this structure, in the background.
 
@@ -339,8 +332,7 @@ class Checkpointer:
         wrong later is the future's exception.
         """
         self._check_open()
-        flat = tree.flatten(state, allow_pickle=self._allow_pickle)
-        plan, pin = self._plan(flat), _has_cuda(flat)
+        flat = self._submission.flatten(state)
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
 
@@ -349,7 +341,7 @@ class Checkpointer:
             try:
                 while (slot := self._pool.try_acquire()) is not None:
                     held.append(slot)
-                    self._pool.fit(slot, plan, len(flat.objects), pin=pin)
+                    self._submission.fit(flat, slot)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 future.set_exception(error)
             finally:
@@ -401,11 +393,51 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Load ``step``, or the newest checkpoint, and make it the parent of what is saved from now on.
 
-        See :func:`sidesave.load` for the arguments and errors. With ``fallback`` the newest older checkpoint that
-        verifies is taken when this one does not; what was passed over is logged.
+        Of several ranks all have to call it: they load the same checkpoint, or none of them does, and the error names
+        the rank that could not. See :func:`sidesave.load` for the arguments and errors. With ``fallback`` the newest
+        older checkpoint that verifies is taken when this one does not; what was passed over is logged.
         """
         self._check_open()
-        checkpoints = self._scan()
+        candidates, checkpoints = self._candidates(step, fallback=fallback)
+        for info in candidates:
+            try:
+                with self._world.agreeing(f"cannot load step {info.step}"):
+                    loaded = loader.read(
+                        info.path,
+                        into=into,
+                        map_location=map_location,
+                        include=include,
+                        exclude=exclude,
+                        strict=strict,
+                        dtype=dtype,
+                        verify=verify,
+                        allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
+                        rank=self._world.rank,
+                    )
+            except errors.IntegrityError as error:
+                if info is candidates[-1]:
+                    raise
+                logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
+                continue
+            state = loaded.apply()
+            self._lineage.go_back_to(info, checkpoints)
+            return state
+        raise AssertionError("unreachable: the last candidate returns or raises")
+
+    def _candidates(self, step: int | None, *, fallback: bool) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
+        """What to try to load, best first, and all checkpoints there are; as rank 0 sees them."""
+        world = self._world
+        found: list[list[CheckpointInfo]] = []
+        with world.agreeing("finds nothing to load"):
+            if world.rank == 0:
+                checkpoints = self._scan()
+                found = [self._choose(step, checkpoints, fallback=fallback), checkpoints]
+        if world.size > 1:
+            told = world.gather([[info.to_json() for info in infos] for infos in found])[0]
+            found = [[CheckpointInfo.from_json(info, self._directory) for info in infos] for infos in told]
+        return found[0], found[1]
+
+    def _choose(self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool) -> list[CheckpointInfo]:
         wanted = [info for info in checkpoints if step is None or info.step == step]
         if step is None and not fallback:
             for directory in self._directories():
@@ -425,27 +457,7 @@ class Checkpointer:
         if not wanted:
             raise CheckpointNotFoundError(errno.ENOENT, _not_found(step, checkpoints), self._directory)
         candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
-        for info in candidates if fallback else candidates[:1]:
-            try:
-                state = loader.load(
-                    info.path,
-                    into=into,
-                    map_location=map_location,
-                    include=include,
-                    exclude=exclude,
-                    strict=strict,
-                    dtype=dtype,
-                    verify=verify,
-                    allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
-                )
-            except errors.IntegrityError as error:
-                if not fallback or info is candidates[-1]:
-                    raise
-                logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
-                continue
-            self._lineage.go_back_to(info, checkpoints)
-            return state
-        raise AssertionError("unreachable: the last candidate returns or raises")
+        return candidates if fallback else candidates[:1]
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
@@ -615,10 +627,6 @@ def _close_dropped(
             pool.close()
 
     threading.Thread(target=work, name="sidesave-close").start()
-
-
-def _has_cuda(flat: tree.FlatState) -> bool:
-    return any(tensor.is_cuda for tensors in flat.containers.values() for tensor in tensors.values())
 
 
 def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:

@@ -28,11 +28,11 @@ import zmq
 
 from sidesave import errors
 from sidesave.client.daemon_process import DaemonProcess
-from sidesave.client.requests import Requests
+from sidesave.client.requests import Request, Requests
 from sidesave.errors import ClosedError, DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError, WriteError
 from sidesave.stager.arena import Arena, forget_in_child
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Delete, Message, Note, Save
+from sidesave.writer_daemon.protocol import Message, Note
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,12 @@ class DaemonConfig:
     directory: str
     fallback_directory: str
     session: str
+    rank: int
+    world_size: int
     retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
+    commit_timeout_s: float
     nice: int
     io_class: str
     cpus: tuple[int, ...]
@@ -86,7 +89,7 @@ class Connection:
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
         self._requests = Requests()
-        self._to_send: queue.SimpleQueue[Save | Delete] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[Request] = queue.SimpleQueue()
         _require_descriptors()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._process: DaemonProcess | None = None
@@ -130,8 +133,8 @@ class Connection:
             if self._arenas.pop(number, None) is not None:
                 self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
 
-    def submit(self, request: Save | Delete) -> None:
-        """Have a staged save written, or a step deleted; the outcome comes through the callbacks. Never blocks."""
+    def submit(self, request: Request) -> None:
+        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks."""
         with self._lock:
             failure = self._failure
             if failure is None:
@@ -230,6 +233,9 @@ class Connection:
                     fallback_directory=self._config.fallback_directory,
                     retries=self._config.retries,
                     session=self._config.session,
+                    rank=self._config.rank,
+                    world_size=self._config.world_size,
+                    commit_timeout_s=self._config.commit_timeout_s,
                     trainer_pid=os.getpid(),
                     stall_timeout_s=self._config.stall_timeout_s,
                     takeover_timeout_s=self._config.takeover_timeout_s,

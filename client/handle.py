@@ -6,7 +6,7 @@ import contextlib
 import os
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from sidesave.errors import InvalidArgumentError
 
@@ -34,6 +34,25 @@ class CheckpointInfo:
     sequence: int
     parent: tuple[int, str] | None
     created_s: float
+
+    def to_json(self) -> list[Any]:
+        """For another rank, which may see the run directory under another path."""
+        return [
+            self.step,
+            os.path.basename(self.path),
+            self.nbytes,
+            self.session,
+            self.sequence,
+            self.parent,
+            self.created_s,
+        ]
+
+    @classmethod
+    def from_json(cls, body: list[Any], directory: str) -> CheckpointInfo:
+        """What another rank has told, of a run that this one finds in ``directory``."""
+        step, name, nbytes, session, sequence, parent, created_s = body
+        path = os.path.join(directory, name)
+        return cls(step, path, nbytes, session, sequence, None if parent is None else tuple(parent), created_s)
 
     def __fspath__(self) -> str:
         """The directory: an info can be given wherever a path is expected."""

@@ -25,17 +25,22 @@ _LEFTOVERS: Final = 1 << 20
 class Lineage:
     """The ancestors of a session's next save. Thread-safe."""
 
-    def __init__(self, directory: str, existing: list[CheckpointInfo], *, leftovers: bool = False) -> None:
+    def __init__(self, directory: str) -> None:
+        """Begin without a past."""
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._on_disk: set[int] = set()
+        self._parent: tuple[int, str] | None = None
+        self._ancestors: set[int] = set()
+
+    def begin(self, existing: list[CheckpointInfo], *, leftovers: bool = False) -> None:
         """Go on from the newest of the ``existing`` checkpoints, which come in the order of their commits.
 
         With ``leftovers`` some of earlier sessions may still be committed one day, behind these and before ours.
         """
-        self._directory = directory
-        self._lock = threading.Lock()
         self._sequence = max((info.sequence for info in existing), default=0) + _LEFTOVERS * leftovers
         self._on_disk = {info.step for info in existing}
-        self._parent: tuple[int, str] | None = None
-        self._ancestors: set[int] = set()
         if existing:
             self.go_back_to(existing[-1], existing)
 

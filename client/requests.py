@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from sidesave.writer_daemon.protocol import Committed, Delete, Deleted, Failed, Message, Save, Watch, Written
+from sidesave.writer_daemon.protocol import Committed, Delete, Deleted, Failed, Message, Refuse, Save, Watch, Written
+
+Request = Save | Delete | Refuse
 
 
 @dataclass(slots=True)
 class _Open:
-    request: Save | Delete
+    request: Request
     first_attempt: int
     written: bool = False
 
@@ -39,7 +41,7 @@ class Requests:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, request: Save | Delete, attempt: int) -> Message:
+    def add(self, request: Request, attempt: int) -> Message:
         """A new request; returns what to send."""
         self._open[request.save_id] = _Open(request, attempt)
         return self._open[request.save_id].message(attempt)

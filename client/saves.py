@@ -34,6 +34,7 @@ class SaveInFlight:
     released: bool = False
     failed: bool = False
     abandoned: bool = False
+    apart: bool = False
 
 
 class SavesInFlight:
@@ -116,7 +117,8 @@ class SavesInFlight:
         match message:
             case protocol.Progress(nbytes=nbytes, total_nbytes=total):
                 handle._nbytes_written, handle._nbytes_total = nbytes, total
-            case protocol.Written():
+            case protocol.Written(apart=apart):
+                entry.apart = apart
                 self._release(entry)
                 handle._resolve(handle.written, None)
             case protocol.Committed(name=name, nbytes=nbytes):

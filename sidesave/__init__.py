@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         WriteError,
         WriteStalledError,
     )
+    from sidesave.stager.marks import PerRank, Replicated
     from sidesave.writer_daemon.history import SaveRecord
 
 if sys.platform != "linux":
@@ -65,7 +66,9 @@ __all__ = [
     "IntegrityError",
     "InvalidArgumentError",
     "NoSpaceError",
+    "PerRank",
     "ProtocolError",
+    "Replicated",
     "SaveHandle",
     "SaveRecord",
     "SidesaveError",
@@ -84,6 +87,8 @@ __all__ = [
 _ELSEWHERE = {
     "Checkpointer": "sidesave.client.checkpointer",
     "CheckpointInfo": "sidesave.client.handle",
+    "PerRank": "sidesave.stager.marks",
+    "Replicated": "sidesave.stager.marks",
     "SaveHandle": "sidesave.client.handle",
     "SaveRecord": "sidesave.writer_daemon.history",
     "VerifyReport": "sidesave.client.loader",

@@ -28,6 +28,9 @@ DCP_VERSION: Final = "1.0"
 
 Structure = tuple[tuple[str, tuple[str, ...], tuple[tuple[torch.dtype, torch.Size], ...]], ...]
 
+Offsets = Mapping[str, tuple[int, ...]]
+"""By FQN, where a piece begins in the tensor that it is of; of what is not named here it is the beginning."""
+
 
 class Placement(NamedTuple):
     """Where a tensor's bytes go, counted from the start of its file's image."""
@@ -55,11 +58,6 @@ class Plan:
     files: tuple[FileImage, ...]
     nbytes: int
 
-    @property
-    def objects_offset(self) -> int:
-        """Where the encoded skeleton goes: after the last image."""
-        return self.nbytes
-
 
 def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Structure:
     """What a plan depends on; equal structures share a plan."""
@@ -69,25 +67,32 @@ def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Struct
     )
 
 
-def make_plan(structure: Structure) -> Plan:
-    """Lay a structure out. Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept."""
+def make_plan(structure: Structure, offsets: Mapping[str, Offsets] | None = None) -> Plan:
+    """Lay a structure out; ``offsets`` are, by container and FQN, those of pieces of larger tensors.
+
+    Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
+    """
     files: list[FileImage] = []
     offset = 0
     for container, fqns, kinds in structure:
-        file = _lay_out(container, fqns, kinds, offset)
+        file = _lay_out(container, fqns, kinds, offset, (offsets or {}).get(container, {}))
         files.append(file)
         offset += page_up(file.nbytes)
     return Plan(structure, tuple(files), offset)
 
 
 def _lay_out(
-    container: str, fqns: tuple[str, ...], kinds: tuple[tuple[torch.dtype, torch.Size], ...], offset: int
+    container: str,
+    fqns: tuple[str, ...],
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...],
+    offset: int,
+    offsets: Offsets,
 ) -> FileImage:
     # Within an element size the small tensors come last and side by side: one copy from the device takes them all.
     small = [shape.numel() * dtype.itemsize < SMALL_NBYTES for dtype, shape in kinds]
     order = sorted(range(len(fqns)), key=lambda index: (-kinds[index][0].itemsize, small[index]))
     begins = [0] * len(fqns)
-    body: dict[str, object] = {"__metadata__": _metadata(fqns, kinds)}
+    body: dict[str, object] = {"__metadata__": _metadata(fqns, kinds, offsets)}
     position = 0
     for index in order:
         dtype, shape = kinds[index]
@@ -107,9 +112,16 @@ def _lay_out(
     return FileImage(container, header, placements, offset, len(header) + position)
 
 
-def _metadata(fqns: tuple[str, ...], kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> dict[str, str]:
-    offsets = {fqn: {"saved_offsets": [0] * len(shape)} for fqn, (_, shape) in zip(fqns, kinds, strict=True)}
-    return {"format": "pt", "DCP_VERSION": DCP_VERSION, "DCP_SHARDING_INFO": json.dumps(offsets)}
+def _metadata(
+    fqns: tuple[str, ...],
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...],
+    offsets: Offsets,
+) -> dict[str, str]:
+    saved = {
+        fqn: {"saved_offsets": list(offsets.get(fqn, (0,) * len(shape)))}
+        for fqn, (_, shape) in zip(fqns, kinds, strict=True)
+    }
+    return {"format": "pt", "DCP_VERSION": DCP_VERSION, "DCP_SHARDING_INFO": json.dumps(saved)}
 
 
 def _encode(container: str, body: dict[str, object]) -> bytes:

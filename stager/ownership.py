@@ -116,14 +116,20 @@ def owned_addresses(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module
         if not _is_torchs_own(optimizer):
             continue
         for group in optimizer.param_groups:
-            addresses.update(parameter.data_ptr() for parameter in group["params"])
+            addresses.update(_address(parameter) for parameter in group["params"])
         for state in optimizer.state.values():
-            addresses.update(value.data_ptr() for value in state.values() if type(value) is torch.Tensor)
+            addresses.update(_address(value) for value in state.values() if isinstance(value, torch.Tensor))
     for module in (inner for outer in modules for inner in outer.modules()):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             addresses.discard(module.weight.data_ptr())
     addresses.discard(0)
     return addresses
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory is; of a DTensor that of its local part, and 0 for what has no one place."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return local.data_ptr() if type(local) in (torch.Tensor, nn.Parameter) else 0
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -73,10 +73,16 @@ class Slot:
                 self.targets.append(Target(view, begin, self.image.data_ptr() + begin, nbytes))
         self.plan = plan
 
-    def write_objects(self, objects: bytes) -> None:
-        """Put the encoded skeleton behind the images."""
+    def append(self, parts: Sequence[bytes]) -> list[int]:
+        """Put the skeleton, and what else there is, behind the images, each on a page; returns their offsets."""
         assert self.arena is not None and self.plan is not None
-        self.arena.view(self.arena.data_offset + self.plan.objects_offset, len(objects))[:] = objects
+        offsets: list[int] = []
+        offset = self.plan.nbytes
+        for part in parts:
+            self.arena.view(self.arena.data_offset + offset, len(part))[:] = part
+            offsets.append(offset)
+            offset += page_up(len(part))
+        return offsets
 
     def void(self) -> None:
         """What is staged here is done with: a daemon that outlives its trainer must not take it up once more."""
@@ -162,13 +168,16 @@ class SlotPool:
                 self._drop(slot)
             self._changed.notify_all()
 
-    def fit(self, slot: Slot, plan: Plan, objects_nbytes: int, *, pin: bool) -> None:
-        """Give a held slot an arena for ``plan`` and lay the plan out in it. Blocks while pages are allocated.
+    def fit(self, slot: Slot, plan: Plan, parts: Sequence[bytes], *, pin: bool) -> None:
+        """Give a held slot an arena for ``plan`` and, behind it, ``parts``; lay the plan out in it.
+
+        Blocks while pages are allocated.
 
         Raises:
             HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
         """
-        data_nbytes = plan.nbytes + page_up(objects_nbytes)
+        parts_nbytes = sum(page_up(len(part)) for part in parts)
+        data_nbytes = plan.nbytes + parts_nbytes
         descriptor_nbytes = DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)
         arena = slot.arena
         fits = arena is not None and (
@@ -176,7 +185,7 @@ class SlotPool:
             and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
         )
         if not fits:
-            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(objects_nbytes // 4))
+            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4))
         if pin and slot.pinned is None:
             self._pin(slot)
         slot.lay_out(plan)

@@ -16,15 +16,19 @@ import re
 import sys
 import zoneinfo
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import msgpack
 import torch
+import xxhash
 from torch import nn
 
 from sidesave.errors import InvalidArgumentError, UnsupportedValueError
+from sidesave.stager import sharding
 from sidesave.stager.dtypes import CARRIERS, NAMES, dtype_name
+from sidesave.stager.marks import PerRank, Replicated
+from sidesave.stager.sharding import Grid
 from sidesave.stager.skeleton import FACTORIES, MAX_DEPTH, PRIMITIVES, SPARSE_PARTS, Tag
 
 TENSORS: Final = "tensors"
@@ -58,6 +62,10 @@ class FlatState:
         pickled: Whether a value had to be pickled.
         optimizers: Every optimizer met, for the ownership rules.
         modules: Every module met.
+        grids: Of tensors that are known to be shared with other ranks, which of them hold what.
+        assumed: Plain tensors of modules and optimizers, which all ranks are taken to hold alike; whether that is to be
+            compared. Buffers are not: the running statistics of each rank are its own, and those of one are saved.
+        shared_digest: Of what the skeleton says of modules, optimizers and all else that ranks share.
     """
 
     containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])
@@ -65,10 +73,13 @@ class FlatState:
     pickled: bool = False
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     modules: list[nn.Module] = field(default_factory=list[nn.Module])
+    grids: dict[str, Grid] = field(default_factory=dict[str, Grid])
+    assumed: dict[str, bool] = field(default_factory=dict[str, bool])
+    shared_digest: str = ""
 
 
-def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False) -> FlatState:
-    """Take a state apart, without copying a tensor.
+def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[int, ...] | None = None) -> FlatState:
+    """Take a state apart, without copying a tensor. ``ranks`` are those that save together, None for one alone.
 
     Raises:
         InvalidArgumentError: The state is no mapping with string keys.
@@ -76,7 +87,7 @@ def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False) -> FlatStat
     """
     if not isinstance(cast("object", state), Mapping):
         raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
-    flattener = _Flattener(allow_pickle)
+    flattener = _Flattener(allow_pickle, ranks)
     skeleton: dict[str, Any] = {}
     with torch.no_grad():
         for key, value in state.items():
@@ -86,6 +97,7 @@ def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False) -> FlatStat
             skeleton[key] = flattener.encode(value, key, 0)
     flat = flattener.flat
     flat.objects = _pack(skeleton)
+    flat.shared_digest = flattener.shared.hexdigest()
     return flat
 
 
@@ -99,8 +111,6 @@ def container_name(key: str) -> str:
     if stem in (TENSORS, OBJECTS, "rank", "manifest"):
         stem = f"%{ord(stem[0]):02X}{stem[1:]}"
     if len(stem) > _MAX_STEM:
-        import xxhash
-
         stem = f"{stem[:_MAX_STEM]}-{xxhash.xxh3_64_hexdigest(stem.encode())}"
     return stem
 
@@ -109,10 +119,26 @@ def _pack(skeleton: Any) -> bytes:
     return cast("bytes", msgpack.packb(skeleton, use_bin_type=True, unicode_errors="surrogatepass"))
 
 
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """What is known of the plain tensors of an item: that ``ranks`` hold them alike; None where it is only assumed.
+
+    Then ``compared`` tells that even those are compared that are no parameters.
+    """
+
+    ranks: tuple[int, ...] | None
+    compared: bool = False
+
+
 class _Flattener:
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, allow_pickle: bool, ranks: tuple[int, ...] | None) -> None:
         self.flat = FlatState()
         self.container = ""
+        self.shared = xxhash.xxh3_128()
+        self._ranks = ranks
+        self._scope: _Scope | None = None  # a plain tensor belongs to its rank
+        self._pinned = False  # inside PerRank, where nothing is shared
+        self._held_by: dict[int, tuple[int, ...]] = {}  # states of sharded parameters, by id
         self._allow_pickle = allow_pickle
         self._fqns: set[str] = set()
         self._by_address: dict[int, list[tuple[torch.Tensor, Any]]] = {}
@@ -137,10 +163,22 @@ class _Flattener:
             return self._tensor_subclass(value, fqn)
         if isinstance(value, nn.Module):
             self.flat.modules.append(value)
-            return self._dict(value.state_dict(keep_vars=True), fqn, depth)
+            state = value.state_dict(keep_vars=True)
+            return self._shared(lambda: self._dict(state, fqn, depth), fqn, lambda: _Scope(_ranks_of_module(state)))
         if isinstance(value, torch.optim.Optimizer):
             self.flat.optimizers.append(value)
-            return self._dict(value.state_dict(), fqn, depth)
+            if self._ranks is not None:
+                self._held_by.update(_ranks_of_states(value))
+            scope = _Scope(None, compared=True)
+            return self._shared(lambda: self._dict(value.state_dict(), fqn, depth), fqn, lambda: scope)
+        if isinstance(value, Replicated):
+            return self._shared(lambda: self.encode(value.value, fqn, depth), fqn, lambda: _Scope(self._ranks))
+        if isinstance(value, PerRank):
+            before, self._scope, self._pinned = (self._scope, self._pinned), None, True
+            try:
+                return self.encode(value.value, fqn, depth)
+            finally:
+                self._scope, self._pinned = before
         if isinstance(value, enum.Enum):
             return self.encode(value.value, fqn, depth + 1)
         if isinstance(value, pathlib.PosixPath):
@@ -166,6 +204,21 @@ class _Flattener:
             f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; give it state_dict() and "
             "load_state_dict(), turn it into plain data, or pass allow_pickle=True"
         )
+
+    def _shared(self, encode: Callable[[], Any], fqn: str, scope: Callable[[], _Scope]) -> Any:
+        """Encode an item that ranks share; ``scope`` tells what is known of that."""
+        if self._ranks is None or self._pinned:
+            return encode()
+        before = self._scope
+        if before is None or before.ranks is None:  # what is around it may have said so already
+            self._scope = scope()
+        try:
+            node = encode()
+        finally:
+            self._scope = before
+        if before is None:
+            self.shared.update(_pack([fqn, node]))
+        return node
 
     # Containers ------------------------------------------------------------------------------------------------
 
@@ -198,13 +251,27 @@ class _Flattener:
         if isinstance(value, (nn.Parameter, nn.Buffer)):
             plain = value.detach()
             if type(plain) is torch.Tensor:
-                return self._tensor(plain, fqn)
+                return self._tensor(plain, fqn, is_parameter=isinstance(value, nn.Parameter))
+        if is_dtensor(value):
+            return self._dtensor(value, fqn)
         raise UnsupportedValueError(
             f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} is not a plain tensor; save its local "
             "part or its dequantized value"
         )
 
-    def _tensor(self, value: torch.Tensor, fqn: str) -> Any:
+    def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
+        local = cast("Any", value).to_local()
+        if self._ranks is None:
+            if local.shape != value.shape:
+                raise UnsupportedValueError(
+                    f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
+                )
+            return self._tensor(local, fqn)
+        if self._pinned:
+            return self._tensor(local, fqn)
+        return self._tensor(local, fqn, grid=sharding.describe(value, fqn))
+
+    def _tensor(self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, is_parameter: bool = False) -> Any:
         if value.layout is not torch.strided:
             return self._sparse(value, fqn)
         dtype = value.dtype
@@ -221,17 +288,34 @@ class _Flattener:
                     return node
         node: list[Any] = [Tag.TENSOR, fqn]
         stored = value
+        if self._ranks is not None and not self._pinned:
+            self._share(value, fqn, grid, is_parameter=type(value) is nn.Parameter or is_parameter)
         carrier = CARRIERS.get(dtype)
         if carrier is not None:
             node.append(dtype_name(dtype))
             stored = value.detach().resolve_conj().resolve_neg()
             stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
+            if carrier.pair and fqn in self.flat.grids:
+                grid = self.flat.grids[fqn]
+                self.flat.grids[fqn] = replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
         self._add(fqn, stored)
         if others is not None:
             others.append((value, node))
         elif address:
             self._by_address[address] = [(value, node)]
         return node
+
+    def _share(self, value: torch.Tensor, fqn: str, grid: Grid | None, *, is_parameter: bool) -> None:
+        """Note which ranks hold a tensor, where it is not this rank's own."""
+        ranks = self._held_by.get(id(value)) if grid is None else None
+        if grid is None and ranks is None and self._scope is not None:
+            ranks = self._scope.ranks
+        if grid is None and ranks is not None:
+            grid = sharding.whole(tuple(value.shape), ranks)
+        if grid is not None:
+            self.flat.grids[fqn] = grid
+        elif self._scope is not None:
+            self.flat.assumed[fqn] = is_parameter or self._scope.compared
 
     def _add(self, fqn: str, tensor: torch.Tensor) -> None:
         if fqn in self._fqns or fqn == "__metadata__":
@@ -263,6 +347,33 @@ class _Flattener:
             return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
         except (TypeError, ValueError):  # no such dtype; foreign byte order
             return [Tag.NUMPY_FILE, _to_npy(array)]
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _ranks_of_module(state: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Who holds the plain tensors of a module that is sharded: the ranks of its largest mesh."""
+    meshes = [_ranks_of(value) for value in state.values() if is_dtensor(value)]
+    return max(meshes, key=len, default=None)
+
+
+def _ranks_of_states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
+    """Who holds the plain tensors that an optimizer keeps for sharded parameters: all that hold the parameter."""
+    return {
+        id(value): _ranks_of(parameter)
+        for parameter, state in optimizer.state.items()
+        if is_dtensor(parameter)
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and not is_dtensor(value)
+    }
+
+
+def _ranks_of(tensor: Any) -> tuple[int, ...]:
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
 
 
 def _is_numpy_scalar(value: Any) -> bool:

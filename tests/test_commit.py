@@ -78,11 +78,11 @@ class Session:
     def stage(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Save:
         flat = tree.flatten(state)
         plan = make_plan(structure_of(flat.containers))
-        self._pool.fit(self._slot, plan, len(flat.objects), pin=False)
+        self._pool.fit(self._slot, plan, [flat.objects], pin=False)
         tensors = [tensor for tensors in flat.containers.values() for tensor in tensors.values()]
         for tensor, target in zip(tensors, self._slot.targets, strict=True):
             target.view.copy_(tensor)
-        self._slot.write_objects(flat.objects)
+        (offset,) = self._slot.append([flat.objects])
         arena = self._slot.arena
         assert arena is not None
         base = arena.data_offset
@@ -97,7 +97,7 @@ class Session:
             rank=0,
             world_size=1,
             files=tuple(Extent(name=f.container, offset=base + f.offset, nbytes=f.nbytes) for f in plan.files),
-            objects=Extent(name=tree.OBJECTS, offset=base + plan.objects_offset, nbytes=len(flat.objects)),
+            objects=Extent(name=tree.OBJECTS, offset=base + offset, nbytes=len(flat.objects)),
             parent=Parent(step=1, session=OLD),
             replace=replace,
             pickled=False,
@@ -233,11 +233,11 @@ def test_committing_twice_does_no_harm(session: Session, root: Path):
 
 def test_commit_without_a_record_is_refused(session: Session, root: Path):
     save = session.stage(100, a_state(1))
-    with pytest.raises(IntegrityError, match="1 rank records are missing"):
+    with pytest.raises(IntegrityError, match="the rank's record is missing"):
         session.commit(save)
     session.write(save)
     (root / f".step-00000100.{NEW}.partial/rank-00000.json").unlink()
-    with pytest.raises(IntegrityError, match="1 rank records are missing"):
+    with pytest.raises(IntegrityError, match="the rank's record is missing"):
         session.commit(save)
     assert catalog.scan(str(root)) == []
 

@@ -30,7 +30,7 @@ from trainers import (
 )
 
 import sidesave
-from sidesave.client import catalog, checkpointer, connection
+from sidesave.client import catalog, connection, submission
 from sidesave.errors import (
     DaemonDiedError,
     DaemonStartError,
@@ -69,7 +69,7 @@ def daemon(ckpt: sidesave.Checkpointer) -> int:
 @pytest.fixture(params=[False, True], ids=["writing after staging", "writing while staging"])
 def follow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the writer follows the copy, as it does for states too large for a quick test."""
-    monkeypatch.setattr(checkpointer, "_FOLLOW_NBYTES", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(submission, "_FOLLOW_NBYTES", 0 if request.param else 1 << 60)
     return request.param
 
 

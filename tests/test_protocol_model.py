@@ -130,7 +130,7 @@ class Service(RuleBasedStateMachine):
                     self.to_trainer.append(message)
                 case jobs.Exit():
                     self.daemon = None
-                case jobs.Reclaim() | jobs.StartDelete():
+                case jobs.Reclaim() | jobs.StartDelete() | jobs.StartRefusal():
                     raise AssertionError(f"{action}: nothing stalls and nothing is deleted here")
 
     def take_effect(self) -> bool:
@@ -243,7 +243,7 @@ def test_a_written_save_is_only_watched_for_its_slot_may_hold_another_one_by_the
     save = dataclasses.replace(a_save(1), attempt=1)
     assert requests.add(save, 1) == save
     assert requests.for_successor(2) == [dataclasses.replace(save, attempt=2, retry=True)]
-    assert requests.hear(Written(attempt=2, save_id=1, nbytes=1, seconds=1.0))
+    assert requests.hear(Written(attempt=2, save_id=1, nbytes=1, seconds=1.0, apart=False))
     assert requests.for_successor(3) == [Watch(attempt=3, save=dataclasses.replace(save, attempt=3, retry=True))]
     committed = Committed(attempt=3, save_id=1, name="step", nbytes=1)
     assert [requests.hear(committed), requests.hear(committed)] == [True, False]

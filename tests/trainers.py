@@ -618,10 +618,10 @@ def keep_saving(run: str, first: str, count: str, follow: str) -> None:
     Their sizes are :func:`size_of` the steps; with ``follow`` "1" the writer follows the copy.
     """
     import sidesave
-    from sidesave.client import checkpointer
+    from sidesave.client import submission
 
     if follow == "1":
-        checkpointer._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+        submission._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     if _ORDERS in os.environ:
         follow_orders("trainer")
     ckpt = sidesave.Checkpointer(run)
@@ -668,9 +668,9 @@ def compete(run: str) -> None:
 def hold_while_staging(run: str) -> None:
     """Says when the copy of a state has begun that is written while it is copied, and gets no further."""
     import sidesave
-    from sidesave.client import checkpointer
+    from sidesave.client import submission
 
-    checkpointer._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+    submission._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     ckpt = sidesave.Checkpointer(run)
     state = a_state(5, 40)
     ckpt.prepare(state).result()

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sidesave.errors import (
@@ -21,8 +20,7 @@ from sidesave.errors import (
     InvalidArgumentError,
     WriteError,
 )
-from sidesave.stager.arena import page_up
-from sidesave.writer_daemon import integrity, manifest
+from sidesave.writer_daemon import integrity, manifest, ranks
 from sidesave.writer_daemon.assembly import assemble
 from sidesave.writer_daemon.lease import Lease
 from sidesave.writer_daemon.manifest import (
@@ -37,10 +35,7 @@ logger = logging.getLogger(__name__)
 
 def find_record(storage: Storage, save: Save) -> RankRecord | None:
     """This rank's record of this very save, left by an earlier daemon: in the partial or the committed directory."""
-    for directory in (
-        manifest.hidden_directory(save.step, save.session, "partial"),
-        manifest.step_directory(save.step),
-    ):
+    for directory in (ranks.partial_of(save), manifest.step_directory(save.step)):
         record = _read_own_record(storage, directory, save.rank)
         if record is not None and (record.session, record.sequence) == (save.session, save.sequence):
             return record
@@ -69,8 +64,16 @@ def refuse_taken(storage: Storage, save: Save) -> None:
         )
 
 
-def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest:
+def commit(
+    storage: Storage,
+    lease: Lease,
+    save: Save,
+    attempt: str,
+    await_records: Callable[[], list[RankRecord]] | None = None,
+) -> Manifest:
     """Commit a step all of whose records are durable; blocking. Doing it twice does no harm.
+
+    Of several ranks ``await_records`` gives the records of all, or raises what one of them has refused with.
 
     Raises:
         CheckpointExistsError: The step is there, is not this save, and may not be replaced.
@@ -78,7 +81,7 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
         IntegrityError: A record is missing or contradicts the save.
         WriteError: Storage refused.
     """
-    partial = manifest.hidden_directory(save.step, save.session, "partial")
+    partial = ranks.partial_of(save)
     target = manifest.step_directory(save.step)
     existing = _committed(storage, target)
     if existing is not None and (existing.session, existing.sequence) == (save.session, save.sequence):
@@ -87,18 +90,22 @@ def commit(storage: Storage, lease: Lease, save: Save, attempt: str) -> Manifest
     if existing is not None and existing.sequence > save.sequence:
         path = f"{storage.root}/{target}"
         raise CheckpointExistsError(errno.EEXIST, "a later save of this step has been committed", path)
-    records = [_read_own_record(storage, partial, rank) for rank in range(save.world_size)]
-    found = [record for record in records if record is not None]
-    if len(found) != save.world_size:
-        raise IntegrityError(f"{storage.root}/{partial}: {save.world_size - len(found)} rank records are missing")
-    if (found[0].step, found[0].session, found[0].sequence) != (save.step, save.session, save.sequence):
-        raise IntegrityError(f"{storage.root}/{partial}: the records belong to another save")
-    content = assemble(found, f"{storage.root}/{partial}")
+    records = await_records() if await_records is not None else [_own_record(storage, partial, save)]
+    content = assemble(records, f"{storage.root}/{partial}")
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
-    _give_name(storage, lease, partial, target, save.session, replace=save.replace)
+    _give_name(storage, lease, partial, target, ranks.attempt_of(save), replace=save.replace)
     return content
+
+
+def _own_record(storage: Storage, partial: str, save: Save) -> RankRecord:
+    record = _read_own_record(storage, partial, save.rank)
+    if record is None:
+        raise IntegrityError(f"{storage.root}/{partial}: the rank's record is missing")
+    if (record.step, record.session, record.sequence) != (save.step, save.session, save.sequence):
+        raise IntegrityError(f"{storage.root}/{partial}: the record belongs to another save")
+    return record
 
 
 def _committed(storage: Storage, target: str) -> Manifest | None:
@@ -127,26 +134,17 @@ def _checkpoints(storage: Storage) -> Iterator[Manifest]:
 
 def _publish_manifest(storage: Storage, directory: str, content: Manifest, attempt: str) -> None:
     for name in storage.list_directory(directory):
-        if name.startswith("."):
-            storage.remove(f"{directory}/{name}")  # of an attempt that failed or was killed, perhaps of this name
-    data = content.to_bytes()
-    temporary, final = f"{directory}/.{manifest.MANIFEST}.{attempt}", f"{directory}/{manifest.MANIFEST}"
-    with mmap.mmap(-1, page_up(len(data))) as buffer:
-        buffer[: len(data)] = data
-        with storage.creating(temporary, len(data)) as output, memoryview(buffer) as view:
-            output.write_at(view, 0)
-            output.finish(len(data))
-    if not storage.publish(temporary, final):
-        if storage.read(final, manifest.MAX_JSON_NBYTES) != data:
-            raise WriteError(errno.EEXIST, "another manifest is already there", f"{storage.root}/{final}")
-        storage.remove(temporary)
+        # Of a try that failed or was killed, perhaps of this name; or what ranks had to tell each other.
+        if name.startswith((".", ranks.CLAIM, ranks.VERDICT)):
+            storage.remove(f"{directory}/{name}")
+    storage.publish_bytes(directory, manifest.MANIFEST, content.to_bytes(), attempt)
 
 
-def _give_name(storage: Storage, lease: Lease, partial: str, target: str, session: str, *, replace: bool) -> None:
+def _give_name(storage: Storage, lease: Lease, partial: str, target: str, attempt: str, *, replace: bool) -> None:
     lease.check()
     step = manifest.parse_step_directory(target)
     assert step is not None
-    replaced = manifest.hidden_directory(step, session, "replaced")
+    replaced = manifest.hidden_directory(step, attempt, "replaced")
     if target in storage.list_directory(""):
         if not replace:
             raise CheckpointExistsError(
@@ -163,7 +161,7 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, sessio
     else:
         storage.rename_directory(partial, target)
     _keep_name(storage, target)
-    trash = manifest.hidden_directory(step, session, "trash")
+    trash = manifest.hidden_directory(step, attempt, "trash")
     try:
         if replaced in storage.list_directory(""):
             storage.remove_tree(trash)
@@ -248,10 +246,10 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     names = sorted(storage.list_directory(""))
     hidden = [(name, parsed) for name in names if (parsed := manifest.parse_hidden_directory(name))]
     apart: dict[str, str] = {}
-    for name, (step, session, state) in hidden:
+    for name, (step, attempted, state) in hidden:
         if state == "partial" or state.startswith("salvage"):
             # Before all else: a daemon that has lost the lease, and does not know yet, finds nothing to commit.
-            place = manifest.hidden_directory(step, session, f"salvage-{lease.epoch}")
+            place = manifest.hidden_directory(step, attempted, f"salvage-{lease.epoch}")
             if place in apart.values():  # what a recovery before this one could not judge, and its save again
                 place += f"-{len(apart)}"
             try:
@@ -261,18 +259,18 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
                 if error.errno != errno.ENOENT:  # else that daemon was faster
                     logger.warning("%s stays until it can be renamed: %s", name, error)
                     left.append(name)
-    for name, (step, session, _) in hidden:
+    for name, (step, attempted, _) in hidden:
         if name not in apart:
             continue
         try:
-            if _finish(storage, lease, apart[name], step, session, attempt):
+            if _finish(storage, lease, apart[name], step, attempted, attempt):
                 committed.append(manifest.step_directory(step))
         except IntegrityError as error:
             logger.warning("%s is not whole, so it is removed: %s", name, error)
         except WriteError as error:
             logger.warning("%s stays until it can be read and finished: %s", apart[name], error)
             left.append(apart[name])
-    for name, (step, session, state) in hidden:
+    for name, (step, attempted, state) in hidden:
         target, place = manifest.step_directory(step), apart.get(name, name)
         try:
             if state == "replaced" and target not in storage.list_directory(""):
@@ -280,7 +278,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
                 committed.append(target)
             elif place not in left and place in storage.list_directory(""):
                 storage.remove_tree(place)
-                removed.append(manifest.hidden_directory(step, session, "partial") if name in apart else name)
+                removed.append(manifest.hidden_directory(step, attempted, "partial") if name in apart else name)
         except WriteError as error:
             logger.warning("%s stays until it can be removed: %s", place, error)
             left.append(place)
@@ -288,7 +286,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     return Recovery(tuple(committed), tuple(removed), tuple(left))
 
 
-def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: str, attempt: str) -> bool:
+def _finish(storage: Storage, lease: Lease, partial: str, step: int, attempted: str, attempt: str) -> bool:
     """Commit a leftover if it is whole; False when it is superseded or lacks a record. Raises ``IntegrityError``."""
     target = manifest.step_directory(step)
     try:
@@ -299,7 +297,11 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: st
             raise IntegrityError(f"no directory of files: {error}") from error
         raise
     whole = [record for record in records if record is not None]
-    if not whole or len(whole) != whole[0].world_size or (whole[0].step, whole[0].session) != (step, session):
+    if not whole or len(whole) != whole[0].world_size:
+        return False
+    first = whole[0]
+    told = manifest.attempt_of(first.session, first.sequence, first.world_size)
+    if (first.step, told) != (step, attempted):
         return False
     existing = _committed(storage, target)
     if existing is not None and existing.sequence > whole[0].sequence:
@@ -313,5 +315,5 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, session: st
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
     # It had been accepted as a replacement where a step of that name is still there.
-    _give_name(storage, lease, partial, target, session, replace=True)
+    _give_name(storage, lease, partial, target, attempted, replace=True)
     return True

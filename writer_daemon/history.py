@@ -354,12 +354,13 @@ def _found_by_recovery(storage: Storage, committed: Iterable[str], removed: Iter
     for name in removed:
         parsed = manifest.parse_hidden_directory(name)
         if parsed is not None and parsed[2] == "partial":
-            yield SaveRecord(step=parsed[0], session=parsed[1], outcome="removed")
+            yield SaveRecord(step=parsed[0], session=parsed[1].partition("-")[0], outcome="removed")
 
 
 def _found_out_since(storage: Storage, session: str, fallback_directory: str) -> Iterator[SaveRecord]:
     names = storage.list_directory("")
-    left = {parsed[:2] for name in names if (parsed := manifest.parse_hidden_directory(name))}
+    hidden = filter(None, map(manifest.parse_hidden_directory, names))
+    left = {(step, attempt.partition("-")[0]) for step, attempt, _ in hidden}
     for record in read_history(storage.root):
         is_open = record.outcome in ("saving", "unknown") and record.sequence is not None
         if not is_open or record.session == session or (record.step, record.session) in left:

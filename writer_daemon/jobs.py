@@ -2,16 +2,17 @@
 
 ::
 
-    QUEUED ──> WRITING ──> COMMITTING ──> done (committed)
-                  │             │
-                  └─────────────┴──────> done (failed; partial bytes reclaimed)
+    QUEUED ──> WRITING ──> WRITTEN ──> COMMITTING ──> done (committed)
+                  │                        │
+                  └────────────────────────┴────────> done (failed; partial bytes reclaimed)
 
 Saves are written one at a time, in the order in which they came: two at once would share the disk's bandwidth and make
-both late. A queued save fails, too, when storage stays stuck under the one before it. Invariants, which the property
-tests hold:
+both late. They are committed in that order, too. Where one process saves alone, the next is written after the commit;
+of several ranks a commit waits for the others, and meanwhile the next save is written. A queued save fails, too, when
+storage stays stuck under the one before it. Invariants, which the property tests hold:
 
 * a save is answered by exactly one of COMMITTED and FAILED, and WRITTEN comes before COMMITTED;
-* at most one storage operation is under way;
+* at most one write and one commit are under way, and alone only one of both;
 * the daemon exits only when nothing is left to do, and then always.
 """
 
@@ -27,6 +28,7 @@ from sidesave.writer_daemon.protocol import (
     Failed,
     Message,
     Progress,
+    Refuse,
     Save,
     Written,
 )
@@ -37,6 +39,7 @@ class Phase(enum.Enum):
 
     QUEUED = "queued"
     WRITING = "writing"
+    WRITTEN = "written"
     COMMITTING = "committing"
 
 
@@ -74,6 +77,7 @@ class WriteEnded:
     nbytes: int
     seconds: float
     error: Failed | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,28 @@ class DeleteEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusalRequested:
+    """REFUSE arrived."""
+
+    request: Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalEnded:
+    """The other ranks can learn of it, if storage let them; ``error`` is what the trainer is answered."""
+
+    save_id: int
+    error: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A commit still waits for other ranks, and storage answers."""
+
+    save_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stalled:
     """No byte has moved for the stall deadline."""
 
@@ -113,6 +139,8 @@ class DrainRequested:
     """Finish what is here and exit: the trainer is gone or said DRAIN, or a signal came."""
 
 
+Request = Submitted | Watched | DeleteRequested | RefusalRequested | DrainRequested
+"""What comes from outside; every other event tells that storage is alive."""
 Event = (
     Submitted
     | Watched
@@ -121,6 +149,9 @@ Event = (
     | CommitEnded
     | DeleteRequested
     | DeleteEnded
+    | RefusalRequested
+    | RefusalEnded
+    | Waited
     | Stalled
     | DrainRequested
 )
@@ -152,10 +183,18 @@ class StartDelete:
 
 
 @dataclass(frozen=True, slots=True)
+class StartRefusal:
+    """Tell the other ranks that this one will not take part."""
+
+    request: Refuse
+
+
+@dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Remove what a save that was given up has left."""
+    """Remove what a save that was given up has left; ``failure`` is what it was given up for."""
 
     save: Save
+    failure: Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +209,7 @@ class Exit:
     """Nothing is left to do."""
 
 
-Action = StartWrite | StartCommit | StartDelete | Reclaim | Send | Exit
+Action = StartWrite | StartCommit | StartDelete | StartRefusal | Reclaim | Send | Exit
 
 
 @dataclass(slots=True)
@@ -179,6 +218,7 @@ class _Job:
     memory: bool
     phase: Phase = Phase.QUEUED
     answered: bool = False  # a stalled save has been reported as failed, though its thread is still stuck
+    failure: Failed | None = None
 
 
 @dataclass(slots=True)
@@ -196,6 +236,7 @@ class Jobs:
     attempt: int
     _queue: list[_Job] = field(default_factory=list[_Job])
     _deletions: list[_Deletion] = field(default_factory=list["_Deletion"])
+    _refusals: set[int] = field(default_factory=set[int])
     _draining: bool = False
     _seen: set[int] = field(default_factory=set[int])
 
@@ -204,8 +245,9 @@ class Jobs:
 
     @property
     def active(self) -> Save | None:
-        """The save that storage is busy with."""
-        return self._queue[0].save if self._queue and self._queue[0].phase is not Phase.QUEUED else None
+        """The save that storage is busy with: that which is being written, or else committed."""
+        job = self._in_phase(Phase.WRITING) or self._in_phase(Phase.COMMITTING)
+        return None if job is None else job.save
 
     @property
     def awaited(self) -> Save | Delete | None:
@@ -229,17 +271,18 @@ class Jobs:
                 if not self._answered(save_id):
                     progress = Progress(attempt=self.attempt, save_id=save_id, nbytes=nbytes, total_nbytes=total_nbytes)
                     actions.append(Send(progress))
-            case WriteEnded(save_id, nbytes, seconds, error):
+            case WriteEnded(save_id, nbytes, seconds, error, apart):
                 job = self._expect(save_id, Phase.WRITING)
                 if error is not None or job.answered:
-                    if error is None:
-                        actions.append(Reclaim(job.save))
+                    if error is None and job.failure is not None:
+                        actions.append(Reclaim(job.save, job.failure))
                     self._finish(job, error, actions)
                 else:
-                    written = Written(attempt=self.attempt, save_id=save_id, nbytes=nbytes, seconds=seconds)
+                    written = Written(
+                        attempt=self.attempt, save_id=save_id, nbytes=nbytes, seconds=seconds, apart=apart
+                    )
                     actions.append(Send(written))
-                    job.phase = Phase.COMMITTING
-                    actions.append(StartCommit(job.save))
+                    job.phase = Phase.WRITTEN
             case CommitEnded(save_id, name, nbytes, error):
                 job = self._expect(save_id, Phase.COMMITTING)
                 if error is None and not job.answered:
@@ -255,15 +298,27 @@ class Jobs:
                 self._deletions.remove(deletion)
                 if not deletion.answered:
                     actions.append(Send(error or Deleted(attempt=self.attempt, save_id=save_id)))
+            case RefusalRequested(request):
+                if request.save_id not in self._seen:
+                    self._seen.add(request.save_id)
+                    self._refusals.add(request.save_id)
+                    actions.append(StartRefusal(request))
+            case RefusalEnded(save_id, error):
+                self._refusals.remove(save_id)
+                actions.append(Send(error))
+            case Waited():
+                pass
             case Stalled(error):
-                if self._queue and not self._queue[0].answered:
-                    self._queue[0].answered = True
-                    is_named = self._queue[0].phase is Phase.COMMITTING  # or may be so any moment
+                stuck = self._in_phase(Phase.WRITING) or self._in_phase(Phase.COMMITTING)
+                if stuck is not None and not stuck.answered:
+                    stuck.answered, stuck.failure = True, error
+                    is_named = stuck.phase is Phase.COMMITTING  # or may be so any moment
                     actions.append(Send(replace(error, error="CommitUnknownError") if is_named else error))
                 else:  # stuck for another deadline, or in a deletion: those behind it would wait for ever
-                    waiting, self._queue = self._queue[1:], self._queue[:1]
-                    ids = [job.save.save_id for job in waiting]
-                    ids += [deletion.request.save_id for deletion in self._deletions if not deletion.answered]
+                    waiting = [job for job in self._queue if job.phase in (Phase.QUEUED, Phase.WRITTEN)]
+                    self._queue = [job for job in self._queue if job not in waiting]
+                    actions += [Send(_late(error, job)) for job in waiting if not job.answered]
+                    ids = [deletion.request.save_id for deletion in self._deletions if not deletion.answered]
                     actions += [Send(replace(error, save_id=each)) for each in ids]
                     self._deletions = [
                         replace(deletion, answered=True) for deletion in self._deletions if deletion.started
@@ -276,9 +331,12 @@ class Jobs:
     def _answered(self, save_id: int) -> bool:
         return not any(job.save.save_id == save_id and not job.answered for job in self._queue)
 
+    def _in_phase(self, phase: Phase) -> _Job | None:
+        return next((job for job in self._queue if job.phase is phase), None)
+
     def _expect(self, save_id: int, phase: Phase) -> _Job:
-        job = self._queue[0] if self._queue else None
-        assert job is not None and job.save.save_id == save_id and job.phase is phase, (save_id, phase, job)
+        job = self._in_phase(phase)
+        assert job is not None and job.save.save_id == save_id, (save_id, phase, job)
         return job
 
     def _finish(self, job: _Job, error: Failed | None, actions: list[Action]) -> None:
@@ -287,8 +345,12 @@ class Jobs:
         self._queue.remove(job)
 
     def _advance(self, actions: list[Action]) -> None:
-        if self._queue and self._queue[0].phase is Phase.QUEUED:
-            job = self._queue[0]
+        first = self._queue[0] if self._queue else None
+        if first is not None and first.phase is Phase.WRITTEN:
+            first.phase = Phase.COMMITTING
+            actions.append(StartCommit(first.save))
+        job = self._in_phase(Phase.QUEUED)
+        if job is not None and self._in_phase(Phase.WRITING) is None and (job is first or job.save.world_size > 1):
             job.phase = Phase.WRITING
             actions.append(StartWrite(job.save, job.memory))
         in_hand = {job.save.save_id for job in self._queue}
@@ -296,5 +358,11 @@ class Jobs:
             if not deletion.started and not deletion.behind & in_hand:
                 deletion.started = True
                 actions.append(StartDelete(deletion.request))
-        if not self._queue and not self._deletions and self._draining:
+        if not self._queue and not self._deletions and not self._refusals and self._draining:
             actions.append(Exit())
+
+
+def _late(error: Failed, job: _Job) -> Failed:
+    """What a save is answered that waits behind one that is stuck; written already, it may still be committed."""
+    written = job.phase is Phase.WRITTEN
+    return replace(error, save_id=job.save.save_id, **({"error": "CommitUnknownError"} if written else {}))

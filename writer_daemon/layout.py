@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -54,18 +54,20 @@ class Layout:
     def from_json(cls, body: Any, world_size: int, path: str) -> Layout:
         """Read and check; ``IntegrityError`` when it is no grid, or names a rank that there is not."""
         fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
-        owners, cuts = fields.get("owners"), fields.get("cuts")
-        good = isinstance(owners, list) and are_whole(cast("list[Any]", owners))
-        if not good or not owners or max(owners) >= world_size:
-            raise IntegrityError(f"{path}: a layout must name its owners, ranks of {world_size}")
+        owners, cuts = cast("list[int]", fields.get("owners")), fields.get("cuts")
+        if not isinstance(cast("Any", owners), list) or not owners or not are_whole(owners):
+            raise IntegrityError(f"{path}: a layout must name its owners")
+        if max(owners) >= world_size:
+            raise IntegrityError(f"{path}: a layout names rank {max(owners)} of {world_size}")
         if cuts is None:
             if len(owners) != 1:
                 raise IntegrityError(f"{path}: a whole tensor has one owner, not {len(owners)}")
-            return cls(tuple(cast("list[int]", owners)))
-        rows = cast("list[Any]", cuts) if isinstance(cuts, list) else [None]
-        if not all(_are_borders(row) for row in rows) or math.prod(len(row) - 1 for row in rows) != len(owners):
+            return cls(tuple(owners))
+        rows = cast("list[list[int]]", cuts) if isinstance(cuts, list) else []
+        cells = math.prod(len(row) - 1 for row in rows) if all(map(_are_borders, rows)) else 0
+        if cells != len(owners):
             raise IntegrityError(f"{path}: the cuts of a layout are malformed, or do not fit its {len(owners)} owners")
-        return cls(tuple(cast("list[int]", owners)), tuple(tuple(cast("list[int]", row)) for row in rows))
+        return cls(tuple(owners), tuple(map(tuple, rows)))
 
 
 def _are_borders(row: Any) -> bool:
@@ -141,16 +143,17 @@ class Table:
             try:
                 container, dtype, shape, layout = row
                 whole = isinstance(shape, list) and are_whole([container, layout, *cast("list[Any]", shape)])
-                if not (whole and isinstance(dtype, str) and _fits(layouts[layout], cast("list[int]", shape))):
+                info = TensorInfo(dtype, tuple(cast("list[int]", shape)), containers[container], layout)
+                if not (whole and isinstance(dtype, str) and _fits(layouts[info.layout], info.shape)):
                     raise ValueError(row)
-                tensors[fqn] = TensorInfo(dtype, tuple(cast("list[int]", shape)), containers[container], layout)
+                tensors[fqn] = info
             except (TypeError, ValueError, IndexError) as error:
                 raise IntegrityError(f"{path}: tensor entry {fqn!r} is malformed") from error
         return cls(tensors, layouts)
 
 
-def _fits(layout: Layout, shape: Sequence[int]) -> bool:
-    return layout.cuts is None or [borders[-1] for borders in layout.cuts] == list(shape)
+def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+    return layout.cuts is None or tuple(borders[-1] for borders in layout.cuts) == shape
 
 
 def _seed(layout: Layout) -> int:

@@ -30,6 +30,8 @@ from sidesave.writer_daemon.holder import PERIOD_S, RECORD_NBYTES, Holder
 from sidesave.writer_daemon.storage import OutputFile, Storage
 
 LEASE_DIRECTORY: Final = ".sidesave.lease"
+CLOSED: Final = "closed"
+"""``closed.<session>.<rank>``: the daemon of that rank has left, and no further record comes from it."""
 STILL_PERIODS: Final = 3
 """For so many periods a counter must stand still before its holder counts as dead."""
 _POLL_S: Final = 0.05
@@ -69,6 +71,19 @@ def _read(storage: Storage, epoch: int) -> bytes | None:
         if data is None or Holder.from_bytes(data) is not None:
             break
     return data
+
+
+def current_holder(storage: Storage) -> Holder | None:
+    """What the newest lease says; None where there is none, or it says nothing."""
+    epoch = _newest(storage)
+    return Holder.from_bytes(_read(storage, epoch) or b"") if epoch else None
+
+
+def closed_ranks(storage: Storage, session: str) -> frozenset[int]:
+    """The ranks of a session whose daemons have left."""
+    prefix = f"{CLOSED}.{session}."
+    names = (name.removeprefix(prefix) for name in storage.list_directory(LEASE_DIRECTORY) if name.startswith(prefix))
+    return frozenset(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +317,9 @@ class Lease:
         """Remove what earlier leases have left, and keep back the space that the next one takes on a full disk."""
         for name, epoch in _epochs(self._storage).items():
             if epoch < self.epoch:
+                self._discard(f"{LEASE_DIRECTORY}/{name}")
+        for name in self._storage.list_directory(LEASE_DIRECTORY):
+            if name.startswith(f"{CLOSED}.") and f".{self.session}." not in name:
                 self._discard(f"{LEASE_DIRECTORY}/{name}")
         with contextlib.suppress(WriteError):
             self._storage.create(f"{_path(self.epoch)}{_SPARE}", RECORD_NBYTES).close()

@@ -41,6 +41,14 @@ def step_directory(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def attempt_of(session: str, sequence: int, world_size: int) -> str:
+    """What tells the hidden directories of an attempt to save from others.
+
+    Of several ranks each attempt has its own: one that is late must not meet the files of the next.
+    """
+    return session if world_size == 1 else f"{session}-{sequence}"
+
+
 def hidden_directory(step: int, attempt: str, state: str) -> str:
     """``.step-00000100.<attempt>.<state>``; the attempt is a session, of several ranks with ``-<sequence>`` behind it.
 

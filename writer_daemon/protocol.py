@@ -6,8 +6,8 @@ outside its bounds is a ``ProtocolError``. Nothing on the wire is ever pickle.
 
 Over the inherited socket pair, together with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``;
 and ``NOTE``, which needs no answer.
-Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer: ``HELLO``,
-``READY``, ``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``DELETED``, ``FAILED``, ``HEARTBEAT``.
+Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``REFUSE``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer:
+``HELLO``, ``READY``, ``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``DELETED``, ``FAILED``, ``HEARTBEAT``.
 """
 
 from __future__ import annotations
@@ -62,6 +62,23 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spare:
+    """The rest of what a rank holds of plain tensors that all ranks are taken to hold alike, and one writes for all.
+
+    ``claim`` is a digest of what this rank holds of them. Only where the claims of the ranks differ the ``files`` are
+    written, and ``table`` stands in the place of the other one.
+    """
+
+    claim: str
+    files: tuple[Extent, ...]
+    table: Extent
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[0-9a-f]{32}", self.claim) is None:
+            raise ProtocolError(f"{self.claim!r:.80} is no claim")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """Base of what travels; ``attempt`` counts daemons of one trainer and is checked by the receiver."""
 
@@ -82,11 +99,14 @@ class Boot(Message):
     token: bytes
     directory: str
     session: str
+    rank: int
+    world_size: int
     fallback_directory: str
     trainer_pid: int
     retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
+    commit_timeout_s: float
     nice: int
     io_class: str
     cpus: tuple[int, ...]
@@ -149,7 +169,7 @@ class Save(Message):
 
     ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
-    without it they are whole, and this rank's.
+    without it they are whole, and this rank's. ``spare`` is written as well where ranks turn out to differ.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -170,13 +190,15 @@ class Save(Message):
     torch_version: str
     retry: bool
     table: Extent | None = None
+    spare: Spare | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ProtocolError(f"SAVE of step {self.step}, rank {self.rank} of {self.world_size} makes no sense")
         if re.fullmatch(r"[0-9a-f]{16}", self.session) is None:
             raise ProtocolError(f"{self.session!r} is no session")
-        if len({extent.name for extent in self.files}) != len(self.files):
+        names = [extent.name for extent in (*self.files, *(self.spare.files if self.spare else ()))]
+        if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
 
 
@@ -186,6 +208,24 @@ class Watch(Message):
 
     kind: ClassVar[str] = "WATCH"
     save: Save
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse(Message):
+    """One of several ranks will not take part in a save that the others may have begun, and why; answered by FAILED."""
+
+    kind: ClassVar[str] = "REFUSE"
+    save_id: int
+    step: int
+    session: str
+    sequence: int
+    rank: int
+    world_size: int
+    error: str
+    message: str
+    errno: int | None
+    path: str | None
+    retry: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +263,13 @@ class Progress(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written(Message):
-    """This rank's bytes and its record are durable; the arena may be reused."""
+    """This rank's bytes and its record are durable; the arena may be reused. ``apart``: its spare was needed."""
 
     kind: ClassVar[str] = "WRITTEN"
     save_id: int
     nbytes: int
     seconds: float
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

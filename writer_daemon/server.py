@@ -32,6 +32,7 @@ from sidesave.stager.arena import Arena
 from sidesave.writer_daemon import commit, history, jobs, protocol
 from sidesave.writer_daemon.holder import Holder
 from sidesave.writer_daemon.lease import Lease
+from sidesave.writer_daemon.membership import Membership
 from sidesave.writer_daemon.protocol import Message, Save
 from sidesave.writer_daemon.storage import PosixStorage
 from sidesave.writer_daemon.storage.posix import make_run_directory
@@ -46,6 +47,9 @@ _RECLAIM_TIMEOUT_S: Final = 10.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+_Tasks = queue.SimpleQueue[Callable[[], None]]
+
+
 class Server:
     """Serves one trainer over an inherited socket pair until it drains or dies."""
 
@@ -54,7 +58,8 @@ class Server:
         self._control = control
         self._arenas: dict[int, Arena] = {}
         self._events: queue.SimpleQueue[jobs.Event] = queue.SimpleQueue()
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: _Tasks = queue.SimpleQueue()
+        self._commits = self._work
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._trainer_gone = False
         self._abandoned = threading.Event()
@@ -75,13 +80,17 @@ class Server:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a trainer that was stopped for hours must still learn of its saves
         self._socket.connect(boot.endpoint)
         self._send(protocol.Hello(attempt=boot.attempt, token=boot.token, pid=os.getpid()))
-        lease = None
+        lease: Lease | Membership | None = None
+        recovery = commit.Recovery((), (), ())
+        name = f"{boot.rank}-{boot.attempt}-{os.getpid()}"
         try:
             storage = PosixStorage(boot.directory)
-            holder = Holder.current(boot.session, boot.trainer_pid)
-            lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
-            name = f"{boot.attempt}-{os.getpid()}"
-            recovery = commit.recover(storage, lease, name)
+            if boot.rank == 0:
+                holder = Holder.current(boot.session, boot.trainer_pid)
+                lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
+                recovery = commit.recover(storage, lease, name)
+            else:
+                lease = Membership(storage, boot.session, boot.rank)
         except SidesaveError as error:
             self._send(protocol.failure(boot.attempt, None, error))
             if lease is not None:
@@ -94,10 +103,14 @@ class Server:
         )
         self._send(ready)
         log = history.HistoryLog(boot.directory)
-        self._history = history.Recorder(boot.session, lambda record: self._work.put(lambda: log.append(record)))
         found = recovery.committed, recovery.removed
-        self._work.put(lambda: history.log_recovery(log, storage, boot.session, *found, boot.fallback_directory))
-        primary = Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
+        if boot.rank == 0:
+            self._history = history.Recorder(boot.session, lambda record: self._work.put(lambda: log.append(record)))
+            self._work.put(lambda: history.log_recovery(log, storage, boot.session, *found, boot.fallback_directory))
+        else:
+            self._history = history.Recorder(boot.session, lambda record: None)  # rank 0 keeps it for all
+        writer = Writer(storage, name, self._abandoned, lease.check, boot.commit_timeout_s)
+        primary = Place(storage, lease, writer, name)
         self._worker = Worker(
             boot.attempt,
             primary,
@@ -106,8 +119,12 @@ class Server:
             boot.retries,
             self._history.started,
             self._post,
+            boot.commit_timeout_s,
         )
-        threading.Thread(target=self._execute, name="sidesave-storage", daemon=True).start()
+        threading.Thread(target=self._execute, args=(self._work,), name="sidesave-storage", daemon=True).start()
+        if boot.world_size > 1:  # the next save is written while one waits for other ranks
+            self._commits = _Tasks()
+            threading.Thread(target=self._execute, args=(self._commits,), name="sidesave-commit", daemon=True).start()
         self._loop()
         idle = threading.Event()
         self._work.put(self._worker.close)
@@ -133,7 +150,8 @@ class Server:
                 lease.release()
             storage.close()
             raise
-        return Place(storage, lease, Writer(storage, name, self._abandoned, lease.check), name)
+        writer = Writer(storage, name, self._abandoned, lease.check, boot.commit_timeout_s)
+        return Place(storage, lease, writer, name)
 
     # The loop --------------------------------------------------------------------------------------------------
 
@@ -176,7 +194,7 @@ class Server:
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
 
     def _handle(self, event: jobs.Event) -> None:
-        if not isinstance(event, (jobs.Submitted, jobs.Watched, jobs.DeleteRequested, jobs.DrainRequested)):
+        if not isinstance(event, jobs.Request):
             self._last_progress = time.monotonic()
         if isinstance(event, (jobs.Submitted, jobs.Watched)):
             self._history.accepted(event.save)
@@ -192,12 +210,14 @@ class Server:
                     arena = self._arenas.get(save.arena) if memory else None
                     self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena))
                 case jobs.StartCommit(save):
-                    self._work.put(lambda save=save: self._worker.commit(save))
+                    self._commits.put(lambda save=save: self._worker.commit(save))
                 case jobs.StartDelete(request):
                     self._last_progress = time.monotonic()
                     self._work.put(lambda request=request: self._worker.delete(request))
-                case jobs.Reclaim(save):
-                    self._work.put(lambda save=save: self._worker.reclaim(save))
+                case jobs.StartRefusal(request):
+                    self._work.put(lambda request=request: self._worker.refuse(request))
+                case jobs.Reclaim(save, failure):
+                    self._work.put(lambda save=save, failure=failure: self._worker.reclaim(save, failure))
                 case jobs.Exit():
                     self._running = False
 
@@ -239,6 +259,8 @@ class Server:
                 self._handle(jobs.Watched(save))
             case protocol.Delete():
                 self._handle(jobs.DeleteRequested(message))
+            case protocol.Refuse():
+                self._handle(jobs.RefusalRequested(message))
             case protocol.Status():
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
             case protocol.Drain():
@@ -329,11 +351,12 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
-    def _execute(self) -> None:
+    def _execute(self, work: _Tasks) -> None:
         while True:
             with contextlib.suppress(queue.Empty):
-                self._work.get(timeout=HEARTBEAT_S)()
-            self._worker.empty_trash()
+                work.get(timeout=HEARTBEAT_S)()
+            if work is self._work:
+                self._worker.empty_trash()
 
     # The trainer's end, signals --------------------------------------------------------------------------------
 

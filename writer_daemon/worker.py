@@ -10,21 +10,30 @@ import collections
 import dataclasses
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from sidesave.errors import CheckpointNotFoundError, CommitUnknownError, NoSpaceError, ProtocolError, WriteError
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    NoSpaceError,
+    ProtocolError,
+    SidesaveError,
+    WriteError,
+)
 from sidesave.stager.arena import Arena
-from sidesave.writer_daemon import commit, jobs, protocol
+from sidesave.writer_daemon import commit, jobs, protocol, ranks
 from sidesave.writer_daemon.lease import Lease
 from sidesave.writer_daemon.manifest import (
     RankRecord,
     step_directory,
 )
-from sidesave.writer_daemon.protocol import Delete, Save
+from sidesave.writer_daemon.membership import Membership
+from sidesave.writer_daemon.protocol import Delete, Failed, Refuse, Save
 from sidesave.writer_daemon.storage import Storage
 from sidesave.writer_daemon.writer import Writer
 
@@ -44,16 +53,20 @@ FIRST_BACKOFF_S: Final = 0.25
 """Before the first further try; four times as long before each one after it."""
 MAX_BACKOFF_S: Final = 30.0
 """And no longer than this: the saves behind it wait as well."""
+_MAX_TOMBSTONES: Final = 8
+"""So many attempts that were given up can be asked about at the same time by ranks that are late."""
+_TOMBSTONE_S: Final = 3.0
+"""Time for the others to see the last of them, before this daemon leaves."""
 TRASH_GRACE_S: Final = 30.0
 """How long a deleted checkpoint stays readable for whoever has opened it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run directory that this daemon holds."""
+    """A run directory that this daemon, or that of rank 0, holds."""
 
     storage: Storage
-    lease: Lease
+    lease: Lease | Membership
     writer: Writer
     attempt: str
 
@@ -70,11 +83,15 @@ class Worker:
         retries: int,
         on_retry: Callable[[Save], None],
         post: Callable[[jobs.Event], None],
+        commit_timeout_s: float = math.inf,
     ) -> None:
         """Work in ``primary``; ``open_fallback`` takes hold of the other directory, if one is named, once needed.
 
-        ``on_retry`` is told of a save that is about to be tried again, in the storage thread.
+        Other ranks are waited for up to ``commit_timeout_s``. ``on_retry`` is told of a save that is about to be tried
+        again, in the storage thread.
         """
+        self._commit_timeout_s = commit_timeout_s
+        self._tombstones: collections.deque[str] = collections.deque()
         self._attempt = attempt
         self._primary = primary
         self._fallback_directory = fallback_directory
@@ -94,9 +111,13 @@ class Worker:
         try:
             record = self._write(save, arena)
         except Exception as error:  # noqa: BLE001 - a fault of ours must fail one save, not the daemon
-            self._post(jobs.WriteEnded(save.save_id, 0, 0.0, protocol.failure(self._attempt, save.save_id, error)))
+            failure = protocol.failure(self._attempt, save.save_id, error)
+            if save.world_size > 1:
+                self._give_up(save, failure)
+            self._post(jobs.WriteEnded(save.save_id, 0, 0.0, failure))
         else:
-            self._post(jobs.WriteEnded(save.save_id, record.nbytes, time.monotonic() - started))
+            seconds, apart = time.monotonic() - started, bool(record.part.apart)
+            self._post(jobs.WriteEnded(save.save_id, record.nbytes, seconds, apart=apart))
 
     def _write(self, save: Save, arena: Arena | None) -> RankRecord:
         if arena is None:
@@ -121,13 +142,14 @@ class Worker:
             record = commit.find_record(place.storage, save) if save.retry else None
             if record is None:
                 commit.refuse_taken(place.storage, save)
-                record = place.writer.write(save, arena, progressed)
+                record = place.writer.write(save, arena, progressed, self._waiting(place, save))
             if self._fallback_directory:  # while the memory is there, so that the commit may fail as well
                 self._committed[save.save_id] = self._commit_in(place, save)
         except CommitUnknownError:
             raise
         except BaseException:
-            commit.reclaim(place.storage, save)
+            if save.world_size == 1:
+                commit.reclaim(place.storage, save)
             raise
         return record
 
@@ -146,21 +168,81 @@ class Worker:
             done = self._committed.pop(save.save_id, None)
             name, nbytes = done or self._persistently(save, lambda save: self._commit_in(self._primary, save))
         except Exception as error:  # noqa: BLE001 - as above
-            if not (isinstance(error, CommitUnknownError) or self._primary.lease.lost):  # it is the next session's then
-                commit.reclaim(self._primary.storage, save)
             failure = protocol.failure(self._attempt, save.save_id, error)
+            if not (isinstance(error, CommitUnknownError) or self._primary.lease.lost):  # it is the next session's then
+                self.reclaim(save, failure)
             self._post(jobs.CommitEnded(save.save_id, "", 0, failure))
         else:
             self._post(jobs.CommitEnded(save.save_id, name, nbytes))
 
     def _commit_in(self, place: Place, save: Save) -> tuple[str, int]:
-        content = commit.commit(place.storage, place.lease, save, place.attempt)
         name = step_directory(save.step)
+        if isinstance(place.lease, Membership):
+            waiting = self._waiting(place, save)
+            return name, ranks.await_commit(place.storage, save, self._commit_timeout_s, waiting).nbytes
+        records = None if save.world_size == 1 else lambda: self._await_records(place, save)
+        content = commit.commit(place.storage, place.lease, save, place.attempt, records)
         return name if place is self._primary else os.path.join(place.storage.root, name), content.nbytes
 
-    def reclaim(self, save: Save) -> None:
-        """Remove what a save that was given up has left."""
-        commit.reclaim(self._primary.storage, save)
+    def _await_records(self, place: Place, save: Save) -> list[RankRecord]:
+        def publish(name: str) -> None:
+            place.storage.publish_bytes(ranks.partial_of(save), name, b"", place.attempt)
+
+        return ranks.await_records(place.storage, save, self._commit_timeout_s, self._waiting(place, save), publish)
+
+    def _waiting(self, place: Place, save: Save) -> Callable[[], None]:
+        def waiting() -> None:
+            self._post(jobs.Waited(save.save_id))  # storage answers: this is no stall
+            place.lease.check()
+
+        return waiting
+
+    def reclaim(self, save: Save, failure: Failed) -> None:
+        """Remove what a save that was given up has left, for all ranks or in the name of this one."""
+        if save.world_size == 1:
+            commit.reclaim(self._primary.storage, save)
+        elif save.rank == 0 or not self._is_over(save):
+            self._give_up(save, failure)
+
+    def _is_over(self, save: Save) -> bool:
+        try:
+            ranks.refuse_aborted(self._primary.storage, save)
+        except SidesaveError:
+            return True
+        return False
+
+    def refuse(self, request: Refuse) -> None:
+        """Tell the other ranks that this one will not take part in a save."""
+        failure = Failed(
+            attempt=self._attempt,
+            save_id=request.save_id,
+            error=request.error,
+            message=request.message,
+            errno=request.errno,
+            path=request.path,
+        )
+        self._give_up(request, failure)
+        self._post(jobs.RefusalEnded(request.save_id, failure))
+
+    def _give_up(self, save: Save | Refuse, failure: Failed) -> None:
+        storage, attempt = self._primary.storage, self._primary.attempt
+        if self._primary.lease.lost:
+            return
+        if save.rank:
+            ranks.refuse(storage, save, failure, attempt)
+            return
+        tombstone = ranks.abort(storage, save, failure, attempt)
+        if tombstone is not None and tombstone not in self._tombstones:
+            self._tombstones.append(tombstone)
+        while len(self._tombstones) > _MAX_TOMBSTONES:
+            self._remove_tombstone()
+
+    def _remove_tombstone(self) -> None:
+        name = self._tombstones.popleft()
+        try:
+            self._primary.storage.remove_tree(name)
+        except WriteError as error:
+            logger.warning("left for the next start to clean: %s", error)
 
     def _persistently(self, save: Save, operation: Callable[[Save], T]) -> T:
         tries = 0
@@ -212,6 +294,8 @@ class Worker:
             name = step_directory(request.step)
             holding = [place for place in places if name in place.storage.list_directory("")]
             for place in holding or [self._primary]:
+                if isinstance(place.lease, Membership):  # rank 0's daemon does it for all
+                    continue
                 others = [other.storage for other in places if other is not place]
                 trash = commit.delete(place.storage, place.lease, request.step, request.sequence, others)
                 if trash is None:  # a save that was asked for later has taken its place, so it is gone
@@ -236,5 +320,9 @@ class Worker:
     def close(self) -> None:
         """Remove what was deleted, and let the next session into the fallback directory."""
         self.empty_trash(everything=True)
+        if self._tombstones:
+            time.sleep(_TOMBSTONE_S)
+        while self._tombstones:
+            self._remove_tombstone()
         if self._fallback is not None:
             self._fallback.lease.release()

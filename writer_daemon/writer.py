@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import errno
+import math
 import mmap
 import os
 import threading
@@ -24,7 +25,7 @@ from typing import Final
 
 from sidesave.errors import IntegrityError, NoSpaceError, ProtocolError, WriteError
 from sidesave.stager.arena import Arena, page_up
-from sidesave.writer_daemon import layout, manifest, tensor_file
+from sidesave.writer_daemon import layout, manifest, ranks, tensor_file
 from sidesave.writer_daemon.layout import Part, TensorInfo
 from sidesave.writer_daemon.manifest import (
     FileRecord,
@@ -67,13 +68,19 @@ class Writer:
     """Writes saves of one rank into one run directory, one save at a time."""
 
     def __init__(
-        self, storage: Storage, attempt: str, trainer_gone: threading.Event, check_lease: Callable[[], None]
+        self,
+        storage: Storage,
+        attempt: str,
+        trainer_gone: threading.Event,
+        check_lease: Callable[[], None],
+        commit_timeout_s: float = math.inf,
     ) -> None:
         """Serve ``storage``; ``attempt`` makes this daemon's temporary names differ from any other's.
 
         ``trainer_gone`` ends the wait for memory that nobody fills any more; ``check_lease`` raises once the lease is
-        lost.
+        lost; other ranks are waited for up to ``commit_timeout_s``.
         """
+        self._commit_timeout_s = commit_timeout_s
         self._check_lease = check_lease
         self._trainer_gone = trainer_gone
         self._storage = storage
@@ -87,13 +94,20 @@ class Writer:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._digester.shutdown(wait=False, cancel_futures=True)
 
-    def write(self, save: Save, arena: Arena, on_progress: Callable[[int, int], None]) -> RankRecord:
+    def write(
+        self,
+        save: Save,
+        arena: Arena,
+        on_progress: Callable[[int, int], None],
+        waiting: Callable[[], None] | None = None,
+    ) -> RankRecord:
         """Make the save's files and record durable under their final names; blocking.
 
         Args:
             save: What to write; its extents lie in ``arena``.
             arena: The staging memory, whose generation must be the save's throughout.
             on_progress: Called from any thread with bytes written and bytes in all.
+            waiting: Called now and then while other ranks are waited for; may raise.
 
         Raises:
             NoSpaceError: There is too little space, found before the first byte where the system tells.
@@ -101,18 +115,57 @@ class Writer:
             ProtocolError: The memory does not hold what SAVE says.
         """
         self._tries += 1  # what an earlier try has left, and could not remove, has other names
-        directory = manifest.hidden_directory(save.step, save.session, "partial")
-        if not self._storage.make_directory(directory, 0o700) and not save.retry:
+        directory = ranks.partial_of(save)
+        alone = save.world_size == 1
+        if not alone:
+            ranks.refuse_aborted(self._storage, save)
+        if not self._storage.make_directory(directory, 0o700) and alone and not save.retry:
             self._storage.remove_tree(directory)  # left by a failed save of the same step
             self._storage.make_directory(directory, 0o700)
         # Once it is there: made without the lease it must never become whole, or the next start would commit it.
         self._check_lease()
         self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
         _check_generation(save, arena)
-        images = [self._plan(save, arena, directory, extent) for extent in save.files]
         total = sum(extent.nbytes for extent in save.files) + save.objects.nbytes
         if not save.retry:  # what is there already needs no more room
             self._check_space(save, total)
+        images = self._write_images(save, save.files, arena, directory, total, on_progress)
+        self._await_filled(save, arena, arena.nbytes)
+        table = save.table
+        if save.spare is not None and not self._are_alike(save, waiting or self._check_lease):
+            table = save.spare.table
+            rest = sum(extent.nbytes for extent in save.spare.files)
+            self._check_space(save, rest)
+            images += self._write_images(save, save.spare.files, arena, directory, rest, lambda done, total: None)
+        objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
+        small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
+        small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
+        for future in [self._pool.submit(self._write_small, directory, name, data) for name, data in small]:
+            future.result()
+        _check_generation(save, arena)
+        for image in images:
+            self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
+        for name, data in small:
+            self._publish_small(directory, name, data)
+        told = None if table is None else bytes(arena.view(table.offset, table.nbytes))
+        record = _record(save, images, small, told)
+        content, name = record.to_bytes(), manifest.record_file(save.rank)
+        self._write_small(directory, name, content)
+        self._publish_small(directory, name, content)
+        self._storage.sync_directory(directory)
+        on_progress(total, total)
+        return record
+
+    def _write_images(
+        self,
+        save: Save,
+        extents: tuple[Extent, ...],
+        arena: Arena,
+        directory: str,
+        total: int,
+        on_progress: Callable[[int, int], None],
+    ) -> list[_TensorImage]:
+        images = [self._plan(save, arena, directory, extent) for extent in extents]
         done = 0
         for first in range(0, len(images), MAX_OPEN):
             some = images[first : first + MAX_OPEN]
@@ -124,25 +177,13 @@ class Writer:
                 for image in some:
                     if image.output is not None:
                         image.output.close()
-        self._await_filled(save, arena, arena.nbytes)
-        objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
-        small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
-        small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
-        for future in [self._pool.submit(self._write_small, directory, name, data) for name, data in small]:
-            future.result()
-        _check_generation(save, arena)
-        for image in images:
-            self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
-        for name, data in small:
-            self._publish_small(directory, name, data)
-        told = None if save.table is None else bytes(arena.view(save.table.offset, save.table.nbytes))
-        record = _record(save, images, small, told)
-        content, name = record.to_bytes(), manifest.record_file(save.rank)
-        self._write_small(directory, name, content)
-        self._publish_small(directory, name, content)
-        self._storage.sync_directory(directory)
-        on_progress(total, total)
-        return record
+        return images
+
+    def _are_alike(self, save: Save, waiting: Callable[[], None]) -> bool:
+        def publish(name: str) -> None:
+            self._storage.publish_bytes(ranks.partial_of(save), name, b"", f"{self._attempt}.{self._tries}")
+
+        return ranks.are_alike(self._storage, save, self._commit_timeout_s, waiting, publish)
 
     def _check_space(self, save: Save, nbytes: int) -> None:
         """Refuse what does not fit before a byte is written; the file system then reserves file by file."""

@@ -6,9 +6,14 @@ subclass) with errno and the full path, and every one may be repeated after a cr
 
 from __future__ import annotations
 
+import errno
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
+
+from sidesave.errors import WriteError
+from sidesave.stager.arena import page_up
 
 
 class OutputFile(ABC):
@@ -118,3 +123,20 @@ class Storage(ABC):
             yield file
         finally:
             file.close()
+
+    def publish_bytes(self, directory: str, name: str, data: bytes, attempt: str) -> None:
+        """Give a directory a small file, once and whole; doing it twice does no harm.
+
+        ``attempt`` tells the temporary names of different writers apart. Raises ``WriteError`` (EEXIST) where the name
+        is taken by another content.
+        """
+        temporary, final = f"{directory}/.{name}.{attempt}", f"{directory}/{name}"
+        with mmap.mmap(-1, max(page_up(len(data)), page_up(1))) as buffer:
+            buffer[: len(data)] = data
+            with self.creating(temporary, len(data)) as output, memoryview(buffer) as view:
+                output.write_at(view, 0)
+                output.finish(len(data))
+        if not self.publish(temporary, final):
+            if self.read(final, len(data) + 1) != data:
+                raise WriteError(errno.EEXIST, "another file has this name, with other content", f"{self.root}/{final}")
+            self.remove(temporary)

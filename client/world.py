@@ -1,0 +1,204 @@
+"""The ranks that save together, and how they agree: once when a session begins, and when one loads; never to save.
+
+Through the process group where there is one; else through storage, where the launcher only tells how many there are.
+What it tells does not identify a run: the id that torchrun sets is often "none", and its restart count repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import Any, Final
+
+import torch
+
+from sidesave.errors import DaemonStartError, InvalidArgumentError, ProtocolError, SidesaveError, from_wire
+from sidesave.writer_daemon import manifest, protocol
+from sidesave.writer_daemon.storage import PosixStorage
+
+RENDEZVOUS: Final = ".sidesave.rendezvous"
+AGREE_TIMEOUT_S: Final = 300.0
+"""How long ranks wait for each other in storage; a process group has its own timeout."""
+_MAX_POLL_S: Final = 0.25
+
+
+class World(ABC):
+    """The ranks of a session; ``ranks`` are their global ranks, of which this is number ``rank``."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many ranks save together."""
+        return len(self.ranks)
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """Exchange a value of plain JSON types with all ranks; blocking, and to be called by all of them."""
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str) -> Generator[None]:
+        """Raise what one rank raises in this block on all of them, naming it; to be entered by all of them."""
+        own: SidesaveError | None = None
+        told = None
+        try:
+            yield
+        except SidesaveError as error:
+            if self.size == 1:
+                raise
+            own, failure = error, protocol.failure(0, None, error)
+            told = [failure.error, failure.message, failure.errno, failure.path]
+        if self.size == 1:
+            return
+        answers = self.gather(told)
+        if own is not None:
+            raise own
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                name, message, number, path = answer
+                raise from_wire(name, f"rank {rank} {what}: {message}", number, path)
+
+
+class Alone(World):
+    """One process that saves for itself."""
+
+    rank = 0
+    ranks = (0,)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value itself."""
+        return [value]
+
+
+class GroupWorld(World):
+    """The ranks of a process group."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
+        """Take those of ``group``, None for all."""
+        self._group = group
+        self.ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        rank = torch.distributed.get_rank(group)
+        if rank < 0:
+            raise InvalidArgumentError("this process is not part of process_group")
+        self.rank = rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """One collective of the group, with its timeout."""
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, json.dumps(value), group=self._group)
+        return [json.loads(each) for each in values]
+
+
+class StorageWorld(World):
+    """Ranks that a launcher has started and that have no process group: they meet in the run directory.
+
+    Rank 0 answers each ``join.<rank>.<nonce>`` with ``met.<rank>.<nonce>.<its own nonce>``. A rank believes only what
+    bears its own nonce, which no leftover of an earlier run does, and which proves that storage is shared.
+    """
+
+    def __init__(self, directory: str, rank: int, size: int) -> None:
+        """Meet the other ranks; blocking, up to five minutes."""
+        self.rank, self.ranks = rank, tuple(range(size))
+        self._storage = PosixStorage(directory)
+        self._storage.make_directory(RENDEZVOUS, 0o770)
+        self._round = 0
+        self._nonce = secrets.token_hex(8)
+        self._meeting = self._nonce
+        if rank:
+            mine = f"join.{rank}.{self._nonce}"
+            self._put(mine, b"")
+            prefix = f"met.{rank}.{self._nonce}."
+            met = self._until(lambda names: [name for name in names if name.startswith(prefix)], "rank 0")
+            self._meeting = met[0].removeprefix(prefix)
+            self._remove([mine, *met])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Leave a file and wait for those of the others; rank 0 lets in whoever comes meanwhile."""
+        prefix = f"{self._meeting}.{self._round}."
+        self._round += 1
+        self._put(f"{prefix}{self.rank}", json.dumps(value).encode())
+        wanted = {f"{prefix}{rank}" for rank in self.ranks}
+
+        def all_there(names: list[str]) -> list[str]:
+            if self.rank == 0:
+                self._welcome(names)
+            return sorted(wanted) if wanted <= set(names) else []
+
+        self._until(all_there, "the other ranks")
+        values = [self._read(f"{prefix}{rank}") for rank in self.ranks]
+        # Whoever has written for this round has read all of the one before.
+        self._remove([f"{self._meeting}.{self._round - 2}.{self.rank}"])
+        if self.rank == 0 and self._round == 1:  # all are here, and what else is there is of runs before
+            names = self._storage.list_directory(RENDEZVOUS)
+            self._remove([name for name in names if not name.startswith(f"{self._meeting}.")])
+        return values
+
+    def _welcome(self, names: list[str]) -> None:
+        answered = {name.rpartition(".")[0].removeprefix("met.") for name in names if name.startswith("met.")}
+        for name in names:
+            joining = name.removeprefix("join.")
+            if name != joining and joining.count(".") == 1 and joining not in answered:
+                self._put(f"met.{joining}.{self._meeting}", b"")
+
+    def _until(self, find: Callable[[list[str]], list[str]], whom: str) -> list[str]:
+        deadline, delay_s = time.monotonic() + AGREE_TIMEOUT_S, 0.002
+        while not (found := find(self._storage.list_directory(RENDEZVOUS))):
+            if time.monotonic() > deadline:
+                raise DaemonStartError(
+                    f"{whom} did not come to {self._storage.root} within {AGREE_TIMEOUT_S:g} s: all {self.size} ranks "
+                    "that the launcher has told of must open the same, shared directory; pass distributed=False for a "
+                    "process that saves alone"
+                )
+            time.sleep(random.uniform(0.5, 1) * delay_s)
+            delay_s = min(_MAX_POLL_S, 1.5 * delay_s)
+        return found
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._storage.publish_bytes(RENDEZVOUS, name, data, self._nonce)
+
+    def _read(self, name: str) -> Any:
+        data = self._storage.read(f"{RENDEZVOUS}/{name}", manifest.MAX_JSON_NBYTES)
+        try:
+            return json.loads(data or b"")
+        except ValueError as error:
+            raise ProtocolError(f"{self._storage.root}/{RENDEZVOUS}/{name} is malformed: {error}") from error
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            with contextlib.suppress(OSError):
+                self._storage.remove(f"{RENDEZVOUS}/{name}")
+
+
+def find_world(directory: str, distributed: bool, process_group: torch.distributed.ProcessGroup | None) -> World:
+    """The ranks that this process saves with: those of the process group, or else those that the launcher tells of.
+
+    Raises:
+        InvalidArgumentError: Both ``process_group`` and ``distributed=False``; or the launcher tells nonsense.
+        DaemonStartError: The other ranks did not come.
+    """
+    if not distributed:
+        if process_group is not None:
+            raise InvalidArgumentError("distributed=False saves alone, and process_group with others: pass one of them")
+        return Alone()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = GroupWorld(process_group)
+        return group if group.size > 1 else Alone()
+    rank, size = (_from_environment(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(f"the environment says RANK={rank} and WORLD_SIZE={size}")
+    return StorageWorld(directory, rank, size) if size > 1 else Alone()
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError as error:
+        raise InvalidArgumentError(f"the environment says {name}={text!r}") from error

@@ -1,0 +1,329 @@
+"""What the daemons of several ranks tell each other, which they do through storage alone.
+
+Each leaves its record in the partial directory of the attempt, or a refusal in its place. Rank 0's daemon waits for all
+of them and commits; the first refusal makes it abort: the directory is renamed, which ends the attempt for everybody,
+and what is left of it says why. The others list the run directory until they see how it ended. Nobody looks for a name
+that may not be there yet: network file systems remember for a minute that it was not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from sidesave.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    DaemonDiedError,
+    IntegrityError,
+    SidesaveError,
+    StateMismatchError,
+    WriteError,
+    WriteStalledError,
+)
+from sidesave.writer_daemon import manifest
+from sidesave.writer_daemon.lease import closed_ranks
+from sidesave.writer_daemon.manifest import Head, RankRecord, Refusal
+from sidesave.writer_daemon.protocol import Failed, Refuse, Save
+from sidesave.writer_daemon.storage import Storage
+
+ABORT: Final = "abort.json"
+CLAIM: Final = "claim."
+VERDICT: Final = "verdict."
+_ALIKE: Final = "alike"
+_APART: Final = "apart"
+_FIRST_POLL_S: Final = 0.002
+_MAX_POLL_S: Final = 0.05
+"""Between two looks of rank 0 at the records of one attempt, which take a third of its time at most."""
+_MAX_SLOW_POLL_S: Final = 1.0
+"""Between two looks of another rank at the run directory: there are many of them."""
+
+logger = logging.getLogger(__name__)
+
+Waiting = Callable[[], None]
+"""Called now and then while something is awaited; may raise to end the wait."""
+Publish = Callable[[str], None]
+"""Gives the attempt's directory an empty file of that name."""
+
+
+def attempt_of(save: Save | Refuse) -> str:
+    """What tells the directories of this attempt from all others."""
+    return manifest.attempt_of(save.session, save.sequence, save.world_size)
+
+
+def partial_of(save: Save | Refuse) -> str:
+    """The directory that an attempt is written to."""
+    return manifest.hidden_directory(save.step, attempt_of(save), "partial")
+
+
+def aborted_of(save: Save | Refuse) -> str:
+    """What that directory becomes when the attempt is given up."""
+    return manifest.hidden_directory(save.step, attempt_of(save), "aborted")
+
+
+def refuse_aborted(storage: Storage, save: Save | Refuse) -> None:
+    """Raise what the attempt was given up for, if it was; a directory made after that would be nobody's."""
+    aborted = aborted_of(save)
+    if aborted in storage.list_directory(""):
+        raise _reason(storage, aborted)
+
+
+def _reason(storage: Storage, aborted: str) -> SidesaveError:
+    data = None
+    with contextlib.suppress(WriteError):
+        data = storage.read(f"{aborted}/{ABORT}", manifest.MAX_JSON_NBYTES)
+    refusal = None
+    if data is not None:
+        with contextlib.suppress(IntegrityError):
+            refusal = Refusal.from_bytes(data, aborted)
+    return (
+        WriteError(errno.ECANCELED, "rank 0 has given up this save", aborted) if refusal is None else refusal.as_error()
+    )
+
+
+# Rank 0 ----------------------------------------------------------------------------------------------------------
+
+
+def await_records(
+    storage: Storage, save: Save, timeout_s: float, waiting: Waiting, publish: Publish
+) -> list[RankRecord]:
+    """The records of all ranks of an attempt, once they are there; blocking.
+
+    A rank that still has to ask whether plain tensors are alike, though rank 0 knows it by now, is answered.
+
+    Raises:
+        SidesaveError: What a rank has refused with, or another one that storage told.
+        DaemonDiedError: A rank's daemon has left and will not write its record any more.
+        StateMismatchError: A rank saves another step at this turn.
+        WriteStalledError: ``timeout_s`` seconds have passed.
+    """
+    directory = partial_of(save)
+    found: dict[int, RankRecord] = {}
+    missing = set(range(save.world_size))
+    left: frozenset[int] = frozenset()
+    next_look_around = 0.0
+    for _ in _polls(timeout_s, _MAX_POLL_S):
+        names = set(storage.list_directory(directory))
+        for rank in sorted(missing):
+            if manifest.record_file(rank) in names:
+                found[rank] = _read_record(storage, directory, save, rank)
+        missing -= found.keys()
+        if save.rank in found:
+            _answer_claims(names, found[save.rank], publish)
+        if not missing:
+            return [found[rank] for rank in range(save.world_size)]
+        if missing & left:  # it left before this look, and its record would have come before it did
+            raise DaemonDiedError(f"rank {min(missing & left)} has ended without writing its part of step {save.step}")
+        if time.monotonic() >= next_look_around:
+            next_look_around = time.monotonic() + _MAX_SLOW_POLL_S / 2
+            waiting()
+            _refuse_misaligned(storage, save)
+            left = closed_ranks(storage, save.session)
+    raise WriteStalledError(
+        errno.ETIMEDOUT,
+        f"ranks {sorted(missing)[:8]} have not written their part of step {save.step} within {timeout_s:g} s",
+        f"{storage.root}/{directory}",
+    )
+
+
+def _read_record(storage: Storage, directory: str, save: Save, rank: int) -> RankRecord:
+    path = f"{directory}/{manifest.record_file(rank)}"
+    data = storage.read(path, manifest.MAX_JSON_NBYTES)
+    if data is None:
+        raise WriteError(errno.ENOENT, "a rank's record was there and is not any more", f"{storage.root}/{path}")
+    refusal = Refusal.from_bytes(data, path)
+    if refusal is not None:
+        raise refusal.as_error()
+    record = RankRecord.from_bytes(data, path)
+    if (record.session, record.step, record.sequence) != (save.session, save.step, save.sequence):
+        raise IntegrityError(f"{storage.root}/{path}: the record belongs to another save")
+    return record
+
+
+def _refuse_misaligned(storage: Storage, save: Save) -> None:
+    for name in storage.list_directory(""):
+        parsed = manifest.parse_hidden_directory(name)
+        if parsed and parsed[0] != save.step and parsed[1:] == (attempt_of(save), "partial"):
+            raise StateMismatchError(
+                f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank has to save the same "
+                "steps in the same order"
+            )
+
+
+def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> str | None:
+    """Give an attempt up, for all ranks, and free its space; returns the directory that tells why, if there is one.
+
+    Never raises ``WriteError``: ranks that are not told find out by their own deadline.
+    """
+    partial, aborted = partial_of(save), aborted_of(save)
+    try:
+        if aborted in storage.list_directory(""):
+            return aborted
+        storage.make_directory(partial, 0o700)
+        try:
+            _write_refusal(storage, f"{partial}/{ABORT}", save, "aborted", failure, attempt)
+        except WriteError as error:  # a full disk: renaming takes no space
+            logger.warning("the other ranks are not told why step %d was given up: %s", save.step, error)
+        storage.rename_directory(partial, aborted)
+        for name in storage.list_directory(aborted):
+            if name != ABORT:
+                storage.remove(f"{aborted}/{name}")
+    except WriteError as error:
+        logger.warning("left for the next start to clean: %s", error)
+        return None
+    return aborted
+
+
+# The other ranks -------------------------------------------------------------------------------------------------
+
+
+def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> None:
+    """Tell rank 0 that this rank's record will not come, and free the space; never raises ``WriteError``."""
+    directory = partial_of(save)
+    try:
+        refuse_aborted(storage, save)
+        storage.make_directory(directory, 0o700)
+        mine = f".rank-{save.rank:05d}."
+        for name in storage.list_directory(directory):
+            if mine in name:
+                storage.remove(f"{directory}/{name}")
+        _write_refusal(storage, f"{directory}/{manifest.record_file(save.rank)}", save, "failed", failure, attempt)
+    except SidesaveError as error:
+        logger.warning("rank 0 is not told that step %d failed here: %s", save.step, error)
+
+
+def await_commit(storage: Storage, save: Save, timeout_s: float, waiting: Waiting) -> Head:
+    """How the attempt ended, once rank 0 has committed it; blocking.
+
+    Raises:
+        SidesaveError: What it was given up for.
+        CheckpointExistsError: A later save has taken the step's name.
+        CommitUnknownError: ``timeout_s`` seconds have passed, or the run was taken over by a session that did not
+            commit it.
+    """
+    target, partial, aborted = manifest.step_directory(save.step), partial_of(save), aborted_of(save)
+    path = f"{storage.root}/{target}"
+    orphaned = False
+    for _ in _polls(timeout_s, _MAX_SLOW_POLL_S):
+        names = storage.list_directory("")
+        if aborted in names:
+            storage.remove_tree(partial)  # made again by a rank that came too late
+            raise _reason(storage, aborted)
+        head = _read_head(storage, target) if target in names else None
+        if head is not None and (head.session, head.sequence) == (save.session, save.sequence):
+            return head
+        if head is not None and head.sequence > save.sequence:
+            raise CheckpointExistsError(errno.EEXIST, "a later save of this step has been committed", path)
+        if orphaned and not any(attempt_of(save) in name for name in names):
+            raise CommitUnknownError(errno.ESTALE, "the run has passed to another session without this step", path)
+        try:
+            waiting()
+        except WriteError:  # without the lease: the next session commits what is whole, and removes what is not
+            orphaned = True
+    raise CommitUnknownError(
+        errno.ETIMEDOUT, f"step {save.step} was not committed within {timeout_s:g} s; it may still be", path
+    )
+
+
+def _read_head(storage: Storage, target: str) -> Head | None:
+    path = f"{target}/{manifest.MANIFEST}"
+    try:
+        data = storage.read(path, manifest.MAX_JSON_NBYTES)
+        return None if data is None else Head.from_bytes(data, path)
+    except IntegrityError as error:
+        logger.warning("%s", error)
+        return None
+
+
+# What plain tensors the ranks hold -------------------------------------------------------------------------------
+
+
+def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, publish: Publish) -> bool:
+    """Whether all ranks hold the same plain tensors with the same values, by the claims of all; blocking.
+
+    Rank 0's daemon compares, so that the others look for one name. A rank that knew it before makes no claim, and its
+    record tells.
+
+    Raises:
+        WriteStalledError: ``timeout_s`` seconds have passed.
+        SidesaveError: A rank has refused, or the attempt was given up.
+    """
+    assert save.spare is not None
+    directory = partial_of(save)
+    publish(f"{CLAIM}rank-{save.rank:05d}.{save.spare.claim}")
+    recorded: dict[int, str] = {}
+    for _ in _polls(timeout_s, _MAX_POLL_S if save.rank == 0 else _MAX_SLOW_POLL_S / 4):
+        names = set(storage.list_directory(directory))
+        if not names:
+            refuse_aborted(storage, save)
+        verdicts = {name.removeprefix(VERDICT) for name in names if name.startswith(VERDICT)}
+        if verdicts:
+            return verdicts == {_ALIKE}
+        if save.rank == 0:
+            claims = _claims(names)
+            for rank in range(1, save.world_size):
+                if rank not in claims and rank not in recorded and manifest.record_file(rank) in names:
+                    recorded[rank] = _read_record(storage, directory, save, rank).part.replicas
+            found = {**recorded, **claims}
+            alike = set(found.values()) == {save.spare.claim}
+            if not alike or len(found) == save.world_size:
+                publish(VERDICT + (_ALIKE if alike else _APART))
+                return alike
+        waiting()
+    raise WriteStalledError(
+        errno.ETIMEDOUT,
+        f"the other ranks have not begun to write step {save.step} within {timeout_s:g} s",
+        f"{storage.root}/{directory}",
+    )
+
+
+def _answer_claims(names: set[str], own: RankRecord, publish: Publish) -> None:
+    claims = set(_claims(names).values())
+    if claims and not any(name.startswith(VERDICT) for name in names):
+        publish(VERDICT + (_ALIKE if claims == {own.part.replicas} else _APART))
+
+
+def _claims(names: set[str]) -> dict[int, str]:
+    parts = [name.split(".") for name in names if name.startswith(CLAIM)]
+    return {int(rank.removeprefix("rank-")): claim for _, rank, claim in parts}
+
+
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def _write_refusal(
+    storage: Storage, path: str, save: Save | Refuse, status: str, failure: Failed, attempt: str
+) -> None:
+    content = Refusal(
+        session=save.session,
+        step=save.step,
+        sequence=save.sequence,
+        rank=save.rank,
+        world_size=save.world_size,
+        status=status,
+        error=failure.error,
+        message=failure.message,
+        errno=failure.errno,
+        path=failure.path,
+    )
+    directory, _, name = path.rpartition("/")
+    storage.publish_bytes(directory, name, content.to_bytes(), attempt)
+
+
+def _polls(timeout_s: float, max_delay_s: float) -> Iterator[None]:
+    """Turns of a loop that looks, with growing, jittered pauses between them, until ``timeout_s`` have passed."""
+    deadline = time.monotonic() + timeout_s
+    delay_s = _FIRST_POLL_S
+    while True:
+        began = time.monotonic()
+        yield
+        now = time.monotonic()
+        if now >= deadline:
+            return
+        time.sleep(max(random.uniform(0.5, 1.0) * delay_s, 2 * (now - began)))
+        delay_s = min(max_delay_s, 1.5 * delay_s)
