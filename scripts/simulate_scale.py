@@ -1,9 +1,8 @@
 """What a checkpoint costs at 8 to 100,000 ranks: a model of this protocol, of a tree of records, and of DCP's planning.
 
-python -m scripts.simulate_scale                          the tables, with the defaults below
-python -m scripts.simulate_scale --chart docs/scale.png   and a picture
+python -m scripts.simulate_scale --chart docs/scale.png   the tables, and a picture
 python -m scripts.simulate_scale --measure                what can be measured here, printed as options to pass
-python -m scripts.simulate_scale --validate runs.json     the model against real runs
+python -m scripts.simulate_scale --validate runs.json     the model beside real runs
 
 `docs/scale.md` derives the formulas and says what the model leaves out.
 """
@@ -17,7 +16,6 @@ import pickle
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -32,23 +30,24 @@ from typer import Option
 
 from sidesave.writer_daemon.assembly import assemble
 from sidesave.writer_daemon.layout import Layout, Part, Table, TensorInfo
-from sidesave.writer_daemon.manifest import FileRecord, Manifest, RankRecord, rank_file
+from sidesave.writer_daemon.manifest import FileRecord, Manifest, RankRecord, Refusal, rank_file
 from sidesave.writer_daemon.storage.posix import PosixStorage
 
 Terms = dict[str, float]
+Row = dict[str, str | float]
 NAME_OPS = 3  # changes of names for a published file: create, link, unlink (`PosixStorage.publish`)
 COMMIT_OPS = 12  # operations of a commit whatever the ranks: lease, small listings, mode, rename, syncs
 LIST_OPS = 2  # open and list
 MAX_LOAD = 0.9  # polls take no more of the metadata server's time: from there on they wait for each other
-TURNS = 16  # positions over which the wait of a loop is averaged
+TURNS = 32  # positions over which the wait of a loop is averaged
 MANIFEST_NBYTES = 400  # beside ranks, layouts and tensors
-CHANGES: dict[str, dict[str, float]] = {
-    "others look less often": {"wait_ops": 2, "wait_rate": 20e3},
-    "no pause for what was read": {"idle_reading": 0.0},
-    "records in a directory of their own": {"listed": 1},
-    "32 readers": {"readers": 32},
-}
 GROUP_ENTRY_NBYTES = 64  # of a rank in a group's record, beside the manifest's entry: the sum of its cells, its bytes
+CHANGES: dict[str, dict[str, float]] = {
+    "+ others look less often": {"wait_ops": 2, "wait_rate": 20e3},
+    "+ no pause for what was read": {"idle_reading": 0.0},
+    "+ records in a directory of their own": {"listed": 1},
+    "+ 32 readers": {"readers": 32},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,6 @@ class Inputs:
     entry_build_s: Annotated[float, Option(help="Encode a rank of the manifest: measured")] = 0.7e-6
     item_nbytes: Annotated[float, Option(help="DCP: a tensor in a pickled plan: measured")] = 221.0
     result_nbytes: Annotated[float, Option(help="DCP: a tensor in a pickled write result: measured")] = 133.0
-    metadata_nbytes: Annotated[float, Option(help="DCP: a piece of a tensor in .metadata: measured")] = 176.0
     item_local_s: Annotated[float, Option(help="DCP: build and pickle a plan, each tensor of a rank: measured")] = 31e-6
     item_plan_s: Annotated[float, Option(help="DCP: rank 0's planning, each tensor of each rank: measured")] = 53e-6
     item_finish_s: Annotated[float, Option(help="DCP: rank 0's metadata, each tensor of each rank: measured")] = 30e-6
@@ -120,10 +118,6 @@ class Inputs:
         """Cells of all distinct layouts: each rank has one in each layout of its stage."""
         return self.layouts * ranks
 
-    def items(self, ranks: int) -> float:
-        """Tensors of which one rank holds a piece."""
-        return self.fqns / max(1, min(self.stages, ranks / 8))
-
     def table_nbytes(self, ranks: int) -> float:
         """Tensors and layouts, each of which stands in one record, and again in the manifest."""
         return self.fqns * self.fqn_nbytes + self.cells(ranks) * self.cell_nbytes
@@ -133,6 +127,12 @@ class Inputs:
 
     def manifest_nbytes(self, ranks: int) -> float:
         return MANIFEST_NBYTES + ranks * self.entry_nbytes + self.table_nbytes(ranks)
+
+    def writing(self, ranks: int, files: int = 0, name_ops: int = NAME_OPS) -> Terms:
+        """Seconds until the slowest rank has written: its bytes, and the names of its files."""
+        per_byte_s = max(self.ranks_per_node / self.node_bandwidth, ranks / self.total_bandwidth)
+        per_file_s = max(name_ops * self.create_s + self.fsync_s, ranks * name_ops / self.create_rate)
+        return {"bytes": self.bytes_per_rank * per_byte_s, "names": (files or self.files) * per_file_s}
 
     def listing_s(self, entries: float) -> float:
         return LIST_OPS * self.op_s + entries / self.readdir_rate
@@ -146,20 +146,23 @@ class Inputs:
         Files come evenly. Of the threads that read one at a time computes; as many hosts do the same. A mean over where
         in its turn the loop is when the first file comes.
         """
-        spread_s = self.spread * sum(writing(self, ranks).values())
+        spread_s, listing_s = self.spread * sum(self.writing(ranks).values()), self.listing_s(entries)
         each_s = max(processor_s, (processor_s + self.read_s) / self.readers, hosts / self.read_rate)
-        listing_s, waits = self.listing_s(entries), Counter[str]()
+        waits = {"notice": 0.0, "read": 0.0}
         for phase in range(TURNS):
             now = -phase / TURNS * (listing_s + max(self.poll_s, self.idle_listing * listing_s))
-            seen, reading_s = 0, 0.0
-            while seen < files:
+            seen, after_s = 0, 0.0
+            while True:
                 come = files if now >= spread_s else int(files * max(0.0, now) / spread_s)
                 reading_s, seen = (come - seen) * each_s, come
                 now += listing_s + reading_s
-                if seen < files:
-                    now += max(self.poll_s, self.idle_listing * listing_s + self.idle_reading * reading_s)
-            waits.update(notice=(now - spread_s - reading_s) / TURNS, read=reading_s / TURNS)
-        return dict(waits)
+                after_s += min(reading_s, max(0.0, now - spread_s))
+                if seen == files:
+                    break
+                now += max(self.poll_s, self.idle_listing * listing_s + self.idle_reading * reading_s)
+            waits["notice"] += (now - spread_s - after_s) / TURNS
+            waits["read"] += after_s / TURNS
+        return waits
 
     def polled(self, ranks: int) -> tuple[Inputs, float, float]:
         """This while every rank polls for the commit (one queue); the pause of each, and the server's load."""
@@ -169,152 +172,142 @@ class Inputs:
         latencies = {name: getattr(self, name) / (1 - load) for name in ("op_s", "create_s", "read_s")}
         return replace(self, **latencies), pause_s, load
 
+    def flat(self, ranks: int) -> Terms:
+        """Seconds from the last record to the commit: rank 0 reads every record itself."""
+        now, cells, listed = self.polled(ranks)[0], self.cells(ranks), ranks * (self.listed or self.files)
+        waits = now.awaiting(ranks, listed, ranks, now.record_read_s)
+        return {
+            "notice": waits["notice"],
+            "read": waits["read"] + now.fqns * now.fqn_read_s + cells * now.cell_read_s,
+            "build": ranks * now.record_build_s + now.fqns * now.fqn_build_s + cells * now.cell_build_s,
+            "publish": COMMIT_OPS * now.op_s + now.listing_s(listed) + now.publishing_s(now.manifest_nbytes(ranks)),
+        }
 
-def writing(inputs: Inputs, ranks: int, files: int = 0, name_ops: int = NAME_OPS) -> Terms:
-    """Seconds until the slowest rank has written: its bytes, and the names of its files."""
-    shared, files = inputs.ranks_per_node / inputs.node_bandwidth, files or inputs.files
-    return {
-        "bytes": inputs.bytes_per_rank * max(shared, ranks / inputs.total_bandwidth),
-        "names": files * max(name_ops * inputs.create_s + inputs.fsync_s, ranks * name_ops / inputs.create_rate),
-    }
+    def tree(self, ranks: int, group: int = 0) -> Terms:
+        """The same where the first rank of a group merges the group's records, which have a directory of their own."""
+        group = min(ranks, group or self.group)
+        now, groups, cells = self.polled(ranks)[0], math.ceil(ranks / group), self.cells(ranks)
+        parsing_s = now.fqns * now.fqn_read_s + cells * now.cell_read_s
+        building_s = now.fqns * now.fqn_build_s + cells * now.cell_build_s
+        own = now.awaiting(ranks, group, group, now.record_read_s, groups)
+        above = now.awaiting(ranks, groups, groups, group * now.entry_read_s)
+        merging_s = group * now.record_build_s + (parsing_s + building_s) / groups
+        merged = now.table_nbytes(ranks) / groups + group * (now.entry_nbytes + GROUP_ENTRY_NBYTES)
+        return {
+            "group": sum(own.values()) + merging_s + now.publishing_s(merged),
+            "notice": above["notice"],
+            "read": above["read"] + parsing_s,
+            "build": ranks * now.entry_build_s + building_s,
+            "publish": COMMIT_OPS * now.op_s + now.publishing_s(now.manifest_nbytes(ranks)),
+        }
 
+    def best_group(self, ranks: int) -> int:
+        sizes = [2**power for power in range(2, 14) if 2**power < 2 * ranks]
+        return min(sizes, key=lambda size: sum(self.tree(ranks, size).values()))
 
-def flat(inputs: Inputs, ranks: int) -> Terms:
-    """Seconds from the last record to the commit: rank 0 reads every record itself."""
-    now, cells, listed = inputs.polled(ranks)[0], inputs.cells(ranks), ranks * (inputs.listed or inputs.files)
-    waits = now.awaiting(ranks, listed, ranks, now.record_read_s)
-    return {
-        "notice": waits["notice"],
-        "read": waits["read"] + now.fqns * now.fqn_read_s + cells * now.cell_read_s,
-        "build": ranks * now.record_build_s + now.fqns * now.fqn_build_s + cells * now.cell_build_s,
-        "publish": COMMIT_OPS * now.op_s + now.listing_s(listed) + now.publishing_s(now.manifest_nbytes(ranks)),
-    }
+    def others(self, ranks: int) -> Terms:
+        """Seconds until another rank knows of a commit, and longer at a first save; the load of the metadata server."""
+        now, pause_s, load = self.polled(ranks)
+        served_s = ranks / self.ranks_per_node * self.manifest_nbytes(ranks) / self.file_bandwidth
+        knows_s = served_s if self.seen_manifest else ranks / self.read_rate
+        entries = ranks * (self.containers + 1)  # unfinished tensor files, and a claim of each rank
+        told_s = max(now.listing_s(entries), ranks * entries / self.readdir_total)
+        seen_s = pause_s / 2 + now.listing_s(now.steps_kept) + now.read_s + knows_s
+        return {"seen": seen_s, "first save": told_s + ranks * now.create_s, "load": load}  # and removes the claims
 
-
-def tree(inputs: Inputs, ranks: int, group: int = 0) -> Terms:
-    """The same where the first rank of each group merges its group's records, which have a directory of their own."""
-    group = min(ranks, group or inputs.group)
-    now, groups, cells = inputs.polled(ranks)[0], math.ceil(ranks / group), inputs.cells(ranks)
-    parsing_s = now.fqns * now.fqn_read_s + cells * now.cell_read_s
-    building_s = now.fqns * now.fqn_build_s + cells * now.cell_build_s
-    own, above = (
-        now.awaiting(ranks, group, group, now.record_read_s, groups),
-        now.awaiting(ranks, groups, groups, group * now.entry_read_s),
-    )
-    merging_s = group * now.record_build_s + (parsing_s + building_s) / groups
-    merged = now.table_nbytes(ranks) / groups + group * (now.entry_nbytes + GROUP_ENTRY_NBYTES)
-    return {
-        "group": sum(own.values()) + merging_s + now.publishing_s(merged),
-        "notice": above["notice"],
-        "read": above["read"] + parsing_s,
-        "build": ranks * now.entry_build_s + building_s,
-        "publish": COMMIT_OPS * now.op_s + now.publishing_s(now.manifest_nbytes(ranks)),
-    }
-
-
-def best_group(inputs: Inputs, ranks: int) -> int:
-    sizes = [2**power for power in range(2, 14) if 2**power < 2 * ranks]
-    return min(sizes, key=lambda size: sum(tree(inputs, ranks, size).values()))
-
-
-def others(inputs: Inputs, ranks: int) -> Terms:
-    """Seconds until another rank knows of a commit; and more for the first save, when all agree on plain tensors."""
-    now, pause_s, _ = inputs.polled(ranks)
-    served_s = ranks / inputs.ranks_per_node * inputs.manifest_nbytes(ranks) / inputs.file_bandwidth
-    knows_s = served_s if inputs.seen_manifest else ranks / inputs.read_rate
-    entries = ranks * (inputs.containers + 1)  # unfinished tensor files, and a claim of each rank
-    told_s = max(now.listing_s(entries), ranks * entries / inputs.readdir_total)
-    return {
-        "seen": pause_s / 2 + now.listing_s(now.steps_kept) + now.read_s + knows_s,
-        "first save": told_s + ranks * now.create_s,  # rank 0 removes the claims
-    }
-
-
-def dcp(inputs: Inputs, ranks: int) -> Terms:
-    """DCP's default planner: plans to rank 0, a global plan, back; one file a rank; results to rank 0, metadata."""
-    items, messages_s = inputs.items(ranks), 2 * ranks * inputs.message_s  # the sizes, then the objects
-    local_s, moved_s = items * inputs.item_local_s, ranks * items / inputs.net_bandwidth
-    file_s = ranks * items * inputs.metadata_nbytes / inputs.node_bandwidth
-    return {
-        "plan": local_s + 2 * (messages_s + moved_s * inputs.item_nbytes) + ranks * items * inputs.item_plan_s,
-        "cached": local_s + 2 * messages_s,
-        "write": sum(writing(inputs, ranks, files=1, name_ops=1).values()),
-        "finish": messages_s + moved_s * inputs.result_nbytes + ranks * items * inputs.item_finish_s + file_s,
-    }
+    def dcp(self, ranks: int) -> Terms:
+        """DCP's default planner: plans to rank 0, a global plan, back; one file a rank; results to rank 0, metadata."""
+        items = self.fqns / max(1, min(self.stages, ranks / 8))  # of which a rank holds a piece
+        messages_s = 2 * ranks * self.message_s  # the sizes, then the objects
+        local_s, moved_s = items * self.item_local_s, ranks * items / self.net_bandwidth
+        return {
+            "items": ranks * items,
+            "plans GB": ranks * items * self.item_nbytes / 1e9,
+            "plan": local_s + 2 * (messages_s + moved_s * self.item_nbytes) + ranks * items * self.item_plan_s,
+            "cached": local_s + 2 * messages_s,
+            "write": sum(self.writing(ranks, files=1, name_ops=1).values()),
+            "finish": messages_s + moved_s * self.result_nbytes + ranks * items * self.item_finish_s,
+        }
 
 
 # What is printed -------------------------------------------------------------------------------------------------
 
 
-def number(value: str | float) -> str:
-    if isinstance(value, str):
-        return value
-    return "<0.001" if 0 < value < 0.001 else f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
-
-
 def grid(title: str, rows: Sequence[Mapping[str, str | float]]) -> None:
     """Print a table that is Markdown as well."""
+
+    def text(value: str | float) -> str:
+        if isinstance(value, str):
+            return value
+        return "<0.001" if 0 < value < 0.001 else f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
+
     table = Grid(*rows[0], box=box.MARKDOWN)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        table.add_row(*map(number, row.values()))
+        table.add_row(*map(text, row.values()))
     console = Console(width=200, highlight=False)
     console.print(f"\n{title}")
     console.print(table)
 
 
-def total(protocol: Callable[[Inputs, int], Terms], inputs: Inputs, ranks: int) -> float:
-    return sum(protocol(inputs, ranks).values())
-
-
-def changes(inputs: Inputs) -> dict[str, Callable[[int], float]]:
+def changes(inputs: Inputs) -> dict[str, Callable[[int], Terms]]:
     """What one change after the other brings."""
-    steps = [inputs]
-    for change in CHANGES.values():
-        steps.append(replace(steps[-1], **change))
-    flats = [lambda ranks, to=to: total(flat, to, ranks) for to in steps]
-    found = dict(zip(("flat", *CHANGES), flats, strict=True))
-    found["tree"] = lambda ranks: total(tree, inputs, ranks)
-    found["tree, and all of that"] = lambda ranks: total(tree, steps[-1], ranks)
-    return found
+    found = {"flat": inputs.flat}
+    best = inputs
+    for name, change in CHANGES.items():
+        best = replace(best, **change)
+        found[name] = best.flat
+    return found | {"tree": inputs.tree, "tree, all +": best.tree}
+
+
+def commit_s(protocol: Callable[[int], Terms], ranks: int) -> float:
+    return sum(protocol(ranks).values())
 
 
 def print_model(inputs: Inputs, counts: Sequence[int]) -> None:
     """Print the tables of `docs/scale.md`."""
-    flats, trees, peers, days = [], [], [], []
-    for ranks in counts:
-        name, write, load = {"ranks": f"{ranks:,}"}, writing(inputs, ranks), inputs.polled(ranks)[2]
-        own, merged, other = flat(inputs, ranks), tree(inputs, ranks), dcp(inputs, ranks)
-        commit, with_tree, best = sum(own.values()), sum(merged.values()), best_group(inputs, ranks)
+
+    def whole(terms: Terms) -> Row:
+        return {**terms, "commit": sum(terms.values()), "dominates": max(terms, key=terms.__getitem__)}
+
+    def of_flat(ranks: int) -> Row:
         sizes = {"records MB": inputs.records_nbytes(ranks) / 1e6, "manifest MB": inputs.manifest_nbytes(ranks) / 1e6}
-        row = name | write | {"entries listed": ranks * (inputs.listed or inputs.files)} | sizes | own
-        row |= {"commit": commit, "dominates": max(own, key=own.__getitem__)}
-        flats.append(row | others(inputs, ranks) | {"polls load": f"{load:.0%}"})
-        row = name | {"groups": math.ceil(ranks / inputs.group)} | merged | {"commit": with_tree}
-        row |= {"dominates": max(merged, key=merged.__getitem__), "flat / tree": commit / with_tree}
-        trees.append(row | {"best group": best, "its commit": sum(tree(inputs, ranks, best).values())})
-        items, plan_s, failures = ranks * inputs.items(ranks), other["plan"], 24 * ranks / inputs.mtbf_hours
-        row = name | {"items": items, "plans GB": items * inputs.item_nbytes / 1e9} | other
-        row |= {"plan in steps": plan_s / inputs.step_s}
-        peers.append(row | {"hours a day": 24 * plan_s / (inputs.save_every_s + plan_s)})
-        lags = {"flat": sum(write.values()) + commit, "tree": sum(write.values()) + with_tree}
-        lags |= {f"DCP, {plan}": other[plan] + other["write"] + other["finish"] for plan in ("cached", "plan")}
-        row = name | {"failures": failures, "interval": failures * inputs.save_every_s / 7200}
-        in_time = {who: lag_s < inputs.save_every_s for who, lag_s in lags.items()}
-        days.append(row | {who: failures * lags[who] / 3600 if in_time[who] else "never done" for who in lags})
-    steps = [{"": name} | {f"{ranks:,}": commit(ranks) for ranks in counts} for name, commit in changes(inputs).items()]
-    grid("Flat. Seconds to write bytes and names; from the last record to the commit; until others have seen it", flats)
-    grid(f"Tree of groups of {inputs.group}. Seconds from the last record to the commit", trees)
+        listed = {"listed": ranks * (inputs.listed or inputs.files)}
+        return {**inputs.writing(ranks), **listed, **sizes, **whole(inputs.flat(ranks)), **inputs.others(ranks)}
+
+    def of_tree(ranks: int) -> Row:
+        best, row = inputs.best_group(ranks), {"groups": math.ceil(ranks / inputs.group), **whole(inputs.tree(ranks))}
+        return row | {"best group": best, "its commit": sum(inputs.tree(ranks, best).values())}
+
+    def of_dcp(ranks: int) -> Row:
+        terms = inputs.dcp(ranks)
+        share = terms["plan"] / (inputs.save_every_s + terms["plan"])
+        return {**terms, "plan in steps": terms["plan"] / inputs.step_s, "hours a day": 24 * share}
+
+    def of_day(ranks: int) -> Row:
+        written_s, dcp, failures = commit_s(inputs.writing, ranks), inputs.dcp(ranks), 24 * ranks / inputs.mtbf_hours
+        lags = {"flat": written_s + commit_s(inputs.flat, ranks), "tree": written_s + commit_s(inputs.tree, ranks)}
+        lags |= {f"DCP, {plan}": dcp[plan] + dcp["write"] + dcp["finish"] for plan in ("cached", "plan")}
+        row: Row = {"failures": failures, "interval": failures * inputs.save_every_s / 7200}
+        for who, lag_s in lags.items():
+            row[who] = failures * lag_s / 3600 if lag_s < inputs.save_every_s else "never done"
+        return row
+
+    tables = {
+        "Flat. Seconds to write bytes and names; from the last record to the commit; until others have seen it": of_flat,
+        f"Tree of groups of {inputs.group}. Seconds from the last record to the commit": of_tree,
+        "DCP. Seconds; hours a day that dcp.save spends on planning": of_dcp,
+        "A day. Failures; hours lost because saves are apart, and because one was not committed yet": of_day,
+    }
+    for title, columns in tables.items():
+        grid(title, [{"ranks": f"{ranks:,}"} | columns(ranks) for ranks in counts])
+    steps = [{"": name} | {f"{n:,}": commit_s(commit, n) for n in counts} for name, commit in changes(inputs).items()]
     grid("One change after the other. Seconds from the last record to the commit", steps)
-    grid("DCP. Seconds; hours a day that dcp.save spends on planning", peers)
-    grid("A day. Failures; hours lost because saves are apart, and because one was not committed yet", days)
     worlds = [round(8 * 1.02**power) for power in range(479)]
-    bent = [str(ranks) for ranks in worlds if total(flat, inputs, ranks) > 2 * total(flat, inputs, 8)]
-    better = [str(ranks) for ranks in worlds if total(tree, inputs, ranks) < total(flat, inputs, ranks)]
-    print(
-        f"\nFlat takes twice as long as at 8 ranks from {bent[:1]} ranks on; the tree is faster from {better[:1]} on."
-    )
+    bent = [ranks for ranks in worlds if commit_s(inputs.flat, ranks) > 2 * commit_s(inputs.flat, 8)]
+    better = [ranks for ranks in worlds if commit_s(inputs.tree, ranks) < commit_s(inputs.flat, ranks)]
+    print(f"\nFlat takes twice as long as at 8 ranks from {bent[:1]} ranks on; the tree is faster from {better[:1]}.")
 
 
 def draw(inputs: Inputs, path: Path) -> None:
@@ -324,20 +317,19 @@ def draw(inputs: Inputs, path: Path) -> None:
     counts = [round(8 * 1.1**power) for power in range(100)]
     figure = Figure(figsize=(8, 5.4), layout="constrained")
     axes = figure.subplots()
-    commits = changes(inputs)
-    commits = {
-        f"sidesave: flat, with: {name}" if name in CHANGES else f"sidesave: {name}": commits[name] for name in commits
-    }
-    for (name, commit), style in zip(commits.items(), ("C1-", "C1--", "", "", "C1:", "C2-", "C2:"), strict=True):
-        if style:
-            axes.loglog(counts, [commit(ranks) for ranks in counts], style, label=name)
-    terms = {"plan": "DCP: planning", "cached": "DCP: planning, cached", "finish": "DCP: last write to .metadata"}
-    for (term, name), style in zip(terms.items(), ("C0-", "C0:", "C0--"), strict=True):
-        axes.loglog(counts, [dcp(inputs, ranks)[term] for ranks in counts], style, label=name)
-    axes.axhline(inputs.step_s, color="0.6", linewidth=0.8)
-    axes.annotate("a training step", (20_000, inputs.step_s * 0.7), color="0.4", fontsize=8)
-    axes.set(xlabel="ranks", ylabel="seconds")
-    axes.set_title("From the last rank's record to the commit, and what DCP spends in its place (model)", fontsize=10)
+    (*_, least), commits = CHANGES, changes(inputs)
+    lines = {"flat": "C1-", least: "C1:", "tree": "C2-", "tree, all +": "C2:"}
+    for name, style in lines.items():
+        label = f"sidesave: flat with {len(CHANGES)} small changes" if name == least else f"sidesave: {name}"
+        axes.loglog(counts, [commit_s(commits[name], ranks) for ranks in counts], style, label=label)
+    for term, name, style in (
+        ("plan", "planning", "C0-"),
+        ("cached", "cached planning", "C0:"),
+        ("finish", "end", "C0--"),
+    ):
+        axes.loglog(counts, [inputs.dcp(ranks)[term] for ranks in counts], style, label=f"DCP: {name}")
+    axes.axhline(inputs.step_s, color="0.7", linewidth=0.8, label="a training step")
+    axes.set(xlabel="ranks", ylabel="seconds", title="From the last rank's record to the commit; DCP beside it (model)")
     axes.grid(which="major", color="0.9")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=90)
@@ -345,15 +337,13 @@ def draw(inputs: Inputs, path: Path) -> None:
 
 def print_validation(inputs: Inputs, path: Path) -> None:
     """Print the model beside real runs: a JSON list of ``{"ranks": n, "commit_s": x, "manifest_nbytes": b}``."""
-    rows = []
+    rows: list[Row] = []
     for run in json.loads(path.read_text()):
-        ranks, row = run["ranks"], {"ranks": f"{run['ranks']:,}"}
-        pairs = {"commit_s": total(flat, inputs, ranks), "manifest_nbytes": inputs.manifest_nbytes(ranks)}
-        for name, model in pairs.items():
-            row |= {f"{name}: model": number(model), "measured " + name: number(run[name])}
-            row["ratio of " + name] = f"{run[name] / model:.2f}"
-        rows.append(row)
-    grid("The model against real runs; a ratio is measured / model", rows)
+        ranks: int = run["ranks"]
+        model = {"commit_s": commit_s(inputs.flat, ranks), "manifest_nbytes": inputs.manifest_nbytes(ranks)}
+        ratios = {f"{name} ratio": run[name] / value for name, value in model.items()}
+        rows.append({**run, **{f"{name} model": value for name, value in model.items()}, **ratios})
+    grid("Real runs and the model; a ratio is measured / model", rows)
 
 
 # What can be measured here ---------------------------------------------------------------------------------------
@@ -405,7 +395,7 @@ def measure_records() -> Terms:
         records = make_records(ranks, fqns, layouts)
         data, content = [record.to_bytes() for record in records], assemble(records, "")
         encoded = content.to_bytes()
-        times = [seconds(lambda: [RankRecord.from_bytes(one, "") for one in data])]
+        times = [seconds(lambda: [(Refusal.from_bytes(one, ""), RankRecord.from_bytes(one, "")) for one in data])]
         times += [seconds(lambda: assemble(records, "").to_bytes()), seconds(lambda: Manifest.from_bytes(encoded, ""))]
         return [sum(map(len, data)), *times, seconds(content.to_bytes), len(encoded)]
 
@@ -422,7 +412,7 @@ def measure_records() -> Terms:
 def measure_storage(folder: Path) -> Terms:
     """The file system under ``folder``, through the daemon's own operations; all of it is in the page cache."""
     storage = PosixStorage(str(folder))
-    page, content, rates, syncs = memoryview(mmap.mmap(-1, 4096)), b"x" * 1230, [0.0], [0.0]
+    page, content, listed, syncs = memoryview(mmap.mmap(-1, 4096)), b"x" * 1230, [0.0], [0.0]
     for count in (10_000, 1_000, 100_000):
         (folder / str(count)).mkdir()
         for index in range(count):
@@ -431,8 +421,8 @@ def measure_storage(folder: Path) -> Terms:
                 path.write_bytes(content)
             else:  # names are all that a listing sees
                 path.hardlink_to(folder / f"10000/rank-{index % 10_000:05d}.json")
-        rates.append(count / seconds(lambda name=str(count): storage.list_directory(name)))
-        print(f"listing {count:>7,} entries: {rates[-1]:,.0f} entries/s")
+        listed.append(count / seconds(lambda name=str(count): storage.list_directory(name)))
+        print(f"listing {count:>7,} entries: {listed[-1]:,.0f} entries/s")
 
     def publish(path: str) -> None:
         with storage.creating(f"{path}.new", len(content)) as output:
@@ -444,16 +434,10 @@ def measure_storage(folder: Path) -> Terms:
     read_s = seconds(lambda: [storage.read(path, 4096) for path in paths]) / len(paths)
     names = [seconds(lambda path=f"1000/new-{n}": publish(path), 1) - syncs[-1] for n in range(300)]
     create_s = statistics.median(names) / NAME_OPS
-    op_s = seconds(lambda: [storage.list_directory("") for _ in range(1000)]) / 1000 / POLL_OPS
+    op_s = seconds(lambda: [storage.list_directory("") for _ in range(1000)]) / 1000 / LIST_OPS
     storage.close()
-    found = {
-        "readdir_rate": rates[-1],
-        "op_s": op_s,
-        "lookup_rate": 1 / op_s,
-        "read_s": read_s,
-        "read_rate": 1 / read_s,
-    }
-    return found | {"create_s": create_s, "create_rate": 1 / create_s, "fsync_s": statistics.median(syncs)}
+    rates = {"readdir_rate": listed[-1], "lookup_rate": 1 / op_s, "read_rate": 1 / read_s, "create_rate": 1 / create_s}
+    return rates | {"op_s": op_s, "read_s": read_s, "create_s": create_s, "fsync_s": statistics.median(syncs)}
 
 
 def measure_dcp(ranks: int, tensors: int) -> Terms:
@@ -485,9 +469,9 @@ def measure_dcp(ranks: int, tensors: int) -> Terms:
     results = [pickle.dumps([written(item) for item in plan.items]) for plan in planned]
     times.append(time.perf_counter())
     content.storage_data = {one.index: one.storage_data for result in results for one in pickle.loads(result)}
-    file = pickle.dumps(content)
+    pickle.dumps(content)
     local_s, plan_s, _, finish_s = (end - start for start, end in pairwise([*times, time.perf_counter()]))
-    found = {"item_nbytes": sum(map(len, sent)), "result_nbytes": sum(map(len, results)), "metadata_nbytes": len(file)}
+    found = {"item_nbytes": sum(map(len, sent)), "result_nbytes": sum(map(len, results))}
     found |= {"item_local_s": local_s, "item_plan_s": plan_s, "item_finish_s": finish_s}
     return {name: value / ranks / tensors for name, value in found.items()}
 

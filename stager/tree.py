@@ -138,7 +138,8 @@ class _Flattener:
         self._ranks = ranks
         self._scope: _Scope | None = None  # a plain tensor belongs to its rank
         self._pinned = False  # inside PerRank, where nothing is shared
-        self._held_by: dict[int, tuple[int, ...]] = {}  # states of sharded parameters, by id
+        self._held_by: dict[int, tuple[int, ...]] = {}  # an optimizer's plain tensors, by id
+        self._replicas: dict[int, tuple[int, ...]] = {}  # parameters of DistributedDataParallel, by id
         self._allow_pickle = allow_pickle
         self._fqns: set[str] = set()
         self._by_address: dict[int, list[tuple[torch.Tensor, Any]]] = {}
@@ -164,11 +165,11 @@ class _Flattener:
         if isinstance(value, nn.Module):
             self.flat.modules.append(value)
             state = value.state_dict(keep_vars=True)
-            return self._shared(lambda: self._dict(state, fqn, depth), fqn, lambda: _Scope(_ranks_of_module(state)))
+            return self._shared(lambda: self._dict(state, fqn, depth), fqn, lambda: self._scope_of(value, state))
         if isinstance(value, torch.optim.Optimizer):
             self.flat.optimizers.append(value)
             if self._ranks is not None:
-                self._held_by.update(_ranks_of_states(value))
+                self._held_by.update(self._ranks_of_states(value))
             scope = _Scope(None, compared=True)
             return self._shared(lambda: self._dict(value.state_dict(), fqn, depth), fqn, lambda: scope)
         if isinstance(value, Replicated):
@@ -269,6 +270,7 @@ class _Flattener:
             return self._tensor(local, fqn)
         if self._pinned:
             return self._tensor(local, fqn)
+        self.shared.update(fqn.encode("utf-8", "surrogatepass"))
         return self._tensor(local, fqn, grid=sharding.describe(value, fqn))
 
     def _tensor(self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, is_parameter: bool = False) -> Any:
@@ -304,6 +306,26 @@ class _Flattener:
         elif address:
             self._by_address[address] = [(value, node)]
         return node
+
+    def _scope_of(self, module: nn.Module, state: Mapping[str, Any]) -> _Scope:
+        """Who holds the plain tensors of a module: all of its ``DistributedDataParallel``, or of its largest mesh."""
+        parallel = sys.modules.get("torch.nn.parallel")
+        if parallel is not None and isinstance(module, parallel.DistributedDataParallel):
+            ranks = tuple(sorted(torch.distributed.get_process_group_ranks(cast("Any", module.process_group))))
+            self._replicas.update((id(parameter), ranks) for parameter in module.parameters())
+            return _Scope(ranks)
+        meshes = [_ranks_of(value) for value in state.values() if is_dtensor(value)]
+        return _Scope(max(meshes, key=len, default=None))
+
+    def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
+        """Who holds the plain tensors that an optimizer keeps: all that hold the parameter, where that is known."""
+        found: dict[int, tuple[int, ...]] = {}
+        for parameter, state in optimizer.state.items():
+            ranks = _ranks_of(parameter) if is_dtensor(parameter) else self._replicas.get(id(parameter))
+            if ranks is not None:
+                tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+                found.update((id(value), ranks) for value in tensors if not is_dtensor(value))
+        return found
 
     def _share(self, value: torch.Tensor, fqn: str, grid: Grid | None, *, is_parameter: bool) -> None:
         """Note which ranks hold a tensor, where it is not this rank's own."""
@@ -353,23 +375,6 @@ def is_dtensor(value: object) -> bool:
     """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
-
-
-def _ranks_of_module(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Who holds the plain tensors of a module that is sharded: the ranks of its largest mesh."""
-    meshes = [_ranks_of(value) for value in state.values() if is_dtensor(value)]
-    return max(meshes, key=len, default=None)
-
-
-def _ranks_of_states(optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
-    """Who holds the plain tensors that an optimizer keeps for sharded parameters: all that hold the parameter."""
-    return {
-        id(value): _ranks_of(parameter)
-        for parameter, state in optimizer.state.items()
-        if is_dtensor(parameter)
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and not is_dtensor(value)
-    }
 
 
 def _ranks_of(tensor: Any) -> tuple[int, ...]:
