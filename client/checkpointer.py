@@ -27,7 +27,7 @@ from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
 from sidesave.client.saves import SavesInFlight
 from sidesave.client.submission import Submission
-from sidesave.client.world import find_world
+from sidesave.client.world import find_node, find_world
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -74,6 +74,7 @@ class Checkpointer:
         commit_timeout_s: float = 600.0,
         distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
+        node_local: bool = False,
         allow_pickle: bool = False,
         nice: int = 0,
         io_class: Literal["", "idle", "best-effort"] = "",
@@ -108,6 +109,8 @@ class Checkpointer:
                 those that the launcher tells of (``RANK``, ``WORLD_SIZE``). False for a process that saves alone, such
                 as rank 0 of a job whose ranks hold the same.
             process_group: The ranks that save together, None for all.
+            node_local: The directory is another one on each node, on a disk of its own: each node keeps what its ranks
+                hold, and a step can be loaded while every node has its part. Needs a process group.
             allow_pickle: Let values that are no plain data be pickled.
             nice: Niceness of the daemon, 0 to 19.
             io_class: I/O scheduling class of the daemon; empty leaves the system's.
@@ -120,28 +123,30 @@ class Checkpointer:
             InvalidArgumentError: An option makes no sense.
             SidesaveError: Whatever kept another rank from starting; the message names it.
         """
-        arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
-        arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
-        arguments.check_seconds(
-            busy_timeout_s=busy_timeout_s,
-            stall_timeout_s=stall_timeout_s,
-            takeover_timeout_s=takeover_timeout_s,
-            commit_timeout_s=commit_timeout_s,
-        )
         self._directory = path_text(directory)
         self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
         for path in filter(None, (self._directory, self._fallback)):
             arguments.check_path(path)
-        if self._fallback and os.path.realpath(self._fallback) == os.path.realpath(self._directory):
-            raise InvalidArgumentError(f"fallback_directory is the run directory itself: {self._fallback}")
-        arguments.make_directory(self._directory)
+        self._world = find_world(self._directory, distributed, process_group)
+        with self._world.agreeing("cannot use the run directory"):  # before anybody waits for anybody
+            arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
+            arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
+            arguments.check_seconds(
+                busy_timeout_s=busy_timeout_s,
+                stall_timeout_s=stall_timeout_s,
+                takeover_timeout_s=takeover_timeout_s,
+                commit_timeout_s=commit_timeout_s,
+            )
+            if self._world.size > 1:
+                arguments.check_alone(fallback_directory=self._fallback, on_busy=on_busy)
+            if self._fallback and os.path.realpath(self._fallback) == os.path.realpath(self._directory):
+                raise InvalidArgumentError(f"fallback_directory is the run directory itself: {self._fallback}")
+            arguments.make_directory(self._directory)
+        self._node = find_node(self._world, self._directory, node_local=node_local)
         self._pid = os.getpid()
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
         self._allow_pickle = allow_pickle
-        self._world = find_world(self._directory, distributed, process_group)
-        if self._world.size > 1:
-            arguments.check_alone(fallback_directory=self._fallback, on_busy=on_busy)
         self._ids = itertools.count(1)
         self._call = threading.RLock()
         self._saving: int | None = None  # the thread inside save()
@@ -150,8 +155,8 @@ class Checkpointer:
             directory=self._directory,
             fallback_directory=self._fallback,
             session="",
-            rank=self._world.rank,
-            world_size=self._world.size,
+            rank=self._node.rank,
+            world_size=self._node.size,
             retries=retries,
             stall_timeout_s=stall_timeout_s,
             takeover_timeout_s=takeover_timeout_s,
@@ -180,7 +185,7 @@ class Checkpointer:
         for name in self.removed:
             logger.info("removed %s, which a dead session had left", name)
         self._submission = Submission(
-            self._world,
+            self._node,
             self._session,
             self._ids,
             self._connection,
@@ -198,24 +203,24 @@ class Checkpointer:
         _at_exit(self)
 
     def _open(self, start: Callable[[str], None]) -> None:
-        """Rank 0 opens the directory first, and settles what is there; the others join its session."""
-        world = self._world
-        found: list[CheckpointInfo] = []
+        """The first rank of each node opens the directory, and settles what is there; the others join its session."""
+        world, leads = self._world, self._node.rank == 0
+        session: str = world.gather(secrets.token_hex(8))[0]
+        mine: list[CheckpointInfo] = []
         leftovers = False
         with world.agreeing("cannot open the run directory"):
-            if world.rank == 0:
-                start(secrets.token_hex(8))
+            if leads:
+                start(session)
                 # The daemon recovers the fallback directory when it first needs it, perhaps in the middle of the run.
                 leftovers = bool(self._connection.left) or catalog.has_leftovers(self._fallback)
-                found = self._scan(refuse_newer=True)
-        if world.size > 1:
-            told = [self._session, leftovers, [info.to_json() for info in found]] if world.rank == 0 else None
-            session, leftovers, infos = world.gather(told)[0]
-            found = [CheckpointInfo.from_json(info, self._directory) for info in infos]
-            with world.agreeing("cannot start its daemon"):
-                if world.rank:
-                    start(session)
-        self._lineage.begin(found, leftovers=leftovers)
+                mine = self._scan(refuse_newer=True)
+        told = world.gather([leftovers, [info.to_json() for info in mine]] if leads else None)
+        views = [answer for answer in told if answer is not None]
+        with world.agreeing("cannot start its daemon"):
+            if not leads:
+                start(session)
+        everything = [[CheckpointInfo.from_json(info, self._directory) for info in infos] for _, infos in views]
+        self._lineage.begin(_common(everything), everything, leftovers=any(left for left, _ in views))
 
     def _start(
         self, config: DaemonConfig, *, slots: int, max_host_memory_bytes: int | None, bearable_failures: int
@@ -412,7 +417,7 @@ class Checkpointer:
                         dtype=dtype,
                         verify=verify,
                         allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
-                        rank=self._world.rank,
+                        rank=self._node.rank,
                     )
             except errors.IntegrityError as error:
                 if info is candidates[-1]:
@@ -428,14 +433,21 @@ class Checkpointer:
         """What to try to load, best first, and all checkpoints there are; as rank 0 sees them."""
         world = self._world
         found: list[list[CheckpointInfo]] = []
+        mine: list[CheckpointInfo] = []
+        with world.agreeing("cannot list the run directory"):
+            if self._node.rank == 0:
+                mine = self._scan()
+        if world.size > 1:
+            told = world.gather([info.to_json() for info in mine] if self._node.rank == 0 else None)
+            views = [answer for answer in told if answer is not None]
+            mine = _common([[CheckpointInfo.from_json(info, self._directory) for info in infos] for infos in views])
         with world.agreeing("finds nothing to load"):
             if world.rank == 0:
-                checkpoints = self._scan()
-                found = [self._choose(step, checkpoints, fallback=fallback), checkpoints]
+                found = [self._choose(step, mine, fallback=fallback)]
         if world.size > 1:
-            told = world.gather([[info.to_json() for info in infos] for infos in found])[0]
-            found = [[CheckpointInfo.from_json(info, self._directory) for info in infos] for infos in told]
-        return found[0], found[1]
+            told = world.gather([info.to_json() for infos in found for info in infos])[0]
+            found = [[CheckpointInfo.from_json(info, self._directory) for info in told]]
+        return found[0], mine
 
     def _choose(self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool) -> list[CheckpointInfo]:
         wanted = [info for info in checkpoints if step is None or info.step == step]
@@ -627,6 +639,12 @@ def _close_dropped(
             pool.close()
 
     threading.Thread(target=work, name="sidesave-close").start()
+
+
+def _common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
+    """The checkpoints of which every node has its part, as the first one has them."""
+    keys = [{(info.step, info.session, info.sequence) for info in view} for view in views]
+    return [info for info in views[0] if all((info.step, info.session, info.sequence) in known for known in keys)]
 
 
 def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:

@@ -34,13 +34,17 @@ class Lineage:
         self._parent: tuple[int, str] | None = None
         self._ancestors: set[int] = set()
 
-    def begin(self, existing: list[CheckpointInfo], *, leftovers: bool = False) -> None:
+    def begin(
+        self, existing: list[CheckpointInfo], everything: list[list[CheckpointInfo]], *, leftovers: bool = False
+    ) -> None:
         """Go on from the newest of the ``existing`` checkpoints, which come in the order of their commits.
 
-        With ``leftovers`` some of earlier sessions may still be committed one day, behind these and before ours.
+        Of ``everything`` that there is some may be in the way, where nodes keep their own parts. With ``leftovers``
+        some of earlier sessions may still be committed one day, behind these and before ours.
         """
-        self._sequence = max((info.sequence for info in existing), default=0) + _LEFTOVERS * leftovers
-        self._on_disk = {info.step for info in existing}
+        found = [info for infos in everything for info in infos]
+        self._sequence = max((info.sequence for info in found), default=0) + _LEFTOVERS * leftovers
+        self._on_disk = {info.step for info in found}
         if existing:
             self.go_back_to(existing[-1], existing)
 

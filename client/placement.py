@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from sidesave.client.world import World
+from sidesave.client.world import NodeWorld, World
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import sharding
 from sidesave.stager.dtypes import NAMES
@@ -27,7 +27,7 @@ from sidesave.stager.image import Plan, Structure, make_plan, structure_of
 from sidesave.stager.sharding import Box, Grid, Share
 from sidesave.stager.tree import FlatState
 from sidesave.writer_daemon import layout
-from sidesave.writer_daemon.layout import Layout, Part, Table, TensorInfo
+from sidesave.writer_daemon.layout import ELSEWHERE, Layout, Part, Table, TensorInfo
 
 MORE: Final = "@more"
 """Behind the name of a container: the file of what is written only where ranks differ."""
@@ -99,6 +99,7 @@ class Placements:
         self._index = {rank: number for number, rank in enumerate(world.ranks)}
         self._me = world.ranks[world.rank]
         self._ranks = world.ranks
+        self._part_of = isinstance(world, NodeWorld)
         self._layouts: dict[Any, _Layout] = {}
         self._alike: dict[Structure, Alike] = {}
 
@@ -143,8 +144,8 @@ class Placements:
 
     def _lay_out(self, flat: FlatState, structure: Structure, alike: Alike) -> _Layout:
         where = {fqn: (name, tensor) for name, tensors in flat.containers.items() for fqn, tensor in tensors.items()}
-        known = {fqn: (self._check(grid, fqn), where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
-        shares = sharding.assign(known, self._me)
+        known = {fqn: (self._here(grid, fqn), where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
+        shares = self._assign(known)
         everyone = {
             fqn: (sharding.whole(tuple(where[fqn][1].shape), self._ranks), where[fqn][1].element_size())
             for fqn in flat.assumed
@@ -195,8 +196,23 @@ class Placements:
             compared=[fqn for fqn, compared in flat.assumed.items() if compared],
         )
 
-    def _check(self, grid: Grid, fqn: str) -> Grid:
+    def _assign(self, known: dict[str, tuple[Grid, int]]) -> dict[str, Share]:
+        """Who writes what; of a tensor only a part of which is on this node the first holder of each cell."""
+        shares = sharding.assign({fqn: one for fqn, one in known.items() if _is_even(one[0])}, self._me)
+        for fqn, (grid, _) in known.items():
+            if fqn not in shares:
+                owners = tuple(holders[0] if holders else ELSEWHERE for holders in grid.holders)
+                box = sharding.local_box(grid, self._me) if self._me in owners else None
+                shares[fqn] = Share(sharding.Layout(grid.cuts, owners), box)
+        return {fqn: shares[fqn] for fqn in known}
+
+    def _here(self, grid: Grid, fqn: str) -> Grid:
+        """What the ranks that save together hold of a tensor."""
         strangers = [rank for rank in grid.ranks if rank not in self._index]
+        if strangers and self._part_of:
+            holders = tuple(tuple(rank for rank in cell if rank in self._index) for cell in grid.holders)
+            ranks = tuple(rank for rank in grid.ranks if rank in self._index)
+            return dataclasses.replace(grid, holders=holders, ranks=ranks)
         if strangers:
             raise UnsupportedValueError(
                 f"{fqn}: it is divided among ranks that do not save along, {strangers[:8]}; "
@@ -216,11 +232,11 @@ class Placements:
             container, dtype = infos[fqn]
             number = numbers.setdefault(share.layout, len(numbers))
             tensors[fqn] = TensorInfo(NAMES[dtype], grids[fqn][0].shape, container, number)
-        owners = [tuple(self._index[rank] for rank in one.owners) for one in numbers]
+        owners = [tuple(self._index.get(rank, ELSEWHERE) for rank in one.owners) for one in numbers]
         return Table(tensors, tuple(Layout(own, one.cuts) for own, one in zip(owners, numbers, strict=True)))
 
     def _part(self, table: Table, own: dict[str, TensorInfo]) -> Part:
-        mine = [fqn for fqn in table.tensors if table.layout(fqn).owners[0] == self._rank]
+        mine = [fqn for fqn in table.tensors if table.layout(fqn).first_owner == self._rank]
         return Part(table.only(mine), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
 
     def _sample(self, flat: FlatState, found: _Layout, alike: Alike) -> dict[str, str]:
@@ -235,6 +251,10 @@ class Placements:
                     content = fqn in compared and (tensor.is_cpu or look)
                     samples[fqn] = f"{tensor.dtype}{tuple(tensor.shape)}{_sample(tensor) if content else ''}"
         return samples
+
+
+def _is_even(grid: Grid) -> bool:
+    return len({len(holders) for holders in grid.holders}) == 1
 
 
 def _slices(grid: Grid, box: Box, rank: int) -> tuple[slice, ...] | None:

@@ -14,7 +14,7 @@ from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
 from sidesave.client.placement import Alike, Placed, Placements
 from sidesave.client.saves import SaveInFlight, SavesInFlight
-from sidesave.client.world import World
+from sidesave.client.world import NodeWorld, World
 from sidesave.errors import SidesaveError, StagingError, StateMismatchError, UnsupportedValueError
 from sidesave.stager import tree
 from sidesave.stager.copier import Copier
@@ -58,7 +58,8 @@ class Submission:
         self._history = history
         self._allow_pickle = allow_pickle
         self._plans: dict[Structure, Plan] = {}
-        self._placements = Placements(world) if world.size > 1 else None
+        alone = world.size == 1 and not isinstance(world, NodeWorld)
+        self._placements = None if alone else Placements(world)
 
     def flatten(self, state: Mapping[str, Any]) -> tree.FlatState:
         """Take a state apart; raises what cannot be saved."""

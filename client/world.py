@@ -11,13 +11,16 @@ import json
 import os
 import random
 import secrets
+import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from sidesave.client import arguments
 from sidesave.errors import DaemonStartError, InvalidArgumentError, ProtocolError, SidesaveError, from_wire
 from sidesave.writer_daemon import manifest, protocol
 from sidesave.writer_daemon.storage import PosixStorage
@@ -26,6 +29,8 @@ RENDEZVOUS: Final = ".sidesave.rendezvous"
 AGREE_TIMEOUT_S: Final = 300.0
 """How long ranks wait for each other in storage; a process group has its own timeout."""
 _MAX_POLL_S: Final = 0.25
+_VISIBLE_WITHIN_S: Final = 20.0
+"""How long a network file system may take to show to one rank what another has written."""
 
 
 class World(ABC):
@@ -106,6 +111,7 @@ class StorageWorld(World):
     def __init__(self, directory: str, rank: int, size: int) -> None:
         """Meet the other ranks; blocking, up to five minutes."""
         self.rank, self.ranks = rank, tuple(range(size))
+        arguments.make_directory(directory)
         self._storage = PosixStorage(directory)
         self._storage.make_directory(RENDEZVOUS, 0o770)
         self._round = 0
@@ -174,6 +180,78 @@ class StorageWorld(World):
         for name in names:
             with contextlib.suppress(OSError):
                 self._storage.remove(f"{RENDEZVOUS}/{name}")
+
+
+class NodeWorld(World):
+    """Those ranks of a world that see one directory: they save together, and agree together with all."""
+
+    def __init__(self, world: World, members: Sequence[int], number: int, count: int) -> None:
+        """The ``members`` of ``world``, by their numbers there; this is node ``number`` of ``count``."""
+        self.rank = members.index(world.rank)
+        self.ranks = tuple(world.ranks[member] for member in members)
+        self.number, self.count = number, count
+        self._world = world
+
+    def gather(self, value: Any) -> list[Any]:
+        """With the ranks of all nodes."""
+        return self._world.gather(value)
+
+
+def find_node(world: World, directory: str, *, node_local: bool) -> World:
+    """The ranks that share this directory: all of them, unless each node is to have its own.
+
+    Which is found out, not believed: every rank leaves a file there and looks whose it sees.
+
+    Raises:
+        InvalidArgumentError: What the ranks see is not what ``node_local`` says; the same on every rank.
+    """
+    if not isinstance(world, GroupWorld):
+        if node_local:
+            raise InvalidArgumentError("node_local needs a process group: nodes without a common disk cannot meet")
+        return world
+    storage = PosixStorage(directory)
+    nonce = secrets.token_hex(8)
+    try:
+        with world.agreeing("cannot write to the run directory"):
+            storage.make_directory(RENDEZVOUS, 0o770)
+            storage.publish_bytes(RENDEZVOUS, f"here.{nonce}", b"", nonce)
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        told = world.gather([nonce, socket.gethostname(), boot_id])
+        ranks = {f"here.{each}": rank for rank, (each, _, _) in enumerate(told)}
+        deadline = time.monotonic() + (0 if node_local else _VISIBLE_WITHIN_S)
+        while True:
+            seen = sorted(ranks[name] for name in storage.list_directory(RENDEZVOUS) if name in ranks)
+            if len(seen) == world.size or time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        views = [tuple(view) for view in world.gather(seen)]
+    finally:
+        with contextlib.suppress(OSError):
+            storage.remove(f"{RENDEZVOUS}/here.{nonce}")
+        storage.close()
+    nodes = sorted(set(views))
+    hosts = [(host, boot) for _, host, boot in told]
+    if node_local:
+        _check_nodes(views, hosts, directory)
+    elif len(nodes) > 1:
+        rank = next(rank for rank, view in enumerate(views) if view != views[0])
+        raise InvalidArgumentError(
+            f"rank {rank} on {hosts[rank][0]} does not see in {directory} what rank 0 on {hosts[0][0]} has written "
+            "there: all ranks must share one directory; pass node_local=True where each node keeps its own part"
+        )
+    if len(nodes) == 1:
+        return world
+    number = nodes.index(views[world.rank])
+    return NodeWorld(world, nodes[number], number, len(nodes))
+
+
+def _check_nodes(views: list[tuple[int, ...]], hosts: list[tuple[str, str]], directory: str) -> None:
+    for rank, view in enumerate(views):
+        if rank not in view or any(views[other] != view for other in view):
+            raise InvalidArgumentError(f"ranks {view} see each other in {directory}, and some of them see others")
+        if len({hosts[other] for other in view}) > 1:
+            names = sorted({hosts[other][0] for other in view})
+            raise InvalidArgumentError(f"{directory} is shared by {', '.join(names)}: leave node_local=True out")
 
 
 def find_world(directory: str, distributed: bool, process_group: torch.distributed.ProcessGroup | None) -> World:

@@ -1,8 +1,8 @@
 """What a sharded tensor is, and which rank writes what of it.
 
-A DTensor describes itself: mesh and placements cut the global tensor into the cells of a :class:`Grid` and say which ranks
-hold each cell. From the grids and sizes of the tensors every rank computes the same owners of all cells. Nothing here
-communicates, and nothing has state but a cache of a pure function.
+A DTensor describes itself: mesh and placements cut the global tensor into the cells of a :class:`Grid` and say which
+ranks hold each cell. From grids and sizes alone, every rank computes the same owners for all cells. Nothing here
+communicates, and nothing has state but the cache of a pure function.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ import itertools
 import math
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sidesave.errors import UnsupportedValueError
 
-if TYPE_CHECKING:  # takes half a second to import; who holds a DTensor has paid for it
+if TYPE_CHECKING:  # half a second to import; who holds a DTensor has paid for it
     import torch
-    from torch.distributed.tensor import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
+    from torch.distributed.device_mesh import DeviceMesh
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape, counted in the global tensor."""
 Cuts = tuple[tuple[int, ...], ...]
 Holders = tuple[tuple[int, ...], ...]
 Pieces = tuple[tuple[int, int], ...]
-"""Where along a cell each of its pieces ends, and which of the cell's holders writes it."""
+"""Of each piece of a cell: the row where it ends, and which of the cell's holders writes it."""
 
 MIN_PIECE_NBYTES: Final = 256 << 10
 """No smaller piece is cut off for the sake of balance: one block of the digest grid."""
 _SLACK_DIVISOR: Final = 50
-"""Nor a smaller part of a rank's bytes than this: 2 % are not worth another cut."""
+"""Nor a smaller part of a rank's bytes: 2 % are not worth another cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What goes on disk: borders as in a grid, or None where one rank writes all; and for each cell the rank that does."""
+    """What goes on disk: the borders, None where one rank writes all, and for each cell the rank that writes it."""
 
     cuts: Cuts | None
     owners: tuple[int, ...]
@@ -77,11 +76,11 @@ def whole(shape: Sequence[int], ranks: Iterable[int]) -> Grid:
 
 
 def local_box(grid: Grid, rank: int) -> Box | None:
-    """The cell that a rank holds; None for an empty shard. A tensor without elements is held whole by every rank."""
+    """The cell that a rank holds; None for an empty shard. A tensor without elements counts as held whole by all."""
     return next((_box(grid.cuts, cell) for cell, holders in enumerate(grid.holders) if rank in holders), None)
 
 
-def _box(cuts: Sequence[Sequence[int]], cell: int) -> Box:
+def _box(cuts: Cuts, cell: int) -> Box:
     intervals: list[tuple[int, int]] = []
     for borders in reversed(cuts):
         cell, index = divmod(cell, len(borders) - 1)
@@ -91,86 +90,83 @@ def _box(cuts: Sequence[Sequence[int]], cell: int) -> Box:
 
 
 def describe(tensor: torch.Tensor, fqn: str) -> Grid:
-    """The grid of a DTensor: derived once for a mesh, placements and shape, from then on a look-up.
+    """The grid of a DTensor: derived once for each mesh, placements and shape, then looked up (2 us).
 
-    Each dimension is cut as ``torch.chunk`` does it, in the order in which FSDP and tensor parallelism did it, which need
-    not be the order of the mesh. (torch's ``compute_local_shape_and_global_offset`` names boxes that nobody holds where
-    FSDP2 over tensor parallelism is uneven.) A tensor laid out in another order has another local shape on at least one
-    rank, and is refused there.
+    A dimension is cut as ``torch.chunk`` does it, in the order in which tensor parallelism and FSDP did it, which need
+    not be that of the mesh. (Where FSDP2 over tensor parallelism is uneven, the boxes that torch's own
+    ``compute_local_shape_and_global_offset`` tells are not what ranks hold.) A tensor cut in another order has another
+    local shape on at least one rank, and is refused there.
 
     Raises:
         UnsupportedValueError: It is no DTensor; this rank is not in its mesh; a placement is ``Partial``, unknown, or
-            leaves ranks with something else than a box; or the local tensor has not the shape of its box.
+            leaves ranks with more than one box; or the local tensor does not have the shape of its box.
     """
     spec: Any = getattr(tensor, "_spec", None)
     if spec is None:
-        raise UnsupportedValueError(
-            f"{fqn}: a {type(tensor).__name__} does not tell how it is sharded, a DTensor would"
-        )
+        raise UnsupportedValueError(f"{fqn}: a {type(tensor).__name__} does not tell how it is sharded; use a DTensor")
     mesh: DeviceMesh = spec.mesh
     if mesh.get_coordinate() is None:
-        raise UnsupportedValueError(f"{fqn}: this rank is not part of the tensor's mesh, {mesh}")
-    # The rank is part of the key: slices of one mesh compare equal though each has ranks of its own.
-    key = mesh, mesh.get_rank(), spec.placements, getattr(spec, "shard_order", None)
+        raise UnsupportedValueError(f"{fqn}: this rank is not in the mesh of the tensor, {mesh}")
+    order = getattr(spec, "shard_order", None)
     literal = getattr(spec, "use_strided_shard_as_shard_order", None) is False
-    shape: tuple[int, ...] = tuple(tensor.shape)
+    shape = tuple(tensor.shape)
     try:
-        grid, box = _derive(*key, literal, shape)
+        # The rank is part of the key: slices of one mesh are equal though each has ranks of its own.
+        grid, box = _derive(mesh, mesh.get_rank(), spec.placements, order, literal, shape)
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{fqn}: {error}") from None
-    local: tuple[int, ...] = tuple(getattr(tensor, "_local_tensor").shape)  # noqa: B009 (torch's stubs lack it)
-    if local != box[1] if box else math.prod(local):
+    local: tuple[int, ...] = tuple(getattr(tensor, "_local_tensor").shape)  # noqa: B009 (unknown to torch's stubs)
+    if (math.prod(local) != 0) if box is None else (local != box[1]):
         raise UnsupportedValueError(
-            f"{fqn}: the local tensor has shape {local}, but of {shape} placed as {spec.placements} on a mesh of "
-            f"{tuple(mesh.shape)} this rank should hold {box[1] if box else 'nothing'}"
+            f"{fqn}: of shape {shape}, placed as {spec.placements} on a mesh of {tuple(mesh.shape)}, this rank should "
+            f"hold {'nothing' if box is None else box[1]}, but the local tensor has shape {local}"
         )
     return grid
 
 
 @lru_cache(maxsize=1024)
 def _derive(
-    mesh: DeviceMesh, rank: int, placements: tuple[Placement, ...], order: Any, literal: bool, shape: tuple[int, ...]
+    mesh: DeviceMesh, rank: int, placements: tuple[Any, ...], order: Any, literal: bool, shape: tuple[int, ...]
 ) -> tuple[Grid, Box | None]:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
+    ranks: list[int] = mesh.mesh.flatten().tolist()  # pyright: ignore[reportUnknownVariableType]
     sizes = tuple(mesh.mesh.shape)
     cutters = _cutters(placements, sizes, order, literal, shape)
     if 0 in shape:
         return whole(shape, ranks), None
     cuts: list[tuple[int, ...]] = []
-    intervals: list[dict[int, int]] = []  # per dimension: the interval of each shard that is not empty
+    intervals: list[dict[tuple[int, ...], int]] = []  # of each dimension: the cutters' coordinates -> which interval
     for extent, mesh_dims in zip(shape, cutters, strict=True):
         spans = [(0, extent)]
         for mesh_dim in mesh_dims:
             spans = [chunk for span in spans for chunk in _chunks(*span, sizes[mesh_dim])]
-        filled = [shard for shard, (begin, end) in enumerate(spans) if begin < end]
-        cuts.append((0, *(spans[shard][1] for shard in filled)))
-        intervals.append({shard: interval for interval, shard in enumerate(filled)})
-    holders: list[list[int]] = [[] for _ in range(math.prod(map(len, intervals)))]
+        coordinates = itertools.product(*(range(sizes[mesh_dim]) for mesh_dim in mesh_dims))
+        filled = [at for at, (begin, end) in zip(coordinates, spans, strict=True) if begin < end]
+        cuts.append((0, *(end for begin, end in spans if begin < end)))
+        intervals.append({at: interval for interval, at in enumerate(filled)})
+    cells: dict[tuple[int | None, ...], list[int]]
+    cells = {cell: [] for cell in itertools.product(*(range(len(places)) for places in intervals))}
     for holder, coordinate in zip(ranks, itertools.product(*map(range, sizes)), strict=True):
-        cell = 0
-        for mesh_dims, numbers in zip(cutters, intervals, strict=True):
-            shard = 0
-            for mesh_dim in mesh_dims:
-                shard = shard * sizes[mesh_dim] + coordinate[mesh_dim]
-            if shard not in numbers:
-                break
-            cell = cell * len(numbers) + numbers[shard]
-        else:
-            holders[cell].append(holder)
-    grid = Grid(shape, tuple(cuts), tuple(tuple(sorted(cell)) for cell in holders), tuple(sorted(ranks)))
+        held = tuple(
+            places.get(tuple(coordinate[mesh_dim] for mesh_dim in mesh_dims))
+            for places, mesh_dims in zip(intervals, cutters, strict=True)
+        )
+        if None not in held:
+            cells[held].append(holder)
+    holders = tuple(tuple(sorted(cell)) for cell in cells.values())
+    grid = Grid(shape, tuple(cuts), holders, tuple(sorted(ranks)))
     return grid, local_box(grid, rank)
 
 
-def _chunks(begin: int, end: int, number: int) -> Iterator[tuple[int, int]]:
-    """The intervals of ``torch.chunk``, with the empty ones that it leaves out."""
-    step = -(-(end - begin) // number)
-    return itertools.pairwise(min(begin + index * step, end) for index in range(number + 1))
+def _chunks(begin: int, end: int, count: int) -> Iterable[tuple[int, int]]:
+    """The intervals of ``torch.chunk``, and the empty ones that it leaves out."""
+    step = -(-(end - begin) // count)
+    return itertools.pairwise(min(begin + index * step, end) for index in range(count + 1))
 
 
 def _cutters(
-    placements: Sequence[Placement], sizes: Sequence[int], order: Any, literal: bool, shape: Sequence[int]
+    placements: tuple[Any, ...], sizes: Sequence[int], order: Any, literal: bool, shape: tuple[int, ...]
 ) -> list[list[int]]:
-    """For each dimension of the tensor the mesh dimensions that cut it, in the order in which they did."""
+    """For each dimension of the tensor, the mesh dimensions that cut it, in the order in which they did."""
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
     factors: list[dict[int, int]] = [{} for _ in shape]  # of each dimension: mesh dimension -> split factor
@@ -180,54 +176,50 @@ def _cutters(
         if type(placement) not in (Shard, _StridedShard):
             raise UnsupportedValueError(f"a tensor placed as {placement!r} cannot be saved; redistribute it first")
         if not -len(shape) <= placement.dim < len(shape):
-            raise UnsupportedValueError(f"{placement!r} does not fit the shape {tuple(shape)}")
+            raise UnsupportedValueError(f"{placement!r} does not fit a tensor of shape {shape}")
         factors[placement.dim][mesh_dim] = getattr(placement, "split_factor", 1)
     told = {entry.tensor_dim: list(entry.mesh_dims) for entry in order or ()}
     cutters: list[list[int]] = []
-    for dim, found in enumerate(factors):
-        mesh_dims = list(found)
-        if any(factor != 1 for factor in found.values()):
-            mesh_dims = _decode(found, sizes)
-            # Such placements can also be meant literally, from left to right. It is the same if nothing is uneven.
-            even = mesh_dims and shape[dim] % math.prod(sizes[mesh_dim] for mesh_dim in mesh_dims) == 0
-            if not mesh_dims or (literal and not even):
-                raise UnsupportedValueError(f"{tuple(placements)} leaves ranks with several intervals, which is no box")
-        elif sorted(told.get(dim, ())) == mesh_dims:
-            mesh_dims = told.get(dim, mesh_dims)
+    for dim, (extent, split) in enumerate(zip(shape, factors, strict=True)):
+        mesh_dims = _decode(split, sizes)
+        even = extent % math.prod(sizes[mesh_dim] for mesh_dim in split) == 0
+        # Results of views mean such placements literally, from left to right; it comes to the same where all is even.
+        if mesh_dims is None or (literal and not even and mesh_dims != list(split)):
+            raise UnsupportedValueError(f"placed as {placements}, a rank holds several intervals, which is no box")
+        if dim in told and sorted(told[dim]) == mesh_dims == list(split):
+            mesh_dims = told[dim]
         cutters.append(mesh_dims)
     return cutters
 
 
-def _decode(factors: Mapping[int, int], sizes: Sequence[int]) -> list[int]:
-    """The order that split factors stand for: into how many pieces later mesh dimensions had cut a dimension before."""
+def _decode(factors: dict[int, int], sizes: Sequence[int]) -> list[int] | None:
+    """The order in which mesh dimensions cut: a split factor is how many pieces those after it had made before it."""
     order: list[int] = []
     for mesh_dim, factor in reversed(factors.items()):
         pieces = list(itertools.accumulate((sizes[later] for later in order), operator.mul, initial=1))
         if factor not in pieces:
-            return []
+            return None
         order.insert(pieces.index(factor), mesh_dim)
     return order
 
 
 def assign(tensors: Mapping[str, tuple[Grid, int]], rank: int) -> dict[str, Share]:
-    """Which piece of each tensor (FQN -> grid, bytes per element) ``rank`` writes.
+    """Which piece of each tensor (FQN -> grid, bytes per element) ``rank`` writes: at most one of each.
 
-    Every rank of a tensor's ``ranks`` comes to the same layout alone, for the layout depends only on the tensors with the
-    same ``ranks``, their group; each rank writes at most one piece of a tensor.
+    All ranks of a tensor come to the same layout, for it depends on its group alone: the tensors with equal ``ranks``.
+    Within a group, tensors with equal ``holders`` form a class. Laid end to end its tensors are a line, cut into one
+    stretch for each holder of a cell, so long that with what earlier classes gave them all come to the same number of
+    bytes; the classes of which fewest ranks hold a cell go first. So there are two layouts for each stretch and one for
+    each shape of sharded tensors at most, however many tensors. Where a stretch ends within a tensor, its cells are cut
+    in rows, along the first dimension that has more than one index: the pieces are contiguous in memory.
 
-    Tensors with equal holders form a class, and within a group the classes with the fewest holders come first. A class is
-    laid out as one line, which is cut into as many stretches as its cells have holders, so long that all holders come to
-    the same number of bytes, counting those of earlier classes. Hence at most one tensor per stretch is cut further, along
-    the first dimension that has an extent, and a group of any number of tensors has few layouts: at most two per holder, and
-    one more for each shape of sharded tensors. Tensors below 512 KiB are never cut.
-
-    What is guaranteed: let the level be the bytes per rank if the holders of the largest cells of a class could share them
-    without end. No rank writes more than the level, or what it had before, and four times the slack, which is 256 KiB or 2 %
-    of the level, and three rows (a row is one index along the dimension that is cut). Where all ranks hold all tensors,
-    the level is the mean.
+    Guaranteed: of tensors that all ranks of the group hold whole, no rank writes more than the mean, plus three rows,
+    plus four times 256 KiB or, if that is more, 2 % of the mean. The same holds for each class on its own, with the
+    share of a holder of its largest cell for the mean. What ranks alone hold is evened out by what others hold too. A
+    tensor of less than 512 KiB is never cut, and one without elements is written whole, by one rank.
     """
     kinds: dict[Grid, list[tuple[str, int]]] = {}
-    found: dict[int, list[tuple[str, int]]] = {}  # by identity: to hash a large grid for each tensor takes too long
+    found: dict[int, list[tuple[str, int]]] = {}  # by identity: hashing a large grid once per tensor would take long
     for fqn, (grid, itemsize) in tensors.items():
         if id(grid) not in found:
             found[id(grid)] = kinds.setdefault(grid, [])
@@ -240,28 +232,29 @@ def assign(tensors: Mapping[str, tuple[Grid, int]], rank: int) -> dict[str, Shar
         loads = dict.fromkeys(ranks, 0)
         for holders in sorted(classes, key=lambda holders: (len(holders[0]), holders)):
             line = [(grid, *tensor) for grid in classes[holders] for tensor in kinds[grid]]
-            # Side by side, tensors cut in the same way are of few layouts; whole ones are of few in any order.
+            # Sharded tensors of one shape stay together, for they share layouts; whole ones do in any order.
             line.sort(key=lambda tensor: (tensor[0].cuts if len(holders) > 1 else (), tensor[1]))
             shares |= _share_out(line, holders, loads, rank)
-    return {fqn: shares[fqn] for fqn in tensors}
+    return shares
 
 
 def _share_out(
     line: Sequence[tuple[Grid, str, int]], holders: Holders, loads: dict[int, int], rank: int
 ) -> dict[str, Share]:
-    """The shares of one class; adds to ``loads`` what each rank has to write."""
+    """The shares of one class; ``loads``, the bytes of each rank, grow by them."""
     rows = {id(grid): _rows(grid) for grid, _, _ in line}
-    stretches = _cut_line(
-        [(rows[id(grid)][0], rows[id(grid)][1] * itemsize) for grid, _, itemsize in line],
-        [max(loads[cell[position]] for cell in holders) for position in range(len(holders[0]))],
-    )
+    sizes: list[tuple[int, int]] = []
+    for grid, _, itemsize in line:
+        _, count, elements = rows[id(grid)]
+        sizes.append((count, elements * itemsize))
+    stretches = _cut_line(sizes, [max(loads[rank] for rank in position) for position in zip(*holders, strict=True)])
     shares: dict[str, Share] = {}
     distinct: dict[tuple[int, Pieces], tuple[Cuts, Share]] = {}
     itemsizes = Counter[tuple[int, Pieces]]()
     for (grid, fqn, itemsize), pieces in zip(line, stretches, strict=True):
         key = id(grid), pieces
         if key not in distinct:
-            cuts, owners = _refine(grid, pieces)
+            cuts, owners = _refine(grid, rows[id(grid)][0], pieces)
             box = _box(cuts, owners.index(rank)) if rank in owners else None
             distinct[key] = cuts, Share(Layout(cuts if len(owners) > 1 else None, owners), box)
         itemsizes[key] += itemsize
@@ -273,27 +266,26 @@ def _share_out(
     return shares
 
 
-def _rows(grid: Grid) -> tuple[int, int]:
-    """How many rows the largest cell has along the dimension to cut, and elements per row."""
+def _rows(grid: Grid) -> tuple[int, int, int]:
+    """The rows into which the largest cell can be cut: along which dimension, how many, elements of each."""
     largest = [max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts]
-    rows = next((extent for extent in largest if extent >= 2), 1)
-    return rows, math.prod(largest) // rows
+    dim, count = next(((dim, extent) for dim, extent in enumerate(largest) if extent >= 2), (0, 1))
+    return dim, count, math.prod(largest) // count
 
 
 def _cut_line(line: Sequence[tuple[int, int]], loads: Sequence[int]) -> list[Pieces]:
-    """Cut tensors (rows, bytes per row), one after the other, into a stretch for each holder, given what it has already."""
+    """Cut tensors (rows, bytes per row), end to end, into a stretch for each holder, who has ``loads`` already."""
     total = sum(rows * nbytes for rows, nbytes in line)
     slack = max(MIN_PIECE_NBYTES, _level(loads, total) // _SLACK_DIVISOR)
-    # A few small tensors are not scattered over all: no stretch is shorter than the slack.
-    by_load = sorted(range(len(loads)), key=lambda position: (loads[position], position))
-    used = set(by_load[: max(1, total // slack)])
-    level = _level([loads[position] for position in used], total)
+    # So many that no stretch is shorter than the slack: a few small tensors are not scattered over all ranks.
+    count = max(1, total // slack)
+    takers = set(sorted(range(len(loads)), key=lambda position: (loads[position], position))[:count])
+    level = _level([loads[position] for position in takers], total)
     ends = list(
-        itertools.accumulate(max(level - load, 0) if position in used else 0 for position, load in enumerate(loads))
+        itertools.accumulate(max(level - load, 0) if position in takers else 0 for position, load in enumerate(loads))
     )
     stretches: list[Pieces] = []
-    position = 0
-    begin = 0
+    position = begin = 0
     for rows, nbytes in line:
         pieces: list[tuple[int, int]] = []
         row = 0
@@ -302,7 +294,7 @@ def _cut_line(line: Sequence[tuple[int, int]], loads: Sequence[int]) -> list[Pie
             cut = _nearest_cut(ideal, row, rows, -(-slack // nbytes))
             if cut > row:
                 pieces.append((cut, position))
-                row = cut
+            row = cut
             position += 1
         if row < rows:
             pieces.append((rows, position))
@@ -312,37 +304,30 @@ def _cut_line(line: Sequence[tuple[int, int]], loads: Sequence[int]) -> list[Pie
 
 
 def _level(loads: Iterable[int], total: int) -> int:
-    """How high ``total`` bytes stand that are poured over these loads."""
-    level = below = 0
-    for count, load in enumerate(sorted(loads)):
-        if count and level <= load:
-            break
-        below += load
-        level = -(-(total + below) // (count + 1))
-    return level
+    """How high ``total`` bytes stand when they are poured over these loads."""
+    return min(-(-(total + below) // count) for count, below in enumerate(itertools.accumulate(sorted(loads)), 1))
 
 
 def _nearest_cut(ideal: int, begin: int, end: int, least: int) -> int:
-    """The row nearest to ``ideal`` where a tensor can be cut so that no piece of it has less than ``least`` rows."""
+    """Where to cut rows ``begin`` to ``end``, if at all, so that no piece has less than ``least`` of them."""
     rows = [begin, end]
     if end - begin >= 2 * least:
         rows.append(min(max(ideal, begin + least), end - least))
     return min(rows, key=lambda row: abs(row - ideal))
 
 
-def _refine(grid: Grid, pieces: Pieces) -> tuple[Cuts, tuple[int, ...]]:
-    """Cut every cell of a grid into pieces: the borders, and each cell's owner."""
+def _refine(grid: Grid, dim: int, pieces: Pieces) -> tuple[Cuts, tuple[int, ...]]:
+    """Cut every cell of a grid into pieces: the borders, and who owns each of the cells that result."""
     if len(pieces) == 1:
         return grid.cuts, tuple(cell[pieces[0][1]] for cell in grid.holders)
-    counts = [len(borders) - 1 for borders in grid.cuts]
-    dim = next(dim for dim, borders in enumerate(grid.cuts) if max(map(operator.sub, borders[1:], borders)) >= 2)
     borders = [0]
-    parts: list[tuple[int, int]] = []  # of each interval from now on: in which one it was, and whose it is
+    parts: list[tuple[int, int]] = []  # of each new interval: which old one it is in, and the position of its owner
     for interval, (begin, end) in enumerate(itertools.pairwise(grid.cuts[dim])):
         for row, position in pieces:
             if borders[-1] < min(begin + row, end):
                 borders.append(min(begin + row, end))
                 parts.append((interval, position))
+    counts = [len(intervals) - 1 for intervals in grid.cuts]
     inner = math.prod(counts[dim + 1 :])
     owners = tuple(
         grid.holders[(outer * counts[dim] + interval) * inner + cell][position]

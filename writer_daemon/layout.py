@@ -13,13 +13,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import xxhash
 
 from sidesave.errors import IntegrityError
 from sidesave.writer_daemon.sealed_json import are_whole, get
 
+ELSEWHERE: Final = -1
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape of a part of a tensor."""
 
@@ -28,11 +29,16 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class Layout:
     """How a tensor is cut: ``cuts``, per dimension the ascending borders from 0 to the extent, None for a whole one.
 
-    ``owners`` are the ranks that have written the cells, in row-major order.
+    ``owners`` are the ranks that have written the cells, in row-major order; ``ELSEWHERE`` for what another node keeps.
     """
 
     owners: tuple[int, ...]
     cuts: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def first_owner(self) -> int:
+        """The rank that describes what is cut in this way."""
+        return next((owner for owner in self.owners if owner != ELSEWHERE), ELSEWHERE)
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
         """Owner, offsets and shape of each cell."""
@@ -45,7 +51,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
-        body: dict[str, Any] = {"owners": list(self.owners)}
+        body: dict[str, Any] = {"owners": [None if owner == ELSEWHERE else owner for owner in self.owners]}
         if self.cuts is not None:
             body["cuts"] = [list(borders) for borders in self.cuts]
         return body
@@ -54,9 +60,11 @@ class Layout:
     def from_json(cls, body: Any, world_size: int, path: str) -> Layout:
         """Read and check; ``IntegrityError`` when it is no grid, or names a rank that there is not."""
         fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
-        owners, cuts = cast("list[int]", fields.get("owners")), fields.get("cuts")
-        if not isinstance(cast("Any", owners), list) or not owners or not are_whole(owners):
+        found, cuts = cast("Any", fields.get("owners")), fields.get("cuts")
+        named = [owner for owner in cast("list[Any]", found) if owner is not None] if isinstance(found, list) else []
+        if not named or not are_whole(named):
             raise IntegrityError(f"{path}: a layout must name its owners")
+        owners = [ELSEWHERE if owner is None else cast("int", owner) for owner in found]
         if max(owners) >= world_size:
             raise IntegrityError(f"{path}: a layout names rank {max(owners)} of {world_size}")
         if cuts is None:
@@ -117,7 +125,7 @@ class Table:
             by_layout[tensor.layout] += xxhash.xxh3_128_intdigest(text, _seed(self.layouts[tensor.layout]))
         sums: dict[int, int] = {}
         for layout, number in zip(self.layouts, by_layout, strict=True):
-            for rank in set(layout.owners) if number else ():
+            for rank in set(layout.owners) - {ELSEWHERE} if number else ():
                 sums[rank] = (sums.get(rank, 0) + number) % (1 << 128)
         return sums
 
@@ -219,7 +227,7 @@ class Part:
         """Read and check; raises ``IntegrityError``."""
         table = Table.from_json(body, world_size, path)
         own = Table.from_json(get(body, "own", dict, path), world_size, path)
-        if any(layout.owners[0] != rank for layout in table.layouts) or own.layouts not in ((), (Layout((rank,)),)):
+        if any(layout.first_owner != rank for layout in table.layouts) or own.layouts not in ((), (Layout((rank,)),)):
             raise IntegrityError(f"{path}: it describes tensors of other ranks")
         cells = get(body, "cells", str, path)
         if re.fullmatch(r"[0-9a-f]{32}", cells) is None:
