@@ -85,8 +85,8 @@ class _Layout:
     spare: tuple[str, ...]
     table: Part
     spare_table: Part
-    compared: list[str]
-    saves: int = 0
+    assumed: list[tuple[str, str, str | None]]
+    """Container and FQN of each, and what is compared of its structure; None where its content is not."""
 
 
 class Placements:
@@ -103,8 +103,8 @@ class Placements:
         self._layouts: dict[Any, _Layout] = {}
         self._alike: dict[Structure, Alike] = {}
 
-    def place(self, flat: FlatState) -> Placed:
-        """What this rank stages of ``flat``.
+    def place(self, flat: FlatState, sequence: int = 0) -> Placed:
+        """What this rank stages of ``flat`` in the save of that place.
 
         Raises:
             UnsupportedValueError: A tensor is shared with a rank that does not save along.
@@ -122,10 +122,8 @@ class Placements:
         for piece in found.pieces:
             tensor = flat.containers[piece.container][piece.fqn]
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
-        samples = self._sample(flat, found, alike)
-        claim = _digest_of(samples)
+        claim, apart = self._sample(flat, found, alike, sequence)
         facts = {"skeleton": flat.shared_digest, "replicas": "" if alike is Alike.NO else claim}
-        apart = {fqn: samples.get(fqn, "") for fqn in flat.assumed}
         told = dataclasses.replace(found.table, **facts, apart=apart if alike is Alike.NO else {})
         spare = dataclasses.replace(found.spare_table, **(facts | {"replicas": ""}), apart=apart)
         return Placed(
@@ -193,7 +191,10 @@ class Placements:
             spare=spare,
             table=self._part(whole, own),
             spare_table=self._part(without, spare_own),
-            compared=[fqn for fqn, compared in flat.assumed.items() if compared],
+            assumed=[
+                (where[fqn][0], fqn, f"{where[fqn][1].dtype}{tuple(where[fqn][1].shape)}" if compared else None)
+                for fqn, compared in sorted(flat.assumed.items())
+            ],
         )
 
     def _assign(self, known: dict[str, tuple[Grid, int]]) -> dict[str, Share]:
@@ -239,18 +240,19 @@ class Placements:
         mine = [fqn for fqn in table.tensors if table.layout(fqn).first_owner == self._rank]
         return Part(table.only(mine), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
 
-    def _sample(self, flat: FlatState, found: _Layout, alike: Alike) -> dict[str, str]:
-        """Of each plain tensor that is taken to be the same on all ranks its structure and a digest of some bytes."""
-        found.saves += 1
-        look = alike is not Alike.YES or found.saves % _CUDA_EVERY == 0
-        compared = set(found.compared)
-        samples: dict[str, str] = {}
-        for tensors in flat.containers.values() if flat.assumed else ():
-            for fqn, tensor in tensors.items():
-                if fqn in flat.assumed:
-                    content = fqn in compared and (tensor.is_cpu or look)
-                    samples[fqn] = f"{tensor.dtype}{tuple(tensor.shape)}{_sample(tensor) if content else ''}"
-        return samples
+    def _sample(self, flat: FlatState, found: _Layout, alike: Alike, sequence: int) -> tuple[str, dict[str, str]]:
+        """A digest of the plain tensors that ranks are taken to hold alike; and one of each, unless they do."""
+        look = alike is not Alike.YES or sequence % _CUDA_EVERY == 0
+        everything = xxhash.xxh3_128(repr([row[1:] for row in found.assumed]).encode("utf-8", "surrogatepass"))
+        each: dict[str, str] = {}
+        for container, fqn, compared in found.assumed:
+            tensor = flat.containers[container][fqn]
+            windows = _windows(tensor) if compared and (tensor.is_cpu or look) else ()
+            for window in windows:
+                everything.update(window)
+            if alike is not Alike.YES:
+                each[fqn] = f"{compared}{xxhash.xxh3_64_hexdigest(b''.join(windows))}"
+        return everything.hexdigest(), each
 
 
 def _is_even(grid: Grid) -> bool:
@@ -270,27 +272,19 @@ def _encode(part: Part) -> bytes:
     return json.dumps(part.to_json(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _digest_of(samples: Mapping[str, str]) -> str:
-    if not samples:
-        return "0" * 32
-    text = "\0".join(f"{fqn}\0{sample}" for fqn, sample in sorted(samples.items()))
-    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
-
-
-def _sample(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's first, middle and last bytes."""
+def _windows(tensor: torch.Tensor) -> tuple[bytes | memoryview, ...]:
+    """A tensor's first, middle and last bytes."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
-        return ""
+        return ()
     if not (tensor.is_cpu and tensor.is_contiguous()):
         flat = tensor.detach().reshape(-1)
         count = max(1, _WINDOW_NBYTES // tensor.element_size())
         middle = flat.numel() // 2
-        tensor = torch.cat([flat[:count], flat[middle : middle + count], flat[-count:]]).cpu()
-        nbytes = tensor.numel() * tensor.element_size()
+        found = torch.cat([flat[:count], flat[middle : middle + count], flat[-count:]]).cpu()
+        return (bytes(found.view(torch.uint8).tolist()),)
     data = memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
+    if nbytes <= 3 * _WINDOW_NBYTES:
+        return (data,)
     middle = nbytes // 2
-    digest = xxhash.xxh3_64(data[:_WINDOW_NBYTES])
-    digest.update(data[middle : middle + _WINDOW_NBYTES])
-    digest.update(data[-_WINDOW_NBYTES:])
-    return digest.hexdigest()
+    return data[:_WINDOW_NBYTES], data[middle : middle + _WINDOW_NBYTES], data[-_WINDOW_NBYTES:]

@@ -84,7 +84,7 @@ class Submission:
     ) -> None:
         """Copy a state into ``slot``, which belongs to the save from here on, and have it written."""
         try:
-            placed = self._place(state)
+            placed = self._place(state, sequence)
             flat, plan = placed.flat, placed.plan
             self._pool.fit(slot, plan, _parts(placed), pin=_has_cuda(flat))
             arena = slot.arena
@@ -148,9 +148,9 @@ class Submission:
         )
         self._connection.submit(request)
 
-    def _place(self, flat: tree.FlatState) -> Placed:
+    def _place(self, flat: tree.FlatState, sequence: int = 0) -> Placed:
         if self._placements is not None:
-            return self._placements.place(flat)
+            return self._placements.place(flat, sequence)
         structure = structure_of(flat.containers)
         plan = self._plans.get(structure)
         if plan is None:
