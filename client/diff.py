@@ -14,10 +14,10 @@ from typing import Any, Final, cast
 
 import torch
 
-from sidesave.client.reader import open_checkpoint
+from sidesave.client.reader import fqn_of, open_checkpoint
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import tree
-from sidesave.stager.dtypes import CARRIERS, DTYPES, dtype_name
+from sidesave.stager.dtypes import CARRIERS, dtype_name
 from sidesave.stager.skeleton import TensorRef
 from sidesave.writer_daemon import tensor_file
 
@@ -79,32 +79,45 @@ class Contents:
         """Open the checkpoint directory ``path``; no tensor is read."""
         self.reader = open_checkpoint(path)
         self.manifest = self.reader.manifest
+        self._items = set(self.reader.skeleton.keys())
         self._carried: dict[str, torch.dtype] = {}
         try:
             self.nest()
+            names = self.reader.names()
+            stored = {name: self.reader.entry(name) for name in names}
         except BaseException:
             self.close()
             raise
         self.tensors: dict[str, TensorFacts] = {}
-        items = {tree.container_name(key): key for skeleton in self.reader.skeletons for key in skeleton.keys()}  # noqa: SIM118
-        for fqn, info in self.manifest.table.tensors.items():
-            stored, dtype, shape = DTYPES[info.dtype], self._carried.get(fqn), info.shape
-            nbytes = math.prod(shape) * stored.itemsize
+        for name, entry in stored.items():
+            fqn = fqn_of(name)
+            dtype, shape = self._carried.get(name, self._carried.get(fqn)), entry.shape
             if dtype is not None and CARRIERS[dtype].pair:
                 shape = shape[:-1]
-            item = fqn if info.container == tree.TENSORS else items.get(info.container, info.container)
-            self.tensors[fqn] = TensorFacts(dtype or stored, shape, nbytes, item)
+            item = fqn
+            while item and item not in self._items:
+                item = item.rpartition(".")[0]
+            self.tensors[name] = TensorFacts(dtype or entry.dtype, shape, entry.nbytes, item or fqn)
 
     def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
-        """The state with a leaf in the place of each tensor; by rank where there are several."""
-        skeletons = self.reader.skeletons
-        nests = [skeleton.build(self._leaf, only=only, unpickle=_pickled_leaf) for skeleton in skeletons]
-        return nests[0] if len(nests) == 1 else {f"rank {rank}": nest for rank, nest in enumerate(nests)}
+        """The state, as rank 0 has it, with a leaf in the place of each tensor."""
+        return self.reader.skeleton.build(self._leaf, only=only, unpickle=_pickled_leaf)
+
+    def plain(self) -> dict[str, Any]:
+        """What is no tensor of its own, by FQN; that of other ranks, where it differs from rank 0's, with the rank."""
+        leaves = dict(_plain_leaves(self.nest(), ""))
+        for rank in range(1, self.manifest.world_size):
+            nest = self.reader.read_skeleton(rank).build(self._leaf, unpickle=_pickled_leaf)
+            for fqn, value in _plain_leaves(nest, ""):
+                if fqn not in leaves or _encoded(value) != _encoded(leaves[fqn]):
+                    leaves[f"{fqn}@rank-{rank:05d}"] = value
+        return leaves
 
     def _leaf(self, ref: TensorRef) -> TensorLeaf:
+        name = self.reader.name_of(ref)
         if ref.dtype is not None:
-            self._carried[ref.fqn] = ref.dtype
-        return TensorLeaf(ref.fqn)
+            self._carried[name] = ref.dtype
+        return TensorLeaf(name)
 
     def close(self) -> None:
         """Release the directory; idempotent."""
@@ -142,7 +155,7 @@ def _plain_leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
     if below is not None:
         for key, item in below:
             yield from _plain_leaves(item, f"{fqn}.{key}" if fqn else str(key))
-    elif not (isinstance(value, TensorLeaf) and value.fqn == fqn):
+    elif not (isinstance(value, TensorLeaf) and fqn in (value.fqn, fqn_of(value.fqn))):
         yield fqn, value
 
 
@@ -245,7 +258,7 @@ def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] =
             else:
                 report.changed.append(change)
             on_bytes(first.tensors[fqn].nbytes)
-    old, new = dict(_plain_leaves(first.nest(), "")), dict(_plain_leaves(second.nest(), ""))
+    old, new = first.plain(), second.plain()
     for fqn in dict.fromkeys([*old, *new]):
         pair = old.get(fqn, ABSENT), new.get(fqn, ABSENT)
         if _encoded(pair[0]) != _encoded(pair[1]):

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import difflib
 import fnmatch
 import logging
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
-from sidesave.client import catalog
+from sidesave.client import catalog, gifts
+from sidesave.client.fitting import Expected, Fitting, nearest
 from sidesave.client.handle import path_text
-from sidesave.client.reader import CheckpointReader, open_checkpoint
+from sidesave.client.reader import CheckpointReader, Wanted, open_checkpoint
+from sidesave.client.shards import Local
 from sidesave.errors import InvalidArgumentError, StateMismatchError
 from sidesave.stager.skeleton import TensorRef
-from sidesave.stager.tree import Stateful
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.integrity import Fault
 from sidesave.writer_daemon.storage import PosixStorage
@@ -42,6 +40,10 @@ def load(
 ) -> dict[str, Any]:
     """Load the checkpoint in ``path``; needs no daemon, and blocks at the speed of the medium.
 
+    It may be of any number of ranks, and be loaded by any other. What is spread over a mesh in ``into`` (``DTensor``)
+    takes this rank's part and reads no more than that; everything else comes whole. What ranks have saved each for
+    itself comes back to the same rank, or from rank 0 to one that did not exist. No rank talks to another.
+
     Args:
         path: A ``step-XXXXXXXX`` directory.
         into: Live objects by the names they were saved under: modules and optimizers and everything else with
@@ -50,7 +52,8 @@ def load(
         map_location: Device for fresh tensors; None is the CPU.
         include: Patterns (``"model.layers.*"``) of the FQNs to load; None is all.
         exclude: Patterns of FQNs to leave out.
-        strict: With ``into``, raise when an item's keys are not exactly those saved; else load what both have.
+        strict: With ``into``, raise when an item's keys are not exactly those saved; else load what both have. Keys
+            that only some ranks have saved, each a stage of a pipeline, may be missing in the target.
         dtype: Cast floating-point tensors to this.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
@@ -65,38 +68,83 @@ def load(
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
     """
+    distributed = torch.distributed
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    loaded = read(
+        path,
+        into=into,
+        map_location=map_location,
+        include=include,
+        exclude=exclude,
+        strict=strict,
+        dtype=dtype,
+        verify=verify,
+        allow_pickle=allow_pickle,
+        rank=rank,
+    )
+    return loaded.apply()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that has been read and checked, in fresh memory; nothing live has been touched.
+
+    Attributes:
+        path: The checkpoint.
+        nbytes_read: Bytes that were read for it.
+    """
+
+    path: str
+    nbytes_read: int
+    _state: dict[str, Any]
+    _into: dict[str, Any] | None
+    _strict: bool
+
+    def apply(self) -> dict[str, Any]:
+        """Give live objects what was loaded for them; once. Returns what :func:`load` does.
+
+        What a live object raises is raised here; objects that came before it have been put back as they were, except
+        modules and tensors, which come last.
+        """
+        if self._into is None:
+            return self._state
+        gifts.give(self._into, self._state, strict=self._strict)
+        return self._into
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    into: dict[str, Any] | None = None,
+    map_location: str | torch.device | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    rank: int = 0,
+) -> Loaded:
+    """The first half of :func:`load`, all that can fail for the checkpoint: for ranks that go on only if all can.
+
+    ``rank`` is the one to load as; see :func:`load` for all else.
+    """
     if dtype is not None and not dtype.is_floating_point:
         raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
+    if into is not None and type(into) is not dict:
+        raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
+    selected = selector(include, exclude)
+    strict_within = strict and include is None and exclude is None
 
-    def read(place: str) -> dict[str, Any]:
-        selected = _selector(include, exclude)
-        with open_checkpoint(place) as reader:
+    def read(place: str) -> Loaded:
+        with open_checkpoint(place, rank) as reader:
+            chosen = selected if into is None else _within(into, reader, selected, strict=strict)
+            selection = _Selection(reader, chosen, dtype, allow_pickle=allow_pickle)
             if into is not None:
-                if type(into) is not dict:
-                    raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
-                selected = _within(into, reader, selected, strict=strict)
-            wanted: dict[str, None] = {}
-            skeleton = reader.skeletons[0]
-            known = _leave_pickled if allow_pickle else None  # nothing is unpickled before all has been checked
-            skeleton.build(lambda ref: wanted.setdefault(ref.fqn), only=selected, unpickle=known)
-            expected = {} if into is None else skeleton.build(_describe(reader, dtype), only=selected, unpickle=known)
-            if into is not None:
-                _check(into, expected, strict=strict and include is None and exclude is None)
-            stored = reader.read(wanted, verify=verify)
-
-            made: dict[tuple[str, bool], torch.Tensor] = {}
-
-            def tensor(ref: TensorRef) -> torch.Tensor:
-                key = (ref.fqn, ref.array)
-                if key not in made:  # tied weights come back tied
-                    made[key] = _finish(stored[ref.fqn], ref, map_location if into is None else None, dtype)
-                return made[key]
-
-            state = skeleton.build(tensor, only=selected, unpickle=pickle.loads if allow_pickle else None)
-        if into is None:
-            return state
-        _apply(into, state, strict=strict and include is None and exclude is None)
-        return into
+                selection.fit(into, strict=strict_within)
+            selection.check_apart(live=into is not None)
+            state = selection.read(map_location if into is None else None, verify=verify)
+            return Loaded(place, reader.nbytes_read, state, into, strict_within)
 
     return catalog.read_settled(os.path.realpath(path_text(path)), read)
 
@@ -154,7 +202,8 @@ def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | No
 # What to load ----------------------------------------------------------------------------------------------------
 
 
-def _selector(include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> Callable[[str], bool]:
+def selector(include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> Callable[[str], bool]:
+    """Whether an FQN matches one of the patterns in ``include``, None for any, and none of those in ``exclude``."""
     wanted = [include] if isinstance(include, str) else include
     unwanted = [exclude] if isinstance(exclude, str) else exclude or ()
 
@@ -172,19 +221,108 @@ def _within(
     into: Mapping[str, Any], reader: CheckpointReader, selected: Callable[[str], bool], *, strict: bool
 ) -> Callable[[str], bool]:
     """Narrow a selection to the items of ``into``; an item that was never saved is an error."""
-    saved = reader.skeletons[0].keys()
+    saved = reader.skeleton.keys()
     unknown = [name for name in into if name not in saved]
     if unknown and strict:
         raise StateMismatchError(
-            "\n".join(f"the checkpoint has no item {name!r}{_nearest(name, saved)}" for name in unknown)
+            "\n".join(f"the checkpoint has no item {name!r}{nearest(name, saved)}" for name in unknown)
         )
     prefixes = tuple(name + "." for name in into)
     return lambda fqn: (fqn in into or fqn.startswith(prefixes)) and selected(fqn)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=3)
-    return f" (near: {', '.join(near)})" if near else ""
+class _Selection:
+    """What is loaded of a checkpoint: which leaves, and of each tensor which part."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        selected: Callable[[str], bool],
+        cast_to: torch.dtype | None,
+        *,
+        allow_pickle: bool,
+    ) -> None:
+        self._reader = reader
+        self._selected: Callable[[str], bool] = selected
+        self._cast_to = cast_to
+        self._allow_pickle = allow_pickle
+        self._survey()
+
+    def _survey(self) -> None:
+        """The nest as it will be, with :class:`Expected` for tensors. Nothing is unpickled before all is checked."""
+        self._leaves: list[Expected] = []
+        self._partial: set[str] = set()
+
+        def expect(ref: TensorRef) -> Expected:
+            leaf = Expected.of(ref, self._reader, self._cast_to)
+            if ref.sparse_shape is None:  # which stands for parts that have come before it
+                self._leaves.append(leaf)
+            return leaf
+
+        self._nest = self._reader.skeleton.build(
+            expect,
+            only=self._selected,
+            unpickle=_leave_pickled if self._allow_pickle else None,
+            partial=self._partial,
+        )
+
+    def fit(self, into: Mapping[str, Any], *, strict: bool) -> None:
+        """Compare with live objects, and leave out what they have no place for though other ranks had."""
+        fitting = Fitting(self._partial, strict=strict)
+        fitting.compare(into, self._nest)
+        if not fitting.surplus:
+            return
+        selected, surplus = self._selected, fitting.surplus
+        self._selected = lambda fqn: selected(fqn) and not any(name in surplus for name in _and_above(fqn))
+        self._survey()
+        self.fit(into, strict=strict)
+
+    def check_apart(self, *, live: bool) -> None:
+        """Tensors that are not the same on the ranks that have saved them, and that this rank has not."""
+        apart, rank = self._reader.manifest.apart, self._reader.rank
+        odd = {
+            leaf.ref.fqn: apart[leaf.ref.fqn] for leaf in self._leaves if rank not in apart.get(leaf.ref.fqn, (rank,))
+        }
+        if not odd:
+            return
+        told = "\n  ".join(f"{fqn} differs between ranks {_brief(ranks)}" for fqn, ranks in list(odd.items())[:20])
+        if live:
+            raise StateMismatchError(
+                f"nothing was loaded:\n  {told}\nload with as many ranks, or leave it out with exclude="
+            )
+        logger.warning("%s; of each the first rank's is taken", told)
+
+    def read(self, device: str | torch.device | None, *, verify: bool) -> dict[str, Any]:
+        """The nest, read and verified; a part of a tensor is a :class:`Local`."""
+        stored = self._reader.read_boxes([leaf.wanted for leaf in self._leaves if leaf.wanted], verify=verify)
+        made: dict[tuple[Wanted, bool], torch.Tensor] = {}
+        leaves = iter(self._leaves)
+
+        def tensor(ref: TensorRef) -> torch.Tensor | Local:
+            leaf = next(leaves)  # of the same skeleton, in the same order
+            wanted, shard = leaf.wanted, leaf.shard
+            if wanted is None:
+                assert shard is not None
+                return Local(shard, shard.empty(leaf.dtype))
+            key = (wanted, ref.array)
+            if key not in made:  # tied weights come back tied
+                made[key] = _finish(stored[wanted], ref, device, self._cast_to)
+            return made[key] if shard is None else Local(shard, made[key])
+
+        unpickle = pickle.loads if self._allow_pickle else None
+        return self._reader.skeleton.build(tensor, only=self._selected, unpickle=unpickle)
+
+
+def _and_above(fqn: str) -> Iterator[str]:
+    """An FQN and those of all that it is in."""
+    end = len(fqn)
+    while end > 0:
+        yield fqn[:end]
+        end = fqn.rfind(".", 0, end)
+
+
+def _brief(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _finish(
@@ -204,217 +342,3 @@ def _finish(
 
 def _leave_pickled(data: bytes) -> None:
     """Stands for a pickled value while only names and shapes matter."""
-
-
-# Checking before touching ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """A tensor that will be loaded, known by its header only."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _describe(reader: CheckpointReader, cast_to: torch.dtype | None) -> Callable[[TensorRef], _Expected]:
-    from sidesave.stager.dtypes import CARRIERS, DTYPES
-
-    def describe(ref: TensorRef) -> _Expected:
-        entry = reader.entry(ref.fqn)
-        dtype, shape = DTYPES[entry.dtype], entry.shape
-        if ref.dtype is not None:
-            shape = shape[:-1] if CARRIERS[ref.dtype].pair else shape
-            dtype = ref.dtype
-        if ref.sparse_shape is not None:
-            shape = ref.sparse_shape
-        return _Expected(shape, cast_to if cast_to is not None and dtype.is_floating_point else dtype)
-
-    return describe
-
-
-def _check(into: Mapping[str, Any], expected: Mapping[str, Any], *, strict: bool) -> None:
-    problems: list[str] = []
-    for name, target in into.items():
-        if name in expected:
-            _compare(target, expected[name], name, strict, problems)
-        elif strict:
-            problems.append(f"{name}: nothing of it is in the checkpoint")
-    if problems:
-        shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise StateMismatchError("the checkpoint does not fit, and nothing was loaded:\n  " + "\n  ".join(shown))
-
-
-def _compare(target: Any, saved: Any, fqn: str, strict: bool, problems: list[str]) -> None:
-    if isinstance(target, nn.Module):
-        _compare_keys(target.state_dict(keep_vars=True), saved, fqn, strict, problems)
-    elif isinstance(target, torch.optim.Optimizer):
-        _compare_optimizer(target, saved, fqn, problems)
-    elif isinstance(target, torch.Tensor):
-        _compare_tensor(target, saved, fqn, problems)
-    elif isinstance(target, dict) and not isinstance(target, Stateful):
-        _compare_keys(cast("dict[Any, Any]", target), saved, fqn, strict, problems)
-    elif isinstance(target, (list, tuple)) and _is_live(target):
-        items = cast("Sequence[Any]", target)
-        if not isinstance(saved, (list, tuple)) or len(cast("Sequence[Any]", saved)) != len(items):
-            problems.append(f"{fqn}: the checkpoint does not hold {len(items)} items here, as the target does")
-            return
-        for index, (item, found) in enumerate(zip(items, cast("Sequence[Any]", saved), strict=True)):
-            _compare(item, found, f"{fqn}.{index}", strict, problems)
-
-
-def _is_live(target: Any) -> bool:
-    """Whether a target takes its state in place; plain data is replaced."""
-    if type(target) is dict:
-        return any(map(_is_live, cast("dict[Any, Any]", target).values()))
-    if type(target) in (list, tuple):
-        return any(map(_is_live, target))
-    if isinstance(target, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
-        return True
-    return isinstance(target, Stateful) and not isinstance(target, type)
-
-
-def _compare_keys(target: Mapping[Any, Any], saved: Any, fqn: str, strict: bool, problems: list[str]) -> None:
-    if not isinstance(saved, Mapping):
-        problems.append(f"{fqn}: the checkpoint holds a {type(saved).__name__} here, not a set of named values")
-        return
-    body = cast("Mapping[Any, Any]", saved)
-    missing = [key for key in target if key not in body]
-    unexpected = [key for key in body if key not in target]
-    if strict:
-        problems += [
-            f"{fqn}.{key}: missing in the checkpoint{_nearest(str(key), map(str, unexpected))}" for key in missing
-        ]
-        problems += [f"{fqn}.{key}: unexpected, the target has no such key" for key in unexpected]
-    for key, value in target.items():
-        if key in body:
-            _compare(value, body[key], f"{fqn}.{key}", strict, problems)
-
-
-def _compare_tensor(target: torch.Tensor, saved: Any, fqn: str, problems: list[str]) -> None:
-    if nn.parameter.is_lazy(target):
-        return  # takes any shape
-    if target.is_meta:
-        problems.append(f"{fqn}: the target is a meta tensor and cannot hold values; materialize it with to_empty()")
-    elif not isinstance(saved, _Expected):
-        problems.append(f"{fqn}: the checkpoint holds a {type(saved).__name__}, the target is a tensor")
-    elif tuple(target.shape) != saved.shape:
-        problems.append(f"{fqn}: shape {list(saved.shape)} in the checkpoint, {list(target.shape)} in the target")
-    elif target.dtype != saved.dtype:
-        problems.append(f"{fqn}: {saved.dtype} in the checkpoint, {target.dtype} in the target; pass dtype= to cast")
-
-
-def _compare_optimizer(target: torch.optim.Optimizer, saved: Any, fqn: str, problems: list[str]) -> None:
-    body = cast("dict[str, Any]", saved if isinstance(saved, dict) else {})
-    groups, states = body.get("param_groups"), body.get("state")
-    if not isinstance(groups, list) or not isinstance(states, dict):
-        problems.append(f"{fqn}: the checkpoint holds no optimizer state here")
-        return
-    groups, states = cast("list[Any]", groups), cast("dict[Any, Any]", states)
-    if not all(_is_group(group) for group in groups) or not all(isinstance(one, dict) for one in states.values()):
-        problems.append(f"{fqn}: the checkpoint holds malformed optimizer state here")
-        return
-    sizes = [len(group["params"]) for group in groups]
-    here = [len(group["params"]) for group in target.param_groups]
-    if sizes != here:
-        problems.append(f"{fqn}: parameter groups of {sizes} in the checkpoint, {here} in the target")
-        return
-    parameters = [parameter for group in target.param_groups for parameter in group["params"]]
-    ids = [number for group in groups for number in group["params"]]
-    for number, parameter in zip(ids, parameters, strict=True):
-        current = target.state.get(parameter, {})
-        for key, value in states.get(number, {}).items():
-            have = current.get(key)
-            where = f"{fqn}.state.{number}.{key}"
-            if isinstance(have, torch.Tensor) and isinstance(value, _Expected) and tuple(have.shape) != value.shape:
-                problems.append(
-                    f"{where}: shape {list(value.shape)} in the checkpoint, {list(have.shape)} in the target"
-                )
-            elif (
-                isinstance(value, _Expected)
-                and key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
-                and value.shape != tuple(parameter.shape)
-            ):
-                problems.append(
-                    f"{where}: shape {list(value.shape)} in the checkpoint, its parameter has {list(parameter.shape)}"
-                )
-
-
-def _is_group(group: Any) -> bool:
-    numbers = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
-    return isinstance(numbers, list) and all(type(number) is int for number in cast("list[Any]", numbers))
-
-
-# Applying --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Gift:
-    """A value for ``holder[key]``, which is ``target`` now."""
-
-    holder: Any
-    key: Any
-    target: Any
-    value: Any
-
-    def order(self) -> int:
-        """Objects of the user's first, for what may raise; then what was checked; plain values cannot fail."""
-        if isinstance(self.target, torch.optim.Optimizer):
-            return 1
-        if isinstance(self.target, (nn.Module, torch.Tensor)):
-            return 2
-        return 0 if _is_live(self.target) else 3
-
-
-def _apply(into: dict[str, Any], state: Mapping[str, Any], *, strict: bool) -> None:
-    """Give every item its state. User code may still raise: then what was given before is put back as it was.
-
-    Not so the values of modules and tensors: a copy of them may not fit. They come last, and have been checked.
-    """
-    undo: list[tuple[Any, Any]] = []
-    gifts = [gift for name in into if name in state for gift in _gifts(into, name, state[name])]
-    try:
-        for gift in sorted(gifts, key=_Gift.order):
-            _give(gift, undo, strict=strict)
-    except BaseException:
-        for target, before in reversed(undo):
-            try:
-                target.load_state_dict(before)
-            except Exception:
-                logger.exception("a %s could not be put back as it was", type(target).__qualname__)
-        raise
-
-
-def _gifts(holder: Any, key: Any, value: Any) -> Iterator[_Gift]:
-    """What goes where below ``holder[key]``: dicts, and sequences of live objects, take theirs item by item."""
-    target = holder[key]
-    if type(target) is dict:
-        items = cast("dict[Any, Any]", target)
-        for name, item in value.items():
-            if name in items:
-                yield from _gifts(items, name, item)
-            else:
-                yield _Gift(items, name, None, item)
-    elif type(target) in (list, tuple) and _is_live(target):
-        for index, item in enumerate(value):
-            yield from _gifts(target, index, item)
-    elif type(holder) is not tuple or _is_live(target):
-        yield _Gift(holder, key, target, value)
-
-
-def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
-    target = gift.target
-    if isinstance(target, nn.Module):
-        with torch.no_grad():
-            target.load_state_dict(gift.value, strict=strict)
-    elif isinstance(target, torch.Tensor):
-        with torch.no_grad():
-            target.copy_(gift.value)
-    elif isinstance(target, torch.optim.Optimizer):
-        undo.append((target, target.state_dict()))  # it will hold other tensors and leave these as they are
-        target.load_state_dict(gift.value)
-    elif _is_live(target):
-        undo.append((target, copy.deepcopy(target.state_dict())))
-        target.load_state_dict(gift.value)
-    else:
-        gift.holder[gift.key] = gift.value

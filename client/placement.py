@@ -144,10 +144,9 @@ class Placements:
         where = {fqn: (name, tensor) for name, tensors in flat.containers.items() for fqn, tensor in tensors.items()}
         known = {fqn: (self._here(grid, fqn), where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
         shares = self._assign(known)
-        everyone = {
-            fqn: (sharding.whole(tuple(where[fqn][1].shape), self._ranks), where[fqn][1].element_size())
-            for fqn in flat.assumed
-        }
+        shapes = {tuple(where[fqn][1].shape) for fqn in flat.assumed}
+        wholes = {shape: sharding.whole(shape, self._ranks) for shape in shapes}
+        everyone = {fqn: (wholes[tuple(where[fqn][1].shape)], where[fqn][1].element_size()) for fqn in flat.assumed}
         assumed = sharding.assign(everyone, self._me)
         pieces: list[_Piece] = []
         offsets: dict[str, dict[str, tuple[int, ...]]] = {}

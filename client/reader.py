@@ -1,102 +1,86 @@
-"""Reads one committed checkpoint: its records, its skeletons, and verified tensor bytes at the medium's speed.
+"""Reads a committed checkpoint, of however many ranks: what it holds, and verified tensors or boxes of them.
 
-Bytes go straight into the memory that the tensors will have: an anonymous region per stretch of wanted blocks, read
-in 16 MiB pieces by several threads, with O_DIRECT where the page cache does not hold them, and each block compared
-with its digest in place. The region lives as long as a tensor in it.
+Nothing is opened before something of it is wanted: of a rank of which no cell is wanted, not even the record. A tensor
+or box whose bytes lie side by side comes as a view of the memory that they were read into, which lives as long as a
+tensor in it; any other is put together from the cells of its grid.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import functools
+import itertools
 import math
-import mmap
 import os
-import stat
-from collections.abc import Callable, Generator, Iterable, Iterator
+import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, write_error
-from sidesave.stager import host_memory
-from sidesave.stager.arena import PAGE, madvise, page_up
+from sidesave.client import blocks, boxes
+from sidesave.client.blocks import BlockFile
+from sidesave.client.gathering import Gathered, Part, gather
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.stager.dtypes import DTYPES
-from sidesave.stager.skeleton import Skeleton
+from sidesave.stager.skeleton import Skeleton, TensorRef
 from sidesave.writer_daemon import integrity
-from sidesave.writer_daemon.manifest import (
-    FileRecord,
-    Manifest,
-    RankRecord,
-)
+from sidesave.writer_daemon.layout import ELSEWHERE, Box, Layout
+from sidesave.writer_daemon.manifest import Manifest, RankRecord
 from sidesave.writer_daemon.storage import PosixStorage
-from sidesave.writer_daemon.tensor_file import (
-    DIGEST_NBYTES,
-    TensorEntry,
-    TensorFile,
-    count_blocks,
-    digest,
-    digest_blocks,
-)
+from sidesave.writer_daemon.tensor_file import TensorEntry
 
-_PIECE_NBYTES: Final = 16 << 20
-_MAX_OPEN_FILES: Final = 64
-"""Read at the same time, each through two descriptors: a process may have no more than 256."""
-_THREADS: Final = 4
-_MADV_HUGEPAGE: Final = 14
-_MAX_DIMENSIONS: Final = 64
-"""More than torch computes with."""
-_LARGE_NBYTES: Final = 64 << 20
-"""A digest list or objects file of this size is read only where there is room for it."""
-_DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
-"""Errors of opening a file that is missing or whose place something else has taken. Others say nothing about it."""
+Wanted = tuple[str, Box | None]
+"""A tensor by its name, and a box of it; None is all of it."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_OWN = re.compile(r"(.+)@rank-(\d{5,})", re.DOTALL)
+_OPENING_THREADS: Final = 8
 
 
-_Open = Callable[[str, int], int]
+def fqn_of(name: str) -> str:
+    """The FQN of a tensor by its name, which tells the rank where it belongs to one alone."""
+    match = _OWN.fullmatch(name)
+    return match[1] if match else name
 
 
 @dataclass(frozen=True, slots=True)
-class _Located:
-    """A tensor's place: its file and its header entry."""
+class StoredTensor:
+    """A tensor as it is stored: its key in files, and which ranks hold which cells of it.
 
-    file: _OpenFile
-    entry: TensorEntry
+    What safetensors has no dtype for is stored as another one, complex numbers with a last dimension of 2: see
+    :mod:`sidesave.stager.dtypes`.
+    """
 
+    key: str
+    container: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout
 
-@dataclass(slots=True, eq=False)
-class _OpenFile:
-    record: FileRecord
-    path: str
-    layout: TensorFile
-    blocks: list[tuple[int, int]]
-    digests: bytes
-
-
-@dataclass(slots=True)
-class _Stretch:
-    """Consecutive blocks of one file and the memory they go to; ``base`` is the file offset of the memory's start."""
-
-    file: _OpenFile
-    first: int
-    last: int
-    base: int
-    memory: mmap.mmap
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its cells."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CheckpointReader:
-    """A checkpoint opened for reading; nothing of its tensors is read before :meth:`read`."""
+    """A checkpoint opened for reading, as one rank sees it.
 
-    def __init__(self, path: str) -> None:
-        """Open the directory ``path``, reading and checking manifest, records, headers and skeletons.
+    Its tensors have names: the FQN, and ``<FQN>@rank-00003`` for one that belongs to rank 3 alone; rank 0's go without.
+
+    Attributes:
+        path: The directory.
+        rank: Whose view it is.
+        manifest: What the checkpoint holds.
+        skeleton: The state without its tensors: that of ``rank``, or of rank 0 where the saving world had no such rank,
+            completed by what only other ranks have.
+        nbytes_read: Bytes that have been read so far, besides the manifest.
+    """
+
+    def __init__(self, path: str, rank: int = 0) -> None:
+        """Open the directory ``path``, reading and checking its manifest and skeletons.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
@@ -108,68 +92,21 @@ class CheckpointReader:
         if not os.path.isdir(path):
             raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
         self.path = path
+        self.rank = rank
+        self.nbytes_read = 0
         self._storage = PosixStorage(os.path.dirname(path) or "/")
+        self._name = os.path.basename(path)
+        self._records: dict[int, RankRecord] = {}
+        self._entries: dict[int, dict[str, list[tuple[BlockFile, TensorEntry]]]] = {}
+        self._stored: dict[str, StoredTensor] = {}
         try:
-            self._name = os.path.basename(path)
-            with _reading(path):
+            with blocks.reading(path):
                 self._storage.hold(self._name)
                 self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
-                self.records: list[RankRecord] = [
-                    self._read_record(rank, entry) for rank, entry in enumerate(self.manifest.records)
-                ]
-                self._located: dict[str, _Located] = {}
-                for record in self.records:
-                    for entry in record.files:
-                        self._open_file(entry)
-                if self._located.keys() != self.manifest.table.tensors.keys():
-                    odd = sorted(self._located.keys() ^ self.manifest.table.tensors.keys())[:5]
-                    raise IntegrityError(f"{path}: manifest and files disagree about {odd}")
-                self.skeletons: list[Skeleton] = [self._read_skeleton(record) for record in self.records]
+                self.skeleton: Skeleton = self._read_skeletons()
         except BaseException:
             self._storage.close()
             raise
-
-    def _open_descriptor(self, path: str, flags: int) -> int:
-        return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)
-
-    def _read_record(self, rank: int, entry: FileRecord) -> RankRecord:
-        self._require_room(entry)
-        record = integrity.read_record(self._storage, self._name, entry)
-        self.manifest.check_record(rank, record, f"{self.path}/{entry.name}")
-        return record
-
-    def _open_file(self, record: FileRecord) -> None:
-        path = f"{self.path}/{record.name}"
-        assert record.digests is not None
-        self._require_room(record.digests)
-        digests = integrity.read_digests(self._storage, self._name, record)
-        with self._storage.open(f"{self._name}/{record.name}") as source:
-            if source.nbytes != record.nbytes:
-                raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
-            layout = integrity.read_header(source, path, digests)
-        if layout.nbytes != record.nbytes or len(digests) != DIGEST_NBYTES * count_blocks(layout):
-            raise IntegrityError(f"{path}: header, record and digest list disagree about the length")
-        file = _OpenFile(record, os.path.join(self.path, record.name), layout, digest_blocks(layout), digests)
-        for entry in layout.entries:
-            if entry.dtype not in DTYPES:
-                raise IntegrityError(f"{path}: {entry.name} has the unknown dtype {entry.dtype!r:.80}")
-            itemsize = DTYPES[entry.dtype].itemsize
-            if len(entry.shape) > _MAX_DIMENSIONS or math.prod(entry.shape) * itemsize != entry.nbytes:
-                raise IntegrityError(f"{path}: {entry.name} has a length that is not its shape's")
-            if math.prod(extent for extent in entry.shape if extent) * itemsize >= 1 << 63:
-                raise IntegrityError(f"{path}: no tensor has the shape of {entry.name}, not even an empty one")
-            self._located[entry.name] = _Located(file, entry)
-
-    def _read_skeleton(self, record: RankRecord) -> Skeleton:
-        self._require_room(record.objects)
-        data = integrity.read_small_file(self._storage, f"{self._name}/{record.objects.name}", record.objects)
-        return Skeleton(data, os.path.join(self.path, record.objects.name))
-
-    def _require_room(self, entry: FileRecord) -> None:
-        if entry.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
-            path = f"{self.path}/{entry.name}"
-            with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
-                host_memory.require(min(entry.nbytes, os.lstat(path).st_size), f"reading {path}")
 
     def close(self) -> None:
         """Release the directory; tensors that were read stay valid. Idempotent."""
@@ -183,209 +120,194 @@ class CheckpointReader:
         """Close."""
         self.close()
 
-    def entry(self, fqn: str) -> TensorEntry:
-        """Stored dtype, shape and size of a tensor; ``IntegrityError`` when a skeleton names one that is not there."""
-        try:
-            return self._located[fqn].entry
-        except KeyError:
-            raise IntegrityError(f"{self.path}: the tensor {fqn} is missing") from None
+    # What there is ---------------------------------------------------------------------------------------------
 
-    def read(self, fqns: Iterable[str], *, verify: bool = True) -> dict[str, torch.Tensor]:
-        """Read tensors into fresh host memory; blocking, at the medium's speed.
+    def record(self, rank: int) -> RankRecord:
+        """What a rank has written; raises like the constructor."""
+        if rank not in self._records:
+            with blocks.reading(self.path):
+                self._records[rank] = self._read_record(rank)
+            self.nbytes_read += self.manifest.records[rank].nbytes
+        return self._records[rank]
+
+    def names(self) -> list[str]:
+        """All tensors, those that belong to one rank behind the shared ones. Opens all files, which must agree."""
+        self._open(range(self.manifest.world_size))
+        table, apart = self.manifest.table, self.manifest.apart
+        found = list(table.tensors)
+        for rank in range(self.manifest.world_size):
+            for key in self.record(rank).part.own.tensors:
+                if key not in table.tensors:
+                    found.append(key)
+                elif key in apart and table.layout(key).owners != (rank,):
+                    found.append(f"{key}@rank-{rank:05d}")
+        return found
+
+    def name_of(self, ref: TensorRef) -> str:
+        """The name of a tensor that :attr:`skeleton` refers to.
+
+        Of one that ranks have taken for shared, and have saved each for itself because they were not alike, it is this
+        rank's; where it has none, the first one's which has.
+        """
+        if ref.rank:
+            name = f"{ref.fqn}@rank-{ref.rank:05d}"
+            if name in self.record(ref.rank).part.own.tensors:
+                return name
+        apart = 0 < self.rank < self.manifest.world_size and ref.fqn in self.record(self.rank).part.apart
+        return f"{ref.fqn}@rank-{self.rank:05d}" if apart else ref.fqn
+
+    def entry(self, name: str) -> StoredTensor:
+        """Stored dtype, global shape and size of a tensor; ``IntegrityError`` when there is none of this name."""
+        if name not in self._stored:
+            self._stored[name] = self._look_up(name)
+        return self._stored[name]
+
+    def _look_up(self, name: str) -> StoredTensor:
+        table, key, layout = self.manifest.table, name, None
+        if name in table.tensors:
+            layout = table.layout(name)
+        else:
+            match = _OWN.fullmatch(name)
+            rank = int(match[2]) if match else 0
+            if rank < self.manifest.world_size:
+                table, layout = self.record(rank).part.own, Layout((rank,))
+                key = match[1] if match and name not in table.tensors else name
+        if layout is None or key not in table.tensors:
+            raise IntegrityError(f"{self.path}: the tensor {name} is missing")
+        info = table.tensors[key]
+        problem = blocks.shape_problem(info.dtype, info.shape)
+        if problem:
+            raise IntegrityError(f"{self.path}: {name} {problem}")
+        return StoredTensor(key, info.container, DTYPES[info.dtype], info.shape, layout)
+
+    def _read_record(self, rank: int) -> RankRecord:
+        entry = self.manifest.records[rank]
+        blocks.require_room(entry, self.path)
+        record = integrity.read_record(self._storage, self._name, entry)
+        self.manifest.check_record(rank, record, f"{self.path}/{entry.name}")
+        return record
+
+    def _read_skeletons(self) -> Skeleton:
+        own = self.rank if self.rank < self.manifest.world_size else 0
+        skeleton, *others = (self.read_skeleton(rank) for rank in dict.fromkeys((own, *self.manifest.skeletons)))
+        for other in others:
+            skeleton.add(other, self.manifest.table.tensors.__contains__)
+        return skeleton
+
+    def read_skeleton(self, rank: int) -> Skeleton:
+        """What one rank has saved; raises like the constructor."""
+        objects = self.record(rank).objects
+        blocks.require_room(objects, self.path)
+        with blocks.reading(self.path):
+            data = integrity.read_small_file(self._storage, f"{self._name}/{objects.name}", objects)
+        self.nbytes_read += len(data)
+        return Skeleton(data, f"{self.path}/{objects.name}", rank)
+
+    # Ranks -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _by_layout(self) -> list[tuple[frozenset[int], list[str]]]:
+        """For each layout of the manifest its owners, and the FQNs that have it."""
+        found = [(frozenset(layout.owners), list[str]()) for layout in self.manifest.table.layouts]
+        for fqn, tensor in self.manifest.table.tensors.items():
+            found[tensor.layout][1].append(fqn)
+        return found
+
+    def _open(self, ranks: Iterable[int]) -> None:
+        """Read records, digest lists and headers of these ranks, as far as that has not been done."""
+        missing = [rank for rank in dict.fromkeys(ranks) if rank not in self._entries]
+
+        def read(rank: int) -> tuple[RankRecord, list[BlockFile]]:
+            record = self._records.get(rank) or self._read_record(rank)
+            return record, [blocks.open_file(self._storage, self._name, file) for file in record.files]
+
+        with blocks.reading(self.path), ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
+            found = [read(missing[0])] if len(missing) == 1 else list(pool.map(read, missing))
+        for rank, (record, files) in zip(missing, found, strict=True):
+            self.nbytes_read += self.manifest.records[rank].nbytes if rank not in self._records else 0
+            self.nbytes_read += sum(file.nbytes_of_tables for file in files)
+            self._records[rank] = record
+            entries: dict[str, list[tuple[BlockFile, TensorEntry]]] = {}
+            for file in files:
+                for entry in file.layout.entries:
+                    entries.setdefault(entry.name, []).append((file, entry))
+            told = itertools.chain(
+                record.part.own.tensors, *(fqns for owners, fqns in self._by_layout if rank in owners)
+            )
+            if odd := sorted(entries.keys() ^ set(told)):
+                raise IntegrityError(f"{self.path}: the manifest and the files of rank {rank} disagree about {odd[:5]}")
+            self._entries[rank] = entries
+
+    def _find(self, rank: int, stored: StoredTensor, cell: Box) -> tuple[BlockFile, TensorEntry]:
+        """Where a rank has stored a cell."""
+        # A share of it may be there too, in another file: the first save of a structure writes that in any case.
+        found = sorted(self._entries[rank][stored.key], key=lambda each: each[0].container != stored.container)
+        for file, entry in found:
+            if (DTYPES[entry.dtype], entry.shape) == (stored.dtype, cell[1]):
+                return file, entry
+        raise IntegrityError(
+            f"{self.path}: the files of rank {rank} do not hold the part of {stored.key} that is listed as theirs"
+        )
+
+    # Reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, names: Iterable[str], *, verify: bool = True) -> dict[str, torch.Tensor]:
+        """Read whole tensors into fresh host memory; see :meth:`read_boxes`."""
+        found = self.read_boxes(((name, None) for name in names), verify=verify)
+        return {name: tensor for (name, _), tensor in found.items()}
+
+    def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
+        """Read boxes of tensors into fresh host memory; blocking, at the medium's speed.
+
+        What is read is little more than what is wanted: of each cell the blocks of 256 KiB that hold some of it.
 
         Args:
-            fqns: Which ones.
+            wanted: Tensors by name, each with a box of it, or None for all.
             verify: Compare every block with its digest.
 
         Raises:
             IntegrityError: A block does not match; the message names file, block and FQNs.
+            StateMismatchError: Some of it is on the disk of another node.
             HostMemoryError: There is not enough memory.
             WriteError: Storage does not give the bytes.
         """
-        wanted = {fqn: self.entry(fqn) for fqn in dict.fromkeys(fqns)}
-        stretches = [
-            stretch
-            for file in {self._located[fqn].file for fqn, entry in wanted.items() if entry.nbytes}
-            for stretch in _stretches(file, [e for f, e in wanted.items() if self._located[f].file is file])
+        plans = {each: self._plan(*each) for each in wanted}
+        self._open(owner for _, _, cells in plans.values() for owner, _ in cells)
+        gathered = [
+            Gathered(stored.dtype, box[1], [self._part(stored, box, *cell) for cell in cells])
+            for stored, box, cells in plans.values()
         ]
-        for stretch in stretches:
-            _advise_huge_pages(stretch.memory)
-        by_path: dict[str, list[_Stretch]] = {}
-        for stretch in stretches:
-            by_path.setdefault(stretch.file.path, []).append(stretch)
-        paths = list(by_path)
-        for first in range(0, len(paths), _MAX_OPEN_FILES):
-            some = {path: by_path[path] for path in paths[first : first + _MAX_OPEN_FILES]}
-            _read_files(self._open_descriptor, some, verify)
-        return {fqn: self._tensor(self._located[fqn].file, entry, stretches) for fqn, entry in wanted.items()}
+        purpose = f"loading {self.path}"
+        tensors, nbytes = gather(gathered, self._open_descriptor, verify=verify, purpose=purpose)
+        self.nbytes_read += nbytes
+        return dict(zip(plans, tensors, strict=True))
 
-    @staticmethod
-    def _tensor(file: _OpenFile, entry: TensorEntry, stretches: list[_Stretch]) -> torch.Tensor:
-        dtype = DTYPES[entry.dtype]
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        for stretch in stretches:
-            start, end = stretch.file.blocks[stretch.first][0], sum(stretch.file.blocks[stretch.last])
-            if stretch.file is file and start <= entry.offset and entry.offset + entry.nbytes <= end:
-                count = entry.nbytes // dtype.itemsize
-                flat = torch.frombuffer(stretch.memory, dtype=dtype, count=count, offset=entry.offset - stretch.base)
-                return flat.view(entry.shape)
-        raise AssertionError("every wanted tensor lies in a stretch")
-
-
-def _read_files(open_descriptor: _Open, files: dict[str, list[_Stretch]], verify: bool) -> None:
-    sources: dict[str, _Source] = {}
-    try:
-        for path in files:
-            with _reading(path):
-                sources[path] = _Source(open_descriptor, path)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
-            work = [
-                pool.submit(_read_blocks, sources[path], stretch, first, last, verify)
-                for path, stretches in files.items()
-                for stretch in stretches
-                for first, last in _pieces(stretch)
-            ]
-            try:
-                for future in work:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    finally:
-        for source in sources.values():
-            source.close()
-
-
-def _stretches(file: _OpenFile, entries: list[TensorEntry]) -> Iterator[_Stretch]:
-    """The runs of blocks that hold ``entries``, each with memory of its own."""
-    needed = _blocks_of(file, entries)
-    first = 0
-    for index, number in enumerate(needed):
-        if index == 0 or needed[index - 1] != number - 1:
-            first = number
-        if index == len(needed) - 1 or needed[index + 1] != number + 1:
-            base = file.blocks[first][0] // PAGE * PAGE
-            nbytes = page_up(sum(file.blocks[number]) - base)
-            host_memory.require(nbytes, f"loading {file.record.name}")
-            yield _Stretch(file, first, number, base, mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def _blocks_of(file: _OpenFile, entries: list[TensorEntry]) -> list[int]:
-    """Numbers of the blocks that hold a byte of ``entries``, ascending."""
-    spans = sorted((entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes)
-    numbers: list[int] = []
-    position = 0
-    for number, (offset, nbytes) in enumerate(file.blocks):
-        while position < len(spans) and spans[position][1] <= offset:
-            position += 1
-        if position < len(spans) and spans[position][0] < offset + nbytes:
-            numbers.append(number)
-    return numbers
-
-
-def _pieces(stretch: _Stretch) -> Iterator[tuple[int, int]]:
-    blocks = stretch.file.blocks
-    first = stretch.first
-    for number in range(stretch.first, stretch.last + 1):
-        if number == stretch.last or sum(blocks[number + 1]) - blocks[first][0] > _PIECE_NBYTES:
-            yield first, number
-            first = number + 1
-
-
-def _read_blocks(source: _Source, stretch: _Stretch, first: int, last: int, verify: bool) -> None:
-    file = stretch.file
-    start, end = file.blocks[first][0], sum(file.blocks[last])
-    # Direct reads are of whole pages: the page at a border is read by both neighbours, with the same bytes.
-    begin = start // PAGE * PAGE
-    stop = page_up(end)
-    window = memoryview(stretch.memory)[begin - stretch.base : stop - stretch.base]
-    with _reading(file.path):
-        if source.read_into(window, begin) < end - begin:
-            raise IntegrityError(f"{file.path}: ends before byte {end:,}")
-    if not verify:
-        return
-    for number in range(first, last + 1):
-        offset, nbytes = file.blocks[number]
-        block = window[offset - begin : offset - begin + nbytes]
-        if digest(block) != file.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
-            names = [e.name for e in file.layout.entries if e.offset < offset + nbytes and offset < e.offset + e.nbytes]
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            holding = f"; it holds {', '.join(names[:5])}{more}" if names else ""
-            raise IntegrityError(
-                f"{file.path}: block {number} (bytes {offset:,} to {offset + nbytes:,}) does not match its digest"
-                f"{holding}"
+    def _plan(self, name: str, box: Box | None) -> tuple[StoredTensor, Box, list[tuple[int, Box]]]:
+        """A tensor, the box wanted of it, and who has written the cells that hold some of that."""
+        stored = self.entry(name)
+        if box is None:
+            box = boxes.whole(stored.shape)
+        elif not boxes.contains(stored.shape, box):
+            raise InvalidArgumentError(f"{name} has shape {list(stored.shape)}: there is no box {box} in it")
+        cells = list(boxes.cells(stored.layout, stored.shape, box)) if math.prod(box[1]) else []
+        if any(owner == ELSEWHERE for owner, _ in cells):
+            raise StateMismatchError(
+                f"{self.path}: what is wanted of {name} is on another node, each of which keeps its own part; "
+                "load with the same ranks on the same nodes"
             )
+        return stored, box, cells
+
+    def _part(self, stored: StoredTensor, box: Box, owner: int, cell: Box) -> Part:
+        file, entry = self._find(owner, stored, cell)
+        common = boxes.intersect(cell, box)
+        assert common is not None
+        return Part(file, entry, boxes.within(common, cell[0]), boxes.within(common, box[0])[0])
+
+    def _open_descriptor(self, path: str, flags: int) -> int:
+        return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)
 
 
-class _Source:
-    """A file read from the page cache where it is there, and past it where it is not."""
-
-    def __init__(self, open_descriptor: _Open, path: str) -> None:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
-        self._cached = open_descriptor(path, flags)
-        facts = os.fstat(self._cached)
-        if not stat.S_ISREG(facts.st_mode):
-            os.close(self._cached)
-            raise OSError(errno.ENXIO, "not a file", path)
-        self._direct = -1
-        with suppress(OSError):  # a file system without O_DIRECT
-            self._direct = open_descriptor(path, flags | os.O_DIRECT)
-        self._nbytes = facts.st_size
-        address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached, 0)
-        self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
-
-    def read_into(self, window: memoryview, offset: int) -> int:
-        """Fill ``window`` from ``offset``, a page border; returns how many bytes there were."""
-        fd = self._cached if self._direct < 0 or self._is_cached(offset, len(window)) else self._direct
-        done = 0
-        while done < len(window):
-            count = os.preadv(fd, [window[done:]], offset + done)
-            done += count
-            if count == 0 or (fd == self._direct and done % PAGE):
-                break
-        return done
-
-    def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether all pages are in memory. The mapping is only asked about, never read: no SIGBUS can come of it."""
-        nbytes = min(nbytes, self._nbytes - offset)
-        if not self._address or nbytes <= 0:
-            return True
-        pages = (ctypes.c_ubyte * (page_up(nbytes) // PAGE))()
-        if _libc.mincore(self._address + offset, nbytes, pages):
-            return False
-        return bytes(pages).count(0) == 0
-
-    def close(self) -> None:
-        if self._address:
-            _libc.munmap(self._address, max(self._nbytes, 1))
-            self._address = 0
-        for fd in (self._cached, self._direct):
-            if fd >= 0:
-                os.close(fd)
-        self._cached = self._direct = -1
-
-
-@contextmanager
-def _reading(path: str) -> Generator[None]:
-    """Tell damage from storage that fails; ``path`` is for errors that do not say it."""
-    try:
-        yield
-    except CheckpointNotFoundError:
-        raise
-    except OSError as error:
-        failed = write_error(error, "cannot read", error.filename or path)
-        if failed.errno not in _DAMAGE:
-            raise failed from error
-        raise IntegrityError(f"{failed.filename}: {failed.strerror}") from error
-
-
-def _advise_huge_pages(memory: mmap.mmap) -> None:
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
-    madvise(address, len(memory), _MADV_HUGEPAGE)
-
-
-def open_checkpoint(path: str) -> CheckpointReader:
+def open_checkpoint(path: str, rank: int = 0) -> CheckpointReader:
     """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
     path = os.path.realpath(path)
     if os.path.isdir(path) and not os.path.lexists(os.path.join(path, "manifest.json")):
@@ -397,4 +319,4 @@ def open_checkpoint(path: str) -> CheckpointReader:
                 f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
             )
         raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
-    return CheckpointReader(path)
+    return CheckpointReader(path, rank)

@@ -135,7 +135,7 @@ def _checkpoints(storage: Storage) -> Iterator[Manifest]:
 def _publish_manifest(storage: Storage, directory: str, content: Manifest, attempt: str) -> None:
     for name in storage.list_directory(directory):
         # Of a try that failed or was killed, perhaps of this name; or what ranks had to tell each other.
-        if name.startswith((".", ranks.CLAIM, ranks.VERDICT)):
+        if name.startswith((".", ranks.CLAIM)):
             storage.remove(f"{directory}/{name}")
     storage.publish_bytes(directory, manifest.MANIFEST, content.to_bytes(), attempt)
 
@@ -278,7 +278,8 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
                 committed.append(target)
             elif place not in left and place in storage.list_directory(""):
                 storage.remove_tree(place)
-                removed.append(manifest.hidden_directory(step, attempted, "partial") if name in apart else name)
+                if state not in ranks.VERDICTS:
+                    removed.append(manifest.hidden_directory(step, attempted, "partial") if name in apart else name)
         except WriteError as error:
             logger.warning("%s stays until it can be removed: %s", place, error)
             left.append(place)

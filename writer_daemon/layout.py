@@ -120,9 +120,10 @@ class Table:
         A sum, because then it needs neither an order nor a look at each tensor for each rank.
         """
         by_layout = [0] * len(self.layouts)
+        seeds = [_seed(layout) for layout in self.layouts]
         for fqn, tensor in self.tensors.items():
             text = f"{fqn}\0{tensor.dtype}\0{tensor.shape}\0{tensor.container}".encode("utf-8", "surrogatepass")
-            by_layout[tensor.layout] += xxhash.xxh3_128_intdigest(text, _seed(self.layouts[tensor.layout]))
+            by_layout[tensor.layout] += xxhash.xxh3_128_intdigest(text, seeds[tensor.layout])
         sums: dict[int, int] = {}
         for layout, number in zip(self.layouts, by_layout, strict=True):
             for rank in set(layout.owners) - {ELSEWHERE} if number else ():

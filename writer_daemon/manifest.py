@@ -29,7 +29,7 @@ MAX_JSON_NBYTES: Final = 1 << 30
 
 _STEP_DIR = re.compile(r"step-(\d{8,19})")
 _HIDDEN = re.compile(
-    r"\.step-(\d{8,19})\.([0-9a-f]{16}(?:-\d{1,19})?)\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash)"
+    r"\.step-(\d{8,19})\.([0-9a-f]{16}(?:-\d{1,19})?)\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash|alike|apart)"
 )
 
 
@@ -52,8 +52,8 @@ def attempt_of(session: str, sequence: int, world_size: int) -> str:
 def hidden_directory(step: int, attempt: str, state: str) -> str:
     """``.step-00000100.<attempt>.<state>``; the attempt is a session, of several ranks with ``-<sequence>`` behind it.
 
-    States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``
-    and ``trash``.
+    States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``,
+    ``trash``, and the verdicts ``alike`` and ``apart`` (see ``ranks``).
     """
     return f".step-{step:08d}.{attempt}.{state}"
 
@@ -285,6 +285,11 @@ class Head:
     def from_bytes(cls, data: bytes, path: str) -> Head:
         """Compare the digest of a whole manifest, then parse only its beginning."""
         check_digest(data, path)
+        return cls.from_beginning(data, path)
+
+    @classmethod
+    def from_beginning(cls, data: bytes, path: str) -> Head:
+        """Parse the beginning of a manifest whose content is vouched for otherwise."""
         end = data.find(b',"records":')
         body = load_json(data[:end] + b"}" if end >= 0 else data, path)
         check_version(body, "sidesave", path)

@@ -34,14 +34,15 @@ from sidesave.writer_daemon.storage import Storage
 
 ABORT: Final = "abort.json"
 CLAIM: Final = "claim."
-VERDICT: Final = "verdict."
-_ALIKE: Final = "alike"
-_APART: Final = "apart"
+VERDICTS: Final = ("alike", "apart")
 _FIRST_POLL_S: Final = 0.002
 _MAX_POLL_S: Final = 0.05
-"""Between two looks of rank 0 at the records of one attempt, which take a third of its time at most."""
+"""Between two looks of rank 0 at the records of one attempt."""
 _MAX_SLOW_POLL_S: Final = 1.0
 """Between two looks of another rank at the run directory: there are many of them."""
+_RANKS_PER_SECOND: Final = 10_000
+"""More ranks than this look less often: a metadata server has other things to do as well."""
+_HEAD_NBYTES: Final = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,7 @@ def _reason(storage: Storage, aborted: str) -> SidesaveError:
 # Rank 0 ----------------------------------------------------------------------------------------------------------
 
 
-def await_records(
-    storage: Storage, save: Save, timeout_s: float, waiting: Waiting, publish: Publish
-) -> list[RankRecord]:
+def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiting) -> list[RankRecord]:
     """The records of all ranks of an attempt, once they are there; blocking.
 
     A rank that still has to ask whether plain tensors are alike, though rank 0 knows it by now, is answered.
@@ -107,14 +106,15 @@ def await_records(
     missing = set(range(save.world_size))
     left: frozenset[int] = frozenset()
     next_look_around = 0.0
+    answered = False
     for _ in _polls(timeout_s, _MAX_POLL_S):
         names = set(storage.list_directory(directory))
         for rank in sorted(missing):
             if manifest.record_file(rank) in names:
                 found[rank] = _read_record(storage, directory, save, rank)
         missing -= found.keys()
-        if save.rank in found:
-            _answer_claims(names, found[save.rank], publish)
+        if save.rank in found and not answered:
+            answered = _answer_claims(storage, save, names, found[save.rank])
         if not missing:
             return [found[rank] for rank in range(save.world_size)]
         if missing & left:  # it left before this look, and its record would have come before it did
@@ -136,10 +136,13 @@ def _read_record(storage: Storage, directory: str, save: Save, rank: int) -> Ran
     data = storage.read(path, manifest.MAX_JSON_NBYTES)
     if data is None:
         raise WriteError(errno.ENOENT, "a rank's record was there and is not any more", f"{storage.root}/{path}")
-    refusal = Refusal.from_bytes(data, path)
-    if refusal is not None:
-        raise refusal.as_error()
-    record = RankRecord.from_bytes(data, path)
+    try:
+        record = RankRecord.from_bytes(data, path)
+    except IntegrityError:
+        refusal = Refusal.from_bytes(data, path)
+        if refusal is None:
+            raise
+        raise refusal.as_error() from None
     if (record.session, record.step, record.sequence) != (save.session, save.step, save.sequence):
         raise IntegrityError(f"{storage.root}/{path}: the record belongs to another save")
     return record
@@ -209,7 +212,7 @@ def await_commit(storage: Storage, save: Save, timeout_s: float, waiting: Waitin
     target, partial, aborted = manifest.step_directory(save.step), partial_of(save), aborted_of(save)
     path = f"{storage.root}/{target}"
     orphaned = False
-    for _ in _polls(timeout_s, _MAX_SLOW_POLL_S):
+    for _ in _polls(timeout_s, _MAX_SLOW_POLL_S * max(1.0, save.world_size / _RANKS_PER_SECOND)):
         names = storage.list_directory("")
         if aborted in names:
             storage.remove_tree(partial)  # made again by a rank that came too late
@@ -231,12 +234,13 @@ def await_commit(storage: Storage, save: Save, timeout_s: float, waiting: Waitin
 
 
 def _read_head(storage: Storage, target: str) -> Head | None:
+    """What a manifest begins with: of many ranks it is long, and each of them looks."""
     path = f"{target}/{manifest.MANIFEST}"
     try:
-        data = storage.read(path, manifest.MAX_JSON_NBYTES)
-        return None if data is None else Head.from_bytes(data, path)
-    except IntegrityError as error:
-        logger.warning("%s", error)
+        with storage.open(path) as source:
+            return Head.from_beginning(bytes(source.read_at(0, _HEAD_NBYTES)), path)
+    except (IntegrityError, WriteError) as error:
+        logger.debug("%s", error)  # it is being replaced, or removed
         return None
 
 
@@ -246,8 +250,8 @@ def _read_head(storage: Storage, target: str) -> Head | None:
 def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, publish: Publish) -> bool:
     """Whether all ranks hold the same plain tensors with the same values, by the claims of all; blocking.
 
-    Rank 0's daemon compares, so that the others look for one name. A rank that knew it before makes no claim, and its
-    record tells.
+    Rank 0's daemon compares, and its verdict is a directory beside the attempt's, so that the others need not list all
+    that is in there. A rank that knew the answer before makes no claim, and its record tells.
 
     Raises:
         WriteStalledError: ``timeout_s`` seconds have passed.
@@ -258,13 +262,14 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
     publish(f"{CLAIM}rank-{save.rank:05d}.{save.spare.claim}")
     recorded: dict[int, str] = {}
     for _ in _polls(timeout_s, _MAX_POLL_S if save.rank == 0 else _MAX_SLOW_POLL_S / 4):
-        names = set(storage.list_directory(directory))
-        if not names:
+        beside = storage.list_directory("")
+        for alike in (True, False):
+            if _verdict(save, alike=alike) in beside:
+                return alike
+        if directory not in beside:
             refuse_aborted(storage, save)
-        verdicts = {name.removeprefix(VERDICT) for name in names if name.startswith(VERDICT)}
-        if verdicts:
-            return verdicts == {_ALIKE}
         if save.rank == 0:
+            names = set(storage.list_directory(directory))
             claims = _claims(names)
             for rank in range(1, save.world_size):
                 if rank not in claims and rank not in recorded and manifest.record_file(rank) in names:
@@ -272,7 +277,7 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
             found = {**recorded, **claims}
             alike = set(found.values()) == {save.spare.claim}
             if not alike or len(found) == save.world_size:
-                publish(VERDICT + (_ALIKE if alike else _APART))
+                storage.make_directory(_verdict(save, alike=alike), 0o700)
                 return alike
         waiting()
     raise WriteStalledError(
@@ -282,10 +287,24 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
     )
 
 
-def _answer_claims(names: set[str], own: RankRecord, publish: Publish) -> None:
+def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
+    """Nobody asks any more whether plain tensors are alike."""
+    for alike in (True, False):
+        try:
+            storage.remove_tree(_verdict(save, alike=alike))
+        except WriteError as error:
+            logger.warning("left for the next start to clean: %s", error)
+
+
+def _verdict(save: Save | Refuse, *, alike: bool) -> str:
+    return manifest.hidden_directory(save.step, attempt_of(save), VERDICTS[not alike])
+
+
+def _answer_claims(storage: Storage, save: Save, names: set[str], own: RankRecord) -> bool:
     claims = set(_claims(names).values())
-    if claims and not any(name.startswith(VERDICT) for name in names):
-        publish(VERDICT + (_ALIKE if claims == {own.part.replicas} else _APART))
+    if claims and save.spare is None:
+        storage.make_directory(_verdict(save, alike=claims == {own.part.replicas}), 0o700)
+    return bool(claims)
 
 
 def _claims(names: set[str]) -> dict[int, str]:
@@ -325,5 +344,5 @@ def _polls(timeout_s: float, max_delay_s: float) -> Iterator[None]:
         now = time.monotonic()
         if now >= deadline:
             return
-        time.sleep(max(random.uniform(0.5, 1.0) * delay_s, 2 * (now - began)))
+        time.sleep(max(random.uniform(0.5, 1.0) * delay_s, min(2 * (now - began), max_delay_s)))
         delay_s = min(max_delay_s, 1.5 * delay_s)

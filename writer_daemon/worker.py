@@ -53,6 +53,8 @@ FIRST_BACKOFF_S: Final = 0.25
 """Before the first further try; four times as long before each one after it."""
 MAX_BACKOFF_S: Final = 30.0
 """And no longer than this: the saves behind it wait as well."""
+_CHECK_LEASE_S: Final = 2.0
+"""While other ranks are waited for, the lease is looked at this often: each look takes several requests."""
 _MAX_TOMBSTONES: Final = 8
 """So many attempts that were given up can be asked about at the same time by ranks that are late."""
 _TOMBSTONE_S: Final = 3.0
@@ -182,18 +184,22 @@ class Worker:
             return name, ranks.await_commit(place.storage, save, self._commit_timeout_s, waiting).nbytes
         records = None if save.world_size == 1 else lambda: self._await_records(place, save)
         content = commit.commit(place.storage, place.lease, save, place.attempt, records)
+        if save.world_size > 1:
+            ranks.forget_verdict(place.storage, save)
         return name if place is self._primary else os.path.join(place.storage.root, name), content.nbytes
 
     def _await_records(self, place: Place, save: Save) -> list[RankRecord]:
-        def publish(name: str) -> None:
-            place.storage.publish_bytes(ranks.partial_of(save), name, b"", place.attempt)
-
-        return ranks.await_records(place.storage, save, self._commit_timeout_s, self._waiting(place, save), publish)
+        return ranks.await_records(place.storage, save, self._commit_timeout_s, self._waiting(place, save))
 
     def _waiting(self, place: Place, save: Save) -> Callable[[], None]:
+        next_check = time.monotonic() + _CHECK_LEASE_S
+
         def waiting() -> None:
+            nonlocal next_check
             self._post(jobs.Waited(save.save_id))  # storage answers: this is no stall
-            place.lease.check()
+            if time.monotonic() >= next_check:
+                next_check = time.monotonic() + _CHECK_LEASE_S
+                place.lease.check()
 
         return waiting
 
@@ -232,6 +238,7 @@ class Worker:
             ranks.refuse(storage, save, failure, attempt)
             return
         tombstone = ranks.abort(storage, save, failure, attempt)
+        ranks.forget_verdict(storage, save)
         if tombstone is not None and tombstone not in self._tombstones:
             self._tombstones.append(tombstone)
         while len(self._tombstones) > _MAX_TOMBSTONES:

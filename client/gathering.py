@@ -1,0 +1,150 @@
+"""Boxes of tensors, gathered from the cells that hold them: which blocks of which files it takes, and where they go.
+
+What lies side by side in one cell is read to where it stays. All else is put together in memory of its own: from large
+cells while they are read, piece by piece; from small ones, which share blocks with others, when all is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from sidesave.client import blocks, boxes
+from sidesave.client.blocks import BlockFile, Stretch
+from sidesave.stager import host_memory
+from sidesave.writer_daemon.layout import Box
+from sidesave.writer_daemon.tensor_file import BLOCK_NBYTES, TensorEntry
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HUGE_NBYTES: Final = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is wanted of one cell: ``box``, counted in the cell, which comes to stand at ``offsets``."""
+
+    file: BlockFile
+    entry: TensorEntry
+    box: Box
+    offsets: tuple[int, ...]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its blocks hold other tensors too."""
+        return self.entry.nbytes < BLOCK_NBYTES
+
+    def span(self, itemsize: int) -> tuple[int, int]:
+        """Where its first byte lies in the file, and where its last one ends."""
+        ((start, stop),) = boxes.spans(self.entry.shape, itemsize, self.box, 1 << 63)
+        return self.entry.offset + start, self.entry.offset + stop
+
+    def stretches(self, itemsize: int) -> list[tuple[int, int]]:
+        """First and last of the blocks that hold it, range by range."""
+        spans = boxes.spans(self.entry.shape, itemsize, self.box, BLOCK_NBYTES)
+        ranges = (self.file.blocks(self.entry.offset + start, self.entry.offset + stop) for start, stop in spans)
+        return list(blocks.join(ranges))
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A box of a tensor with all its parts; those of a box without elements are none."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part]
+    _target: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is a tensor where it is read to."""
+        return len(self.parts) == 1 and boxes.is_contiguous(self.parts[0].entry.shape, self.parts[0].box)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the box."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def allocate(self) -> None:
+        """Take memory to put it together in."""
+        if self.nbytes >= _HUGE_NBYTES:
+            self._target = torch.frombuffer(blocks.allocate(self.nbytes), dtype=torch.uint8)
+        else:
+            self._target = torch.empty(self.nbytes, dtype=torch.uint8)
+
+    def put(self, part: Part, memory: memoryview, begin: int, start: int, stop: int) -> None:
+        """Copy what is wanted of bytes ``start`` to ``stop`` of a file; ``memory`` begins with that at ``begin``."""
+        entry, itemsize = part.entry, self.dtype.itemsize
+        start, stop = max(start - entry.offset, 0), min(stop - entry.offset, entry.nbytes)
+        unit = math.gcd(itemsize, start, stop)  # blocks end within an element where somebody else has laid out the file
+        dtype, width = _BITS[unit], itemsize // unit
+        values = torch.frombuffer(
+            memory, dtype=dtype, count=(stop - start) // unit, offset=entry.offset + start - begin
+        )
+        target = self._target.view(dtype).view(*self.shape, width)
+        wanted = ((*part.box[0], 0), (*part.box[1], width))
+        position = 0
+        for box in boxes.between((*entry.shape, width), start // unit, stop // unit):
+            count = math.prod(box[1])
+            common = boxes.intersect(box, wanted)
+            if common is not None:
+                source = values[position : position + count].view(box[1])[boxes.slices(boxes.within(common, box[0]))]
+                offsets, shape = boxes.within(common, wanted[0])
+                goal = tuple(offset + at for offset, at in zip(offsets, (*part.offsets, 0), strict=True))
+                target[boxes.slices((goal, shape))].copy_(source)
+            position += count
+
+    def finished(self) -> torch.Tensor:
+        """The box, put together."""
+        return self._target.view(self.dtype).view(self.shape)
+
+
+def gather(
+    wanted: Sequence[Gathered], open_descriptor: Callable[[str, int], int], *, verify: bool, purpose: str
+) -> tuple[list[torch.Tensor], int]:
+    """Read boxes; returns them, and how many bytes that took. Arguments and errors are those of :func:`blocks.read`."""
+    ranges: dict[BlockFile, list[tuple[int, int]]] = {}
+    away: list[Stretch] = []
+    for box in wanted:
+        for part in box.parts:
+            found = part.stretches(box.dtype.itemsize)
+            if box.stays or part.is_small:
+                ranges.setdefault(part.file, []).extend(found)
+            else:
+                put = functools.partial(box.put, part)
+                away += (Stretch(part.file, first, last, take=put) for first, last in found)
+    homes = {file: [Stretch(file, *found) for found in blocks.join(each)] for file, each in ranges.items()}
+    staying = [stretch for stretches in homes.values() for stretch in stretches]
+    together = [box for box in wanted if box.parts and not box.stays]
+    host_memory.require(sum(each.nbytes for each in [*staying, *together]), purpose)
+    for stretch in staying:
+        stretch.memory = blocks.allocate(stretch.nbytes)
+    for box in together:
+        box.allocate()
+    nbytes = blocks.read(open_descriptor, [*staying, *away], verify=verify)
+    for box in together:
+        for part in filter(lambda part: part.is_small, box.parts):
+            span = part.span(box.dtype.itemsize)
+            home = _home(homes[part.file], span[0])
+            box.put(part, home.content, home.base, *span)
+    return [_view(box, homes) if box.stays or not box.parts else box.finished() for box in wanted], nbytes
+
+
+def _view(box: Gathered, homes: dict[BlockFile, list[Stretch]]) -> torch.Tensor:
+    if not box.parts:
+        return torch.empty(box.shape, dtype=box.dtype)
+    (part,) = box.parts
+    start, _ = part.span(box.dtype.itemsize)
+    home = _home(homes[part.file], start)
+    flat = torch.frombuffer(home.content, dtype=box.dtype, count=math.prod(box.shape), offset=start - home.base)
+    return flat.view(box.shape)
+
+
+def _home(stretches: list[Stretch], offset: int) -> Stretch:
+    """The one of a file's stretches, in order, that holds a byte."""
+    return stretches[bisect_right(stretches, offset, key=lambda stretch: stretch.file.borders[stretch.first]) - 1]
