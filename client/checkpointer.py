@@ -27,7 +27,7 @@ from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
 from sidesave.client.saves import SavesInFlight
 from sidesave.client.submission import Submission
-from sidesave.client.world import find_node, find_world
+from sidesave.client.world import NodeWorld, find_node, find_world
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -220,7 +220,9 @@ class Checkpointer:
             if not leads:
                 start(session)
         everything = [[CheckpointInfo.from_json(info, self._directory) for info in infos] for _, infos in views]
-        self._lineage.begin(_common(everything), everything, leftovers=any(left for left, _ in views))
+        complete = _common(everything)
+        self._complete = {(info.session, info.sequence) for info in complete}
+        self._lineage.begin(complete, everything, leftovers=any(left for left, _ in views))
 
     def _start(
         self, config: DaemonConfig, *, slots: int, max_host_memory_bytes: int | None, bearable_failures: int
@@ -473,12 +475,21 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
-        return sorted({info.step for info in self._scan()})
+        return sorted({info.step for info in self._whole()})
 
     def latest_step(self) -> int | None:
         """The step committed last, which is not the highest one after going back; None when there is none."""
-        checkpoints = self._scan()
+        checkpoints = self._whole()
         return checkpoints[-1].step if checkpoints else None
+
+    def _whole(self) -> list[CheckpointInfo]:
+        """The checkpoints; of nodes that keep their own parts those of earlier sessions that every node has."""
+        found = self._scan()
+        if not isinstance(self._node, NodeWorld):
+            return found
+        return [
+            info for info in found if info.session == self._session or (info.session, info.sequence) in self._complete
+        ]
 
     def delete(self, step: int) -> Future[None]:
         """Delete a checkpoint, in the daemon and behind the saves issued so far; the future is done when it is gone.

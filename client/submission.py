@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from sidesave.client import arguments
 from sidesave.client.connection import Connection
 from sidesave.client.handle import SaveHandle
 from sidesave.client.history import OwnHistory
@@ -60,6 +61,7 @@ class Submission:
         self._plans: dict[Structure, Plan] = {}
         alone = world.size == 1 and not isinstance(world, NodeWorld)
         self._placements = None if alone else Placements(world)
+        self._asking: list[tuple[Structure, SaveInFlight]] = []
 
     def flatten(self, state: Mapping[str, Any]) -> tree.FlatState:
         """Take a state apart; raises what cannot be saved."""
@@ -84,6 +86,7 @@ class Submission:
     ) -> None:
         """Copy a state into ``slot``, which belongs to the save from here on, and have it written."""
         try:
+            self._learn()
             placed = self._place(state, sequence)
             flat, plan = placed.flat, placed.plan
             self._pool.fit(slot, plan, _parts(placed), pin=_has_cuda(flat))
@@ -99,7 +102,8 @@ class Submission:
         except BaseException:
             self._pool.release(slot)
             raise
-        self._learn_from(placed, save, entry)
+        if self._placements is not None:
+            self._asking.append((placed.key, entry))
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
         follow = plan.nbytes >= _FOLLOW_NBYTES and self._copier.captures_all(flat)
 
@@ -135,7 +139,7 @@ class Submission:
         request = Refuse(
             attempt=1,
             save_id=next(self._ids),
-            step=step if isinstance(step, int) and step >= 0 else 0,
+            step=step if type(step) is int and 0 <= step <= arguments.MAX_STEP else 0,
             session=self._session,
             sequence=sequence,
             rank=self._world.rank,
@@ -160,24 +164,23 @@ class Submission:
             self._plans[structure] = plan
         return Placed(flat, plan, (), b"", b"", "", structure)
 
-    def _learn_from(self, placed: Placed, save: Save, entry: SaveInFlight) -> None:
-        """Let the saves after this one know whether the ranks hold the same plain tensors."""
-        placements = self._placements
-        if placements is None:
+    def _learn(self) -> None:
+        """Take in what the saves before have found out: whether the ranks hold the same plain tensors.
+
+        Here, and not when a save ends: who has seen its outcome relies on it in the next call.
+        """
+        if self._placements is None:
             return
-        if save.spare is not None:
-            entry.handle.written.add_done_callback(
-                lambda done: (
-                    None if done.exception() else placements.learn(placed.key, Alike.NO if entry.apart else Alike.YES)
-                )
-            )
-        entry.handle.committed.add_done_callback(
-            lambda done: (
-                placements.learn(placed.key, Alike.UNKNOWN)
-                if isinstance(done.exception(), StateMismatchError)
-                else None
-            )
-        )
+        before, self._asking = self._asking, []
+        for key, entry in before:
+            written, committed = entry.handle.written, entry.handle.committed
+            if not committed.done():
+                self._asking.append((key, entry))
+            elif isinstance(committed.exception(), StateMismatchError):
+                self._placements.learn(key, Alike.UNKNOWN)
+                continue
+            if entry.save.spare is not None and written.done() and written.exception() is None:
+                self._placements.learn(key, Alike.NO if entry.apart else Alike.YES)
 
     def _describe(self, step: int, placed: Placed, slot: Slot, sequence: int, *, replace: bool) -> Save:
         """The SAVE message of what is about to be staged in ``slot``, whose memory it declares unfinished."""

@@ -143,7 +143,8 @@ class StorageWorld(World):
         self._remove([f"{self._meeting}.{self._round - 2}.{self.rank}"])
         if self.rank == 0 and self._round == 1:  # all are here, and what else is there is of runs before
             names = self._storage.list_directory(RENDEZVOUS)
-            self._remove([name for name in names if not name.startswith(f"{self._meeting}.")])
+            ours = f"{self._meeting}."
+            self._remove([name for name in names if not name.removeprefix(".").startswith(ours)])
         return values
 
     def _welcome(self, names: list[str]) -> None:
