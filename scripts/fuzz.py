@@ -442,6 +442,8 @@ def messages() -> tuple[bytes, ...]:
             made["offset"] = 8192
         if "world_size" in made:
             made["rank"] = 0
+        if "claim" in made:
+            made["claim"], made["files"][0]["name"] = "0" * 32, "spare"
         return made
 
     return tuple(
@@ -461,6 +463,10 @@ def targets(folder: Path) -> list[Target]:
         skeleton = Skeleton(data, "objects")
         skeleton.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
         skeleton.build(lambda ref: None, only=lambda fqn: "1" in fqn)
+        for first, second in ((flat.objects, data), (data, flat.objects)):
+            merged = Skeleton(first, "objects", 0)
+            merged.add(Skeleton(second, "objects", 1), tensors.__contains__)
+            merged.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
 
     def read_npy(data: bytes) -> None:
         build(pack({"a": [17, data], "b": [15, "", data]}))

@@ -4,6 +4,7 @@
     training_loop   wall time that one save adds to a real training loop
     load            cold and warm reads
     memory          what the writer costs: private memory, staging memory, start
+    ranks           what it costs that several ranks make one checkpoint: calls, bytes, commit, resharding
     raw_limits      what the machine can do at best
     gpu             a CUDA machine: copies, overlap, latency beside a save, exactness
     run_all         all of these, one report a script

@@ -16,6 +16,7 @@ SCRIPTS = {
     "training_loop": [],
     "load": ["--size", "large"],
     "memory": [],
+    "ranks": [],
 }
 QUICK = ["--size", "tiny", "--rounds", "2"]
 
