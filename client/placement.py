@@ -107,10 +107,11 @@ class Placements:
         """What this rank stages of ``flat`` in the save of that place.
 
         Raises:
-            UnsupportedValueError: A tensor is shared with a rank that does not save along.
+            UnsupportedValueError: A part of a tensor is held by ranks only that do not save along.
         """
         structure = structure_of(flat.containers)
-        alike = self._alike.get(structure, Alike.UNKNOWN) if flat.assumed else Alike.YES
+        open_to_doubt = flat.assumed and self._size > 1
+        alike = self._alike.get(structure, Alike.UNKNOWN) if open_to_doubt else Alike.YES
         key = (structure, tuple(flat.grids), tuple(map(id, flat.grids.values())), tuple(flat.assumed), alike)
         found = self._layouts.get(key)
         if found is None:
@@ -188,8 +189,8 @@ class Placements:
             pieces=pieces,
             plan=make_plan(structure_of(targets), offsets),
             spare=spare,
-            table=self._part(whole, own),
-            spare_table=self._part(without, spare_own),
+            table=self._part(whole, own, flat.grids),
+            spare_table=self._part(without, spare_own, flat.grids),
             assumed=[
                 (where[fqn][0], fqn, f"{where[fqn][1].dtype}{tuple(where[fqn][1].shape)}" if compared else None)
                 for fqn, compared in sorted(flat.assumed.items())
@@ -207,18 +208,18 @@ class Placements:
         return {fqn: shares[fqn] for fqn in known}
 
     def _here(self, grid: Grid, fqn: str) -> Grid:
-        """What the ranks that save together hold of a tensor."""
+        """What the ranks that save together hold of a tensor; of one with replicas others may hold the same."""
         strangers = [rank for rank in grid.ranks if rank not in self._index]
-        if strangers and self._part_of:
-            holders = tuple(tuple(rank for rank in cell if rank in self._index) for cell in grid.holders)
-            ranks = tuple(rank for rank in grid.ranks if rank in self._index)
-            return dataclasses.replace(grid, holders=holders, ranks=ranks)
-        if strangers:
+        if not strangers:
+            return grid
+        holders = tuple(tuple(rank for rank in cell if rank in self._index) for cell in grid.holders)
+        if not (self._part_of or all(holders)):
             raise UnsupportedValueError(
                 f"{fqn}: it is divided among ranks that do not save along, {strangers[:8]}; "
                 "pass a process_group that has all of them"
             )
-        return grid
+        ranks = tuple(rank for rank in grid.ranks if rank in self._index)
+        return dataclasses.replace(grid, holders=holders, ranks=ranks)
 
     def _table(
         self,
@@ -235,8 +236,14 @@ class Placements:
         owners = [tuple(self._index.get(rank, ELSEWHERE) for rank in one.owners) for one in numbers]
         return Table(tensors, tuple(Layout(own, one.cuts) for own, one in zip(owners, numbers, strict=True)))
 
-    def _part(self, table: Table, own: dict[str, TensorInfo]) -> Part:
-        mine = [fqn for fqn in table.tensors if table.layout(fqn).first_owner == self._rank]
+    def _part(self, table: Table, own: dict[str, TensorInfo], grids: Mapping[str, Grid]) -> Part:
+        mine: list[str] = []
+        for fqn in table.tensors:
+            describer = table.layout(fqn).first_owner
+            if describer == ELSEWHERE:  # all ranks of this node have empty shards
+                describer = min(self._index[rank] for rank in grids[fqn].ranks if rank in self._index)
+            if describer == self._rank:
+                mine.append(fqn)
         return Part(table.only(mine), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
 
     def _sample(self, flat: FlatState, found: _Layout, alike: Alike, sequence: int) -> tuple[str, dict[str, str]]:
@@ -255,7 +262,8 @@ class Placements:
 
 
 def _is_even(grid: Grid) -> bool:
-    return len({len(holders) for holders in grid.holders}) == 1
+    """Whether all of a tensor is held here, each cell by as many ranks."""
+    return bool(grid.holders[0]) and len({len(holders) for holders in grid.holders}) == 1
 
 
 def _slices(grid: Grid, box: Box, rank: int) -> tuple[slice, ...] | None:

@@ -2,7 +2,7 @@
 
 A DTensor describes itself: mesh and placements cut the global tensor into the cells of a :class:`Grid` and say which
 ranks hold each cell. From grids and sizes alone, every rank computes the same owners for all cells. Nothing here
-communicates, and nothing has state but the cache of a pure function.
+communicates, and nothing has state but the caches of two pure functions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ Pieces = tuple[tuple[int, int], ...]
 """Of each piece of a cell: the row where it ends, and which of the cell's holders writes it."""
 
 MIN_PIECE_NBYTES: Final = 256 << 10
-"""No smaller piece is cut off for the sake of balance: one block of the digest grid."""
 _SLACK_DIVISOR: Final = 50
-"""Nor a smaller part of a rank's bytes: 2 % are not worth another cut."""
+"""For the sake of balance no piece is cut off below one block of the digest grid, nor below 2 % of a rank's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,9 @@ class Share:
     box: Box | None
 
 
-def whole(shape: Sequence[int], ranks: Iterable[int]) -> Grid:
-    """The grid of a tensor that each of ``ranks`` holds whole."""
+@lru_cache(maxsize=1024)
+def whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Grid:
+    """The grid of a tensor that each of ``ranks`` holds whole: one object, as of a DTensor, for all of its kind."""
     ranks = tuple(sorted(ranks))
     return Grid(tuple(shape), tuple((0, extent) for extent in shape), (ranks,), ranks)
 
@@ -92,10 +92,10 @@ def _box(cuts: Cuts, cell: int) -> Box:
 def describe(tensor: torch.Tensor, fqn: str) -> Grid:
     """The grid of a DTensor: derived once for each mesh, placements and shape, then looked up (2 us).
 
-    A dimension is cut as ``torch.chunk`` does it, in the order in which tensor parallelism and FSDP did it, which need
-    not be that of the mesh. (Where FSDP2 over tensor parallelism is uneven, the boxes that torch's own
-    ``compute_local_shape_and_global_offset`` tells are not what ranks hold.) A tensor cut in another order has another
-    local shape on at least one rank, and is refused there.
+    Dimensions are cut as ``torch.chunk`` does it, in the order in which tensor parallelism and FSDP did it, which need
+    not be that of the mesh. (Where that is uneven, torch's own ``compute_local_shape_and_global_offset`` tells of boxes
+    that nobody holds.) Where a tensor has come about by reading strided placements from left to right instead, and it
+    makes a difference, the local tensor of at least one rank has another shape, and that rank refuses it.
 
     Raises:
         UnsupportedValueError: It is no DTensor; this rank is not in its mesh; a placement is ``Partial``, unknown, or
@@ -132,7 +132,7 @@ def _derive(
     sizes = tuple(mesh.mesh.shape)
     cutters = _cutters(placements, sizes, order, literal, shape)
     if 0 in shape:
-        return whole(shape, ranks), None
+        return whole(shape, tuple(ranks)), None
     cuts: list[tuple[int, ...]] = []
     intervals: list[dict[tuple[int, ...], int]] = []  # of each dimension: the cutters' coordinates -> which interval
     for extent, mesh_dims in zip(shape, cutters, strict=True):
@@ -143,17 +143,15 @@ def _derive(
         filled = [at for at, (begin, end) in zip(coordinates, spans, strict=True) if begin < end]
         cuts.append((0, *(end for begin, end in spans if begin < end)))
         intervals.append({at: interval for interval, at in enumerate(filled)})
-    cells: dict[tuple[int | None, ...], list[int]]
-    cells = {cell: [] for cell in itertools.product(*(range(len(places)) for places in intervals))}
+    cells: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for holder, coordinate in zip(ranks, itertools.product(*map(range, sizes)), strict=True):
-        held = tuple(
-            places.get(tuple(coordinate[mesh_dim] for mesh_dim in mesh_dims))
+        cell = tuple(
+            places.get(tuple(coordinate[mesh_dim] for mesh_dim in mesh_dims), -1)
             for places, mesh_dims in zip(intervals, cutters, strict=True)
         )
-        if None not in held:
-            cells[held].append(holder)
-    holders = tuple(tuple(sorted(cell)) for cell in cells.values())
-    grid = Grid(shape, tuple(cuts), holders, tuple(sorted(ranks)))
+        if -1 not in cell:
+            cells[cell].append(holder)
+    grid = Grid(shape, tuple(cuts), tuple(tuple(sorted(cells[cell])) for cell in sorted(cells)), tuple(sorted(ranks)))
     return grid, local_box(grid, rank)
 
 
@@ -207,16 +205,15 @@ def assign(tensors: Mapping[str, tuple[Grid, int]], rank: int) -> dict[str, Shar
     """Which piece of each tensor (FQN -> grid, bytes per element) ``rank`` writes: at most one of each.
 
     All ranks of a tensor come to the same layout, for it depends on its group alone: the tensors with equal ``ranks``.
-    Within a group, tensors with equal ``holders`` form a class. Laid end to end its tensors are a line, cut into one
-    stretch for each holder of a cell, so long that with what earlier classes gave them all come to the same number of
-    bytes; the classes of which fewest ranks hold a cell go first. So there are two layouts for each stretch and one for
-    each shape of sharded tensors at most, however many tensors. Where a stretch ends within a tensor, its cells are cut
-    in rows, along the first dimension that has more than one index: the pieces are contiguous in memory.
+    In a group, tensors with equal ``holders`` form a class; classes of which fewer ranks hold a cell go first. Laid end
+    to end, the tensors of a class are a line. It is cut into one stretch for each holder of a cell, so long that, with
+    what earlier classes gave them, all come to the same number of bytes. So a class has at most two layouts for each
+    stretch, and one for each shape if it is sharded, however many tensors it has. Where a stretch ends within a tensor,
+    its cells are cut in rows, along the first dimension with more than one index: pieces are contiguous in memory.
 
-    Guaranteed: of tensors that all ranks of the group hold whole, no rank writes more than the mean, plus three rows,
-    plus four times 256 KiB or, if that is more, 2 % of the mean. The same holds for each class on its own, with the
-    share of a holder of its largest cell for the mean. What ranks alone hold is evened out by what others hold too. A
-    tensor of less than 512 KiB is never cut, and one without elements is written whole, by one rank.
+    Guaranteed: of tensors that all ranks of a group hold whole, no rank writes more than the mean, plus two rows, plus
+    four times 256 KiB or, if that is more, 2 % of the mean. The same holds in each other class, with a holder's part of
+    the largest cells for the mean. Tensors of less than 512 KiB are never cut. One without elements is written whole.
     """
     kinds: dict[Grid, list[tuple[str, int]]] = {}
     found: dict[int, list[tuple[str, int]]] = {}  # by identity: hashing a large grid once per tensor would take long
@@ -232,22 +229,17 @@ def assign(tensors: Mapping[str, tuple[Grid, int]], rank: int) -> dict[str, Shar
         loads = dict.fromkeys(ranks, 0)
         for holders in sorted(classes, key=lambda holders: (len(holders[0]), holders)):
             line = [(grid, *tensor) for grid in classes[holders] for tensor in kinds[grid]]
-            # Sharded tensors of one shape stay together, for they share layouts; whole ones do in any order.
+            # Sharded tensors of one shape share layouts where they are neighbours; whole ones do in any order.
             line.sort(key=lambda tensor: (tensor[0].cuts if len(holders) > 1 else (), tensor[1]))
-            shares |= _share_out(line, holders, loads, rank)
+            shares |= _share(line, holders, loads, rank)
     return shares
 
 
-def _share_out(
-    line: Sequence[tuple[Grid, str, int]], holders: Holders, loads: dict[int, int], rank: int
-) -> dict[str, Share]:
+def _share(line: list[tuple[Grid, str, int]], holders: Holders, loads: dict[int, int], rank: int) -> dict[str, Share]:
     """The shares of one class; ``loads``, the bytes of each rank, grow by them."""
     rows = {id(grid): _rows(grid) for grid, _, _ in line}
-    sizes: list[tuple[int, int]] = []
-    for grid, _, itemsize in line:
-        _, count, elements = rows[id(grid)]
-        sizes.append((count, elements * itemsize))
-    stretches = _cut_line(sizes, [max(loads[rank] for rank in position) for position in zip(*holders, strict=True)])
+    sizes = [(rows[id(grid)][1], rows[id(grid)][2] * itemsize) for grid, _, itemsize in line]
+    stretches = _cut_line(sizes, [max(loads[holder] for holder in position) for position in zip(*holders, strict=True)])
     shares: dict[str, Share] = {}
     distinct: dict[tuple[int, Pieces], tuple[Cuts, Share]] = {}
     itemsizes = Counter[tuple[int, Pieces]]()
@@ -277,13 +269,13 @@ def _cut_line(line: Sequence[tuple[int, int]], loads: Sequence[int]) -> list[Pie
     """Cut tensors (rows, bytes per row), end to end, into a stretch for each holder, who has ``loads`` already."""
     total = sum(rows * nbytes for rows, nbytes in line)
     slack = max(MIN_PIECE_NBYTES, _level(loads, total) // _SLACK_DIVISOR)
-    # So many that no stretch is shorter than the slack: a few small tensors are not scattered over all ranks.
-    count = max(1, total // slack)
-    takers = set(sorted(range(len(loads)), key=lambda position: (loads[position], position))[:count])
+    # A few small tensors go to the ranks that have least, and are not scattered over all.
+    takers = sorted(range(len(loads)), key=loads.__getitem__)[: max(1, total // slack)]
     level = _level([loads[position] for position in takers], total)
-    ends = list(
-        itertools.accumulate(max(level - load, 0) if position in takers else 0 for position, load in enumerate(loads))
-    )
+    lengths = [0] * len(loads)
+    for position in takers:
+        lengths[position] = max(level - loads[position], 0)
+    ends = list(itertools.accumulate(lengths))
     stretches: list[Pieces] = []
     position = begin = 0
     for rows, nbytes in line:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import functools
 import io
 import pathlib
 import pickle
@@ -298,8 +299,7 @@ class _Flattener:
             stored = value.detach().resolve_conj().resolve_neg()
             stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
             if carrier.pair and fqn in self.flat.grids:
-                grid = self.flat.grids[fqn]
-                self.flat.grids[fqn] = replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
+                self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
         self._add(fqn, stored)
         if others is not None:
             others.append((value, node))
@@ -369,6 +369,12 @@ class _Flattener:
             return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
         except (TypeError, ValueError):  # no such dtype; foreign byte order
             return [Tag.NUMPY_FILE, _to_npy(array)]
+
+
+@functools.lru_cache(maxsize=256)
+def _paired(grid: Grid) -> Grid:
+    """The grid of complex numbers that are stored as pairs; one object for each, as plans are found by it."""
+    return replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
 
 
 def is_dtensor(value: object) -> bool:

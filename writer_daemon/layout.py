@@ -62,9 +62,9 @@ class Layout:
         fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
         found, cuts = cast("Any", fields.get("owners")), fields.get("cuts")
         named = [owner for owner in cast("list[Any]", found) if owner is not None] if isinstance(found, list) else []
-        if not named or not are_whole(named):
+        if not isinstance(found, list) or not found or not are_whole(named):
             raise IntegrityError(f"{path}: a layout must name its owners")
-        owners = [ELSEWHERE if owner is None else cast("int", owner) for owner in found]
+        owners = [ELSEWHERE if owner is None else cast("int", owner) for owner in cast("list[Any]", found)]
         if max(owners) >= world_size:
             raise IntegrityError(f"{path}: a layout names rank {max(owners)} of {world_size}")
         if cuts is None:
@@ -228,7 +228,10 @@ class Part:
         """Read and check; raises ``IntegrityError``."""
         table = Table.from_json(body, world_size, path)
         own = Table.from_json(get(body, "own", dict, path), world_size, path)
-        if any(layout.first_owner != rank for layout in table.layouts) or own.layouts not in ((), (Layout((rank,)),)):
+        if any(layout.first_owner not in (rank, ELSEWHERE) for layout in table.layouts) or own.layouts not in (
+            (),
+            (Layout((rank,)),),
+        ):
             raise IntegrityError(f"{path}: it describes tensors of other ranks")
         cells = get(body, "cells", str, path)
         if re.fullmatch(r"[0-9a-f]{32}", cells) is None:
