@@ -62,9 +62,7 @@ def check_seconds(**timeouts: float) -> None:
 def check_alone(*, fallback_directory: str, on_busy: str) -> None:
     """What only a process that saves alone can have."""
     if fallback_directory:
-        raise InvalidArgumentError(
-            "fallback_directory is for a process that saves alone; ranks share one directory"
-        )
+        raise InvalidArgumentError("fallback_directory is for a process that saves alone; ranks share one directory")
     if on_busy == "skip":
         raise InvalidArgumentError('on_busy="skip" is for a process that saves alone; a save takes all ranks')
 

@@ -63,7 +63,6 @@ _of_thread = threading.local()
 class BlockFile:
     """A tensor file whose header has been verified; ``borders`` are the offsets of its blocks, and its end."""
 
-    container: str
     path: str
     layout: TensorFile
     digests: bytes
@@ -97,7 +96,7 @@ def open_file(storage: PosixStorage, directory: str, record: FileRecord) -> Bloc
             raise IntegrityError(f"{path}: {entry.name} {problem}")
     borders = array("Q", (offset for offset, _ in digest_blocks(layout)))
     borders.append(layout.nbytes)
-    return BlockFile(record.container or "", path, layout, digests, borders)
+    return BlockFile(path, layout, digests, borders)
 
 
 def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) -> str:

@@ -127,7 +127,7 @@ class Checkpointer:
         self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
         for path in filter(None, (self._directory, self._fallback)):
             arguments.check_path(path)
-        self._world = find_world(self._directory, distributed, process_group)
+        self._world = find_world(self._directory, distributed, process_group, node_local=node_local)
         with self._world.agreeing("cannot use the run directory"):  # before anybody waits for anybody
             arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
             arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
@@ -400,9 +400,11 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Load ``step``, or the newest checkpoint, and make it the parent of what is saved from now on.
 
-        Of several ranks all have to call it: they load the same checkpoint, or none of them does, and the error names
-        the rank that could not. See :func:`sidesave.load` for the arguments and errors. With ``fallback`` the newest
-        older checkpoint that verifies is taken when this one does not; what was passed over is logged.
+        Of several ranks all have to call it, with the same ``step`` and ``fallback``: they load the same checkpoint, or
+        none of them does, and the error names the rank that could not. (What a live object raises that is given its
+        state is raised on all of them too, and then others may have been given theirs.) See :func:`sidesave.load` for
+        the arguments and errors. With ``fallback`` the newest older checkpoint that verifies is taken when this one
+        does not; what was passed over is logged.
         """
         self._check_open()
         candidates, checkpoints = self._candidates(step, fallback=fallback)
@@ -426,23 +428,30 @@ class Checkpointer:
                     raise
                 logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
                 continue
-            state = loaded.apply()
+            with self._world.agreeing(f"cannot give its objects what it has loaded of step {info.step}"):
+                state = loaded.apply()
             self._lineage.go_back_to(info, checkpoints)
             return state
         raise AssertionError("unreachable: the last candidate returns or raises")
 
     def _candidates(self, step: int | None, *, fallback: bool) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
         """What to try to load, best first, and all checkpoints there are; as rank 0 sees them."""
-        world = self._world
+        world, leads = self._world, self._node.rank == 0
         found: list[list[CheckpointInfo]] = []
         mine: list[CheckpointInfo] = []
         with world.agreeing("cannot list the run directory"):
-            if self._node.rank == 0:
+            if step is not None:
+                arguments.check_step(step)
+            if leads:
                 mine = self._scan()
         if world.size > 1:
-            told = world.gather([info.to_json() for info in mine] if self._node.rank == 0 else None)
+            world.require_alike(step=step, fallback=fallback)
+            told = world.gather([info.to_json() for info in mine] if leads else None)
             views = [answer for answer in told if answer is not None]
             mine = _common([[CheckpointInfo.from_json(info, self._directory) for info in infos] for infos in views])
+        with world.agreeing("finds a damaged checkpoint"):
+            if leads and not fallback:
+                self._refuse_damaged(step, mine)
         with world.agreeing("finds nothing to load"):
             if world.rank == 0:
                 found = [self._choose(step, mine, fallback=fallback)]
@@ -451,25 +460,34 @@ class Checkpointer:
             found = [[CheckpointInfo.from_json(info, self._directory) for info in told]]
         return found[0], mine
 
-    def _choose(self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool) -> list[CheckpointInfo]:
-        wanted = [info for info in checkpoints if step is None or info.step == step]
-        if step is None and not fallback:
+    def _refuse_damaged(self, step: int | None, checkpoints: list[CheckpointInfo]) -> None:
+        """Raise what is wrong with what is here in the place of ``step``, or of one newer than all ``checkpoints``."""
+        if step is None:
             for directory in self._directories():
                 catalog.refuse_newer_damaged(directory, checkpoints)
-        if step is not None:
-            listed = {info.path for info in wanted}
-            paths = [os.path.join(directory, step_directory(step)) for directory in self._directories()]
-            left_out = [path for path in paths if path not in listed and os.path.isdir(path)]
-            for path in left_out if not fallback else ():
-                try:
-                    catalog.read_info(path)  # which says what is wrong with its manifest
-                except FileNotFoundError:
-                    if not wanted:
-                        raise
-            if not wanted and fallback and left_out:
-                wanted = [info for info in checkpoints if info.step < step]
+            return
+        for path in self._left_out(step, checkpoints):
+            try:
+                catalog.read_info(path)
+            except FileNotFoundError:
+                if all(info.step != step for info in checkpoints):
+                    raise
+
+    def _left_out(self, step: int, checkpoints: list[CheckpointInfo]) -> list[str]:
+        """The directories that have the name of a step, and are none of ``checkpoints``."""
+        listed = {info.path for info in checkpoints}
+        paths = [os.path.join(directory, step_directory(step)) for directory in self._directories()]
+        return [path for path in paths if path not in listed and os.path.isdir(path)]
+
+    def _choose(self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool) -> list[CheckpointInfo]:
+        wanted = [info for info in checkpoints if step is None or info.step == step]
+        left_out = self._left_out(step, checkpoints) if step is not None and not wanted else []
+        if left_out and fallback:
+            wanted = [info for info in checkpoints if step is None or info.step < step]
         if not wanted:
-            raise CheckpointNotFoundError(errno.ENOENT, _not_found(step, checkpoints), self._directory)
+            elsewhere = left_out and isinstance(self._node, NodeWorld)
+            text = f"not every node has its part of step {step}" if elsewhere else _not_found(step, checkpoints)
+            raise CheckpointNotFoundError(errno.ENOENT, text, self._directory)
         candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
         return candidates if fallback else candidates[:1]
 

@@ -1,4 +1,4 @@
-"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``recover``, ``doctor``.
+"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``.
 
 Only ``recover`` changes a run directory, and does what the start of a session would do to it. Only what a command needs
 is imported: ``ls``, ``verify``, ``recover`` and ``--help`` do without torch. Exit status: 0 all is well, 1 something is
@@ -8,36 +8,31 @@ wrong (an error, damage, a failed check), 2 the call itself makes no sense.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import fnmatch
-import json
 import logging
 import math
 import os
-import reprlib
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Generator
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 from sidesave.client import catalog
-from sidesave.client.handle import CheckpointInfo, path_text
-from sidesave.client.history import history, is_live
+from sidesave.client.handle import path_text
 from sidesave.errors import (
     CheckpointNotFoundError,
     DirectoryInUseError,
-    FormatVersionError,
     InvalidArgumentError,
     SidesaveError,
 )
 from sidesave.writer_daemon import integrity
-from sidesave.writer_daemon.history import HistoryLog, SaveRecord, log_recovery
+from sidesave.writer_daemon.history import HistoryLog, log_recovery
 from sidesave.writer_daemon.manifest import (
     MANIFEST,
     parse_hidden_directory,
@@ -47,24 +42,34 @@ from sidesave.writer_daemon.manifest import (
 from sidesave.writer_daemon.storage import PosixStorage
 
 try:
+    import rich  # noqa: F401
     import typer
-    from rich.console import Console
-    from rich.table import Table
 except ModuleNotFoundError as error:
     sys.exit(f"the sidesave command needs {error.name}, which an extra brings: pip install 'sidesave[cli]'")
 
+from sidesave.client.console import (
+    brief,
+    error_text,
+    new_console,
+    new_table,
+    print_json,
+    printable,
+    progress,
+    size,
+    when,
+)
+from sidesave.client.listing import Listing
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from sidesave.client.diff import Report
 
 _COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
-_UNCONFINED: Final = 100_000
-"""Columns of an output that is no terminal: programs get whole lines."""
 _TAKEOVER_TIMEOUT_S: Final = 60.0
-_FEW_WORDS: Final = 100
-"""Characters of a reason."""
 
 app = typer.Typer(
-    help="Look into the checkpoints of a run, check them, compare them, recover them, and check this machine.",
+    help="Look into the checkpoints of a run, check, compare, export and recover them, and check this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -95,16 +100,9 @@ def _errors_told() -> Generator[None]:
     except BrokenPipeError:
         raise
     except (SidesaveError, OSError) as error:
-        typer.echo(f"sidesave: {_printable(_error_text(error))}", err=True)
+        typer.echo(f"sidesave: {printable(error_text(error))}", err=True)
         usage = isinstance(error, (CheckpointNotFoundError, InvalidArgumentError))
         raise typer.Exit(2 if usage else 1) from None
-
-
-def _error_text(error: BaseException) -> str:
-    """An error in one line, without Python's ``[Errno 2]``."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    return str(error) or type(error).__name__
 
 
 # Which checkpoint ------------------------------------------------------------------------------------------------
@@ -158,84 +156,6 @@ def _checkpoints(run: Path) -> list[Path]:
     return sorted(steps, key=lambda path: steps[path])
 
 
-# Output ----------------------------------------------------------------------------------------------------------
-
-
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else _UNCONFINED
-    return Console(width=width, markup=False, emoji=False, highlight=False)
-
-
-def _table(*columns: str) -> Table:
-    """A table without lines; columns whose name starts with ``>`` are for numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        number = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
-    return table
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_jsonable(value), indent=2, allow_nan=False))
-
-
-def _jsonable(value: Any) -> Any:
-    """What JSON has no form for, infinities included, becomes text."""
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in cast("list[Any]", value)]
-    plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
-    return value if plain else _brief(value)
-
-
-def _printable(text: str) -> str:
-    """Names come from files: no control character of theirs may reach the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _size(nbytes: int) -> str:
-    power = min(5, (len(str(nbytes)) - 1) // 3)
-    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}" if power else f"{nbytes} B"
-
-
-def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
-
-
-_abbreviation = reprlib.Repr()
-_abbreviation.maxstring = _abbreviation.maxother = _abbreviation.maxlong = 100
-
-
-def _brief(value: Any) -> str:
-    """A plain value in a line; how much there is of it where not all is shown."""
-    text = _printable(_abbreviation.repr(value))
-    cut = "..." in text and hasattr(value, "__len__") and len(value) > 6
-    return f"{text} ({len(value):,} in all)" if cut else text
-
-
-@contextlib.contextmanager
-def _progress(total_nbytes: int, title: str = "") -> Generator[Callable[[int], None]]:
-    """A bar for bytes that goes when done; nothing where nobody watches."""
-    if not sys.stdout.isatty():
-        yield lambda nbytes: None
-        return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    about = TextColumn("{task.description}", markup=False)
-    figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(about, BarColumn(), *figures, transient=True) as bar:
-        task = bar.add_task(title, total=total_nbytes)
-        yield lambda nbytes: bar.update(task, advance=nbytes)
-
-
 # ls --------------------------------------------------------------------------------------------------------------
 
 
@@ -253,121 +173,11 @@ def list_checkpoints(
     Checkpoints stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back
     behind it. Of saves that failed or were skipped, those since the latest checkpoint are listed.
     """
-    directory = _run_directory(run)
-    found = catalog.scan(str(directory))
-    unreadable = _unreadable(directory, {Path(info.path) for info in found})
-    saves = history(directory)
-    saves = [save for save in (saves if every else _since_latest(saves, found)) if not _is_listed(save)]
-    leftovers = _leftovers(directory)
-    latest = found[-1] if found else None
-    lineage = catalog.lineage(found, None if latest is None else (latest.step, latest.session))
-
-    def mark(info: CheckpointInfo) -> str:
-        return "latest" if info is latest else "" if info.step in lineage else "superseded"
-
+    listing = Listing(_run_directory(run), every=every)
     if as_json:
-        rows = [{**asdict(info), "mark": mark(info)} for info in found]
-        damaged, newer = ([str(path) for path, is_newer in unreadable.items() if is_newer is x] for x in (False, True))
-        rest = {"saves": [asdict(save) for save in saves], "leftovers": [asdict(leftover) for leftover in leftovers]}
-        _print_json({"run": str(directory), "checkpoints": rows, "damaged": damaged, "newer": newer, **rest})
-        return
-    console = _console()
-    if found or unreadable:
-        table = _table(">step", "saved", ">size", "session", "parent", ">sequence", "")
-        for info in found:
-            parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
-            saved, size = _when(info.created_s), _size(info.nbytes)
-            table.add_row(str(info.step), saved, size, info.session, parent, str(info.sequence), mark(info))
-        for path, is_newer in unreadable.items():
-            reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
-            table.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", reason)
-        console.print(table)
+        print_json(listing.to_json())
     else:
-        typer.echo(f"no checkpoints in {_printable(str(directory))}", err=True)
-    if saves:
-        table = _table(">step", "called", "session", "outcome", "")
-        for save in saves:
-            called = "" if save.called_s is None else _when(save.called_s)
-            table.add_row(str(save.step), called, save.session, save.outcome, _reason(save))
-        console.print()
-        console.print(table)
-    if leftovers:
-        table = _table("leftover", "")
-        for leftover in leftovers:
-            table.add_row(leftover.name, _OWNERS[leftover.live])
-        console.print()
-        console.print(table)
-
-
-_OWNERS: Final = {
-    True: "belongs to a live session",
-    False: "left by a dead session: the next one, or sidesave recover, finishes or removes it",
-    None: "belongs to a session elsewhere, which may be alive",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Leftover:
-    """A hidden directory: a save that is under way, or has come to no good end."""
-
-    name: str
-    step: int
-    session: str
-    state: str
-    live: bool | None
-
-
-def _leftovers(run: Path) -> list[_Leftover]:
-    parsed = {name: parse_hidden_directory(name) for name in sorted(os.listdir(run))}
-    return [_Leftover(name, *facts, live=is_live(str(run), facts[1])) for name, facts in parsed.items() if facts]
-
-
-def _unreadable(run: Path, listed: set[Path]) -> dict[Path, bool]:
-    """Step directories of which no listing can be made; whether that is for their newer format."""
-    steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
-    found: dict[Path, bool] = {}
-    for path in sorted(steps.keys() - listed, key=lambda path: steps[path]):
-        try:
-            catalog.read_info(str(path))
-            found[path] = False
-        except FormatVersionError:
-            found[path] = True
-        except (SidesaveError, OSError):
-            found[path] = False
-    return found
-
-
-def _is_listed(save: SaveRecord) -> bool:
-    """Whether it is, or was, one of the checkpoints here."""
-    return save.outcome in ("committed", "recovered") and save.path is None
-
-
-def _since_latest(saves: list[SaveRecord], checkpoints: list[CheckpointInfo]) -> list[SaveRecord]:
-    """The saves called after the latest checkpoint; by its time where the log does not have it."""
-    if not checkpoints:
-        return saves
-    latest = checkpoints[-1]
-    for index, save in enumerate(saves):
-        if (save.session, save.sequence) == (latest.session, latest.sequence):
-            return saves[index + 1 :]
-    return [save for save in saves if save.called_s is None or save.called_s > latest.created_s]
-
-
-def _reason(save: SaveRecord) -> str:
-    match save.outcome:
-        case "committed":
-            return f"in {_printable(save.path or '')}"
-        case "skipped":
-            return "all slots were busy"
-        case "removed":
-            return "it was not whole, so recovery removed it"
-        case "saving":
-            return "being written" if save.tries else "staging"
-        case "unknown" if save.message is None:
-            return "recovery will tell"
-        case _:
-            text = _printable(": ".join(filter(None, (save.error, save.message))))
-            return text if len(text) <= _FEW_WORDS else f"{text[: _FEW_WORDS - 3]}..."
+        listing.show()
 
 
 # show ------------------------------------------------------------------------------------------------------------
@@ -410,26 +220,26 @@ def show(
             for fqn, facts in tensors.items()
         }
         totals = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in items.items()}
-        _print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest})
+        print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest})
         return
-    console = _console()
+    console = new_console()
     ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
     about = f"{ranks}, session {head.session}, sequence {head.sequence}, torch {head.torch_version}"
-    console.print(_printable(f"step {head.step}, saved {_when(head.created_s)}, {_size(head.nbytes)}, {about}"))
+    console.print(printable(f"step {head.step}, saved {when(head.created_s)}, {size(head.nbytes)}, {about}"))
     console.print()
-    table = _table("tensor", "dtype", "shape", ">bytes")
+    table = new_table("tensor", "dtype", "shape", ">bytes")
     for fqn, facts in tensors.items():
-        table.add_row(_printable(fqn), facts.dtype_name, str(list(facts.shape)), f"{facts.nbytes:,}")
+        table.add_row(printable(fqn), facts.dtype_name, str(list(facts.shape)), f"{facts.nbytes:,}")
     console.print(table)
-    totals = _table("item", ">tensors", ">bytes")
+    totals = new_table("item", ">tensors", ">bytes")
     for name, (count, nbytes) in items.items():
-        totals.add_row(_printable(name), f"{count:,}", f"{nbytes:,}")
+        totals.add_row(printable(name), f"{count:,}", f"{nbytes:,}")
     totals.add_row("all", f"{len(tensors):,}", f"{sum(facts.nbytes for facts in tensors.values()):,}")
     console.print()
     console.print(totals)
     lines = [line for name, value in nest.items() for line in _plain_lines(name, value, "  ")[1]]
     if lines:
-        console.print("\nplain data")
+        console.print("\nplain data" + " of rank 0" * (head.world_size > 1))
         console.print("\n".join(lines))
 
 
@@ -439,10 +249,10 @@ def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
 
     if isinstance(value, TensorLeaf):
         return 1, []
-    title = f"{indent}{_printable(str(name))}:"
+    title = f"{indent}{printable(str(name))}:"
     below = children(value)
     if below is None:
-        return 0, [f"{title} {_brief(value)}"]
+        return 0, [f"{title} {brief(value)}"]
     tensors, lines = 0, list[str]()
     for key, item in below:
         count, further = _plain_lines(key, item, indent + "  ")
@@ -488,7 +298,7 @@ def _verify(path: Path, title: str) -> bool:
     storage = PosixStorage(str(path.parent))
     faults: list[str] = []
     try:
-        with _progress(total, title) as advance:
+        with progress(total, title) as advance:
 
             def count(nbytes: int) -> None:
                 nonlocal checked
@@ -497,13 +307,13 @@ def _verify(path: Path, title: str) -> bool:
 
             faults += map(str, integrity.check_checkpoint(storage, path.name, count))
     except (SidesaveError, OSError) as error:
-        faults.append(_error_text(error))
+        faults.append(error_text(error))
     finally:
         storage.close()
     found = f"{len(faults)} fault{'s' * (len(faults) != 1)}" if faults else "ok"
-    typer.echo(_printable(f"{path}: {found}, {_size(checked)} in {time.monotonic() - started:.2f} s"))
+    typer.echo(printable(f"{path}: {found}, {size(checked)} in {time.monotonic() - started:.2f} s"))
     for fault in faults:
-        typer.echo(f"  {_printable(fault)}")
+        typer.echo(f"  {printable(fault)}")
     return not faults
 
 
@@ -574,7 +384,7 @@ def diff(
     from sidesave.client.diff import ABSENT, Contents, common_nbytes, compare
 
     paths = [str(_checkpoint(path)) for path in (first, second)]
-    with Contents(paths[0]) as a, Contents(paths[1]) as b, _progress(common_nbytes(a, b)) as advance:
+    with Contents(paths[0]) as a, Contents(paths[1]) as b, progress(common_nbytes(a, b)) as advance:
         report = compare(a, b, advance)
     report.changed.sort(key=lambda change: -math.inf if change.relative_l2 is None else -change.relative_l2)
     if as_json:
@@ -585,22 +395,22 @@ def diff(
             fqn: {side: value for side, value in zip("ab", pair, strict=True) if value is not ABSENT}
             for fqn, pair in report.plain.items()
         }
-        _print_json({**about, "changed": changed, **names, "plain": plain, "equal": report.equal})
+        print_json({**about, "changed": changed, **names, "plain": plain, "equal": report.equal})
         return
     _print_report(report, top or sys.maxsize)
 
 
 def _print_report(report: Report, top: int) -> None:
-    console = _console()
+    console = new_console()
     odd = len(report.only_first) + len(report.only_second) + len(report.mismatched)
     counts = f"{len(report.changed):,} changed, {odd:,} not comparable, {len(report.equal):,} equal"
     console.print(f"tensors: {counts}; plain values: {len(report.plain):,} changed")
     if report.changed:
-        table = _table("changed tensor", ">max |B-A|", ">|B-A|/|A|", ">elements changed", ">NaN in A", ">NaN in B")
+        table = new_table("changed tensor", ">max |B-A|", ">|B-A|/|A|", ">elements changed", ">NaN in A", ">NaN in B")
         for change in report.changed[:top]:
             figures = ["-" if n is None else f"{n:.3g}" for n in (change.max_abs, change.relative_l2)]
             share = f"{change.changed:,} ({change.changed / change.elements:.1%})"
-            table.add_row(_printable(change.fqn), *figures, share, *(f"{count:,}" for count in change.nans))
+            table.add_row(printable(change.fqn), *figures, share, *(f"{count:,}" for count in change.nans))
         console.print()
         console.print(table)
         _print_more(console, len(report.changed), top)
@@ -608,19 +418,63 @@ def _print_report(report: Report, top: int) -> None:
     _print_lines(console, "tensors only in B", report.only_second, top)
     mismatched = [f"{fqn}: {a} -> {b}" for fqn, (a, b) in report.mismatched.items()]
     _print_lines(console, "tensors of another dtype or shape", mismatched, top)
-    plain = [f"{fqn}: {_brief(a)} -> {_brief(b)}" for fqn, (a, b) in report.plain.items()]
+    plain = [f"{fqn}: {brief(a)} -> {brief(b)}" for fqn, (a, b) in report.plain.items()]
     _print_lines(console, "plain data", plain, top)
 
 
 def _print_lines(console: Console, title: str, lines: list[str], top: int) -> None:
     if lines:
-        console.print("", title, *(f"  {_printable(line)}" for line in lines[:top]), sep="\n")
+        console.print("", title, *(f"  {printable(line)}" for line in lines[:top]), sep="\n")
         _print_more(console, len(lines), top)
 
 
 def _print_more(console: Console, count: int, top: int) -> None:
     if count > top:
         console.print(f"  and {count - top:,} more: see --top")
+
+
+# export ----------------------------------------------------------------------------------------------------------
+
+PatternsOption = list[str] | None
+
+
+@app.command()
+@_errors_told()
+def export(
+    checkpoint: CheckpointArgument,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A new directory for the files.")],
+    step: StepOption = None,
+    item: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of which item of the state, where several have weights.")
+    ] = None,
+    include: Annotated[
+        PatternsOption, typer.Option(metavar="PATTERN", help="Only FQNs that match, such as 'model.layers.*'.")
+    ] = None,
+    exclude: Annotated[PatternsOption, typer.Option(metavar="PATTERN", help="Leave out FQNs that match.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast floating-point tensors to this, such as bfloat16.")] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Begin another file before that.")] = "5GB",
+    keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep the item's name in front.")] = False,
+) -> None:
+    """Export weights as safetensors files, as Hugging Face's tools load them.
+
+    Whatever number of ranks has saved them, they come out whole. Tied weights are written once.
+    """
+    from sidesave.client.export import Weights, parse_dtype, parse_size
+
+    path, most = _checkpoint(checkpoint, step), parse_size(max_shard_size)
+    cast_to = None if dtype is None else parse_dtype(dtype)
+    chosen = Weights(
+        path, item=item, include=include or None, exclude=exclude or None, keep_prefix=keep_prefix, dtype=cast_to
+    )
+    with chosen as weights, progress(weights.nbytes, path.name) as advance:
+        report = weights.write(target, max_shard_nbytes=most, on_bytes=advance)
+    tensors = f"{report.tensors:,} tensor{'s' * (report.tensors != 1)} of {weights.item}"
+    files = f"{len(report.files):,} file{'s' * (len(report.files) != 1)}"
+    typer.echo(printable(f"{report.path}: {tensors}, {size(report.nbytes)} in {files}"))
+    for name, other in report.tied.items():
+        typer.echo(printable(f"  {name} is tied to {other}, and left out"))
+    for name in report.left_out:
+        typer.echo(printable(f"  {name} is no tensor, and left out"))
 
 
 # doctor ----------------------------------------------------------------------------------------------------------
@@ -643,16 +497,16 @@ def doctor(
     if place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is no directory")
     found: list[Finding] = []
-    console = _console()
+    console = new_console()
     for finding in examine(place):
         found.append(finding)
         if not as_json:
             console.print(f"{finding.status:4}", style=_COLORS[finding.status], end="  ")
-            console.print(_printable(f"{finding.name:14}  {finding.finding}"))
+            console.print(printable(f"{finding.name:14}  {finding.finding}"))
             if finding.remedy:
                 console.print(f"{'':22}-> {finding.remedy}")
     if as_json:
-        _print_json([asdict(finding) for finding in found])
+        print_json([asdict(finding) for finding in found])
     if any(finding.status == "fail" for finding in found):
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,26 +79,25 @@ class Gathered:
             self._target = torch.empty(self.nbytes, dtype=torch.uint8)
 
     def put(self, part: Part, memory: memoryview, begin: int, start: int, stop: int) -> None:
-        """Copy what is wanted of bytes ``start`` to ``stop`` of a file; ``memory`` begins with that at ``begin``."""
+        """Copy what is wanted of bytes ``start`` to ``stop`` of a file; ``memory`` begins with that at ``begin``.
+
+        No element lies across these borders: of a large tensor they are those of blocks, which begin with it.
+        """
         entry, itemsize = part.entry, self.dtype.itemsize
         start, stop = max(start - entry.offset, 0), min(stop - entry.offset, entry.nbytes)
-        unit = math.gcd(itemsize, start, stop)  # blocks end within an element where somebody else has laid out the file
-        dtype, width = _BITS[unit], itemsize // unit
-        values = torch.frombuffer(
-            memory, dtype=dtype, count=(stop - start) // unit, offset=entry.offset + start - begin
-        )
-        target = self._target.view(dtype).view(*self.shape, width)
-        wanted = ((*part.box[0], 0), (*part.box[1], width))
+        bits, count = _BITS[itemsize], (stop - start) // itemsize
+        values = torch.frombuffer(memory, dtype=bits, count=count, offset=entry.offset + start - begin)
+        target = self._target.view(bits).view(self.shape)
         position = 0
-        for box in boxes.between((*entry.shape, width), start // unit, stop // unit):
-            count = math.prod(box[1])
-            common = boxes.intersect(box, wanted)
+        for box in boxes.between(entry.shape, start // itemsize, stop // itemsize):
+            size = math.prod(box[1])
+            common = boxes.intersect(box, part.box)
             if common is not None:
-                source = values[position : position + count].view(box[1])[boxes.slices(boxes.within(common, box[0]))]
-                offsets, shape = boxes.within(common, wanted[0])
-                goal = tuple(offset + at for offset, at in zip(offsets, (*part.offsets, 0), strict=True))
-                target[boxes.slices((goal, shape))].copy_(source)
-            position += count
+                source = values[position : position + size].view(box[1])[boxes.slices(boxes.within(common, box[0]))]
+                offsets, shape = boxes.within(common, part.box[0])
+                goal = tuple(map(operator.add, offsets, part.offsets)), shape
+                target[boxes.slices(goal)].copy_(source)
+            position += size
 
     def finished(self) -> torch.Tensor:
         """The box, put together."""

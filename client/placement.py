@@ -14,7 +14,7 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import xxhash
@@ -289,7 +289,7 @@ def _windows(tensor: torch.Tensor) -> tuple[bytes | memoryview, ...]:
         count = max(1, _WINDOW_NBYTES // tensor.element_size())
         middle = flat.numel() // 2
         found = torch.cat([flat[:count], flat[middle : middle + count], flat[-count:]]).cpu()
-        return (bytes(found.view(torch.uint8).tolist()),)
+        return (bytes(cast("list[int]", found.view(torch.uint8).tolist())),)
     data = memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
     if nbytes <= 3 * _WINDOW_NBYTES:
         return (data,)

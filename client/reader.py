@@ -54,7 +54,6 @@ class StoredTensor:
     """
 
     key: str
-    container: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: Layout
@@ -178,7 +177,7 @@ class CheckpointReader:
         problem = blocks.shape_problem(info.dtype, info.shape)
         if problem:
             raise IntegrityError(f"{self.path}: {name} {problem}")
-        return StoredTensor(key, info.container, DTYPES[info.dtype], info.shape, layout)
+        return StoredTensor(key, DTYPES[info.dtype], info.shape, layout)
 
     def _read_record(self, rank: int) -> RankRecord:
         entry = self.manifest.records[rank]
@@ -240,9 +239,8 @@ class CheckpointReader:
 
     def _find(self, rank: int, stored: StoredTensor, cell: Box) -> tuple[BlockFile, TensorEntry]:
         """Where a rank has stored a cell."""
-        # A share of it may be there too, in another file: the first save of a structure writes that in any case.
-        found = sorted(self._entries[rank][stored.key], key=lambda each: each[0].container != stored.container)
-        for file, entry in found:
+        # There may be a share of it too, in another file: the first save of a structure writes that in any case.
+        for file, entry in self._entries[rank][stored.key]:
             if (DTYPES[entry.dtype], entry.shape) == (stored.dtype, cell[1]):
                 return file, entry
         raise IntegrityError(

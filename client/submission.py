@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,7 +17,7 @@ from sidesave.client.lineage import Lineage
 from sidesave.client.placement import Alike, Placed, Placements
 from sidesave.client.saves import SaveInFlight, SavesInFlight
 from sidesave.client.world import NodeWorld, World
-from sidesave.errors import SidesaveError, StagingError, StateMismatchError, UnsupportedValueError
+from sidesave.errors import SidesaveError, StagingError, StateMismatchError, UnsupportedValueError, WriteError
 from sidesave.stager import tree
 from sidesave.stager.copier import Copier
 from sidesave.stager.image import FileImage, Plan, Structure, make_plan, structure_of
@@ -131,10 +132,15 @@ class Submission:
                 self._saves.fail(entry, StagingError(f"copying the state failed: {error}"), report=False)
             raise
 
-    def refuse(self, step: object, sequence: int, error: BaseException) -> None:
-        """Tell the other ranks that this one will not take part in what may be under way on theirs."""
+    def refuse(self, step: object, sequence: int, error: BaseException, *, earlier: bool = False) -> None:
+        """Tell the other ranks that this one will not take part in what may be under way on theirs.
+
+        With ``earlier`` the error is an earlier save's, of which they have been told as well.
+        """
         if self._placements is None:
             return
+        if earlier:
+            error = WriteError(errno.ECANCELED, f"save() has raised an earlier failure and saved nothing: {error}")
         failure = protocol.failure(1, None, error if isinstance(error, SidesaveError) else StagingError(str(error)))
         request = Refuse(
             attempt=1,

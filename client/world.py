@@ -21,7 +21,14 @@ from typing import Any, Final
 import torch
 
 from sidesave.client import arguments
-from sidesave.errors import DaemonStartError, InvalidArgumentError, ProtocolError, SidesaveError, from_wire
+from sidesave.errors import (
+    DaemonStartError,
+    IntegrityError,
+    InvalidArgumentError,
+    ProtocolError,
+    SidesaveError,
+    from_wire,
+)
 from sidesave.writer_daemon import manifest, protocol
 from sidesave.writer_daemon.storage import PosixStorage
 
@@ -48,27 +55,55 @@ class World(ABC):
     def gather(self, value: Any) -> list[Any]:
         """Exchange a value of plain JSON types with all ranks; blocking, and to be called by all of them."""
 
+    def require_alike(self, **arguments: Any) -> None:
+        """Raise ``InvalidArgumentError`` on all ranks unless all have been given the same; to be called by all."""
+        told = self.gather(arguments)
+        for rank, theirs in zip(self.ranks, told, strict=True):
+            for name, value in theirs.items():
+                if value != told[0][name]:
+                    raise InvalidArgumentError(
+                        f"rank {self.ranks[0]} was given {name}={told[0][name]}, and rank {rank} {name}={value}; "
+                        "all ranks need the same"
+                    )
+
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Generator[None]:
-        """Raise what one rank raises in this block on all of them, naming it; to be entered by all of them."""
-        own: SidesaveError | None = None
-        told = None
+        """Raise what one rank raises in this block on all of them, naming it; to be entered by all of them.
+
+        Of several errors all ranks raise the same kind, for they have to go on alike: that of the first rank, and
+        ``IntegrityError``, after which a caller may try another checkpoint, only where there is no other. What is no
+        error of ours, ``KeyboardInterrupt`` for one, is raised as it is on its own rank.
+        """
+        own: BaseException | None = None
         try:
             yield
-        except SidesaveError as error:
+        except BaseException as error:
             if self.size == 1:
                 raise
-            own, failure = error, protocol.failure(0, None, error)
-            told = [failure.error, failure.message, failure.errno, failure.path]
+            own = error
         if self.size == 1:
             return
-        answers = self.gather(told)
-        if own is not None:
+        try:
+            answers = self.gather(None if own is None else _told(own))
+        except Exception:
+            if own is not None:
+                raise own from None
+            raise
+        failures = [(rank, answer) for rank, answer in zip(self.ranks, answers, strict=True) if answer is not None]
+        if not failures:
+            return
+        rank, (name, message, number, path) = min(failures, key=lambda each: each[1][0] == IntegrityError.__name__)
+        if own is not None and (type(own).__name__ == name or not isinstance(own, SidesaveError)):
             raise own
-        for rank, answer in enumerate(answers):
-            if answer is not None:
-                name, message, number, path = answer
-                raise from_wire(name, f"rank {rank} {what}: {message}", number, path)
+        raise from_wire(name, f"rank {rank} {what}: {message}", number, path) from own
+
+
+def _told(error: BaseException) -> list[Any]:
+    """What other ranks are told of an error: name, message, errno and path."""
+    if not isinstance(error, SidesaveError):
+        return [SidesaveError.__name__, f"{type(error).__name__}: {error}"[:4000], None, None]
+    failure = protocol.failure(0, None, error)
+    return [failure.error, failure.message, failure.errno, failure.path]
 
 
 class Alone(World):
@@ -207,11 +242,11 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         InvalidArgumentError: What the ranks see is not what ``node_local`` says; the same on every rank.
     """
     if not isinstance(world, GroupWorld):
-        if node_local:
-            raise InvalidArgumentError("node_local needs a process group: nodes without a common disk cannot meet")
         return world
+    world.require_alike(node_local=node_local)
     storage = PosixStorage(directory)
     nonce = secrets.token_hex(8)
+    seen: list[int] = []
     try:
         with world.agreeing("cannot write to the run directory"):
             storage.make_directory(RENDEZVOUS, 0o770)
@@ -220,11 +255,12 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         told = world.gather([nonce, socket.gethostname(), boot_id])
         ranks = {f"here.{each}": rank for rank, (each, _, _) in enumerate(told)}
         deadline = time.monotonic() + (0 if node_local else _VISIBLE_WITHIN_S)
-        while True:
-            seen = sorted(ranks[name] for name in storage.list_directory(RENDEZVOUS) if name in ranks)
-            if len(seen) == world.size or time.monotonic() >= deadline:
-                break
-            time.sleep(0.05)
+        with world.agreeing("cannot list the run directory"):
+            while True:
+                seen = sorted(ranks[name] for name in storage.list_directory(RENDEZVOUS) if name in ranks)
+                if len(seen) == world.size or time.monotonic() >= deadline:
+                    break
+                time.sleep(0.05)
         views = [tuple(view) for view in world.gather(seen)]
     finally:
         with contextlib.suppress(OSError):
@@ -255,11 +291,18 @@ def _check_nodes(views: list[tuple[int, ...]], hosts: list[tuple[str, str]], dir
             raise InvalidArgumentError(f"{directory} is shared by {', '.join(names)}: leave node_local=True out")
 
 
-def find_world(directory: str, distributed: bool, process_group: torch.distributed.ProcessGroup | None) -> World:
+def find_world(
+    directory: str,
+    distributed: bool,
+    process_group: torch.distributed.ProcessGroup | None,
+    *,
+    node_local: bool = False,
+) -> World:
     """The ranks that this process saves with: those of the process group, or else those that the launcher tells of.
 
     Raises:
-        InvalidArgumentError: Both ``process_group`` and ``distributed=False``; or the launcher tells nonsense.
+        InvalidArgumentError: Both ``process_group`` and ``distributed=False``; the launcher tells nonsense; or it tells
+            of several ranks that have neither a process group nor, with ``node_local``, a directory to meet in.
         DaemonStartError: The other ranks did not come.
     """
     if not distributed:
@@ -272,7 +315,14 @@ def find_world(directory: str, distributed: bool, process_group: torch.distribut
     rank, size = (_from_environment(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < size:
         raise InvalidArgumentError(f"the environment says RANK={rank} and WORLD_SIZE={size}")
-    return StorageWorld(directory, rank, size) if size > 1 else Alone()
+    if size == 1:
+        return Alone()
+    if node_local:
+        raise InvalidArgumentError(
+            f"node_local needs a process group, for nodes without a common disk cannot meet, and rank {rank} has none: "
+            "call torch.distributed.init_process_group first"
+        )
+    return StorageWorld(directory, rank, size)
 
 
 def _from_environment(name: str, default: int) -> int:

@@ -84,34 +84,36 @@ class TensorRef:
     """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried.
 
     For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole. What becomes a NumPy ``array`` has to
-    stay in host memory, of the dtype it has.
+    stay in host memory, of the dtype it has. ``rank`` is the one whose skeleton names it.
     """
 
     fqn: str
     dtype: torch.dtype | None
     sparse_shape: tuple[int, ...] | None = None
     array: bool = False
-
-
-def _reference(
-    fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None, array: bool = False
-) -> TensorRef:
-    dtype = dtype_from_name(carried)
-    if carried and dtype not in CARRIERS:
-        raise ValueError(f"{carried!r} is not a carried dtype")
-    return TensorRef(str(fqn), dtype, sparse_shape, array)
+    rank: int = 0
 
 
 def _everything(fqn: str) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A node that some of several skeletons have and others have not; it comes from that of ``rank``."""
+
+    node: Any
+    where: str
+    rank: int
+
+
 class Skeleton:
     """A decoded skeleton: plain data, and references where tensors go."""
 
-    def __init__(self, data: bytes, where: str) -> None:
-        """Decode ``data``, the objects file ``where``; ``IntegrityError`` when it is malformed."""
+    def __init__(self, data: bytes, where: str, rank: int = 0) -> None:
+        """Decode ``data``, the objects file ``where`` of ``rank``; ``IntegrityError`` when it is malformed."""
         self._where = where
+        self._rank = rank
         try:
             body = cast(
                 "Any",
@@ -127,12 +129,36 @@ class Skeleton:
         """The top-level names."""
         return list(self._body)
 
+    def add(self, other: Skeleton, is_shared: Callable[[str], bool]) -> None:
+        """Take over what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
+
+        A dict without any belongs to its rank, and must not be mixed with that of another.
+
+        Args:
+            other: The skeleton of another rank.
+            is_shared: Tells by its FQN whether a tensor belongs to all ranks.
+
+        Raises:
+            IntegrityError: ``other`` is malformed.
+        """
+
+        def partial(one: Skeleton) -> Callable[[Any], _Partial]:
+            return lambda node: node if isinstance(node, _Partial) else _Partial(node, one._where, one._rank)
+
+        try:
+            ours, theirs = ({key: (key, node) for key, node in one._body.items()} for one in (self, other))
+            merged = _Merger(is_shared, partial(other)).items(ours, theirs, partial(self), 0)
+            self._body = dict(merged.values())
+        except Exception as error:
+            raise IntegrityError(f"{other._where}: not a skeleton: {error}") from error
+
     def build(
         self,
         tensor: Callable[[TensorRef], Any],
         *,
         only: Callable[[str], bool] = _everything,
         unpickle: Callable[[bytes], Any] | None = None,
+        partial: set[str] | None = None,
     ) -> dict[str, Any]:
         """The nest again.
 
@@ -141,12 +167,78 @@ class Skeleton:
             only: Leaves of which this is false are left out, and so are items of a dict that lose all they had.
             unpickle: Gives the value that stands for a pickled one; ``pickle.loads`` runs code that the checkpoint
                 chooses.
+            partial: Takes the FQNs of what not all of the ranks had whose skeletons have been put together here.
 
         Raises:
             IntegrityError: A node is malformed.
             UnsupportedValueError: A value is pickled and there is no ``unpickle``.
         """
-        return _Builder(self._where, tensor, only, unpickle).mapping(self._body, "")
+        partial = set[str]() if partial is None else partial
+        return _Builder(self._where, self._rank, tensor, only, unpickle, partial).mapping(self._body, "")
+
+
+# Merging ---------------------------------------------------------------------------------------------------------
+
+_MAPPINGS: Final = (Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT)
+_Items = dict[Any, tuple[Any, Any]]
+"""Key node and node of each item, by what tells its key from others."""
+
+
+class _Merger:
+    def __init__(self, is_shared: Callable[[str], bool], theirs: Callable[[Any], _Partial]) -> None:
+        self._is_shared = is_shared
+        self._theirs = theirs
+
+    def items(self, ours: _Items, theirs: _Items, mark: Callable[[Any], _Partial], depth: int) -> _Items:
+        merged = {
+            name: (key, self._node(node, theirs[name][1], mark, depth) if name in theirs else mark(node))
+            for name, (key, node) in ours.items()
+        }
+        added = {name: (key, self._theirs(node)) for name, (key, node) in theirs.items() if name not in ours}
+        return merged | added
+
+    def _node(self, first: Any, second: Any, mark: Callable[[Any], _Partial], depth: int) -> Any:
+        """The first node, and what only the second has of it where both are dicts."""
+        if isinstance(first, _Partial):
+            where, rank = first.where, first.rank
+            merged = self._node(first.node, second, lambda node: _Partial(node, where, rank), depth)
+            return _Partial(merged, where, rank)
+        ours, theirs = _items_of(first), _items_of(second)
+        if ours is None or theirs is None or depth > MAX_DEPTH or not self._holds_shared(second):
+            return first
+        pairs = list(self.items(ours, theirs, mark, depth + 1).values())
+        tag, *about, _ = cast("list[Any]", first)
+        if tag == Tag.DICT and all(isinstance(key, str) for key, _ in pairs):
+            return [tag, dict(pairs)]
+        return [Tag.ITEMS if tag == Tag.DICT else tag, *about, pairs]
+
+    def _holds_shared(self, node: Any) -> bool:
+        if isinstance(node, dict):  # the parts of a sparse tensor
+            return any(map(self._holds_shared, cast("dict[str, Any]", node).values()))
+        items = _items_of(node)
+        if items is not None:
+            return any(self._holds_shared(item) for _, item in items.values())
+        tag, *parts = cast("list[Any]", node) if isinstance(node, list) and node else [None]
+        if tag == Tag.TENSOR and parts:
+            return self._is_shared(str(parts[0]))
+        return any(map(self._holds_shared, parts))
+
+
+def _items_of(node: Any) -> _Items | None:
+    """The items of a dict's node; None for any other one."""
+    parts = cast("list[Any]", node) if isinstance(node, list) else []
+    if len(parts) < 2 or parts[0] not in _MAPPINGS:
+        return None
+    body = parts[-1]
+    pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
+    return {key if isinstance(key, str) else _pack(key): (key, item) for key, item in pairs}
+
+
+def _pack(key: Any) -> bytes:
+    return cast("bytes", msgpack.packb(key, unicode_errors="surrogatepass"))
+
+
+# Building --------------------------------------------------------------------------------------------------------
 
 
 class _Missing(enum.Enum):
@@ -160,16 +252,22 @@ class _Builder:
     def __init__(
         self,
         where: str,
+        rank: int,
         tensor: Callable[[TensorRef], Any],
         only: Callable[[str], bool],
         unpickle: Callable[[bytes], Any] | None,
+        partial: set[str],
     ) -> None:
         self._where = where
+        self._rank = rank
         self._tensor = tensor
         self._only = only
         self._unpickle = unpickle
+        self._partial = partial
         # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
-        self._whole: _Builder = self if only is _everything else _Builder(where, tensor, _everything, unpickle)
+        self._whole: _Builder = (
+            self if only is _everything else _Builder(where, rank, tensor, _everything, unpickle, partial)
+        )
 
     def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
         built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
@@ -179,6 +277,10 @@ class _Builder:
         if depth > MAX_DEPTH + 5:
             raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
         if not isinstance(node, list):
+            if isinstance(node, _Partial):
+                self._partial.add(fqn)
+                other = _Builder(node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial)
+                return other.build(node.node, fqn, depth)
             if type(node) not in PRIMITIVES and type(node) is not int:
                 raise IntegrityError(f"{self._where}: {fqn} is malformed")
             return node if self._only(fqn) else _OUT
@@ -231,11 +333,11 @@ class _Builder:
     def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
             case Tag.TENSOR:
-                return self._tensor(_reference(*rest))
+                return self._tensor(self._reference(*rest))
             case Tag.SPARSE:
                 return self._sparse(rest, fqn, depth)
             case Tag.NUMPY_ARRAY:
-                value = self._tensor(_reference(*rest[0][1:], array=True))
+                value = self._tensor(self._reference(*rest[0][1:], array=True))
                 return value.numpy() if isinstance(value, torch.Tensor) else value
             case Tag.NUMPY_FILE:
                 return _from_npy(rest[0])
@@ -297,12 +399,21 @@ class _Builder:
             case _:
                 raise ValueError(f"no leaf has tag {tag}")
 
+    def _reference(
+        self, fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None, array: bool = False
+    ) -> TensorRef:
+        dtype = dtype_from_name(carried)
+        if carried and dtype not in CARRIERS:
+            raise ValueError(f"{carried!r} is not a carried dtype")
+        return TensorRef(str(fqn), dtype, sparse_shape, array, self._rank)
+
     def _sparse(self, rest: list[Any], fqn: str, depth: int) -> Any:
         layout, shape, coalesced, nodes = rest
         layout = _LAYOUTS_BY_NAME[layout]
         parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in SPARSE_PARTS[layout]]
         if not all(isinstance(part, torch.Tensor) for part in parts):
-            return self._tensor(_reference(*nodes["values"][1:], sparse_shape=tuple(shape)))  # for a caller without any
+            # For a caller without any.
+            return self._tensor(self._reference(*nodes["values"][1:], sparse_shape=tuple(shape)))
         if layout is torch.sparse_coo:
             make = cast("Any", torch.sparse_coo_tensor)
             return make(*parts, shape, is_coalesced=coalesced, check_invariants=True)

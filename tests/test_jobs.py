@@ -8,13 +8,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sidesave.writer_daemon import jobs
 from sidesave.writer_daemon.jobs import Jobs
-from sidesave.writer_daemon.protocol import Committed, Delete, Deleted, Extent, Failed, Message, Progress, Save, Written
+from sidesave.writer_daemon.protocol import (
+    Committed,
+    Delete,
+    Deleted,
+    Extent,
+    Failed,
+    Message,
+    Progress,
+    Refuse,
+    Save,
+    Written,
+)
 
 ATTEMPT = 3
 OBJECTS = Extent(name="objects", offset=4096, nbytes=10)
 
 
-def a_save(save_id: int) -> Save:
+def a_save(save_id: int, world_size: int = 1) -> Save:
     return Save(
         attempt=ATTEMPT,
         save_id=save_id,
@@ -24,7 +35,7 @@ def a_save(save_id: int) -> Save:
         session="0123456789abcdef",
         sequence=save_id,
         rank=0,
-        world_size=1,
+        world_size=world_size,
         files=(),
         objects=OBJECTS,
         parent=None,
@@ -40,6 +51,23 @@ def a_failure(save_id: int) -> Failed:
     return Failed(attempt=ATTEMPT, save_id=save_id, error="WriteError", message="no", errno=5, path="/x")
 
 
+def a_refusal(save_id: int) -> Refuse:
+    return Refuse(
+        attempt=ATTEMPT,
+        save_id=save_id,
+        step=1,
+        session="0123456789abcdef",
+        sequence=save_id,
+        rank=0,
+        world_size=2,
+        error="StagingError",
+        message="no",
+        errno=None,
+        path=None,
+        retry=False,
+    )
+
+
 def messages(actions: list[jobs.Action]) -> list[Message]:
     return [action.message for action in actions if isinstance(action, jobs.Send)]
 
@@ -47,14 +75,19 @@ def messages(actions: list[jobs.Action]) -> list[Message]:
 class Daemon(RuleBasedStateMachine):
     """Plays the server and its storage thread around a ``Jobs`` and keeps the books by which it is judged."""
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(world_size=st.sampled_from([1, 2]))
+    def start(self, world_size: int) -> None:
         self.jobs = Jobs(ATTEMPT)
+        self.world_size = world_size
         self.accepted: list[Save] = []
         self.with_memory: dict[int, bool] = {}
         self.started: list[int] = []  # writes, in the order of their start
-        self.busy: tuple[str, Save] | None = None  # the storage operation under way
+        self.commits: list[int] = []  # likewise
+        self.writing: Save | None = None
+        self.committing: Save | None = None
         self.written: set[int] = set()
+        self.refusals: set[int] = set()
+        self.refusing: list[int] = []  # handed to storage, in order
         self.answers: dict[int, Message] = {}
         self.deletions: set[int] = set()
         self.before: dict[int, set[int]] = {}  # the saves that came before each deletion
@@ -68,31 +101,38 @@ class Daemon(RuleBasedStateMachine):
             assert not self.exited, f"{action} after Exit"
             match action:
                 case jobs.StartWrite(save, memory):
-                    assert self.busy is None, "two storage operations at once"
+                    assert self.writing is None, "two writes at once"
+                    assert self.committing is None or self.world_size > 1, "no commit waits for others here"
                     assert save.save_id not in self.answers
                     assert memory == self.with_memory[save.save_id]
                     self.started.append(save.save_id)
-                    self.busy = ("write", save)
+                    self.writing = save
                 case jobs.StartCommit(save):
-                    assert self.busy is None, "two storage operations at once"
+                    assert self.committing is None, "two commits at once"
+                    assert self.writing is None or self.world_size > 1, "no commit waits for others here"
                     assert save.save_id in self.written, "committed what was never said to be written"
-                    self.busy = ("commit", save)
+                    self.commits.append(save.save_id)
+                    self.committing = save
                 case jobs.StartDelete(request):
                     assert request.save_id not in self.deleting
                     open_saves = self.before[request.save_id] - self.answers.keys()
                     assert not open_saves, "deleted what may be the last checkpoint"
                     self.deleting.append(request.save_id)
-                case jobs.StartRefusal():
-                    raise AssertionError("nothing is refused here")
+                case jobs.StartRefusal(request):
+                    assert request.save_id not in self.refusing
+                    assert request.save_id not in self.answers
+                    self.refusing.append(request.save_id)
                 case jobs.Reclaim(save):
                     assert isinstance(self.answers[save.save_id], Failed), "removed a save that had not failed"
                 case jobs.Send(message):
                     self.hear(message)
                 case jobs.Exit():
                     assert self.draining
-                    assert self.busy is None
+                    assert self.writing is None
+                    assert self.committing is None
                     assert not self.deleting
-                    assert self.answers.keys() == {save.save_id for save in self.accepted} | self.deletions
+                    assert not self.refusing
+                    assert self.answers.keys() == self.requests()
                     self.exited = True
         return actions
 
@@ -114,19 +154,22 @@ class Daemon(RuleBasedStateMachine):
             case _:
                 pass
 
+    def requests(self) -> set[int]:
+        return {save.save_id for save in self.accepted} | self.deletions | self.refusals
+
     def is_running(self) -> bool:
         return not self.exited
 
     def is_writing(self) -> bool:
-        return self.busy is not None and self.busy[0] == "write"
+        return self.writing is not None
 
     def is_committing(self) -> bool:
-        return self.busy is not None and self.busy[0] == "commit"
+        return self.committing is not None
 
     @precondition(is_running)
     @rule(watched=st.booleans())
     def a_save_arrives(self, watched: bool) -> None:
-        save = a_save(len(self.accepted) + 1)
+        save = a_save(len(self.accepted) + 1, self.world_size)
         assert not self.jobs.knows(save.save_id)
         self.accepted.append(save)
         self.with_memory[save.save_id] = not watched
@@ -165,13 +208,35 @@ class Daemon(RuleBasedStateMachine):
         self.feed(jobs.DeleteEnded(request_id, a_failure(request_id) if failed else None))
         assert isinstance(self.answers[request_id], Failed if failed or given_up else Deleted)
 
+    @precondition(lambda self: self.is_running() and self.world_size > 1)
+    @rule(again=st.booleans())
+    def a_refusal_is_asked_for(self, again: bool) -> None:
+        request = a_refusal(2000 + len(self.refusals) - again)
+        known = request.save_id in self.refusals
+        self.refusals.add(request.save_id)
+        actions = self.feed(jobs.RefusalRequested(request))
+        assert actions == ([] if known else [jobs.StartRefusal(request)]), "it waits for nothing"
+
+    @precondition(lambda self: self.refusing)
+    @rule()
+    def a_refusal_ends(self) -> None:
+        request_id = self.refusing.pop(0)
+        self.feed(jobs.RefusalEnded(request_id, a_failure(request_id)))
+        assert request_id in self.answers
+
+    @precondition(lambda self: self.is_writing() or self.is_committing())
+    @rule()
+    def other_ranks_are_waited_for(self) -> None:
+        save = self.writing or self.committing
+        assert save is not None
+        assert self.feed(jobs.Waited(save.save_id)) == []
+
     @precondition(is_writing)
     @rule(failed=st.booleans())
     def a_write_ends(self, failed: bool) -> None:
-        assert self.busy is not None
-        _, save = self.busy
+        save, self.writing = self.writing, None
+        assert save is not None
         given_up = save.save_id in self.answers
-        self.busy = None
         actions = self.feed(jobs.WriteEnded(save.save_id, 100, 1.0, a_failure(save.save_id) if failed else None))
         if failed:
             assert isinstance(self.answers[save.save_id], Failed)
@@ -182,9 +247,8 @@ class Daemon(RuleBasedStateMachine):
     @precondition(is_committing)
     @rule(failed=st.booleans())
     def a_commit_ends(self, failed: bool) -> None:
-        assert self.busy is not None
-        _, save = self.busy
-        self.busy = None
+        save, self.committing = self.committing, None
+        assert save is not None
         self.feed(jobs.CommitEnded(save.save_id, "step-1", 100, a_failure(save.save_id) if failed else None))
         assert save.save_id in self.answers
 
@@ -195,12 +259,13 @@ class Daemon(RuleBasedStateMachine):
         if awaited is None:
             assert self.feed(jobs.Stalled(a_failure(0))) == []
             return
-        already = awaited.save_id in self.answers
+        stuck = {save.save_id for save in (self.writing, self.committing) if save is not None}
+        already = stuck <= self.answers.keys()
         self.feed(jobs.Stalled(a_failure(awaited.save_id)))
         assert isinstance(self.answers[awaited.save_id], Failed)
-        if already or awaited.save_id in self.deletions:
-            everything = {save.save_id for save in self.accepted} | self.deletions
-            assert everything <= self.answers.keys(), "stuck storage leaves nothing open"
+        assert stuck <= self.answers.keys(), "stuck is stuck, whatever it was at"
+        if already:
+            assert self.requests() - self.refusals <= self.answers.keys(), "stuck storage leaves nothing open"
 
     @precondition(is_running)
     @rule()
@@ -209,25 +274,30 @@ class Daemon(RuleBasedStateMachine):
         self.feed(jobs.DrainRequested())
 
     @precondition(lambda self: self.exited)
-    @rule()
-    def a_successor_starts(self) -> None:
-        self.start()
+    @rule(world_size=st.sampled_from([1, 2]))
+    def a_successor_starts(self, world_size: int) -> None:
+        self.start(world_size)
 
     @invariant()
     def nothing_waits_without_a_reason(self) -> None:
         if self.exited:
             return
         open_saves = [save for save in self.accepted if save.save_id not in self.answers]
-        assert self.busy is not None or not open_saves, f"nobody works on {open_saves}"
-        assert self.jobs.active == (self.busy[1] if self.busy else None)
-        in_hand = {save.save_id for save in open_saves} | ({self.busy[1].save_id} if self.busy else set())
+        busy = [save for save in (self.writing, self.committing) if save is not None]
+        assert busy or not open_saves, f"nobody works on {open_saves}"
+        assert self.jobs.active == (busy[0] if busy else None)
+        in_hand = {save.save_id for save in open_saves + busy}
         assert len(self.jobs) == len(in_hand)
-        idle = not self.deleting and self.deletions <= self.answers.keys()
+        if self.world_size > 1:
+            queued = {save.save_id for save in open_saves} - set(self.started)
+            assert self.writing is not None or not queued, "it is written while others are waited for"
+        idle = not self.deleting and not self.refusing and self.deletions <= self.answers.keys()
         assert not (self.draining and len(self.jobs) == 0 and idle), "drained and empty, yet no Exit"
 
     @invariant()
     def saves_start_in_the_order_in_which_they_came(self) -> None:
         assert self.started == sorted(self.started)
+        assert self.commits == sorted(self.commits)
 
     def teardown(self) -> None:
         """Whatever has happened: once asked to drain, and with storage answering, it ends."""
@@ -240,9 +310,10 @@ class Daemon(RuleBasedStateMachine):
                 self.a_commit_ends(failed=False)
         while self.deleting:
             self.a_deletion_ends(failed=False)
-        assert self.deletions <= self.answers.keys()
+        while self.refusing:
+            self.a_refusal_ends()
         assert self.exited
-        assert self.answers.keys() == {save.save_id for save in self.accepted} | self.deletions
+        assert self.answers.keys() == self.requests()
 
 
 TestDaemon = Daemon.TestCase
@@ -289,3 +360,14 @@ def test_saves_behind_stuck_storage_fail_with_it_after_a_second_deadline():
     assert machine.handle(jobs.Stalled(a_failure(1))) == [jobs.Send(a_failure(2)), jobs.Send(a_failure(3))]
     assert machine.handle(jobs.DrainRequested()) == [], "the stuck operation still holds the directory"
     assert machine.handle(jobs.WriteEnded(1, 0, 0.0, a_failure(1))) == [jobs.Exit()]
+
+
+def test_save_of_several_ranks_is_written_while_the_one_before_it_waits_for_the_others():
+    machine, first, second = Jobs(ATTEMPT), a_save(1, world_size=2), a_save(2, world_size=2)
+    machine.handle(jobs.Submitted(first))
+    machine.handle(jobs.Submitted(second))
+    written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5, apart=False))
+    ended = machine.handle(jobs.WriteEnded(1, 7, 0.5))
+    assert ended == [written, jobs.StartCommit(first), jobs.StartWrite(second, memory=True)]
+    stalled = dataclasses.replace(a_failure(1), error="CommitUnknownError")
+    assert machine.handle(jobs.Stalled(a_failure(2))) == [jobs.Send(a_failure(2)), jobs.Send(stalled)]

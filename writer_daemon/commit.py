@@ -244,7 +244,13 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     left: list[str] = []
     storage.sync_directory("")  # what a dead daemon has renamed counts from here on, and outlives a power loss
     names = sorted(storage.list_directory(""))
-    hidden = [(name, parsed) for name in names if (parsed := manifest.parse_hidden_directory(name))]
+    hidden = [
+        (name, parsed)
+        for name in names
+        # What ranks of this session are about is not left over: a daemon before this one has died, and they have not.
+        if (parsed := manifest.parse_hidden_directory(name))
+        and not (parsed[1].startswith(f"{lease.session}-") and parsed[2] in ("partial", "aborted", *ranks.VERDICTS))
+    ]
     apart: dict[str, str] = {}
     for name, (step, attempted, state) in hidden:
         if state == "partial" or state.startswith("salvage"):

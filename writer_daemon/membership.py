@@ -37,7 +37,7 @@ class Membership:
         self.end_by = math.inf
         """When to give up what is unfinished, by the monotonic clock: the trainer is gone, and so is the session."""
         self.lost = False
-        """Whether :meth:`check` has found another holder."""
+        """Whether :meth:`check` has last found another holder."""
         give_up = time.monotonic() + _VISIBLE_WITHIN_S
         while True:
             try:
@@ -51,7 +51,6 @@ class Membership:
                 time.sleep(_POLL_S)
             else:
                 break
-        self.lost = False
         with contextlib.suppress(WriteError):
             storage.remove(self._mark)  # of a daemon before this one, which left in peace
 
@@ -63,6 +62,7 @@ class Membership:
             raise WriteError(
                 errno.ESTALE, f"the run has passed to {holder or 'nobody'}", f"{self._storage.root}/{LEASE_DIRECTORY}"
             )
+        self.lost = False  # rank 0's daemon was replaced
 
     def tell_trainer_gone(self) -> None:
         """From now on leave soon after the session has ended; returns at once."""

@@ -13,11 +13,10 @@ import errno
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from sidesave.errors import (
-    CheckpointExistsError,
     CommitUnknownError,
     DaemonDiedError,
     IntegrityError,
@@ -40,6 +39,14 @@ _MAX_POLL_S: Final = 0.05
 """Between two looks of rank 0 at the records of one attempt."""
 _MAX_SLOW_POLL_S: Final = 1.0
 """Between two looks of another rank at the run directory: there are many of them."""
+TOMBSTONE_S: Final = 60.0
+"""How long an attempt that was given up is told of: longer than any rank goes without a look that counts."""
+_MAX_GAP_S: Final = 20.0
+"""After this long without a look a rank draws no conclusion from what is not there any more."""
+_ORPHAN_S: Final = 5.0
+"""The daemon of rank 0 may leave and be replaced, with the lease given up in between; not for so long."""
+_LOOKS: Final = 3
+"""A listing may lack what is being renamed at that moment, but not so many in a row."""
 _RANKS_PER_SECOND: Final = 10_000
 """More ranks than this look less often: a metadata server has other things to do as well."""
 _HEAD_NBYTES: Final = 4096
@@ -52,6 +59,15 @@ Publish = Callable[[str], None]
 """Gives the attempt's directory an empty file of that name."""
 
 
+class GivenUp(Exception):
+    """An attempt came to nothing, whatever this rank may try again; ``reason`` is the error to report."""
+
+    def __init__(self, reason: SidesaveError) -> None:
+        """For ``reason``."""
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def attempt_of(save: Save | Refuse) -> str:
     """What tells the directories of this attempt from all others."""
     return manifest.attempt_of(save.session, save.sequence, save.world_size)
@@ -62,19 +78,27 @@ def partial_of(save: Save | Refuse) -> str:
     return manifest.hidden_directory(save.step, attempt_of(save), "partial")
 
 
-def aborted_of(save: Save | Refuse) -> str:
-    """What that directory becomes when the attempt is given up."""
-    return manifest.hidden_directory(save.step, attempt_of(save), "aborted")
-
-
 def refuse_aborted(storage: Storage, save: Save | Refuse) -> None:
-    """Raise what the attempt was given up for, if it was; a directory made after that would be nobody's."""
-    aborted = aborted_of(save)
-    if aborted in storage.list_directory(""):
-        raise _reason(storage, aborted)
+    """Raise ``GivenUp`` if the attempt was given up; a directory made after that would be nobody's."""
+    reason = _reason(storage, save, storage.list_directory(""))
+    if reason is not None:
+        raise GivenUp(reason)
 
 
-def _reason(storage: Storage, aborted: str) -> SidesaveError:
+def _tombstone(names: Iterable[str], save: Save | Refuse) -> str | None:
+    """What became of the directory of an attempt that was given up; rank 0 may have meant another step by it."""
+    end = f".{attempt_of(save)}.aborted"
+    return next((name for name in names if name.endswith(end) and manifest.parse_hidden_directory(name)), None)
+
+
+def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> SidesaveError | None:
+    """What the attempt was given up for, by what the run directory holds; None if it was not."""
+    aborted = _tombstone(names, save)
+    if aborted is None:
+        return None
+    if save.rank and partial_of(save) in names:  # made again by a rank that came too late, or of another step
+        with contextlib.suppress(WriteError):
+            storage.remove_tree(partial_of(save))
     data = None
     with contextlib.suppress(WriteError):
         data = storage.read(f"{aborted}/{ABORT}", manifest.MAX_JSON_NBYTES)
@@ -82,9 +106,9 @@ def _reason(storage: Storage, aborted: str) -> SidesaveError:
     if data is not None:
         with contextlib.suppress(IntegrityError):
             refusal = Refusal.from_bytes(data, aborted)
-    return (
-        WriteError(errno.ECANCELED, "rank 0 has given up this save", aborted) if refusal is None else refusal.as_error()
-    )
+    if refusal is None:
+        return WriteError(errno.ECONNABORTED, "rank 0 has given up this save", aborted)
+    return refusal.as_error()
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------------------
@@ -96,16 +120,14 @@ def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiti
     A rank that still has to ask whether plain tensors are alike, though rank 0 knows it by now, is answered.
 
     Raises:
-        SidesaveError: What a rank has refused with, or another one that storage told.
-        DaemonDiedError: A rank's daemon has left and will not write its record any more.
-        StateMismatchError: A rank saves another step at this turn.
-        WriteStalledError: ``timeout_s`` seconds have passed.
+        GivenUp: For what a rank has refused with; ``DaemonDiedError``: its daemon has left and will not write its
+            record any more; ``StateMismatchError``: it saves another step at this turn; or ``WriteStalledError``:
+            ``timeout_s`` seconds have passed.
     """
     directory = partial_of(save)
     found: dict[int, RankRecord] = {}
     missing = set(range(save.world_size))
-    left: frozenset[int] = frozenset()
-    next_look_around = 0.0
+    lookout = _Lookout(storage, save, waiting)
     answered = False
     for _ in _polls(timeout_s, _MAX_POLL_S):
         names = set(storage.list_directory(directory))
@@ -117,18 +139,34 @@ def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiti
             answered = _answer_claims(storage, save, names, found[save.rank])
         if not missing:
             return [found[rank] for rank in range(save.world_size)]
-        if missing & left:  # it left before this look, and its record would have come before it did
-            raise DaemonDiedError(f"rank {min(missing & left)} has ended without writing its part of step {save.step}")
-        if time.monotonic() >= next_look_around:
-            next_look_around = time.monotonic() + _MAX_SLOW_POLL_S / 2
-            waiting()
-            _refuse_misaligned(storage, save)
-            left = closed_ranks(storage, save.session)
-    raise WriteStalledError(
-        errno.ETIMEDOUT,
-        f"ranks {sorted(missing)[:8]} have not written their part of step {save.step} within {timeout_s:g} s",
-        f"{storage.root}/{directory}",
-    )
+        lookout.look(missing)
+    raise _late(storage, save, f"ranks {sorted(missing)[:8]} have not written their part", timeout_s)
+
+
+class _Lookout:
+    """How rank 0, while it waits for others, finds out that they will never come."""
+
+    def __init__(self, storage: Storage, save: Save, waiting: Waiting) -> None:
+        self._storage, self._save, self._waiting = storage, save, waiting
+        self._left: frozenset[int] = frozenset()
+        self._next = 0.0
+
+    def look(self, missing: Iterable[int]) -> None:
+        """``missing`` are those of which there was nothing a moment ago."""
+        ended = self._left.intersection(missing)  # before that moment: what they had to say would have been there
+        if ended:
+            text = f"rank {min(ended)} has ended without writing its part of step {self._save.step}"
+            raise GivenUp(DaemonDiedError(text))
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _MAX_SLOW_POLL_S / 2
+            self._waiting()
+            _refuse_misaligned(self._storage, self._save)
+            self._left = closed_ranks(self._storage, self._save.session)
+
+
+def _late(storage: Storage, save: Save, what: str, timeout_s: float) -> GivenUp:
+    text = f"{what} of step {save.step} within {timeout_s:g} s"
+    return GivenUp(WriteStalledError(errno.ETIMEDOUT, text, f"{storage.root}/{partial_of(save)}"))
 
 
 def _read_record(storage: Storage, directory: str, save: Save, rank: int) -> RankRecord:
@@ -142,7 +180,7 @@ def _read_record(storage: Storage, directory: str, save: Save, rank: int) -> Ran
         refusal = Refusal.from_bytes(data, path)
         if refusal is None:
             raise
-        raise refusal.as_error() from None
+        raise GivenUp(refusal.as_error()) from None
     if (record.session, record.step, record.sequence) != (save.session, save.step, save.sequence):
         raise IntegrityError(f"{storage.root}/{path}: the record belongs to another save")
     return record
@@ -152,10 +190,21 @@ def _refuse_misaligned(storage: Storage, save: Save) -> None:
     for name in storage.list_directory(""):
         parsed = manifest.parse_hidden_directory(name)
         if parsed and parsed[0] != save.step and parsed[1:] == (attempt_of(save), "partial"):
-            raise StateMismatchError(
-                f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank has to save the same "
-                "steps in the same order"
-            )
+            for entry in storage.list_directory(name):
+                if entry.startswith("rank-"):
+                    _refuse_refused(storage, f"{name}/{entry}")
+            text = f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank has to save the same"
+            raise GivenUp(StateMismatchError(f"{text} steps in the same order"))
+
+
+def _refuse_refused(storage: Storage, path: str) -> None:
+    """Raise what a rank has refused with that was not even given a step."""
+    data = storage.read(path, manifest.MAX_JSON_NBYTES)
+    refusal = None
+    with contextlib.suppress(IntegrityError):
+        refusal = None if data is None else Refusal.from_bytes(data, path)
+    if refusal is not None:
+        raise GivenUp(refusal.as_error())
 
 
 def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> str | None:
@@ -163,10 +212,11 @@ def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) 
 
     Never raises ``WriteError``: ranks that are not told find out by their own deadline.
     """
-    partial, aborted = partial_of(save), aborted_of(save)
+    partial, aborted = partial_of(save), manifest.hidden_directory(save.step, attempt_of(save), "aborted")
     try:
-        if aborted in storage.list_directory(""):
-            return aborted
+        earlier = _tombstone(storage.list_directory(""), save)
+        if earlier is not None:
+            return earlier
         storage.make_directory(partial, 0o700)
         try:
             _write_refusal(storage, f"{partial}/{ABORT}", save, "aborted", failure, attempt)
@@ -176,6 +226,9 @@ def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) 
         for name in storage.list_directory(aborted):
             if name != ABORT:
                 storage.remove(f"{aborted}/{name}")
+        for name in storage.list_directory(""):
+            if name.endswith(f".{attempt_of(save)}.partial"):  # of ranks that save another step
+                storage.remove_tree(name)
     except WriteError as error:
         logger.warning("left for the next start to clean: %s", error)
         return None
@@ -186,48 +239,76 @@ def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) 
 
 
 def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> None:
-    """Tell rank 0 that this rank's record will not come, and free the space; never raises ``WriteError``."""
-    directory = partial_of(save)
+    """Tell rank 0 that this rank's record will not come, and free the space.
+
+    Never raises ``WriteError``: rank 0 that is not told finds out by its deadline.
+
+    Raises:
+        GivenUp: The attempt was given up before.
+    """
+    directory, record = partial_of(save), manifest.record_file(save.rank)
     try:
         refuse_aborted(storage, save)
         storage.make_directory(directory, 0o700)
-        mine = f".rank-{save.rank:05d}."
-        for name in storage.list_directory(directory):
-            if mine in name:
+        names = storage.list_directory(directory)
+        if record in names:  # it has been told before
+            return
+        for name in names:
+            if f".rank-{save.rank:05d}." in name:
                 storage.remove(f"{directory}/{name}")
-        _write_refusal(storage, f"{directory}/{manifest.record_file(save.rank)}", save, "failed", failure, attempt)
+        _write_refusal(storage, f"{directory}/{record}", save, "failed", failure, attempt)
     except SidesaveError as error:
         logger.warning("rank 0 is not told that step %d failed here: %s", save.step, error)
 
 
-def await_commit(storage: Storage, save: Save, timeout_s: float, waiting: Waiting) -> Head:
-    """How the attempt ended, once rank 0 has committed it; blocking.
+def await_commit(
+    storage: Storage, save: Save, timeout_s: float, waiting: Waiting, check_lease: Waiting, seen: float
+) -> int:
+    """How many bytes the checkpoint has, once rank 0 has committed it; blocking.
+
+    0 where it has been replaced or deleted before this rank has looked: of what rank 0 gives up it leaves a sign for a
+    minute, and nothing of what it has committed. ``seen`` is when, by the monotonic clock, this rank's record was.
 
     Raises:
-        SidesaveError: What it was given up for.
-        CheckpointExistsError: A later save has taken the step's name.
+        GivenUp: Rank 0 has given it up, or has ended without having written its part.
         CommitUnknownError: ``timeout_s`` seconds have passed, or the run was taken over by a session that did not
             commit it.
     """
-    target, partial, aborted = manifest.step_directory(save.step), partial_of(save), aborted_of(save)
+    target, partial = manifest.step_directory(save.step), partial_of(save)
     path = f"{storage.root}/{target}"
-    orphaned = False
+    orphaned_at: float | None = None
+    gone, in_time = 0, False
     for _ in _polls(timeout_s, _MAX_SLOW_POLL_S * max(1.0, save.world_size / _RANKS_PER_SECOND)):
         names = storage.list_directory("")
-        if aborted in names:
-            storage.remove_tree(partial)  # made again by a rank that came too late
-            raise _reason(storage, aborted)
+        reason = _reason(storage, save, names)
+        if reason is not None:
+            raise GivenUp(reason)
         head = _read_head(storage, target) if target in names else None
         if head is not None and (head.session, head.sequence) == (save.session, save.sequence):
-            return head
-        if head is not None and head.sequence > save.sequence:
-            raise CheckpointExistsError(errno.EEXIST, "a later save of this step has been committed", path)
-        if orphaned and not any(attempt_of(save) in name for name in names):
-            raise CommitUnknownError(errno.ESTALE, "the run has passed to another session without this step", path)
+            return head.nbytes
+        now = time.monotonic()
+        if partial in names:
+            seen, gone = now, 0
+        else:
+            in_time = in_time if gone else now - seen < _MAX_GAP_S
+            gone += 1
         try:
             waiting()
+            if gone >= _LOOKS or orphaned_at is not None:
+                check_lease()
+                orphaned_at = None
         except WriteError:  # without the lease: the next session commits what is whole, and removes what is not
-            orphaned = True
+            orphaned_at = now if orphaned_at is None else orphaned_at
+        if gone >= _LOOKS and orphaned_at is None:
+            if in_time:
+                return 0
+            raise CommitUnknownError(errno.ENOENT, f"what became of step {save.step} was not seen in time", path)
+        if orphaned_at is not None and not any(attempt_of(save) in name for name in names):
+            raise CommitUnknownError(errno.ESTALE, "the run has passed to another session without this step", path)
+        if orphaned_at is not None and now - orphaned_at > _ORPHAN_S and partial in names:
+            left = storage.list_directory(partial)
+            if left and manifest.record_file(0) not in left:
+                raise GivenUp(DaemonDiedError(f"rank 0 has ended without writing its part of step {save.step}"))
     raise CommitUnknownError(
         errno.ETIMEDOUT, f"step {save.step} was not committed within {timeout_s:g} s; it may still be", path
     )
@@ -254,20 +335,22 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
     that is in there. A rank that knew the answer before makes no claim, and its record tells.
 
     Raises:
-        WriteStalledError: ``timeout_s`` seconds have passed.
-        SidesaveError: A rank has refused, or the attempt was given up.
+        GivenUp: As in :func:`await_records`, or by rank 0.
     """
     assert save.spare is not None
     directory = partial_of(save)
     publish(f"{CLAIM}rank-{save.rank:05d}.{save.spare.claim}")
     recorded: dict[int, str] = {}
+    lookout = _Lookout(storage, save, waiting)
+    what = "rank 0 has not told what to write"
     for _ in _polls(timeout_s, _MAX_POLL_S if save.rank == 0 else _MAX_SLOW_POLL_S / 4):
         beside = storage.list_directory("")
         for alike in (True, False):
             if _verdict(save, alike=alike) in beside:
                 return alike
-        if directory not in beside:
-            refuse_aborted(storage, save)
+        reason = _reason(storage, save, beside)
+        if reason is not None:
+            raise GivenUp(reason)
         if save.rank == 0:
             names = set(storage.list_directory(directory))
             claims = _claims(names)
@@ -279,12 +362,12 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
             if not alike or len(found) == save.world_size:
                 storage.make_directory(_verdict(save, alike=alike), 0o700)
                 return alike
-        waiting()
-    raise WriteStalledError(
-        errno.ETIMEDOUT,
-        f"the other ranks have not begun to write step {save.step} within {timeout_s:g} s",
-        f"{storage.root}/{directory}",
-    )
+            missing = sorted(set(range(save.world_size)) - found.keys())
+            what = f"ranks {missing[:8]} have not begun to write their part"
+            lookout.look(missing)
+        else:
+            waiting()
+    raise _late(storage, save, what, timeout_s)
 
 
 def forget_verdict(storage: Storage, save: Save | Refuse) -> None:

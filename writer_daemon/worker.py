@@ -7,6 +7,7 @@ for good goes to the fallback directory, if there is one; any other error become
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -22,16 +23,12 @@ from sidesave.errors import (
     CommitUnknownError,
     NoSpaceError,
     ProtocolError,
-    SidesaveError,
     WriteError,
 )
 from sidesave.stager.arena import Arena
-from sidesave.writer_daemon import commit, jobs, protocol, ranks
-from sidesave.writer_daemon.lease import Lease
-from sidesave.writer_daemon.manifest import (
-    RankRecord,
-    step_directory,
-)
+from sidesave.writer_daemon import commit, jobs, manifest, protocol, ranks
+from sidesave.writer_daemon.lease import Lease, closed_ranks
+from sidesave.writer_daemon.manifest import RankRecord, step_directory
 from sidesave.writer_daemon.membership import Membership
 from sidesave.writer_daemon.protocol import Delete, Failed, Refuse, Save
 from sidesave.writer_daemon.storage import Storage
@@ -55,10 +52,9 @@ MAX_BACKOFF_S: Final = 30.0
 """And no longer than this: the saves behind it wait as well."""
 _CHECK_LEASE_S: Final = 2.0
 """While other ranks are waited for, the lease is looked at this often: each look takes several requests."""
-_MAX_TOMBSTONES: Final = 8
-"""So many attempts that were given up can be asked about at the same time by ranks that are late."""
-_TOMBSTONE_S: Final = 3.0
-"""Time for the others to see the last of them, before this daemon leaves."""
+_FAREWELL_S: Final = 3.0
+"""Time for other ranks that are still there to see what was given up last, before this daemon leaves."""
+_FAREWELL_POLL_S: Final = 0.05
 TRASH_GRACE_S: Final = 30.0
 """How long a deleted checkpoint stays readable for whoever has opened it."""
 
@@ -93,7 +89,9 @@ class Worker:
         again, in the storage thread.
         """
         self._commit_timeout_s = commit_timeout_s
-        self._tombstones: collections.deque[str] = collections.deque()
+        self._tombstones: collections.deque[tuple[float, str]] = collections.deque()
+        self._others: frozenset[int] = frozenset()
+        self._written: dict[int, float] = {}
         self._attempt = attempt
         self._primary = primary
         self._fallback_directory = fallback_directory
@@ -113,12 +111,14 @@ class Worker:
         try:
             record = self._write(save, arena)
         except Exception as error:  # noqa: BLE001 - a fault of ours must fail one save, not the daemon
-            failure = protocol.failure(self._attempt, save.save_id, error)
-            if save.world_size > 1:
-                self._give_up(save, failure)
+            failure = self._failure(save, error)
+            if save.world_size > 1 and not isinstance(error, CommitUnknownError):
+                failure = self._give_up(save, failure)
             self._post(jobs.WriteEnded(save.save_id, 0, 0.0, failure))
         else:
             seconds, apart = time.monotonic() - started, bool(record.part.apart)
+            if save.rank:
+                self._written[save.save_id] = time.monotonic()
             self._post(jobs.WriteEnded(save.save_id, record.nbytes, seconds, apart=apart))
 
     def _write(self, save: Save, arena: Arena | None) -> RankRecord:
@@ -143,16 +143,21 @@ class Worker:
         try:
             record = commit.find_record(place.storage, save) if save.retry else None
             if record is None:
-                commit.refuse_taken(place.storage, save)
+                if save.rank == 0:  # who has deleted the step for all; without its record nothing gets the name
+                    commit.refuse_taken(place.storage, save)
                 record = place.writer.write(save, arena, progressed, self._waiting(place, save))
             if self._fallback_directory:  # while the memory is there, so that the commit may fail as well
                 self._committed[save.save_id] = self._commit_in(place, save)
         except CommitUnknownError:
             raise
-        except BaseException:
-            if save.world_size == 1:
-                commit.reclaim(place.storage, save)
-            raise
+        except BaseException as error:
+            # Once the record is there rank 0 may commit, and so rename the directory that is still to be synced here.
+            is_renamed = save.rank and isinstance(error, WriteError) and error.errno == errno.ENOENT
+            record = commit.find_record(place.storage, save) if is_renamed else None
+            if record is None:
+                if save.world_size == 1:
+                    commit.reclaim(place.storage, save)
+                raise
         return record
 
     def _adopt(self, save: Save) -> RankRecord:
@@ -162,6 +167,10 @@ class Worker:
                 if place is not self._primary:
                     self._committed[save.save_id] = self._commit_in(place, save)
                 return record
+        if save.world_size > 1:
+            ranks.refuse_aborted(self._primary.storage, save)
+            text = f"step {save.step} was written, and what became of it is not there to be seen any more"
+            raise CommitUnknownError(errno.ENOENT, text, self._primary.storage.root)
         raise ProtocolError(f"step {save.step} was said to be written, but its record is not there")
 
     def commit(self, save: Save) -> None:
@@ -170,18 +179,23 @@ class Worker:
             done = self._committed.pop(save.save_id, None)
             name, nbytes = done or self._persistently(save, lambda save: self._commit_in(self._primary, save))
         except Exception as error:  # noqa: BLE001 - as above
-            failure = protocol.failure(self._attempt, save.save_id, error)
-            if not (isinstance(error, CommitUnknownError) or self._primary.lease.lost):  # it is the next session's then
+            failure = self._failure(save, error)
+            if isinstance(self._primary.lease, Membership):
+                if isinstance(error, WriteError):  # its part is there, so rank 0 may commit it all the same
+                    failure = dataclasses.replace(failure, error=CommitUnknownError.__name__)
+            elif not isinstance(error, CommitUnknownError) and not self._primary.lease.lost:  # else it is not ours
                 self.reclaim(save, failure)
             self._post(jobs.CommitEnded(save.save_id, "", 0, failure))
         else:
             self._post(jobs.CommitEnded(save.save_id, name, nbytes))
+        self._written.pop(save.save_id, None)
 
     def _commit_in(self, place: Place, save: Save) -> tuple[str, int]:
         name = step_directory(save.step)
         if isinstance(place.lease, Membership):
-            waiting = self._waiting(place, save)
-            return name, ranks.await_commit(place.storage, save, self._commit_timeout_s, waiting).nbytes
+            written = self._written.get(save.save_id, -math.inf)
+            timeout_s, waiting, check = self._commit_timeout_s, self._waiting(place, save), place.lease.check
+            return name, ranks.await_commit(place.storage, save, timeout_s, waiting, check, written)
         records = None if save.world_size == 1 else lambda: self._await_records(place, save)
         content = commit.commit(place.storage, place.lease, save, place.attempt, records)
         if save.world_size > 1:
@@ -207,15 +221,12 @@ class Worker:
         """Remove what a save that was given up has left, for all ranks or in the name of this one."""
         if save.world_size == 1:
             commit.reclaim(self._primary.storage, save)
-        elif save.rank == 0 or not self._is_over(save):
+        else:
             self._give_up(save, failure)
 
-    def _is_over(self, save: Save) -> bool:
-        try:
-            ranks.refuse_aborted(self._primary.storage, save)
-        except SidesaveError:
-            return True
-        return False
+    def _failure(self, save: Save | Refuse, error: Exception) -> Failed:
+        reason = error.reason if isinstance(error, ranks.GivenUp) else error
+        return protocol.failure(self._attempt, save.save_id, reason)
 
     def refuse(self, request: Refuse) -> None:
         """Tell the other ranks that this one will not take part in a save."""
@@ -230,26 +241,47 @@ class Worker:
         self._give_up(request, failure)
         self._post(jobs.RefusalEnded(request.save_id, failure))
 
-    def _give_up(self, save: Save | Refuse, failure: Failed) -> None:
+    def _give_up(self, save: Save | Refuse, failure: Failed) -> Failed:
+        """Give a save up for all ranks, or tell rank 0; what it has failed of, which another rank may have known."""
         storage, attempt = self._primary.storage, self._primary.attempt
         if self._primary.lease.lost:
-            return
+            return failure
         if save.rank:
-            ranks.refuse(storage, save, failure, attempt)
-            return
+            try:
+                if isinstance(save, Save) and commit.find_record(storage, save) is not None:  # nobody can take it back
+                    return dataclasses.replace(failure, error=CommitUnknownError.__name__)
+                ranks.refuse(storage, save, failure, attempt)
+            except ranks.GivenUp as error:
+                return self._failure(save, error)
+            except WriteError as error:
+                logger.warning("rank 0 is not told that step %d failed here: %s", save.step, error)
+            return failure
         tombstone = ranks.abort(storage, save, failure, attempt)
         ranks.forget_verdict(storage, save)
-        if tombstone is not None and tombstone not in self._tombstones:
-            self._tombstones.append(tombstone)
-        while len(self._tombstones) > _MAX_TOMBSTONES:
-            self._remove_tombstone()
+        self._others = frozenset(range(1, save.world_size))
+        if tombstone is not None:
+            self._tombstones.append((time.monotonic() + ranks.TOMBSTONE_S, tombstone))
+        while self._tombstones and self._tombstones[0][0] < time.monotonic():
+            self._remove_tombstone(self._tombstones.popleft()[1])
+        return failure
 
-    def _remove_tombstone(self) -> None:
-        name = self._tombstones.popleft()
+    def _remove_tombstone(self, name: str) -> None:
         try:
             self._primary.storage.remove_tree(name)
         except WriteError as error:
             logger.warning("left for the next start to clean: %s", error)
+
+    def _remove_tombstones(self) -> None:
+        """Remove all of this session, once the other ranks have seen them or left."""
+        storage, session = self._primary.storage, self._primary.lease.session
+        deadline = time.monotonic() + _FAREWELL_S * bool(self._tombstones)
+        with contextlib.suppress(WriteError):
+            while time.monotonic() < deadline and not self._others <= closed_ranks(storage, session):
+                time.sleep(_FAREWELL_POLL_S)
+            for name in storage.list_directory(""):
+                parsed = manifest.parse_hidden_directory(name)
+                if parsed and parsed[1].startswith(f"{session}-") and parsed[2] == "aborted":
+                    self._remove_tombstone(name)
 
     def _persistently(self, save: Save, operation: Callable[[Save], T]) -> T:
         tries = 0
@@ -327,9 +359,7 @@ class Worker:
     def close(self) -> None:
         """Remove what was deleted, and let the next session into the fallback directory."""
         self.empty_trash(everything=True)
-        if self._tombstones:
-            time.sleep(_TOMBSTONE_S)
-        while self._tombstones:
-            self._remove_tombstone()
+        if isinstance(self._primary.lease, Lease):
+            self._remove_tombstones()
         if self._fallback is not None:
             self._fallback.lease.release()

@@ -1,0 +1,105 @@
+"""How commands of the ``sidesave`` program print: tables, JSON, sizes and times, and a bar while one waits."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import reprlib
+import sys
+from collections.abc import Callable, Generator
+from typing import Any, Final, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_UNCONFINED: Final = 100_000
+"""Columns of an output that is no terminal: programs get whole lines."""
+
+
+def new_console() -> Console:
+    """Where to print: no colors and no wrapped lines unless it is a terminal."""
+    width = None if sys.stdout.isatty() else _UNCONFINED
+    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+
+def new_table(*columns: str) -> Table:
+    """A table without lines; columns whose name starts with ``>`` are for numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        number = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def print_json(value: Any) -> None:
+    """Print a nest of values as JSON."""
+    typer.echo(json.dumps(_jsonable(value), indent=2, allow_nan=False))
+
+
+def _jsonable(value: Any) -> Any:
+    """What JSON has no form for, infinities included, becomes text."""
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in cast("list[Any]", value)]
+    plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if plain else brief(value)
+
+
+def printable(text: str) -> str:
+    """Names come from files: no control character of theirs may reach the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size(nbytes: int) -> str:
+    """``15.8 MB``."""
+    power = min(5, (len(str(nbytes)) - 1) // 3)
+    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}" if power else f"{nbytes} B"
+
+
+def when(seconds: float) -> str:
+    """A point in time, as the clock here shows it."""
+    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+
+
+_abbreviation = reprlib.Repr()
+_abbreviation.maxstring = _abbreviation.maxother = _abbreviation.maxlong = 100
+
+
+def brief(value: Any) -> str:
+    """A plain value in a line; how much there is of it where not all is shown."""
+    text = printable(_abbreviation.repr(value))
+    cut = "..." in text and hasattr(value, "__len__") and len(value) > 6
+    return f"{text} ({len(value):,} in all)" if cut else text
+
+
+@contextlib.contextmanager
+def progress(total_nbytes: int, title: str = "") -> Generator[Callable[[int], None]]:
+    """A bar for bytes that goes when done; nothing where nobody watches."""
+    if not sys.stdout.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    about = TextColumn("{task.description}", markup=False)
+    figures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(about, BarColumn(), *figures, transient=True) as bar:
+        task = bar.add_task(title, total=total_nbytes)
+        yield lambda nbytes: bar.update(task, advance=nbytes)
+
+
+def error_text(error: BaseException) -> str:
+    """An error in one line, without Python's ``[Errno 2]``."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    return str(error) or type(error).__name__
