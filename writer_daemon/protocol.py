@@ -227,6 +227,10 @@ class Refuse(Message):
     path: str | None
     retry: bool
 
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.sequence < 0 or not 0 <= self.rank < self.world_size:
+            raise ProtocolError(f"REFUSE of step {self.step}, rank {self.rank} of {self.world_size} makes no sense")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delete(Message):

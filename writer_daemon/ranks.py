@@ -43,6 +43,8 @@ TOMBSTONE_S: Final = 60.0
 """How long an attempt that was given up is told of: longer than any rank goes without a look that counts."""
 _MAX_GAP_S: Final = 20.0
 """After this long without a look a rank draws no conclusion from what is not there any more."""
+_GRACE_S: Final = 5.0
+"""Other ranks wait this much longer than rank 0, which alone can give up for all and knows whom it has waited for."""
 _ORPHAN_S: Final = 5.0
 """The daemon of rank 0 may leave and be replaced, with the lease given up in between; not for so long."""
 _LOOKS: Final = 3
@@ -278,7 +280,7 @@ def await_commit(
     path = f"{storage.root}/{target}"
     orphaned_at: float | None = None
     gone, in_time = 0, False
-    for _ in _polls(timeout_s, _MAX_SLOW_POLL_S * max(1.0, save.world_size / _RANKS_PER_SECOND)):
+    for _ in _polls(timeout_s + _GRACE_S, _MAX_SLOW_POLL_S * max(1.0, save.world_size / _RANKS_PER_SECOND)):
         names = storage.list_directory("")
         reason = _reason(storage, save, names)
         if reason is not None:
@@ -343,7 +345,8 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
     recorded: dict[int, str] = {}
     lookout = _Lookout(storage, save, waiting)
     what = "rank 0 has not told what to write"
-    for _ in _polls(timeout_s, _MAX_POLL_S if save.rank == 0 else _MAX_SLOW_POLL_S / 4):
+    max_delay_s, grace_s = (_MAX_SLOW_POLL_S / 4, _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
+    for _ in _polls(timeout_s + grace_s, max_delay_s):
         beside = storage.list_directory("")
         for alike in (True, False):
             if _verdict(save, alike=alike) in beside:

@@ -260,6 +260,10 @@ class Server:
             case protocol.Delete():
                 self._handle(jobs.DeleteRequested(message))
             case protocol.Refuse():
+                boot = self._boot
+                told = (message.session, message.rank, message.world_size)
+                if told != (boot.session, boot.rank, boot.world_size) or boot.world_size == 1:
+                    raise ProtocolError(f"REFUSE of rank {message.rank} in session {message.session} is not ours")
                 self._handle(jobs.RefusalRequested(message))
             case protocol.Status():
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
