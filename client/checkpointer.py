@@ -27,7 +27,7 @@ from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
 from sidesave.client.saves import SavesInFlight
 from sidesave.client.submission import Submission
-from sidesave.client.world import NodeWorld, find_node, find_world
+from sidesave.client.world import NodeWorld, find_node, find_world, tidy
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -45,6 +45,8 @@ from sidesave.writer_daemon.protocol import Delete
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S: Final = 600.0
+_FIRST_ID: Final = 1 << 60
+"""Of requests that are no saves: a save is known by its place, which is the same on all ranks."""
 
 
 class Checkpointer:
@@ -147,7 +149,7 @@ class Checkpointer:
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
         self._allow_pickle = allow_pickle
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(_FIRST_ID)
         self._call = threading.RLock()
         self._saving: int | None = None  # the thread inside save()
         self._closed = False
@@ -205,16 +207,17 @@ class Checkpointer:
     def _open(self, start: Callable[[str], None]) -> None:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
         world, leads = self._world, self._node.rank == 0
-        session: str = world.gather(secrets.token_hex(8))[0]
+        session: str = world.gather("a session", secrets.token_hex(8))[0]
         mine: list[CheckpointInfo] = []
         leftovers = False
         with world.agreeing("cannot open the run directory"):
             if leads:
                 start(session)
+                tidy(self._directory)
                 # The daemon recovers the fallback directory when it first needs it, perhaps in the middle of the run.
                 leftovers = bool(self._connection.left) or catalog.has_leftovers(self._fallback)
                 mine = self._scan(refuse_newer=True)
-        told = world.gather([leftovers, [info.to_json() for info in mine]] if leads else None)
+        told = world.gather("what is there", [leftovers, [info.to_json() for info in mine]] if leads else None)
         views = [answer for answer in told if answer is not None]
         with world.agreeing("cannot start its daemon"):
             if not leads:
@@ -245,7 +248,7 @@ class Checkpointer:
         self._connection = Connection(config, self._saves.receive, self._saves.lose)
         pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
         self._pool = pool
-        self._history = OwnHistory(self._directory, self._fallback, self._session, self._ids, self._connection)
+        self._history = OwnHistory(self._directory, self._fallback, self._session, self._connection)
         self._connection.wait_ready()
 
     def _stop(self) -> None:
@@ -286,14 +289,16 @@ class Checkpointer:
             self._saving = threading.get_ident()
             # Every call takes a place, whatever comes of it: by its place other ranks know which save is meant.
             sequence = self._lineage.next_sequence()
+            earlier = True
             try:
                 self._check_open()  # again: close() may have come first
                 self._saves.raise_failure()
+                earlier = False
                 arguments.check_step(step)
-                with self._history.call(step):
+                with self._history.call(step, sequence):
                     handle = self._submit(step, state, sequence, blocking=blocking, overwrite=overwrite)
             except BaseException as error:
-                self._submission.refuse(step, sequence, error)
+                self._submission.refuse(step, sequence, error, earlier=earlier)
                 raise
             finally:
                 self._saving = None
@@ -446,7 +451,7 @@ class Checkpointer:
                 mine = self._scan()
         if world.size > 1:
             world.require_alike(step=step, fallback=fallback)
-            told = world.gather([info.to_json() for info in mine] if leads else None)
+            told = world.gather("checkpoints", [info.to_json() for info in mine] if leads else None)
             views = [answer for answer in told if answer is not None]
             mine = _common([[CheckpointInfo.from_json(info, self._directory) for info in infos] for infos in views])
         with world.agreeing("finds a damaged checkpoint"):
@@ -456,7 +461,7 @@ class Checkpointer:
             if world.rank == 0:
                 found = [self._choose(step, mine, fallback=fallback)]
         if world.size > 1:
-            told = world.gather([info.to_json() for infos in found for info in infos])[0]
+            told = world.gather("candidates", [info.to_json() for infos in found for info in infos])[0]
             found = [[CheckpointInfo.from_json(info, self._directory) for info in told]]
         return found[0], mine
 

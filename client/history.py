@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -136,27 +136,24 @@ class _UnderWay:
 class OwnHistory:
     """The saves of one checkpointer, from their calls on; its daemon hears what it cannot know. Thread-safe."""
 
-    def __init__(
-        self, directory: str, fallback_directory: str, session: str, ids: Iterator[int], connection: Connection
-    ) -> None:
-        """Begin with none; ``ids`` numbers the calls for which no save was made."""
+    def __init__(self, directory: str, fallback_directory: str, session: str, connection: Connection) -> None:
+        """Begin with none."""
         self._directory = directory
         self._fallback_directory = fallback_directory
         self._session = session
-        self._ids = ids
         self._connection = connection
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._under_way: dict[int, _UnderWay] = {}
         self._ended: collections.deque[SaveRecord] = collections.deque(maxlen=_MAX_ENDED)
-        self._step = 0
+        self._step = self._save_id = 0
         self._begun = False
         self._called = 0.0
         self.called_s = 0.0
 
     @contextlib.contextmanager
-    def call(self, step: int) -> Generator[None]:
+    def call(self, step: int, save_id: int) -> Generator[None]:
         """Around each ``save()``, one at a time: it has failed if it raises before :meth:`begin`."""
-        self._step, self._begun = step, False
+        self._step, self._save_id, self._begun = step, save_id, False
         self.called_s, self._called = time.time(), time.monotonic()
         try:
             yield
@@ -228,7 +225,7 @@ class OwnHistory:
             step=self._step,
             session=self._session,
             outcome=outcome,
-            save_id=next(self._ids),
+            save_id=self._save_id,
             called_s=self.called_s,
         )
         if error is None:

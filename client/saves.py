@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from sidesave import errors
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
+from sidesave.errors import CommitUnknownError, SidesaveError, WriteError, WriteStalledError
 from sidesave.stager.pool import Slot
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Message, Save
@@ -155,7 +155,14 @@ class SavesInFlight:
                 deletion.set_exception(error)
 
     def fail(self, entry: SaveInFlight, error: SidesaveError, *, report: bool = True) -> None:
-        """Give a save its failure; with ``report`` false the caller raises it itself."""
+        """Give a save its failure; with ``report`` false the caller raises it itself.
+
+        That another rank has saved nothing because it raised an earlier failure is not raised again: of that failure
+        this rank has been told as well, and so the ranks would go on for ever telling each other.
+        """
+        if isinstance(error, WriteError) and error.errno == errno.ECANCELED:
+            logger.error("step %d is not saved: %s", entry.save.step, error)
+            report = False
         with self._changed:
             if entry.save.save_id not in self._entries:
                 return

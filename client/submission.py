@@ -209,7 +209,7 @@ class Submission:
         parent = self._lineage.parent
         return Save(
             attempt=1,
-            save_id=next(self._ids),
+            save_id=sequence,
             arena=slot.arena_id,
             generation=arena.begin_generation(),
             step=step,

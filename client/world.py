@@ -27,12 +27,14 @@ from sidesave.errors import (
     InvalidArgumentError,
     ProtocolError,
     SidesaveError,
+    WriteError,
     from_wire,
 )
 from sidesave.writer_daemon import manifest, protocol
 from sidesave.writer_daemon.storage import PosixStorage
 
 RENDEZVOUS: Final = ".sidesave.rendezvous"
+HERE: Final = "here."
 AGREE_TIMEOUT_S: Final = 300.0
 """How long ranks wait for each other in storage; a process group has its own timeout."""
 _MAX_POLL_S: Final = 0.25
@@ -52,12 +54,27 @@ class World(ABC):
         return len(self.ranks)
 
     @abstractmethod
-    def gather(self, value: Any) -> list[Any]:
-        """Exchange a value of plain JSON types with all ranks; blocking, and to be called by all of them."""
+    def _exchange(self, value: Any) -> list[Any]: ...
+
+    def gather(self, about: str, value: Any) -> list[Any]:
+        """Exchange a value of plain JSON types with all ranks; blocking, and to be called by all of them.
+
+        Raises:
+            InvalidArgumentError: Ranks exchange different things, for they have not called the same; raised by all.
+        """
+        told = self._exchange([about, value])
+        for rank, (theirs, _) in zip(self.ranks, told, strict=True):
+            if theirs != told[0][0]:
+                raise InvalidArgumentError(
+                    f"ranks are out of step: rank {self.ranks[0]} has come to {told[0][0]!r}, rank {rank} to "
+                    f"{theirs!r}. All must make checkpointers, and load, in the same order; threads that do so at the "
+                    "same time need a process_group each"
+                )
+        return [value for _, value in told]
 
     def require_alike(self, **arguments: Any) -> None:
         """Raise ``InvalidArgumentError`` on all ranks unless all have been given the same; to be called by all."""
-        told = self.gather(arguments)
+        told = self.gather(" and ".join(arguments), arguments)
         for rank, theirs in zip(self.ranks, told, strict=True):
             for name, value in theirs.items():
                 if value != told[0][name]:
@@ -84,7 +101,7 @@ class World(ABC):
         if self.size == 1:
             return
         try:
-            answers = self.gather(None if own is None else _told(own))
+            answers = self.gather(what, None if own is None else _told(own))
         except Exception:
             if own is not None:
                 raise own from None
@@ -112,8 +129,7 @@ class Alone(World):
     rank = 0
     ranks = (0,)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value itself."""
+    def _exchange(self, value: Any) -> list[Any]:
         return [value]
 
 
@@ -129,7 +145,7 @@ class GroupWorld(World):
             raise InvalidArgumentError("this process is not part of process_group")
         self.rank = rank
 
-    def gather(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         """One collective of the group, with its timeout."""
         values: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(values, json.dumps(value), group=self._group)
@@ -160,7 +176,7 @@ class StorageWorld(World):
             self._meeting = met[0].removeprefix(prefix)
             self._remove([mine, *met])
 
-    def gather(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         """Leave a file and wait for those of the others; rank 0 lets in whoever comes meanwhile."""
         prefix = f"{self._meeting}.{self._round}."
         self._round += 1
@@ -228,9 +244,9 @@ class NodeWorld(World):
         self.number, self.count = number, count
         self._world = world
 
-    def gather(self, value: Any) -> list[Any]:
+    def _exchange(self, value: Any) -> list[Any]:
         """With the ranks of all nodes."""
-        return self._world.gather(value)
+        return self._world._exchange(value)
 
 
 def find_node(world: World, directory: str, *, node_local: bool) -> World:
@@ -250,10 +266,10 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
     try:
         with world.agreeing("cannot write to the run directory"):
             storage.make_directory(RENDEZVOUS, 0o770)
-            storage.publish_bytes(RENDEZVOUS, f"here.{nonce}", b"", nonce)
+            storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        told = world.gather([nonce, socket.gethostname(), boot_id])
-        ranks = {f"here.{each}": rank for rank, (each, _, _) in enumerate(told)}
+        told = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
+        ranks = {f"{HERE}{each}": rank for rank, (each, _, _) in enumerate(told)}
         deadline = time.monotonic() + (0 if node_local else _VISIBLE_WITHIN_S)
         with world.agreeing("cannot list the run directory"):
             while True:
@@ -261,10 +277,10 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
                 if len(seen) == world.size or time.monotonic() >= deadline:
                     break
                 time.sleep(0.05)
-        views = [tuple(view) for view in world.gather(seen)]
+        views = [tuple(view) for view in world.gather("ranks that are seen", seen)]
     finally:
         with contextlib.suppress(OSError):
-            storage.remove(f"{RENDEZVOUS}/here.{nonce}")
+            storage.remove(f"{RENDEZVOUS}/{HERE}{nonce}")
         storage.close()
     nodes = sorted(set(views))
     hosts = [(host, boot) for _, host, boot in told]
@@ -280,6 +296,18 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         return world
     number = nodes.index(views[world.rank])
     return NodeWorld(world, nodes[number], number, len(nodes))
+
+
+def tidy(directory: str) -> None:
+    """Remove what ranks that were killed have left of looking for each other; for who holds the directory."""
+    storage = PosixStorage(directory)
+    try:
+        with contextlib.suppress(WriteError):
+            for name in storage.list_directory(RENDEZVOUS):
+                if name.startswith((HERE, f".{HERE}")):
+                    storage.remove(f"{RENDEZVOUS}/{name}")
+    finally:
+        storage.close()
 
 
 def _check_nodes(views: list[tuple[int, ...]], hosts: list[tuple[str, str]], directory: str) -> None:

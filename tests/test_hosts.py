@@ -88,8 +88,12 @@ class Hosts:
         return host
 
     def crash(self, host: Host) -> None:
-        self._hosts.remove(host)
-        host.crash()
+        """End a host, and all that is left of the job; a second time does nothing."""
+        if host in self._hosts:
+            self._hosts.remove(host)
+            self.story.tell_death(0)
+            host.crash()
+            self.kill_workers()
 
     @contextlib.contextmanager
     def job(self, first: Host, second: Host, *options: object) -> Iterator[list[Job]]:
@@ -156,9 +160,7 @@ def test_hosts_share_a_run_take_it_over_from_each_other_and_survive_a_crash(host
     with hosts.job(b, a) as jobs:
         for event in story.hear(*jobs):
             if (event["what"], event["rank"]) == ("committed", 2):
-                story.tell_death(0)
                 hosts.crash(b)
-                hosts.kill_workers()
 
     c = hosts.make("c", "shared", "/mnt/c")
     with hosts.job(a, c) as jobs:

@@ -59,10 +59,9 @@ def read(run: Path, step: int) -> Stored:
 
 
 def is_clean(run: Path) -> None:
-    """Of what was given up nothing is left but the reason."""
-    for name in leftovers(run):
-        assert name.endswith(".aborted"), f"{name} is left"
-        assert [path.name for path in (run / name).iterdir()] in ([], ["abort.json"])
+    """Of what was given up nothing is left but the reason, once rank 0 has tidied up."""
+    wait_until(lambda: all(name.endswith(".aborted") for name in leftovers(run)))
+    wait_until(lambda: {path.name for path in run.glob(".step-*.aborted/*")} <= {"abort.json"})
 
 
 def finish(ranks: Iterable[Any], run: Path, traces: Traces) -> None:
@@ -468,9 +467,11 @@ def test_failing_disk_of_one_rank_fails_the_save_of_all_or_of_none(
             assert None not in told and told <= {"NoSpaceError", "CommitUnknownError", "WriteError"}
         is_clean(run)
     assert failed > 5
-    step += 1
-    ranks.save(step)
-    read(run, step)
+    for last in (step + 1, step + 2):  # an order that was not come to before may still hit the first
+        ranks.do("save", last)
+        answers = ranks.attempt("committed", last)
+    assert errors(answers) == [None] * 3
+    read(run, step + 2)
     finish(ranks, run, traces)
 
 
@@ -580,6 +581,43 @@ def kill_daemons(
     finish(ranks, run, traces)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
+    start: Start, run: Path, traces: Traces, number: signal.Signals
+):
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    ranks = start(3)
+    ranks.do("build", "small")
+    ranks.open(run)
+    step = 0
+    for attempt in range(12):
+        ranks.do("put", "structure", list(range(attempt // 2)))
+        steps = range(step + 1, step + 1 + chance.randrange(2, 5))
+        for step in steps:
+            ranks.tell("save", step)
+        time.sleep(chance.random() * 0.1)
+        for rank in chance.sample(list(ranks), chance.randrange(1, 4)):
+            for daemon in children(rank.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(daemon, number)
+        for _ in steps:
+            for answer in ranks.answers():
+                answer.get()
+        for step in steps:
+            ranks.do("committed", step)
+            read(run, step)
+    finish(ranks, run, traces)
+
+
+def children(pid: int) -> list[int]:
+    lists = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return [int(child) for text in lists for child in text.split()]
+
+
 def test_trainer_killed_before_it_staged_fails_the_save_of_the_others_at_once(start: Start, run: Path, traces: Traces):
     for before in (0, 1):  # saves before that one
         ranks = start(3)
@@ -667,7 +705,7 @@ def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
         rank.tell("committed", 2)
     told = ranks[0].answer()
     assert told.error == "WriteStalledError" and "ranks [1] " in told.message
-    assert ranks[2].answer().error in ("WriteStalledError", "CommitUnknownError")
+    assert ranks[2].answer().error == "WriteStalledError"
     assert visible(run) == [1] * known
     os.kill(pid, signal.SIGCONT)
     ranks[1].signal(signal.SIGCONT)

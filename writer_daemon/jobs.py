@@ -309,12 +309,14 @@ class Jobs:
             case Waited():
                 pass
             case Stalled(error):
-                stuck = self._in_phase(Phase.WRITING) or self._in_phase(Phase.COMMITTING)
-                if stuck is not None and not stuck.answered:
-                    stuck.answered, stuck.failure = True, error
-                    is_named = stuck.phase is Phase.COMMITTING  # or may be so any moment
-                    actions.append(Send(replace(error, error="CommitUnknownError") if is_named else error))
-                else:  # stuck for another deadline, or in a deletion: those behind it would wait for ever
+                busy = [job for phase in (Phase.WRITING, Phase.COMMITTING) if (job := self._in_phase(phase))]
+                stuck = [job for job in busy if not job.answered]
+                for job in stuck:
+                    job.answered, job.failure = True, replace(error, save_id=job.save.save_id)
+                    is_named = job.phase is Phase.COMMITTING  # or may be so any moment
+                    told = {"error": "CommitUnknownError"} if is_named else {}
+                    actions.append(Send(replace(job.failure, **told)))
+                if not stuck:  # stuck for another deadline, or in a deletion: those behind it would wait for ever
                     waiting = [job for job in self._queue if job.phase in (Phase.QUEUED, Phase.WRITTEN)]
                     self._queue = [job for job in self._queue if job not in waiting]
                     actions += [Send(_late(error, job)) for job in waiting if not job.answered]

@@ -192,9 +192,12 @@ def _refuse_misaligned(storage: Storage, save: Save) -> None:
     for name in storage.list_directory(""):
         parsed = manifest.parse_hidden_directory(name)
         if parsed and parsed[0] != save.step and parsed[1:] == (attempt_of(save), "partial"):
-            for entry in storage.list_directory(name):
+            entries = storage.list_directory(name)
+            for entry in entries:
                 if entry.startswith("rank-"):
                     _refuse_refused(storage, f"{name}/{entry}")
+            if all(entry.startswith(".rank-") for entry in entries):  # nothing yet, or a refusal on its way
+                continue
             text = f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank has to save the same"
             raise GivenUp(StateMismatchError(f"{text} steps in the same order"))
 
