@@ -82,7 +82,9 @@ class Server:
         self._send(protocol.Hello(attempt=boot.attempt, token=boot.token, pid=os.getpid()))
         lease: Lease | Membership | None = None
         recovery = commit.Recovery((), (), ())
-        name = f"{boot.rank}-{boot.attempt}-{os.getpid()}"
+        name = f"{boot.attempt}-{os.getpid()}"
+        if boot.world_size > 1:  # on another host another daemon may have this pid
+            name = f"{boot.rank}-{name}"
         try:
             storage = PosixStorage(boot.directory)
             if boot.rank == 0:
