@@ -91,4 +91,4 @@ def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
         undo.append((target, copy.deepcopy(target.state_dict())))
         target.load_state_dict(spread_all(gift.value))
     else:
-        gift.holder[gift.key] = gift.value
+        gift.holder[gift.key] = spread_all(gift.value)

@@ -143,7 +143,11 @@ class Placements:
 
     def _lay_out(self, flat: FlatState, structure: Structure, alike: Alike) -> _Layout:
         where = {fqn: (name, tensor) for name, tensors in flat.containers.items() for fqn, tensor in tensors.items()}
-        known = {fqn: (self._here(grid, fqn), where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
+        here: dict[int, Grid] = {}  # one object for each still: see sharding.assign
+        for fqn, grid in flat.grids.items():
+            if id(grid) not in here:
+                here[id(grid)] = self._here(grid, fqn)
+        known = {fqn: (here[id(grid)], where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
         shares = self._assign(known)
         shapes = {tuple(where[fqn][1].shape) for fqn in flat.assumed}
         wholes = {shape: sharding.whole(shape, self._ranks) for shape in shapes}

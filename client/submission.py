@@ -137,7 +137,7 @@ class Submission:
 
         With ``earlier`` the error is an earlier save's, of which they have been told as well.
         """
-        if self._placements is None:
+        if self._placements is None or self._world.size == 1:  # a node of its own
             return
         if earlier:
             error = WriteError(errno.ECANCELED, f"save() has raised an earlier failure and saved nothing: {error}")

@@ -252,7 +252,8 @@ class NodeWorld(World):
 def find_node(world: World, directory: str, *, node_local: bool) -> World:
     """The ranks that share this directory: all of them, unless each node is to have its own.
 
-    Which is found out, not believed: every rank leaves a file there and looks whose it sees.
+    Which is found out, not believed: ranks leave files there and look whose they see. In a directory that all share
+    the file of rank 0 is enough, however many they are.
 
     Raises:
         InvalidArgumentError: What the ranks see is not what ``node_local`` says; the same on every rank.
@@ -266,15 +267,16 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
     try:
         with world.agreeing("cannot write to the run directory"):
             storage.make_directory(RENDEZVOUS, 0o770)
-            storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
+            if node_local or world.rank == 0:
+                storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         told = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
-        ranks = {f"{HERE}{each}": rank for rank, (each, _, _) in enumerate(told)}
+        ranks = {f"{HERE}{each}": rank for rank, (each, _, _) in enumerate(told if node_local else told[:1])}
         deadline = time.monotonic() + (0 if node_local else _VISIBLE_WITHIN_S)
         with world.agreeing("cannot list the run directory"):
             while True:
                 seen = sorted(ranks[name] for name in storage.list_directory(RENDEZVOUS) if name in ranks)
-                if len(seen) == world.size or time.monotonic() >= deadline:
+                if len(seen) == len(ranks) or time.monotonic() >= deadline:
                     break
                 time.sleep(0.05)
         views = [tuple(view) for view in world.gather("ranks that are seen", seen)]
@@ -282,16 +284,18 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         with contextlib.suppress(OSError):
             storage.remove(f"{RENDEZVOUS}/{HERE}{nonce}")
         storage.close()
-    nodes = sorted(set(views))
     hosts = [(host, boot) for _, host, boot in told]
-    if node_local:
-        _check_nodes(views, hosts, directory)
-    elif len(nodes) > 1:
-        rank = next(rank for rank, view in enumerate(views) if view != views[0])
-        raise InvalidArgumentError(
-            f"rank {rank} on {hosts[rank][0]} does not see in {directory} what rank 0 on {hosts[0][0]} has written "
-            "there: all ranks must share one directory; pass node_local=True where each node keeps its own part"
-        )
+    if not node_local:
+        if () in views:
+            rank, first = views.index(()), world.ranks[0]
+            raise InvalidArgumentError(
+                f"rank {world.ranks[rank]} on {hosts[rank][0]} does not see in {directory} what rank {first} on "
+                f"{hosts[0][0]} has written there: all ranks must share one directory; pass node_local=True where each "
+                "node keeps its own part"
+            )
+        return world
+    _check_nodes(views, hosts, directory)
+    nodes = sorted(set(views))
     if len(nodes) == 1:
         return world
     number = nodes.index(views[world.rank])
@@ -313,7 +317,10 @@ def tidy(directory: str) -> None:
 def _check_nodes(views: list[tuple[int, ...]], hosts: list[tuple[str, str]], directory: str) -> None:
     for rank, view in enumerate(views):
         if rank not in view or any(views[other] != view for other in view):
-            raise InvalidArgumentError(f"ranks {view} see each other in {directory}, and some of them see others")
+            raise InvalidArgumentError(
+                f"the ranks that see each other in {directory} are not the same for all of them: with node_local=True "
+                "each node needs one directory of its own"
+            )
         if len({hosts[other] for other in view}) > 1:
             names = sorted({hosts[other][0] for other in view})
             raise InvalidArgumentError(f"{directory} is shared by {', '.join(names)}: leave node_local=True out")

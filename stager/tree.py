@@ -11,6 +11,8 @@ import datetime
 import enum
 import functools
 import io
+import math
+import operator
 import pathlib
 import pickle
 import re
@@ -143,7 +145,7 @@ class _Flattener:
         self._replicas: dict[int, tuple[int, ...]] = {}  # parameters of DistributedDataParallel, by id
         self._allow_pickle = allow_pickle
         self._fqns: set[str] = set()
-        self._by_address: dict[int, list[tuple[torch.Tensor, Any]]] = {}
+        self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
 
     def encode(self, value: Any, fqn: str, depth: int) -> Any:
         kind = value.__class__
@@ -283,11 +285,11 @@ class _Flattener:
         if value.is_nested or (dtype not in NAMES and dtype not in CARRIERS):
             kind = "a nested tensor" if value.is_nested else dtype
             raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
-        address = value.data_ptr()
+        address = value.data_ptr() or (0 if grid is None else _address_of_empty(value, grid))
         others = self._by_address.get(address) if address else None
         if others is not None:
-            for other, node in others:
-                if _same_region(value, other):
+            for other, other_grid, node in others:
+                if _same_region(value, other) and grid == other_grid:  # else a tensor and this rank's part of it
                     return node
         node: list[Any] = [Tag.TENSOR, fqn]
         stored = value
@@ -302,9 +304,9 @@ class _Flattener:
                 self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
         self._add(fqn, stored)
         if others is not None:
-            others.append((value, node))
+            others.append((value, grid, node))
         elif address:
-            self._by_address[address] = [(value, node)]
+            self._by_address[address] = [(value, grid, node)]
         return node
 
     def _scope_of(self, module: nn.Module, state: Mapping[str, Any]) -> _Scope:
@@ -381,6 +383,16 @@ def is_dtensor(value: object) -> bool:
     """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
+    """What tells an empty shard from others, for tied tensors have to be tied on all ranks; 0 where nothing does.
+
+    It has no address. But memory of its own, of the size that a shard has elsewhere, is that of no other tensor.
+    """
+    storage = shard.untyped_storage()
+    most = math.prod(max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts) * shard.element_size()
+    return -storage._cdata if storage.nbytes() <= most else 0
 
 
 def _ranks_of(tensor: Any) -> tuple[int, ...]:

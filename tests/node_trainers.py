@@ -47,9 +47,10 @@ class NodeActor(Actor):
         super().__init__(rank, size)
         self._worlds: dict[str, World] = {}
 
-    def open(self, run: str, **options: Any) -> dict[str, Any]:
-        """Make a checkpointer; a path with ``{node}`` in it is another one for each two ranks."""
-        return super().open(run.replace("{node}", str(self.rank // PER_NODE)), **options)
+    def open(self, run: str, *, in_turn: bool = False, **options: Any) -> dict[str, Any]:
+        """Make a checkpointer; a path with ``{node}`` in it is another one for each two ranks, or for every other."""
+        node = self.rank % PER_NODE if in_turn else self.rank // PER_NODE
+        return super().open(run.replace("{node}", str(node)), **options)
 
     def build(self, name: str, *arguments: Any, **options: Any) -> None:
         """Make a state, which knows its "step"."""
@@ -68,6 +69,28 @@ class NodeActor(Actor):
         """Load into the state, and say what that has as its "step"."""
         self.ckpt.load(step, into=self.state, **options)
         return self.state["step"]
+
+    def build_apart(self, seed: int = 0, *, flat: bool = False) -> None:
+        """Make a state of state dicts, as torch takes them from a sharded model and its optimizer."""
+        from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+        self._trained = state = over_nodes(self.rank, self.size, seed)
+        self._options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
+        model, optimizer = torch_state_dict.get_state_dict(state["model"], state["optimizer"], options=self._options)
+        self.state = {"model": model, "optimizer": optimizer, "step": 0}
+
+    def set_apart(self) -> None:
+        """Give the model and its optimizer what the state dicts hold."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self._trained["model"],
+            self._trained["optimizer"],
+            model_state_dict=self.state["model"],
+            optim_state_dict=self.state["optimizer"],
+            options=self._options,
+        )
+        self.state = self._trained
 
     def digests(self) -> dict[str, str]:
         """What this rank holds, tensors by their bytes."""
@@ -182,6 +205,39 @@ def pairs(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
     return {**rank_trainers.small(rank if seed == 0 else -1, size), "model": model}
 
 
+def tied(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
+    """Two layers share a weight, of which the last rank holds nothing; and the tensors that all hold are spread."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = rank_trainers._mesh(size, names=("dp",))
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(size - 1, 50_000), nn.Linear(50_000, size - 1))
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=mesh)
+    held = {str(number): distribute_tensor(torch.rand(300_000), mesh, [Replicate()]) for number in range(3)}
+    return {"model": model, "held": held}
+
+
+def with_local_parts(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
+    """What is cut, and beside it this rank's part as a tensor of its own."""
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from sidesave import PerRank
+
+    torch.manual_seed(seed)
+    mesh = rank_trainers._mesh(size, names=("dp",))
+    first, second = (distribute_tensor(torch.rand(7), mesh, [Shard(0)]) for _ in range(2))
+    return {
+        "own": PerRank({"first": first}),
+        "cut": {"first": first, "second": second},
+        "local": {"second": second.to_local()},
+    }
+
+
 def _layers(seed: int) -> nn.Module:
     from torch import nn
 
@@ -221,6 +277,8 @@ if __name__ == "__main__":
         fragile,
         replicated_pairs,
         pairs,
+        tied,
+        with_local_parts,
     )
     rank_trainers.STATES.update((state.__name__, state) for state in states)
     setattr(rank_trainers, "Actor", NodeActor)  # noqa: B010 - what obey_as_rank makes

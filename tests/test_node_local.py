@@ -157,7 +157,12 @@ def test_each_rank_may_be_a_node(start: Start, tmp_path: Path, traces: Traces):
     ranks = start(3)
     ranks.do("build", "alike")
     ranks.open(tmp_path / "rank-{rank}", node_local=True)
-    save(ranks, 1, 2)
+    save(ranks, 1)
+    ranks.do("spoil")
+    assert errors(ranks.attempt("save", 2)) == {"UnsupportedValueError"}
+    assert errors(ranks.attempt("save", 1)) == {"CheckpointExistsError"}, "which is none of the other ranks' business"
+    ranks.do("put", "spoilt", None)
+    save(ranks, 2)
     saved = ranks.do("digests")
     close(ranks, traces, *runs)
     ranks = start(3)
@@ -176,7 +181,7 @@ def test_step_that_a_node_has_lost_is_not_there_until_it_is_saved_again(
 ):
     ranks = start(4)
     ranks.do("build", "over_nodes")
-    open_nodes(ranks, nodes)
+    open_nodes(ranks, nodes, in_turn=True)
     save(ranks, 1, 2, 3)
     close(ranks, traces, *nodes)
     shutil.rmtree(part(nodes[0], 3))
@@ -184,7 +189,7 @@ def test_step_that_a_node_has_lost_is_not_there_until_it_is_saved_again(
 
     ranks = start(4)
     ranks.do("build", "over_nodes", seed=9)
-    assert {each["latest"] for each in open_nodes(ranks, nodes)} == {1}
+    assert {each["latest"] for each in open_nodes(ranks, nodes, in_turn=True)} == {1}
     assert ranks.do("steps") == [[[1], 1]] * 4
     for step in (2, 3):
         assert errors(ranks.attempt("load", step)) == {"CheckpointNotFoundError"}
@@ -269,7 +274,7 @@ def refused(ranks: Ranks, *words: str) -> None:
         assert all(word in answer.message for word in words), answer.message
 
 
-def test_wrong_word_about_nodes_is_refused_on_all_ranks_who_then_may_say_the_right_one(
+def test_wrong_word_about_nodes_and_a_node_in_use_are_refused_on_all_ranks_who_may_try_again(
     start: Start, nodes: list[Path], tmp_path: Path, traces: Traces
 ):
     ranks = start(4)
@@ -281,6 +286,9 @@ def test_wrong_word_about_nodes_is_refused_on_all_ranks_who_then_may_say_the_rig
         rank.tell("open", template(nodes), node_local=rank is ranks[3])
     refused(ranks, "rank 0 was given node_local=False, and rank 3 node_local=True")
     assert [list((node / RENDEZVOUS).iterdir()) for node in nodes] == [[], []]
+    with sidesave.Checkpointer(nodes[1]):
+        for answer in ranks.attempt("open", template(nodes), node_local=True):
+            assert answer.error == "DirectoryInUseError" and str(nodes[1]) in answer.message, answer
     open_nodes(ranks, nodes)
     save(ranks, 1)
     close(ranks, traces, *nodes)

@@ -155,11 +155,10 @@ def test_ranks_that_ask_for_different_checkpoints_are_told(start: Start, run: Pa
     close(ranks, traces, run)
 
 
-@pytest.mark.parametrize("group", [True, False], ids=["process group", "no process group"])
 def test_rank_that_loads_while_another_does_something_else_is_told_and_so_is_the_other(
-    start: Start, run: Path, traces: Traces, group: bool
+    start: Start, run: Path, traces: Traces
 ):
-    ranks = start(2, group=group)
+    ranks = start(2)
     ranks.do("build", "small")
     ranks.open(run)
     save(ranks, 1)
@@ -224,3 +223,60 @@ def test_rank_outside_of_the_group_is_told(start: Start, tmp_path: Path, traces:
         rank.tell("close")
     assert [rank.answer().error for rank in (ranks[0], ranks[1])] == [None, None]
     traces.check()
+
+
+# States that ranks see in different ways -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_state_dicts_that_torch_has_taken_apart_fit_another_number_of_ranks(
+    start: Start, run: Path, traces: Traces, tmp_path: Path, flat: bool
+):
+    ranks = start(2)
+    ranks.do("build_apart", flat=flat)
+    ranks.open(run)
+    save(ranks, 1)
+    ranks.do("set_apart")
+    ranks.do("truth", str(tmp_path / "saved"))
+    close(ranks, traces, run)
+    ranks = start(3)
+    ranks.do("build_apart", 9, flat=flat)
+    ranks.open(run)
+    assert ranks.do("load") == [1] * 3
+    ranks.do("set_apart")
+    ranks.do("truth", str(tmp_path / "loaded"))
+    same_tensors(torch.load(tmp_path / "loaded"), torch.load(tmp_path / "saved"))
+    close(ranks, traces, run)
+
+
+def test_tied_weights_are_tied_on_a_rank_that_holds_nothing_of_them(
+    start: Start, run: Path, traces: Traces, tmp_path: Path
+):
+    ranks = start(4)
+    ranks.do("build", "tied")
+    ranks.do("truth", str(tmp_path / "truth"))
+    ranks.open(run)
+    save(ranks, 1)
+    saved = ranks.do("digests")
+    found = stored(run / "step-00000001").tensors
+    truth = torch.load(tmp_path / "truth")
+    truth.pop("model.1.weight")
+    same_tensors(found, truth)
+    ranks.do("build", "tied", seed=9)
+    assert ranks.do("load") == [1] * 4
+    assert ranks.do("digests") == saved
+    close(ranks, traces, run)
+
+
+def test_local_part_of_what_is_cut_is_a_tensor_of_its_own(start: Start, run: Path, traces: Traces):
+    ranks = start(2)
+    ranks.do("build", "with_local_parts")
+    ranks.open(run)
+    save(ranks, 1)
+    saved = ranks.do("digests")
+    ranks.do("build", "with_local_parts", seed=9)
+    assert ranks.do("load") == [1] * 2
+    assert ranks.do("digests") == saved
+    loaded = sidesave.load(run / "step-00000001")
+    assert loaded["cut"]["first"].shape == (7,) and loaded["own"]["first"].shape == (4,)
+    close(ranks, traces, run)
