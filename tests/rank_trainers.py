@@ -381,11 +381,27 @@ class Actor:
         with torch.no_grad():
             dict(_tensors(self.state))[fqn].fill_(number)
 
+    def zero(self) -> None:
+        """Forget what the tensors hold."""
+        import torch
+
+        with torch.no_grad():
+            for _, tensor in _tensors(self.state):
+                tensor.zero_()
+
     def put(self, key: str, value: Any) -> None:
         """Add an item of plain data, or take it away: None."""
         self.state.pop(key, None)
         if value is not None:
             self.state[key] = value
+
+    def restructure(self, number: int | None) -> None:
+        """Make the tensors of the state others than with any other number, or what they were: None."""
+        import torch
+
+        self.state.pop("more", None)
+        if number is not None:
+            self.state["more"] = torch.zeros(number + 1)
 
     def spoil(self) -> None:
         """Add an item that cannot be saved."""
@@ -422,6 +438,10 @@ class Actor:
 
     def wait(self) -> None:
         self.ckpt.wait(DEADLINE_S)
+
+    def load(self, step: int | None = None) -> None:
+        """Load a step, or the newest, into the state."""
+        self.ckpt.load(step, into=self.state)
 
     def delete(self, step: int) -> None:
         self.ckpt.delete(step).result(DEADLINE_S)
@@ -662,6 +682,9 @@ def _whole_tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor
 if __name__ == "__main__":
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
+
+    torch.set_num_threads(1)  # a zygote must have no other thread
+    small(0, 1)  # the first step of an optimizer imports half of torch
 
     setattr(trainers, "obey_as_rank", obey_as_rank)  # noqa: B010 - where a zygote looks for what its children run
     trainers.fork_trainers(sys.argv[1])

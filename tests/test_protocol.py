@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from sidesave.errors import ProtocolError
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Extent, Message, Parent, Save, decode, encode, is_safe_name
+from sidesave.writer_daemon.protocol import (
+    Extent,
+    Message,
+    Parent,
+    Refuse,
+    Save,
+    Spare,
+    decode,
+    encode,
+    is_safe_name,
+)
 
 KINDS = list(protocol._KINDS.values())
 INT = st.integers(-(2**63), 2**64 - 1)
@@ -26,6 +36,9 @@ EXTENTS = st.builds(
 @st.composite
 def saves(draw: st.DrawFn) -> Save:
     world_size = draw(st.integers(1, 10_000))
+    files = draw(st.lists(EXTENTS, max_size=6, unique_by=lambda extent: extent.name))
+    cut = draw(st.integers(0, len(files)))
+    claims = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
     return Save(
         attempt=draw(INT),
         save_id=draw(INT),
@@ -36,13 +49,34 @@ def saves(draw: st.DrawFn) -> Save:
         sequence=draw(st.integers(0, 2**63)),
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
-        files=tuple(draw(st.lists(EXTENTS, max_size=4, unique_by=lambda extent: extent.name))),
+        files=tuple(files[:cut]),
         objects=draw(EXTENTS),
         parent=draw(st.none() | st.builds(Parent, step=INT, session=TEXT)),
         replace=draw(st.booleans()),
         pickled=draw(st.booleans()),
         created_s=draw(st.floats(allow_nan=False)),
         torch_version=draw(TEXT),
+        retry=draw(st.booleans()),
+        table=draw(st.none() | EXTENTS),
+        spare=draw(st.none() | st.builds(Spare, claim=claims, files=st.just(tuple(files[cut:])), table=EXTENTS)),
+    )
+
+
+@st.composite
+def refusals(draw: st.DrawFn) -> Refuse:
+    world_size = draw(st.integers(1, 10_000))
+    return Refuse(
+        attempt=draw(INT),
+        save_id=draw(INT),
+        step=draw(st.integers(0, 10**18)),
+        session=draw(TEXT),
+        sequence=draw(st.integers(0, 2**63)),
+        rank=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        error=draw(TEXT),
+        message=draw(TEXT),
+        errno=draw(st.none() | INT),
+        path=draw(st.none() | TEXT),
         retry=draw(st.booleans()),
     )
 
@@ -66,8 +100,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
-    if cls is Save:
-        return saves()
+    if cls in (Save, Refuse):
+        return saves() if cls is Save else refusals()
     hints = typing.get_type_hints(cls)
     return st.builds(cls, **{field.name: values(hints[field.name]) for field in dataclasses.fields(cls)})
 

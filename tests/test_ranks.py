@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from rank_trainers import Answer, Ranks, RankZygote, Stored, leftovers, orders_to, same_tensors, stored
-from trainers import DEADLINE_S, Orders, Traces
+from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of
 
 from sidesave.client import catalog
 from sidesave.client.world import RENDEZVOUS
+from sidesave.writer_daemon.lease import LEASE_DIRECTORY
 
 Start = Callable[..., Ranks]
 
@@ -223,6 +225,31 @@ def test_user_says_what_is_shared_and_what_is_not(start: Start, run: Path, trace
             of_rank = found.of_rank(rank)
             same_tensors({fqn: of_rank[fqn] for fqn in of_rank if not fqn.startswith("ema.")}, own)
         assert sum(found.nbytes(rank) for rank in range(3)) < 1.1 * 400_000 * 4, "the shared item is there once"
+    finish(ranks, run, traces)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "experts", "small", "batchnorm"])
+def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(start: Start, run: Path, traces: Traces, name: str):
+    ranks = start(3)
+    ranks.do("build", name)
+    ranks.do("mine", str(run.parent / "before-{rank}"))
+    ranks.open(run)
+    ranks.save(1)
+    ranks.do("save", 2)  # of this structure the ranks know whether they agree
+    ranks.do("committed", 2)
+    for step in (1, 2, None):
+        ranks.do("zero")
+        ranks.do("load", step)
+        ranks.do("mine", str(run.parent / "after-{rank}"))
+        for rank in range(3):
+            after = torch.load(run.parent / f"after-{rank}")
+            before = torch.load(run.parent / f"before-{0 if name == 'batchnorm' else rank}")
+            same_tensors(after, before)
+    assert errors(ranks.attempt("load", 5)) == ["CheckpointNotFoundError"] * 3
+    damaged = next((run / "step-00000002").glob("*.rank-00000.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert errors(ranks.attempt("load", 2)) == ["IntegrityError"] * 3
+    ranks.save(3)
     finish(ranks, run, traces)
 
 
@@ -442,36 +469,55 @@ def test_rank_that_looks_late_learns_of_a_step_that_was_replaced_or_deleted_mean
 def test_failing_disk_of_one_rank_fails_the_save_of_all_or_of_none(
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int
 ):
+    fail_operations(start, run, traces, ordered, culprit, range(0, 30, 2), "ENOSPC")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_failing_disk_of_one_rank_at_any_operation(
+    start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int, error: str
+):
+    fail_operations(start, run, traces, ordered, culprit, range(60), error)
+
+
+def fail_operations(
+    start: Start,
+    run: Path,
+    traces: Traces,
+    ordered: tuple[Orders, dict[str, str]],
+    culprit: int,
+    points: Iterable[int],
+    error: str,
+) -> None:
     orders, environment = ordered
     ranks = start(3, environments={culprit: environment})
     ranks.do("build", "small")
     ranks.open(run, retries=0)
-    step = 0
-    failed = 0
-    for after in range(27):
-        if after % 3 == 0:
-            ranks.do("put", "structure", list(range(after)))
-        step += 1
-        orders.give("ENOSPC", after=after)
-        ranks.do("save", step)
-        answers = ranks.attempt("committed", step)
-        orders.withdraw()
-        told = set(errors(answers))
+    ranks.save(0)
+    step, failed = 0, 0
+    for after, is_known in itertools.product(points, (True, False)):
+        ranks.do("restructure", None if is_known else step)
+        orders.give(error, after=after)
+        is_over = False
+        while not is_over:
+            step += 1
+            ranks.do("save", step)
+            told = set(errors(ranks.attempt("committed", step)))
+            if step in visible(run):
+                assert told <= {None, "CommitUnknownError"}
+                read(run, step)
+            else:
+                failed += 1
+                assert None not in told and told <= {"NoSpaceError", "CommitUnknownError", "WriteError"}
+            is_clean(run)
+            is_over = orders.was_obeyed() or orders.withdraw()  # else it is the next save that comes to that operation
         if orders.was_obeyed():
             orders.obeyed()
-        if step in visible(run):
-            assert told <= {None, "CommitUnknownError"}
-            read(run, step)
-        else:
-            failed += 1
-            assert None not in told and told <= {"NoSpaceError", "CommitUnknownError", "WriteError"}
-        is_clean(run)
     assert failed > 5
-    for last in (step + 1, step + 2):  # an order that was not come to before may still hit the first
-        ranks.do("save", last)
-        answers = ranks.attempt("committed", last)
-    assert errors(answers) == [None] * 3
-    read(run, step + 2)
+    ranks.save(step + 1)
+    read(run, step + 1)
     finish(ranks, run, traces)
 
 
@@ -568,8 +614,8 @@ def kill_daemons(
     ranks.open(run)
     step = 0
     for after in points:
-        for structure in (None, list(range(after))):  # known, and new: the ranks still have to find out
-            ranks.do("put", "structure", structure)
+        for number in (None, after):  # the structure is known, and new: the ranks still have to find out
+            ranks.do("restructure", number)
             step += 1
             orders.give("kill", after=after)
             ranks.save(step)
@@ -578,6 +624,25 @@ def kill_daemons(
             orders.withdraw()
             if orders.was_obeyed():  # else it may die in the next save
                 orders.obeyed()
+    finish(ranks, run, traces)
+
+
+def test_daemons_that_a_signal_has_ended_are_replaced_and_nobody_takes_their_ranks_for_gone(
+    start: Start, run: Path, traces: Traces
+):
+    ranks = start(3)
+    ranks.do("build", "small")
+    ranks.open(run)
+    for step in (1, 2):
+        daemons = ranks.do("daemon")
+        with contextlib.ExitStack() as stack:
+            ends = [stack.enter_context(pidfd_of(daemon)) for daemon in daemons]
+            for daemon in daemons:
+                os.kill(daemon, signal.SIGTERM)
+            for end in ends:
+                await_end(end)
+        assert not list((run / LEASE_DIRECTORY).glob("closed.*"))
+        ranks.save(step)
     finish(ranks, run, traces)
 
 
@@ -595,7 +660,7 @@ def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
     ranks.open(run)
     step = 0
     for attempt in range(12):
-        ranks.do("put", "structure", list(range(attempt // 2)))
+        ranks.do("restructure", attempt // 2)
         steps = range(step + 1, step + 1 + chance.randrange(2, 5))
         for step in steps:
             ranks.tell("save", step)
@@ -676,7 +741,7 @@ def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: S
     for rank in (ranks[1], ranks[2]):
         rank.tell("committed", 1)
         told = rank.answer()
-        assert told.error == "WriteError" and "the run has passed to" in told.message
+        assert told.error == "WriteError" and "rank 0 has closed this run, or has ended" in told.message
     for rank in (ranks[1], ranks[2]):
         rank.do("close")
     traces.check()

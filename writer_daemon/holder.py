@@ -20,7 +20,10 @@ PERIOD_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A lease as its file describes it; ``token`` is of this very taking, and no other daemon of the session has it."""
+    """A lease as its file describes it; ``token`` is of this very taking, and no other daemon of the session has it.
+
+    ``trainer_gone`` says that the trainer has ended or, where the lease is released, that it has closed.
+    """
 
     epoch: int = 0
     session: str

@@ -197,10 +197,13 @@ class Lease:
         self._record = replace(self._record, trainer_gone=True)
         self._wake.set()
 
-    def release(self) -> None:
-        """Let the next session in; idempotent, bounded, and without effect in a forked child."""
+    def release(self, *, final: bool = True) -> None:
+        """Let the next session in; idempotent, bounded, and without effect in a forked child.
+
+        ``final`` tells other ranks that this session will not take the lease again.
+        """
         if self._record.pid == os.getpid():
-            self._record = replace(self._record, released=True)
+            self._record = replace(self._record, released=True, trainer_gone=final or self._record.trainer_gone)
             self._wake.set()
             self._thread.join(_RELEASE_TIMEOUT_S)
 

@@ -57,12 +57,15 @@ class Membership:
     def check(self) -> None:
         """Raise ``WriteError`` unless the session still holds the lease."""
         holder = current_holder(self._storage)
-        if holder is None or holder.session != self.session or holder.released:
-            self.lost = True
-            raise WriteError(
-                errno.ESTALE, f"the run has passed to {holder or 'nobody'}", f"{self._storage.root}/{LEASE_DIRECTORY}"
-            )
-        self.lost = False  # rank 0's daemon was replaced
+        if holder is None or holder.session != self.session:
+            lost = f"the run has passed to {holder or 'nobody'}"
+        elif holder.released and holder.trainer_gone:
+            lost = "rank 0 has closed this run, or has ended"
+        else:  # where it was released rank 0's daemon is being replaced
+            self.lost = False
+            return
+        self.lost = True
+        raise WriteError(errno.ESTALE, lost, f"{self._storage.root}/{LEASE_DIRECTORY}")
 
     def tell_trainer_gone(self) -> None:
         """From now on leave soon after the session has ended; returns at once."""
@@ -78,7 +81,8 @@ class Membership:
                     self.end_by = time.monotonic() + _GRACE_S
             time.sleep(_WATCH_S)
 
-    def release(self) -> None:
-        """Tell rank 0 that no further record comes from here; idempotent."""
-        with contextlib.suppress(WriteError):
-            self._storage.create(self._mark, 0).close()
+    def release(self, *, final: bool = True) -> None:
+        """Tell rank 0, if this is ``final``, that no further record comes from here; idempotent."""
+        if final:
+            with contextlib.suppress(WriteError):
+                self._storage.create(self._mark, 0).close()

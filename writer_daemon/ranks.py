@@ -228,16 +228,34 @@ def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) 
         except WriteError as error:  # a full disk: renaming takes no space
             logger.warning("the other ranks are not told why step %d was given up: %s", save.step, error)
         storage.rename_directory(partial, aborted)
-        for name in storage.list_directory(aborted):
-            if name != ABORT:
-                storage.remove(f"{aborted}/{name}")
-        for name in storage.list_directory(""):
-            if name.endswith(f".{attempt_of(save)}.partial"):  # of ranks that save another step
-                storage.remove_tree(name)
     except WriteError as error:
         logger.warning("left for the next start to clean: %s", error)
         return None
+    _tidy(lambda: _free(storage, save, aborted))
     return aborted
+
+
+def _free(storage: Storage, save: Save | Refuse, aborted: str) -> None:
+    for _ in range(3):  # some may just be given a name
+        names = set(storage.list_directory(aborted)) - {ABORT}
+        for name in names:
+            storage.remove(f"{aborted}/{name}")
+        if not names:
+            break
+    for name in storage.list_directory(""):
+        if name.endswith(f".{attempt_of(save)}.partial"):  # of ranks that save another step
+            storage.remove_tree(name)
+
+
+def _tidy(remove: Callable[[], None]) -> None:
+    """Once more where it fails: what is left takes space until the session ends."""
+    for _ in range(2):
+        try:
+            remove()
+        except WriteError as error:
+            logger.warning("left over: %s", error)
+        else:
+            break
 
 
 # The other ranks -------------------------------------------------------------------------------------------------
@@ -253,17 +271,24 @@ def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str)
     """
     directory, record = partial_of(save), manifest.record_file(save.rank)
     try:
-        refuse_aborted(storage, save)
+        beside = storage.list_directory("")
+        reason, aborted = _reason(storage, save, beside), _tombstone(beside, save)
+        if reason is not None and aborted is not None:
+            _tidy(lambda: _remove_files(storage, aborted, save.rank))  # made while rank 0 tidied up
+            raise GivenUp(reason)
         storage.make_directory(directory, 0o700)
-        names = storage.list_directory(directory)
-        if record in names:  # it has been told before
+        if record in storage.list_directory(directory):  # it has been told before
             return
-        for name in names:
-            if f".rank-{save.rank:05d}." in name:
-                storage.remove(f"{directory}/{name}")
+        _remove_files(storage, directory, save.rank)
         _write_refusal(storage, f"{directory}/{record}", save, "failed", failure, attempt)
     except SidesaveError as error:
         logger.warning("rank 0 is not told that step %d failed here: %s", save.step, error)
+
+
+def _remove_files(storage: Storage, directory: str, rank: int) -> None:
+    for name in storage.list_directory(directory):
+        if f".rank-{rank:05d}." in name:
+            storage.remove(f"{directory}/{name}")
 
 
 def await_commit(
@@ -379,10 +404,7 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
 def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
     """Nobody asks any more whether plain tensors are alike."""
     for alike in (True, False):
-        try:
-            storage.remove_tree(_verdict(save, alike=alike))
-        except WriteError as error:
-            logger.warning("left for the next start to clean: %s", error)
+        _tidy(lambda alike=alike: storage.remove_tree(_verdict(save, alike=alike)))
 
 
 def _verdict(save: Save | Refuse, *, alike: bool) -> str:

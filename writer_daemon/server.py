@@ -62,6 +62,7 @@ class Server:
         self._commits = self._work
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._trainer_gone = False
+        self._trainer_closed = False
         self._abandoned = threading.Event()
         self._running = True
         self._last_progress = time.monotonic()
@@ -96,7 +97,7 @@ class Server:
         except SidesaveError as error:
             self._send(protocol.failure(boot.attempt, None, error))
             if lease is not None:
-                lease.release()
+                lease.release(final=False)
             self._linger()
             return 1
         self._lease = lease
@@ -134,7 +135,7 @@ class Server:
         if time.monotonic() < lease.end_by:
             idle.wait(_RECLAIM_TIMEOUT_S)  # what failed saves and deleted steps leave is still being removed
         self._linger()
-        lease.release()
+        lease.release(final=self._trainer_closed or not self._trainer_is_there())  # else a signal came
         return 0
 
     def _open_fallback(self) -> Place:
@@ -270,6 +271,7 @@ class Server:
             case protocol.Status():
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
             case protocol.Drain():
+                self._trainer_closed = True
                 self._handle(jobs.DrainRequested())
             case _:
                 raise ProtocolError(f"a trainer does not send {message.kind}")

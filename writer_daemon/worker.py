@@ -183,8 +183,11 @@ class Worker:
             if isinstance(self._primary.lease, Membership):
                 if isinstance(error, WriteError):  # its part is there, so rank 0 may commit it all the same
                     failure = dataclasses.replace(failure, error=CommitUnknownError.__name__)
-            elif not isinstance(error, CommitUnknownError) and not self._primary.lease.lost:  # else it is not ours
-                self.reclaim(save, failure)
+            elif not self._primary.lease.lost:  # else it is not ours
+                if not isinstance(error, CommitUnknownError):
+                    self.reclaim(save, failure)
+                elif save.world_size > 1:  # it has its name
+                    ranks.forget_verdict(self._primary.storage, save)
             self._post(jobs.CommitEnded(save.save_id, "", 0, failure))
         else:
             self._post(jobs.CommitEnded(save.save_id, name, nbytes))
