@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from sidesave.errors import InvalidArgumentError, write_error
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
 MAX_STEP: Final = 10**18
+_MAX_METADATA_NBYTES: Final = 64 << 10
 
 
 def check_step(step: int) -> None:
     """A step is an int, 0 or more."""
     if type(step) is not int or not 0 <= step <= MAX_STEP:
         raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {step!r}")
+
+
+def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
+    """Facts about a checkpoint as JSON; empty where there are none."""
+    if metadata is None:
+        return b""
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgumentError(f"metadata must be a dict, not {type(metadata).__name__}")
+    try:
+        data = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"metadata must be plain JSON data: {error}; call .item() on tensors") from error
+    if len(data) > _MAX_METADATA_NBYTES:
+        limit = f"over the limit of {_MAX_METADATA_NBYTES:,}"
+        raise InvalidArgumentError(f"metadata of {len(data):,} bytes are {limit}; put them into the state")
+    return data
 
 
 def check_options(

@@ -24,6 +24,7 @@ from sidesave.writer_daemon.manifest import (
     MAX_JSON_NBYTES,
     Head,
     parse_hidden_directory,
+    parse_metadata,
     parse_step_directory,
     step_directory,
 )
@@ -178,7 +179,8 @@ def read_info(path: str) -> CheckpointInfo:
     if data is None:
         raise CheckpointNotFoundError(errno.ENOENT, "there is no manifest", manifest)
     head = Head.from_bytes(data, manifest)
-    return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s)
+    about = parse_metadata(head.metadata, manifest)
+    return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s, about)
 
 
 def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | None) -> set[int]:

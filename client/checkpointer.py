@@ -259,7 +259,13 @@ class Checkpointer:
     # Saving ----------------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, state: Mapping[str, Any], *, blocking: bool = False, overwrite: bool = False
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        blocking: bool = False,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
         """Save ``state`` as ``step``; returns when training may go on.
 
@@ -271,9 +277,11 @@ class Checkpointer:
             state: Named items: modules, optimizers, anything with ``state_dict``, tensors, containers, plain data.
             blocking: Return only when the checkpoint is committed.
             overwrite: Replace an existing step; the old one stays until the new one is committed.
+            metadata: Facts about the checkpoint, such as metrics: plain JSON data of at most 64 KiB, of which that of
+                rank 0 stands in the manifest and in :attr:`CheckpointInfo.metadata`.
 
         Raises:
-            InvalidArgumentError: Negative step, or a state that is no dict.
+            InvalidArgumentError: Negative step, a state that is no dict, or metadata that is no plain JSON.
             CheckpointExistsError: The step exists.
             UnsupportedValueError: The state holds something that cannot be saved; nothing was done.
             HostMemoryError: No memory for a staging slot.
@@ -296,7 +304,8 @@ class Checkpointer:
                 earlier = False
                 arguments.check_step(step)
                 with self._history.call(step, sequence):
-                    handle = self._submit(step, state, sequence, blocking=blocking, overwrite=overwrite)
+                    told = arguments.encode_metadata(metadata)
+                    handle = self._submit(step, state, sequence, told, blocking=blocking, overwrite=overwrite)
             except BaseException as error:
                 self._submission.refuse(step, sequence, error, earlier=earlier)
                 raise
@@ -313,7 +322,7 @@ class Checkpointer:
         return handle
 
     def _submit(
-        self, step: int, state: Mapping[str, Any], sequence: int, *, blocking: bool, overwrite: bool
+        self, step: int, state: Mapping[str, Any], sequence: int, metadata: bytes, *, blocking: bool, overwrite: bool
     ) -> SaveHandle:
         replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.has_step(step))
         flat = self._submission.flatten(state)
@@ -322,7 +331,9 @@ class Checkpointer:
             return self._history.skip(SaveHandle(step, skipped=True))
         slot = slot or self._pool.acquire(self._busy_timeout_s)
         handle = SaveHandle(step)
-        self._submission.stage(step, flat, slot, handle, sequence, replace=replace, blocking=blocking)
+        self._submission.stage(
+            step, flat, slot, handle, sequence, replace=replace, blocking=blocking, metadata=metadata
+        )
         return handle
 
     def _refuse_reentry(self, what: str) -> None:

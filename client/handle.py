@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from sidesave.errors import InvalidArgumentError
@@ -25,6 +25,7 @@ class CheckpointInfo:
         sequence: Its place in the order of commits; ``latest`` is the highest.
         parent: Step and session of the checkpoint that the run was resumed from, if any.
         created_s: When ``save()`` was called, in seconds since the epoch.
+        metadata: What ``save()`` was told about it, metrics for instance.
     """
 
     step: int
@@ -34,6 +35,7 @@ class CheckpointInfo:
     sequence: int
     parent: tuple[int, str] | None
     created_s: float
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
 
     def to_json(self) -> list[Any]:
         """For another rank, which may see the run directory under another path."""
@@ -45,14 +47,16 @@ class CheckpointInfo:
             self.sequence,
             self.parent,
             self.created_s,
+            self.metadata,
         ]
 
     @classmethod
     def from_json(cls, body: list[Any], directory: str) -> CheckpointInfo:
         """What another rank has told, of a run that this one finds in ``directory``."""
-        step, name, nbytes, session, sequence, parent, created_s = body
+        step, name, nbytes, session, sequence, parent, created_s, metadata = body
         path = os.path.join(directory, name)
-        return cls(step, path, nbytes, session, sequence, None if parent is None else tuple(parent), created_s)
+        parent = None if parent is None else tuple(parent)
+        return cls(step, path, nbytes, session, sequence, parent, created_s, metadata)
 
     def __fspath__(self) -> str:
         """The directory: an info can be given wherever a path is expected."""

@@ -11,7 +11,8 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from sidesave import errors
 from sidesave.client.handle import CheckpointInfo, SaveHandle
@@ -30,6 +31,7 @@ class SaveInFlight:
     save: Save
     handle: SaveHandle
     slot: Slot | None
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     filling: bool = True
     released: bool = False
     failed: bool = False
@@ -66,9 +68,9 @@ class SavesInFlight:
         self._deletions: dict[int, Future[None]] = {}
         self._failures: list[SidesaveError] = []
 
-    def add(self, save: Save, handle: SaveHandle, slot: Slot) -> SaveInFlight:
+    def add(self, save: Save, handle: SaveHandle, slot: Slot, metadata: dict[str, Any]) -> SaveInFlight:
         """A save whose staging begins now."""
-        entry = SaveInFlight(save, handle, slot)
+        entry = SaveInFlight(save, handle, slot, metadata)
         with self._changed:
             self._entries[save.save_id] = entry
         return entry
@@ -130,6 +132,7 @@ class SavesInFlight:
                     sequence=save.sequence,
                     parent=None if save.parent is None else (save.parent.step, save.parent.session),
                     created_s=save.created_s,
+                    metadata=entry.metadata,
                 )
                 with self._changed:
                     self._failures_in_a_row = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -72,7 +73,7 @@ class Submission:
     def fit(self, flat: tree.FlatState, slot: Slot) -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated."""
         placed = self._place(flat)
-        self._pool.fit(slot, placed.plan, _parts(placed), pin=_has_cuda(placed.flat))
+        self._pool.fit(slot, placed.plan, [*_parts(placed).values()], pin=_has_cuda(placed.flat))
 
     def stage(
         self,
@@ -84,22 +85,24 @@ class Submission:
         *,
         replace: bool,
         blocking: bool,
+        metadata: bytes = b"",
     ) -> None:
         """Copy a state into ``slot``, which belongs to the save from here on, and have it written."""
         try:
             self._learn()
             placed = self._place(state, sequence)
             flat, plan = placed.flat, placed.plan
-            self._pool.fit(slot, plan, _parts(placed), pin=_has_cuda(flat))
+            parts = _parts(placed, metadata)
+            self._pool.fit(slot, plan, [*parts.values()], pin=_has_cuda(flat))
             arena = slot.arena
             assert arena is not None
-            save = self._describe(step, placed, slot, sequence, replace=replace)
+            save = self._describe(step, placed, slot, sequence, parts, replace=replace)
             descriptor = protocol.encode(save)
             if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
                 raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
             handle._nbytes_total = sum(file.nbytes for file in save.files) + len(flat.objects)
             self._history.begin(save, handle)
-            entry = self._saves.add(save, handle, slot)
+            entry = self._saves.add(save, handle, slot, json.loads(metadata or b"{}"))
         except BaseException:
             self._pool.release(slot)
             raise
@@ -188,16 +191,18 @@ class Submission:
             if entry.save.spare is not None and written.done() and written.exception() is None:
                 self._placements.learn(key, Alike.NO if entry.apart else Alike.YES)
 
-    def _describe(self, step: int, placed: Placed, slot: Slot, sequence: int, *, replace: bool) -> Save:
+    def _describe(
+        self, step: int, placed: Placed, slot: Slot, sequence: int, parts: Mapping[str, bytes], *, replace: bool
+    ) -> Save:
         """The SAVE message of what is about to be staged in ``slot``, whose memory it declares unfinished."""
         arena = slot.arena
         assert arena is not None
         base = arena.data_offset
-        parts = _parts(placed)
-        small = [
-            Extent(name=name, offset=base + offset, nbytes=len(part))
-            for name, offset, part in zip((tree.OBJECTS, "table", "spare"), slot.append(parts), parts, strict=False)
-        ]
+        offsets = slot.append([*parts.values()])
+        small = {
+            name: Extent(name=name, offset=base + offset, nbytes=len(part))
+            for offset, (name, part) in zip(offsets, parts.items(), strict=True)
+        }
 
         def extents(files: list[FileImage]) -> tuple[Extent, ...]:
             return tuple(Extent(name=file.container, offset=base + file.offset, nbytes=file.nbytes) for file in files)
@@ -205,7 +210,7 @@ class Submission:
         spare = None
         if placed.spare_table:
             files = [file for file in placed.plan.files if file.container in placed.spare]
-            spare = Spare(claim=placed.claim, files=extents(files), table=small[2])
+            spare = Spare(claim=placed.claim, files=extents(files), table=small["spare"])
         parent = self._lineage.parent
         return Save(
             attempt=1,
@@ -218,20 +223,23 @@ class Submission:
             rank=self._world.rank,
             world_size=self._world.size,
             files=extents([file for file in placed.plan.files if file.container not in placed.spare]),
-            objects=small[0],
+            objects=small[tree.OBJECTS],
             parent=None if parent is None else Parent(step=parent[0], session=parent[1]),
             replace=replace,
             pickled=placed.flat.pickled,
             created_s=self._history.called_s,
             torch_version=str(torch.__version__),
             retry=False,
-            table=small[1] if placed.table else None,
+            table=small.get("table"),
             spare=spare,
+            metadata=small.get("metadata"),
         )
 
 
-def _parts(placed: Placed) -> list[bytes]:
-    return [part for part in (placed.flat.objects, placed.table, placed.spare_table) if part]
+def _parts(placed: Placed, metadata: bytes = b"") -> dict[str, bytes]:
+    """What is staged behind the images; what is empty is not."""
+    parts = {"table": placed.table, "spare": placed.spare_table, "metadata": metadata}
+    return {tree.OBJECTS: placed.flat.objects, **{name: part for name, part in parts.items() if part}}
 
 
 def _has_cuda(flat: tree.FlatState) -> bool:

@@ -826,6 +826,7 @@ COMMON = {
     "pickled": st.booleans(),
     "created_s": st.floats(0, 1e18),
     "torch_version": TEXT,
+    "metadata": st.dictionaries(TEXT, st.none() | INT | TEXT, max_size=3).map(json.dumps) | st.just(""),
 }
 RECORDS = st.tuples(st.integers(0, 9), st.integers(1, 9)).flatmap(
     lambda ranks: st.builds(

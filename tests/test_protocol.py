@@ -58,6 +58,7 @@ def saves(draw: st.DrawFn) -> Save:
         torch_version=draw(TEXT),
         retry=draw(st.booleans()),
         table=draw(st.none() | EXTENTS),
+        metadata=draw(st.none() | EXTENTS),
         spare=draw(st.none() | st.builds(Spare, claim=claims, files=st.just(tuple(files[cut:])), table=EXTENTS)),
     )
 

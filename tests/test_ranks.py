@@ -253,6 +253,18 @@ def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(start: Start, 
     finish(ranks, run, traces)
 
 
+def test_metadata_are_those_of_rank_0(start: Start, run: Path, traces: Traces):
+    ranks = start(2)
+    ranks.do("build", "small")
+    ranks.open(run)
+    for number, rank in enumerate(ranks):
+        rank.do("save", 1, metadata={"metrics": {"rank": number}, "long": "x" * 10_000})
+    ranks.do("committed", 1)
+    (info,) = catalog.scan(str(run))
+    assert info.metadata["metrics"] == {"rank": 0}
+    finish(ranks, run, traces)
+
+
 # Nobody talks ----------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
         table=table,
         skeletons=_representatives(records),
         apart=apart,
+        metadata=first.metadata,
     )
 
 

@@ -7,8 +7,9 @@ the objects file; a digest list holds one XXH3-128 digest per block of a tensor 
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, cast
 
 from sidesave import errors
@@ -147,6 +148,7 @@ class RankRecord:
     files: tuple[FileRecord, ...]
     objects: FileRecord
     part: Part
+    metadata: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -169,6 +171,7 @@ class RankRecord:
                 "files": [file.to_json() for file in self.files],
                 "objects": self.objects.to_json(),
                 **self.part.to_json(),
+                **_metadata(self.metadata),
             }
         )
 
@@ -199,6 +202,7 @@ class RankRecord:
             files=files,
             objects=objects,
             part=Part.from_json(body, rank, world_size, path),
+            metadata=_read_metadata(body, path),
         )
 
 
@@ -267,6 +271,28 @@ def _read_lineage(body: dict[str, Any], path: str) -> dict[str, Any]:
     }
 
 
+def _metadata(text: str) -> dict[str, str]:
+    """JSON in a string: what it holds cannot be taken for anything of ours, wherever one looks for that."""
+    return {"metadata": text} if text else {}
+
+
+def _read_metadata(body: dict[str, Any], path: str) -> str:
+    text = get({"metadata": "", **body}, "metadata", str, path)
+    parse_metadata(text, path)
+    return text
+
+
+def parse_metadata(text: str, path: str) -> dict[str, Any]:
+    """The user's facts about a checkpoint; raises ``IntegrityError`` for anything but a JSON object."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path}: its metadata are not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise IntegrityError(f"{path}: its metadata are no JSON object")
+    return cast("dict[str, Any]", value)
+
+
 # Manifest --------------------------------------------------------------------------------------------------------
 
 
@@ -280,16 +306,19 @@ class Head:
     parent: tuple[int, str] | None
     created_s: float
     nbytes: int
+    metadata: str = ""
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Head:
-        """Compare the digest of a whole manifest, then parse only its beginning."""
+        """Compare the digest of a whole manifest, then parse only its beginning and its end."""
         check_digest(data, path)
-        return cls.from_beginning(data, path)
+        head = cls.from_beginning(data, path)
+        at = data.rfind(b',"metadata":"')  # the last key, if it is there: a tensor of that name has no string
+        return replace(head, metadata=_read_metadata(load_json(b"{" + data[at + 1 :], path), path)) if at >= 0 else head
 
     @classmethod
     def from_beginning(cls, data: bytes, path: str) -> Head:
-        """Parse the beginning of a manifest whose content is vouched for otherwise."""
+        """Parse the beginning of a manifest whose content is vouched for otherwise; without its metadata."""
         end = data.find(b',"records":')
         body = load_json(data[:end] + b"}" if end >= 0 else data, path)
         check_version(body, "sidesave", path)
@@ -313,6 +342,7 @@ class Manifest:
         table: All tensors but those that belong to one rank alone, which its record lists.
         skeletons: The ranks whose skeletons say, together, all that ranks share.
         apart: Tensors that were found to differ between the ranks that hold them: FQN to these ranks.
+        metadata: The user's, of rank 0, as JSON; empty where there are none.
     """
 
     step: int
@@ -328,6 +358,7 @@ class Manifest:
     table: Table
     skeletons: tuple[int, ...] = (0,)
     apart: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    metadata: str = ""
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
@@ -345,6 +376,7 @@ class Manifest:
                 "skeletons": list(self.skeletons),
                 "apart": {fqn: list(ranks) for fqn, ranks in self.apart.items()},
                 **self.table.to_json(),
+                **_metadata(self.metadata),
             }
         )
 
@@ -371,6 +403,7 @@ class Manifest:
             table=Table.from_json(body, world_size, path),
             skeletons=skeletons,
             apart={fqn: _ranks(ranks, world_size, path) for fqn, ranks in apart.items()},
+            metadata=_read_metadata(body, path),
         )
 
     def check_record(self, rank: int, record: RankRecord, path: str) -> None:

@@ -170,6 +170,7 @@ class Save(Message):
     ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
     without it they are whole, and this rank's. ``spare`` is written as well where ranks turn out to differ.
+    ``metadata`` is the user's, as JSON.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -191,6 +192,7 @@ class Save(Message):
     retry: bool
     table: Extent | None = None
     spare: Spare | None = None
+    metadata: Extent | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:

@@ -148,7 +148,9 @@ class Writer:
         for name, data in small:
             self._publish_small(directory, name, data)
         told = None if table is None else bytes(arena.view(table.offset, table.nbytes))
-        record = _record(save, images, small, told)
+        about = save.metadata
+        metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
+        record = _record(save, images, small, told, metadata)
         content, name = record.to_bytes(), manifest.record_file(save.rank)
         self._write_small(directory, name, content)
         self._publish_small(directory, name, content)
@@ -337,7 +339,9 @@ def _check_generation(save: Save, arena: Arena) -> None:
         )
 
 
-def _record(save: Save, images: list[_TensorImage], small: list[tuple[str, bytes]], told: bytes | None) -> RankRecord:
+def _record(
+    save: Save, images: list[_TensorImage], small: list[tuple[str, bytes]], told: bytes | None, metadata: str
+) -> RankRecord:
     def plain(name: str, data: bytes) -> FileRecord:
         return FileRecord(name, len(data), tensor_file.digest(data).hex())
 
@@ -361,6 +365,7 @@ def _record(save: Save, images: list[_TensorImage], small: list[tuple[str, bytes
         files=files,
         objects=plain(objects_name, objects),
         part=_part(save, images, told),
+        metadata=metadata,
     )
 
 
