@@ -40,6 +40,8 @@ _MAX_POLL_S: Final = 0.05
 """Between two looks of rank 0 at the records of one attempt."""
 _MAX_SLOW_POLL_S: Final = 1.0
 """Between two looks of another rank at the run directory: there are many of them."""
+_MAX_ASKING_POLL_S: Final = 0.25
+"""The same of a rank that asks whether plain tensors are alike, and has stopped writing for that."""
 TOMBSTONE_S: Final = 60.0
 """How long an attempt that was given up is told of: longer than any rank goes without a look that counts."""
 _MAX_GAP_S: Final = 20.0
@@ -317,7 +319,7 @@ def await_commit(
     path = f"{storage.root}/{target}"
     orphaned_at: float | None = None
     gone, in_time = 0, False
-    for _ in _polls(timeout_s + _GRACE_S, _MAX_SLOW_POLL_S * max(1.0, save.world_size / _RANKS_PER_SECOND)):
+    for _ in _polls(timeout_s + _GRACE_S, _slowed(_MAX_SLOW_POLL_S, save)):
         names = storage.list_directory("")
         reason = _reason(storage, save, names)
         if reason is not None:
@@ -378,15 +380,18 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
     """
     assert save.spare is not None
     directory = partial_of(save)
-    publish(f"{CLAIM}rank-{save.rank:05d}.{save.spare.claim}")
+    claim = f"{CLAIM}rank-{save.rank:05d}.{save.spare.claim}"
+    publish(claim)
     recorded: dict[int, str] = {}
     lookout = _Lookout(storage, save, waiting)
     what = "rank 0 has not told what to write"
-    max_delay_s, grace_s = (_MAX_SLOW_POLL_S / 4, _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
+    max_delay_s, grace_s = (_slowed(_MAX_ASKING_POLL_S, save), _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
     for _ in _polls(timeout_s + grace_s, max_delay_s):
         beside = storage.list_directory("")
         for alike in (True, False):
             if _verdict(save, alike=alike) in beside:
+                with contextlib.suppress(WriteError):  # else rank 0 does, for all, one after the other
+                    storage.remove(f"{directory}/{claim}")
                 return alike
         reason = _reason(storage, save, beside)
         if reason is not None:
@@ -408,6 +413,10 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
         else:
             waiting()
     raise _late(storage, save, what, timeout_s)
+
+
+def _slowed(delay_s: float, save: Save) -> float:
+    return delay_s * max(1.0, save.world_size / _RANKS_PER_SECOND)
 
 
 def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
