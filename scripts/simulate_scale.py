@@ -44,12 +44,16 @@ MAX_LOAD = 0.9  # polls take no more of the metadata server's time: from there o
 TURNS = 32  # positions over which the wait of a loop is averaged
 MANIFEST_NBYTES = 400  # beside ranks, layouts and tensors
 GROUP_ENTRY_NBYTES = 64  # of a rank in a group's record, beside the manifest's entry: the sum of its cells, its bytes
+FIRST: dict[str, float] = {"wait_rate": 0, "lease_every_s": 0, "max_idle_s": math.inf, "readers": 1}
+"""The protocol as it was first built."""
 CHANGES: dict[str, dict[str, float]] = {
-    "+ others look less often": {"wait_ops": 2, "wait_rate": 20e3},
-    "+ no pause for what was read": {"idle_reading": 0.0},
+    "first built": {},
+    "+ others look less often": {"wait_rate": 40e3 / 3, "lease_every_s": 2.0},
+    "+ no pause for what was read": {"max_idle_s": 0.05},
+    "+ 32 readers (as it is)": {"readers": 32},
     "+ records in a directory of their own": {"listed": 1},
-    "+ 32 readers": {"readers": 32},
 }
+"""What was changed since, one after the other, and a last step that was not taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +77,22 @@ class Inputs:
     create_rate: Annotated[float, Option(help="Changes of names/s of all clients. GPFS: 55,000-68,000 (Dell)")] = 55e3
     lookup_rate: Annotated[float, Option(help="Look-ups/s of all clients. Lustre: 400,000-544,000 (Dell)")] = 400e3
     readdir_rate: Annotated[float, Option(help="Entries/s that one client lists: assumption")] = 250e3
-    readdir_total: Annotated[float, Option(help="Entries/s that all clients together list: assumption")] = 10e6
     read_s: Annotated[float, Option(help="Open, read and close a small file, cold: two operations")] = 1e-3
     read_rate: Annotated[float, Option(help="Small files/s read by all clients. GPFS, 4 KiB: 37,000-45,000")] = 40e3
     file_bandwidth: Annotated[float, Option(help="Bytes/s of one file that all nodes read: assumption")] = 10e9
     fsync_s: Annotated[float, Option(help="One fsync: assumption")] = 1e-3
     spread: Annotated[float, Option(help="The last part of writing, in which the records come: assumption")] = 0.1
     poll_s: Annotated[float, Option(help="Rank 0's mean pause between two looks at the records")] = 0.0375
-    idle_listing: Annotated[float, Option(help="And at least so many times the listing of a look")] = 2.0
-    idle_reading: Annotated[float, Option(help="And so many times the reading of a look")] = 2.0
-    readers: Annotated[int, Option(help="Threads that read records")] = 1
+    idle: Annotated[float, Option(help="And at least so many times the look before it")] = 2.0
+    max_idle_s: Annotated[float, Option(help="But for that no longer than this")] = 0.05
+    readers: Annotated[int, Option(help="Threads that read records")] = 32
     listed: Annotated[int, Option(help="Entries a rank has where rank 0 looks; 0: all of its files")] = 0
     wait_s: Annotated[float, Option(help="Another rank's mean pause between two looks at the run directory")] = 0.75
-    wait_ops: Annotated[int, Option(help="Of such a look: list two directories, read the lease")] = 6
-    wait_rate: Annotated[float, Option(help="Such looks/s of all ranks at most; 0: no limit")] = 0.0
-    seen_manifest: Annotated[bool, Option(help="Each rank reads the manifest to know the commit, else its record")] = (
-        True
-    )
+    ask_s: Annotated[float, Option(help="The same while it asks whether plain tensors are alike")] = 0.1875
+    wait_ops: Annotated[int, Option(help="Of such a look: list a directory")] = 2
+    lease_ops: Annotated[int, Option(help="Of a look at the lease: list a directory, read a file")] = 4
+    lease_every_s: Annotated[float, Option(help="Seconds between two such looks at least")] = 2.0
+    wait_rate: Annotated[float, Option(help="Looks/s of all ranks at most; 0: no limit")] = 40e3 / 3
     group: Annotated[int, Option(help="Ranks in a group of the tree")] = 256
     record_nbytes: Annotated[float, Option(help="A record without tensors: measured")] = 1190.0
     fqn_nbytes: Annotated[float, Option(help="A tensor in a record or the manifest: measured")] = 63.0
@@ -152,7 +155,7 @@ class Inputs:
         each_s = max(processor_s, (processor_s + self.read_s) / self.readers, hosts / self.read_rate)
         waits = {"notice": 0.0, "read": 0.0}
         for phase in range(TURNS):
-            now = -phase / TURNS * (listing_s + max(self.poll_s, self.idle_listing * listing_s))
+            now = -phase / TURNS * (listing_s + max(self.poll_s, min(self.idle * listing_s, self.max_idle_s)))
             seen, after_s = 0, 0.0
             while True:
                 come = files if now >= spread_s else int(files * now / spread_s) if now > 0 else 0
@@ -161,16 +164,17 @@ class Inputs:
                 after_s += min(reading_s, max(0.0, now - spread_s))
                 if seen == files:
                     break
-                now += max(self.poll_s, self.idle_listing * listing_s + self.idle_reading * reading_s)
+                now += max(self.poll_s, min(self.idle * (listing_s + reading_s), self.max_idle_s))
             waits["notice"] += (now - spread_s - after_s) / TURNS
             waits["read"] += after_s / TURNS
         return waits
 
     def polled(self, ranks: int) -> tuple[Inputs, float, float]:
         """This while every rank polls for the commit (one queue); the pause of each, and the server's load."""
-        least_s = ranks * self.wait_ops / MAX_LOAD / self.lookup_rate
-        pause_s = max(self.wait_s, least_s, ranks / self.wait_rate if self.wait_rate else 0)
-        load = ranks * self.wait_ops / pause_s / self.lookup_rate
+        pause_s = max(self.wait_s, ranks / self.wait_rate if self.wait_rate else 0)
+        rate = ranks * (self.wait_ops / pause_s + self.lease_ops / max(pause_s, self.lease_every_s))
+        load = min(MAX_LOAD, rate / self.lookup_rate)
+        pause_s *= max(1.0, rate / self.lookup_rate / MAX_LOAD)
         latencies = {name: getattr(self, name) / (1 - load) for name in ("op_s", "create_s", "read_s")}
         return replace(self, **latencies), pause_s, load
 
@@ -210,12 +214,11 @@ class Inputs:
     def others(self, ranks: int) -> Terms:
         """Seconds until another rank knows of a commit, and longer at a first save; the load of the metadata server."""
         now, pause_s, load = self.polled(ranks)
-        served_s = ranks / self.ranks_per_node * self.manifest_nbytes(ranks) / self.file_bandwidth
-        knows_s = served_s if self.seen_manifest else ranks / self.read_rate
+        look_s, claims_s = now.listing_s(now.steps_kept), ranks / self.create_rate
         entries = ranks * (self.containers + 1)  # unfinished tensor files, and a claim of each rank
-        told_s = max(now.listing_s(entries), ranks * entries / self.readdir_total)
-        seen_s = pause_s / 2 + now.listing_s(now.steps_kept) + now.read_s + knows_s
-        return {"seen": seen_s, "first save": told_s + ranks * now.create_s, "load": load}  # and removes the claims
+        told_s = now.listing_s(entries) + now.create_s + self.ask_s * pause_s / self.wait_s / 2 + look_s
+        seen_s = pause_s / 2 + look_s + now.read_s + ranks / self.read_rate
+        return {"seen": seen_s, "first save": told_s + 2 * claims_s, "load": load}  # made, and removed
 
     def dcp(self, ranks: int) -> Terms:
         """DCP's default planner: plans to rank 0, a global plan, back; one file a rank; results to rank 0, metadata."""
@@ -255,12 +258,12 @@ def grid(title: str, rows: Sequence[Mapping[str, str | float]]) -> None:
 
 def changes(inputs: Inputs) -> dict[str, Callable[[int], Terms]]:
     """What one change after the other brings."""
-    found = {"flat": inputs.flat}
-    best = inputs
+    found: dict[str, Callable[[int], Terms]] = {}
+    best = first = replace(inputs, **FIRST)
     for name, change in CHANGES.items():
         best = replace(best, **change)
         found[name] = best.flat
-    return found | {"tree": inputs.tree, "tree, all +": best.tree}
+    return found | {"tree, nothing else": first.tree, "tree": inputs.tree, "tree, all +": best.tree}
 
 
 def commit_s(protocol: Callable[[int], Terms], ranks: int) -> float:
@@ -309,7 +312,7 @@ def print_model(inputs: Inputs, counts: Sequence[int]) -> None:
     worlds = [round(8 * 1.02**power) for power in range(479)]
     bent = next((ranks for ranks in worlds if commit_s(inputs.flat, ranks) > 2 * commit_s(inputs.flat, 8)), None)
     better = next((ranks for ranks in worlds if commit_s(inputs.tree, ranks) < commit_s(inputs.flat, ranks)), None)
-    print(f"\nFlat takes twice as long as at 8 ranks from {bent} ranks on; the tree is faster from {better} on.")
+    print(f"\nFlat takes twice as long as at 8 ranks from {bent} ranks on; a tree would be faster from {better} on.")
 
 
 def draw(inputs: Inputs, path: Path) -> None:
@@ -321,12 +324,12 @@ def draw(inputs: Inputs, path: Path) -> None:
     axes = figure.subplots()
     commits = changes(inputs)
     names = {
-        "flat": "flat",
-        [*CHANGES][-1]: "flat, with small changes",
-        "tree": "tree",
-        "tree, all +": "tree, with them",
+        "first built": "first built",
+        "+ 32 readers (as it is)": "as it is",
+        "tree, nothing else": "first built, with a tree",
+        "tree": "as it is, with a tree",
     }
-    for (name, label), style in zip(names.items(), ("C1-", "C1:", "C2-", "C2:"), strict=True):
+    for (name, label), style in zip(names.items(), ("C1:", "C1-", "C2:", "C2-"), strict=True):
         axes.loglog(counts, [commit_s(commits[name], ranks) for ranks in counts], style, label=f"sidesave: {label}")
     terms = {"plan": "planning", "cached": "planning, cached", "finish": "from the last write to .metadata"}
     for (term, label), style in zip(terms.items(), ("C0-", "C0:", "C0--"), strict=True):

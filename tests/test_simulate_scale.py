@@ -12,7 +12,7 @@ from trainers import ROOT
 import sidesave
 from scripts import simulate_scale
 from scripts.simulate_scale import Inputs, commit_s
-from sidesave.writer_daemon import ranks
+from sidesave.writer_daemon import ranks, worker
 from sidesave.writer_daemon.assembly import assemble
 
 DEFAULTS = Inputs()
@@ -34,7 +34,7 @@ def test_more_tensors_never_make_anything_cheaper(world_size: int):
     for name in ("flat", "tree", "dcp", "others", "writing"):
         less, more = getattr(few, name)(world_size), getattr(many, name)(world_size)
         assert all(more[term] >= less[term] for term in less), name
-        assert name == "writing" or sum(more.values()) > sum(less.values())
+        assert name in ("writing", "others") or sum(more.values()) > sum(less.values())
 
 
 def test_each_change_helps_where_there_are_many_ranks():
@@ -47,7 +47,7 @@ def test_each_change_helps_where_there_are_many_ranks():
 
 def test_no_group_is_better_than_the_best():
     best = sum(DEFAULTS.tree(20_000, DEFAULTS.best_group(20_000)).values())
-    assert best == min(sum(DEFAULTS.tree(20_000, size).values()) for size in (32, 128, 256, 4096))
+    assert best <= min(sum(DEFAULTS.tree(20_000, size).values()) for size in (32, 128, 200, 256, 4096))
 
 
 def test_records_and_manifest_of_four_ranks_have_the_bytes_of_the_model():
@@ -73,6 +73,11 @@ def test_the_pauses_of_the_model_are_those_of_the_code():
     drawn = 0.75  # the mean of what `_polls` draws
     assert pytest.approx(drawn * ranks._MAX_POLL_S) == DEFAULTS.poll_s
     assert pytest.approx(drawn * ranks._MAX_SLOW_POLL_S) == DEFAULTS.wait_s
+    assert pytest.approx(drawn * ranks._MAX_ASKING_POLL_S) == DEFAULTS.ask_s
+    assert pytest.approx(ranks._RANKS_PER_SECOND / drawn) == DEFAULTS.wait_rate
+    assert pytest.approx(ranks._MAX_POLL_S) == DEFAULTS.max_idle_s
+    assert ranks._READERS == DEFAULTS.readers
+    assert worker._CHECK_LEASE_S == DEFAULTS.lease_every_s
 
 
 def test_plans_of_dcp_have_the_bytes_of_the_model():
