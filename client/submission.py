@@ -18,7 +18,14 @@ from sidesave.client.lineage import Lineage
 from sidesave.client.placement import Alike, Placed, Placements
 from sidesave.client.saves import SaveInFlight, SavesInFlight
 from sidesave.client.world import NodeWorld, World
-from sidesave.errors import SidesaveError, StagingError, StateMismatchError, UnsupportedValueError, WriteError
+from sidesave.errors import (
+    HostMemoryError,
+    SidesaveError,
+    StagingError,
+    StateMismatchError,
+    UnsupportedValueError,
+    WriteError,
+)
 from sidesave.stager import tree
 from sidesave.stager.copier import Copier
 from sidesave.stager.image import FileImage, Plan, Structure, make_plan, structure_of
@@ -72,8 +79,7 @@ class Submission:
 
     def fit(self, flat: tree.FlatState, slot: Slot) -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated."""
-        placed = self._place(flat)
-        self._pool.fit(slot, placed.plan, [*_parts(placed).values()], pin=_has_cuda(placed.flat))
+        self._fit(slot, self._place(flat))
 
     def stage(
         self,
@@ -92,8 +98,7 @@ class Submission:
             self._learn()
             placed = self._place(state, sequence)
             flat, plan = placed.flat, placed.plan
-            parts = _parts(placed, metadata)
-            self._pool.fit(slot, plan, [*parts.values()], pin=_has_cuda(flat))
+            parts = self._fit(slot, placed, metadata)
             arena = slot.arena
             assert arena is not None
             save = self._describe(step, placed, slot, sequence, parts, replace=replace)
@@ -173,6 +178,18 @@ class Submission:
             self._plans[structure] = plan
         return Placed(flat, plan, (), b"", b"", "", structure)
 
+    def _fit(self, slot: Slot, placed: Placed, metadata: bytes = b"") -> dict[str, bytes]:
+        parts = {tree.OBJECTS: placed.flat.objects, "table": placed.table, "spare": placed.spare_table}
+        parts = {name: part for name, part in {**parts, "metadata": metadata}.items() if part or name == tree.OBJECTS}
+        try:
+            self._pool.fit(slot, placed.plan, [*parts.values()], pin=_has_cuda(placed.flat))
+        except HostMemoryError as error:
+            if not placed.spare:
+                raise
+            text = "a first save of plain tensors stages all of them on every rank, as ranks may hold other values"
+            raise HostMemoryError(f"{error}; {text}: wrap what is alike in sidesave.Replicated") from error
+        return parts
+
     def _learn(self) -> None:
         """Take in what the saves before have found out: whether the ranks hold the same plain tensors.
 
@@ -234,12 +251,6 @@ class Submission:
             spare=spare,
             metadata=small.get("metadata"),
         )
-
-
-def _parts(placed: Placed, metadata: bytes = b"") -> dict[str, bytes]:
-    """What is staged behind the images; what is empty is not."""
-    parts = {"table": placed.table, "spare": placed.spare_table, "metadata": metadata}
-    return {tree.OBJECTS: placed.flat.objects, **{name: part for name, part in parts.items() if part}}
 
 
 def _has_cuda(flat: tree.FlatState) -> bool:

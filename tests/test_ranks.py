@@ -253,6 +253,18 @@ def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(start: Start, 
     finish(ranks, run, traces)
 
 
+def test_a_first_save_that_takes_too_much_memory_says_how_to_take_less(start: Start, run: Path, traces: Traces):
+    ranks = start(2)
+    ranks.do("build", "plain", 20)
+    ranks.open(run, max_host_memory_bytes=15 << 20)
+    for answer in ranks.attempt("save", 1):
+        assert answer.error == "HostMemoryError"
+        assert "max_host_memory_bytes" in answer.message and "Replicated" in answer.message
+    ranks.do("build", "small")
+    ranks.save(1)
+    finish(ranks, run, traces)
+
+
 def test_metadata_are_those_of_rank_0(start: Start, run: Path, traces: Traces):
     ranks = start(2)
     ranks.do("build", "small")
