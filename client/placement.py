@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -31,6 +32,7 @@ from sidesave.writer_daemon.layout import ELSEWHERE, Layout, Part, Table, Tensor
 
 MORE: Final = "@more"
 """Behind the name of a container: the file of what is written only where ranks differ."""
+_OF_RANK = re.compile(r"@rank-\d{5,}\Z")
 _MAX_PLACEMENTS: Final = 8
 _WINDOW_NBYTES: Final = 256
 _CUDA_EVERY: Final = 20
@@ -143,6 +145,9 @@ class Placements:
 
     def _lay_out(self, flat: FlatState, structure: Structure, alike: Alike) -> _Layout:
         where = {fqn: (name, tensor) for name, tensors in flat.containers.items() for fqn, tensor in tensors.items()}
+        taken = next(filter(_OF_RANK.search, where), None)
+        if taken is not None:
+            raise UnsupportedValueError(f"{taken}: names that end like @rank-00001 are those of a rank's own tensors")
         here: dict[int, Grid] = {}  # one object for each still: see sharding.assign
         for fqn, grid in flat.grids.items():
             if id(grid) not in here:

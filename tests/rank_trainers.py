@@ -403,6 +403,12 @@ class Actor:
         if number is not None:
             self.state["more"] = torch.zeros(number + 1)
 
+    def name_tensor(self, name: str) -> None:
+        """Add a tensor of that name."""
+        import torch
+
+        self.state[name] = torch.zeros(2)
+
     def spoil(self) -> None:
         """Add an item that cannot be saved."""
         self.state["spoilt"] = object()

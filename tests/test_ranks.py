@@ -265,6 +265,19 @@ def test_a_first_save_that_takes_too_much_memory_says_how_to_take_less(start: St
     finish(ranks, run, traces)
 
 
+def test_names_that_ranks_need_for_themselves_are_refused(start: Start, run: Path, traces: Traces):
+    name = "rng@rank-00001"
+    ranks = start(2)
+    ranks.do("build", "small")
+    ranks.open(run)
+    ranks.do("name_tensor", name)
+    for answer in ranks.attempt("save", 1):
+        assert answer.error == "UnsupportedValueError" and name in answer.message
+    ranks.do("put", name, None)
+    ranks.save(2)
+    finish(ranks, run, traces)
+
+
 def test_metadata_are_those_of_rank_0(start: Start, run: Path, traces: Traces):
     ranks = start(2)
     ranks.do("build", "small")
