@@ -1,7 +1,7 @@
 """Blocks of tensor files, each compared with its digest, read past the page cache where that does not hold them.
 
 Bytes go straight into the memory that the tensors will have, in pieces of 16 MiB, by several threads. What has to be
-put together first goes piece by piece through memory of the reading thread, so that it never takes room twice.
+put together first goes piece by piece, of 2 MiB, through memory of the reading thread, so it never takes room twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import stat
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +39,8 @@ from sidesave.writer_daemon.tensor_file import (
 MAX_DIMENSIONS: Final = 64
 """More than torch computes with."""
 _PIECE_NBYTES: Final = 16 << 20
+_TAKEN_NBYTES: Final = 2 << 20
+"""Of what is put together a piece stays in the processor's cache until it is copied on."""
 _MAX_OPEN_FILES: Final = 64
 """Read at the same time, each through two descriptors: a process may have no more than 256."""
 _THREADS: Final = 4
@@ -221,10 +223,9 @@ def _read_files(open_descriptor: Callable[[str, int], int], files: dict[BlockFil
                 sources[file] = _Source(open_descriptor, file.path)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
             work = [
-                pool.submit(_read_piece, sources[file], each, first, last, verify)
+                pool.submit(_read_piece, sources[file], piece, verify)
                 for file, stretches in files.items()
-                for each in stretches
-                for first, last in _pieces(each)
+                for piece in _pieces(file, stretches)
             ]
             try:
                 return sum(future.result() for future in work)
@@ -236,32 +237,63 @@ def _read_files(open_descriptor: Callable[[str, int], int], files: dict[BlockFil
             source.close()
 
 
-def _pieces(stretch: Stretch) -> Iterator[tuple[int, int]]:
-    borders, first = stretch.file.borders, stretch.first
-    while first <= stretch.last:
-        last = max(first, bisect_right(borders, borders[first] + _PIECE_NBYTES) - 2)
-        yield first, min(last, stretch.last)
-        first = last + 1
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks that are read at once: into the memory of one stretch, or for all those that take what they want of it."""
+
+    file: BlockFile
+    first: int
+    last: int
+    stretches: Sequence[Stretch]
 
 
-def _read_piece(source: _Source, stretch: Stretch, first: int, last: int, verify: bool) -> int:
-    file = stretch.file
-    start, end = file.borders[first], file.borders[last + 1]
+def _pieces(file: BlockFile, stretches: Iterable[Stretch]) -> Iterator[_Piece]:
+    """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
+    taken: list[Stretch] = []
+    for each in stretches:
+        if each.memory is None:
+            taken.append(each)
+            continue
+        for first, last in _split(file, each.first, each.last, _PIECE_NBYTES):
+            yield _Piece(file, first, last, (each,))
+    taken.sort(key=lambda each: each.first, reverse=True)
+    runs = list(join((each.first, each.last) for each in taken))
+    concerned: list[Stretch] = []
+    for run in runs:
+        for first, last in _split(file, *run, _TAKEN_NBYTES):
+            while taken and taken[-1].first <= last:
+                concerned.append(taken.pop())
+            concerned = [each for each in concerned if first <= each.last]
+            yield _Piece(file, first, last, tuple(concerned))
+
+
+def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    while first <= last:
+        end = max(first, bisect_right(file.borders, file.borders[first] + nbytes) - 2)
+        yield first, min(end, last)
+        first = end + 1
+
+
+def _read_piece(source: _Source, piece: _Piece, verify: bool) -> int:
+    file, borders = piece.file, piece.file.borders
+    start, end = borders[piece.first], borders[piece.last + 1]
     # The page at a border is read by both neighbours, with the same bytes.
     begin, stop = start // PAGE * PAGE, page_up(end)
-    if stretch.memory is None:
+    home = piece.stretches[0]
+    if home.memory is None:
         window = _scratch(stop - begin)
     else:
-        window = stretch.content[begin - stretch.base : stop - stretch.base]
+        window = home.content[begin - home.base : stop - home.base]
     with reading(file.path):
         count = source.read_into(window, begin)
     if count < end - begin:
         raise IntegrityError(f"{file.path}: ends before byte {end:,}")
     if verify:
-        for number in range(first, last + 1):
-            _check(file, number, window[file.borders[number] - begin : file.borders[number + 1] - begin])
-    if stretch.take is not None:
-        stretch.take(window, begin, start, end)
+        for number in range(piece.first, piece.last + 1):
+            _check(file, number, window[borders[number] - begin : borders[number + 1] - begin])
+    for each in piece.stretches:
+        if each.take is not None:
+            each.take(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
     return count
 
 
