@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from sidesave.errors import InvalidArgumentError, write_error
 from sidesave.writer_daemon.storage.posix import make_run_directory
@@ -21,14 +21,14 @@ def check_step(step: int) -> None:
         raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {step!r}")
 
 
-def encode_metadata(metadata: Mapping[str, Any] | None) -> bytes:
+def encode_metadata(metadata: object) -> bytes:
     """Facts about a checkpoint as JSON; empty where there are none."""
     if metadata is None:
         return b""
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(f"metadata must be a dict, not {type(metadata).__name__}")
     try:
-        data = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+        data = json.dumps(dict(cast("Mapping[Any, Any]", metadata)), ensure_ascii=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"metadata must be plain JSON data: {error}; call .item() on tensors") from error
     if len(data) > _MAX_METADATA_NBYTES:

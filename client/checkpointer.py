@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from sidesave.client.connection import Connection, DaemonConfig
 from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
 from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
+from sidesave.client.renaming import Rename
 from sidesave.client.saves import SavesInFlight
 from sidesave.client.submission import Submission
 from sidesave.client.world import NodeWorld, find_node, find_world, tidy
@@ -289,6 +291,7 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
             SidesaveError: An earlier save failed (``on_error="raise"``).
         """
+        called = time.monotonic()
         self._check_open()
         self._refuse_reentry("save")
         if blocking:
@@ -311,14 +314,13 @@ class Checkpointer:
                 raise
             finally:
                 self._saving = None
-        if handle.skipped:
-            return handle
-        if blocking:
+        if blocking and not handle.skipped:
             try:
                 handle.committed.result()
             except SidesaveError as error:
                 self._saves.was_raised(error)
                 raise
+        self._history.returned(sequence, time.monotonic() - called)
         return handle
 
     def _submit(
@@ -408,6 +410,7 @@ class Checkpointer:
         map_location: str | torch.device | None = None,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
+        rename: Rename | None = None,
         strict: bool = True,
         dtype: torch.dtype | None = None,
         verify: bool = True,
@@ -433,6 +436,7 @@ class Checkpointer:
                         map_location=map_location,
                         include=include,
                         exclude=exclude,
+                        rename=rename,
                         strict=strict,
                         dtype=dtype,
                         verify=verify,

@@ -1,8 +1,9 @@
-"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``.
+"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``, and more.
 
-Only ``recover`` changes a run directory, and does what the start of a session would do to it. Only what a command needs
-is imported: ``ls``, ``verify``, ``recover`` and ``--help`` do without torch. Exit status: 0 all is well, 1 something is
-wrong (an error, damage, a failed check), 2 the call itself makes no sense.
+``top``, ``plot`` and ``trigger``, for a run that is under way, are in ``cli_live``. Only ``recover`` changes a run
+directory, and does what the start of a session would do to it; ``trigger`` leaves a request there. Only what a command
+needs is imported: all but ``show``, ``diff``, ``export`` and ``doctor`` do without torch. Exit status: 0 all is well,
+1 something is wrong (an error, damage, a failed check), 2 the call itself makes no sense.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Generator
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 from sidesave.client import catalog
 from sidesave.client.handle import path_text
 from sidesave.errors import (
-    CheckpointNotFoundError,
     DirectoryInUseError,
     InvalidArgumentError,
     SidesaveError,
@@ -34,10 +33,7 @@ from sidesave.errors import (
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.history import HistoryLog, log_recovery
 from sidesave.writer_daemon.manifest import (
-    MANIFEST,
     parse_hidden_directory,
-    parse_step_directory,
-    step_directory,
 )
 from sidesave.writer_daemon.storage import PosixStorage
 
@@ -47,9 +43,11 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the sidesave command needs {error.name}, which an extra brings: pip install 'sidesave[cli]'")
 
+from sidesave.client import cli_live
 from sidesave.client.console import (
     brief,
     error_text,
+    errors_told,
     new_console,
     new_table,
     print_json,
@@ -59,6 +57,7 @@ from sidesave.client.console import (
     when,
 )
 from sidesave.client.listing import Listing
+from sidesave.client.targets import all_checkpoints, find_checkpoint, find_directory, find_run, is_checkpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +68,7 @@ _COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _TAKEOVER_TIMEOUT_S: Final = 60.0
 
 app = typer.Typer(
-    help="Look into the checkpoints of a run, check, compare, export and recover them, and check this machine.",
+    help="Look into the checkpoints of runs, check, compare, export and recover them; watch runs; check this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -92,75 +91,11 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)  # an exception, so that temporary files are removed on the way out
 
 
-@contextlib.contextmanager
-def _errors_told() -> Generator[None]:
-    """One line for an error that has a cause outside of this program; everything else keeps its traceback."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except (SidesaveError, OSError) as error:
-        typer.echo(f"sidesave: {printable(error_text(error))}", err=True)
-        usage = isinstance(error, (CheckpointNotFoundError, InvalidArgumentError))
-        raise typer.Exit(2 if usage else 1) from None
-
-
-# Which checkpoint ------------------------------------------------------------------------------------------------
-
-
-def _directory(path: str) -> Path:
-    found = Path(path_text(path))
-    if not found.is_dir():
-        raise CheckpointNotFoundError(errno.ENOENT, "there is no such directory", str(found))
-    directory = found.resolve()
-    hidden = parse_hidden_directory(directory.name)
-    if hidden is not None and hidden[2] != "replaced":
-        raise InvalidArgumentError(f"{directory} is an unfinished checkpoint, or one on its way out")
-    return directory
-
-
-def _is_checkpoint(directory: Path) -> bool:
-    return (directory / MANIFEST).exists() or parse_step_directory(directory.name) is not None
-
-
-def _checkpoint(path: str, step: int | None = None) -> Path:
-    """The checkpoint that is meant: ``path`` itself, or one of the run directory ``path``, the latest by default."""
-    directory = _directory(path)
-    if _is_checkpoint(directory):
-        if step is not None:
-            raise InvalidArgumentError(f"--step chooses in a run directory, and {directory} is one checkpoint")
-        return directory
-    if step is not None and (directory / step_directory(step)).is_dir():
-        return directory / step_directory(step)
-    found = catalog.scan(str(directory))
-    wanted = [info for info in found if step is None or info.step == step]
-    if not wanted:
-        others = [info.step for info in found][-20:]
-        raise CheckpointNotFoundError(
-            2, f"no step {step} among {others}" if found else "no checkpoints", str(directory)
-        )
-    return Path(wanted[-1].path)
-
-
-def _run_directory(path: str) -> Path:
-    directory = _directory(path)
-    if _is_checkpoint(directory):
-        raise InvalidArgumentError(f"{directory} is one checkpoint; its run directory is {directory.parent}")
-    return directory
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Every checkpoint of a run directory by step, those with a damaged manifest included."""
-    steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
-    steps |= {Path(info.path): info.step for info in catalog.scan(str(run))}
-    return sorted(steps, key=lambda path: steps[path])
-
-
 # ls --------------------------------------------------------------------------------------------------------------
 
 
 @app.command("ls")
-@_errors_told()
+@errors_told()
 def list_checkpoints(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
     every: Annotated[
@@ -173,7 +108,7 @@ def list_checkpoints(
     Checkpoints stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back
     behind it. Of saves that failed or were skipped, those since the latest checkpoint are listed.
     """
-    listing = Listing(_run_directory(run), every=every)
+    listing = Listing(find_run(run), every=every)
     if as_json:
         print_json(listing.to_json())
     else:
@@ -184,7 +119,7 @@ def list_checkpoints(
 
 
 @app.command()
-@_errors_told()
+@errors_told()
 def show(
     checkpoint: CheckpointArgument,
     step: StepOption = None,
@@ -202,7 +137,7 @@ def show(
     def wanted(fqn: str) -> bool:
         return pattern is None or fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
 
-    with Contents(str(_checkpoint(checkpoint, step))) as contents:
+    with Contents(str(find_checkpoint(checkpoint, step))) as contents:
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
         head, path = contents.manifest, contents.reader.path
@@ -267,7 +202,7 @@ def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
 
 
 @app.command()
-@_errors_told()
+@errors_told()
 def verify(
     checkpoint: CheckpointArgument,
     step: StepOption = None,
@@ -279,9 +214,9 @@ def verify(
     """
     if every and step is not None:
         raise InvalidArgumentError("--all and --step exclude each other")
-    directory = _run_directory(checkpoint) if every else _directory(checkpoint)
-    whole_run = step is None and not _is_checkpoint(directory)
-    paths = (_checkpoints(directory) if whole_run else []) or [_checkpoint(checkpoint, step)]
+    directory = find_run(checkpoint) if every else find_directory(checkpoint)
+    whole_run = step is None and not is_checkpoint(directory)
+    paths = (all_checkpoints(directory) if whole_run else []) or [find_checkpoint(checkpoint, step)]
     ok = True
     for number, path in enumerate(paths, start=1):
         ok = _verify(path, f"{path.name} ({number} of {len(paths)})") and ok
@@ -321,7 +256,7 @@ def _verify(path: Path, title: str) -> bool:
 
 
 @app.command()
-@_errors_told()
+@errors_told()
 def recover(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
@@ -336,7 +271,7 @@ def recover(
     from sidesave.writer_daemon.holder import Holder
     from sidesave.writer_daemon.lease import Lease, Observer
 
-    directory = str(_run_directory(run))
+    directory = str(find_run(run))
     with contextlib.closing(PosixStorage(directory)) as storage:
         if not any(parse_hidden_directory(name) for name in storage.list_directory("")):
             typer.echo("there is nothing to recover")
@@ -369,7 +304,7 @@ def recover(
 
 
 @app.command()
-@_errors_told()
+@errors_told()
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A step directory, or a run directory for its latest.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
@@ -383,7 +318,7 @@ def diff(
     """
     from sidesave.client.diff import ABSENT, Contents, common_nbytes, compare
 
-    paths = [str(_checkpoint(path)) for path in (first, second)]
+    paths = [str(find_checkpoint(path)) for path in (first, second)]
     with Contents(paths[0]) as a, Contents(paths[1]) as b, progress(common_nbytes(a, b)) as advance:
         report = compare(a, b, advance)
     report.changed.sort(key=lambda change: -math.inf if change.relative_l2 is None else -change.relative_l2)
@@ -439,7 +374,7 @@ PatternsOption = list[str] | None
 
 
 @app.command()
-@_errors_told()
+@errors_told()
 def export(
     checkpoint: CheckpointArgument,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A new directory for the files.")],
@@ -461,7 +396,7 @@ def export(
     """
     from sidesave.client.export import Weights, parse_dtype, parse_size
 
-    path, most = _checkpoint(checkpoint, step), parse_size(max_shard_size)
+    path, most = find_checkpoint(checkpoint, step), parse_size(max_shard_size)
     cast_to = None if dtype is None else parse_dtype(dtype)
     chosen = Weights(
         path, item=item, include=include or None, exclude=exclude or None, keep_prefix=keep_prefix, dtype=cast_to
@@ -481,7 +416,7 @@ def export(
 
 
 @app.command()
-@_errors_told()
+@errors_told()
 def doctor(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go.")] = ".",
     as_json: JsonOption = False,
@@ -509,6 +444,12 @@ def doctor(
         print_json([asdict(finding) for finding in found])
     if any(finding.status == "fail" for finding in found):
         raise typer.Exit(1)
+
+
+# Runs under way --------------------------------------------------------------------------------------------------
+
+for command in (cli_live.top, cli_live.plot, cli_live.trigger):
+    app.command()(errors_told()(command))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How commands of the ``sidesave`` program print: tables, JSON, sizes and times, and a bar while one waits."""
+"""How commands of the ``sidesave`` program print: tables, JSON, sizes and times, a bar while one waits, and errors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any, Final, cast
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
 
 _UNCONFINED: Final = 100_000
 """Columns of an output that is no terminal: programs get whole lines."""
@@ -103,3 +105,16 @@ def error_text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def errors_told() -> Generator[None]:
+    """One line for an error that has a cause outside of this program; everything else keeps its traceback."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (SidesaveError, OSError) as error:
+        typer.echo(f"sidesave: {printable(error_text(error))}", err=True)
+        usage = isinstance(error, (CheckpointNotFoundError, InvalidArgumentError))
+        raise typer.Exit(2 if usage else 1) from None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
+from sidesave.client.mismatch import Mismatches, Strangers
 from sidesave.client.reader import CheckpointReader, Wanted
 from sidesave.client.shards import Shard, may_be_spread
-from sidesave.errors import StateMismatchError, UnsupportedValueError
+from sidesave.errors import UnsupportedValueError
 from sidesave.stager.dtypes import CARRIERS
 from sidesave.stager.marks import PerRank, Replicated
 from sidesave.stager.skeleton import TensorRef
@@ -27,23 +27,25 @@ class Expected:
     """A tensor that will be loaded, known by its entry only; whole, unless its target takes a shard."""
 
     ref: TensorRef
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    cast_to: torch.dtype | None = None
     shard: Shard | None = None
 
-    @classmethod
-    def of(cls, ref: TensorRef, reader: CheckpointReader, cast_to: torch.dtype | None) -> Expected:
-        """What the skeleton of ``reader`` refers to, once it has been cast."""
-        name = reader.name_of(ref)
-        stored = reader.entry(name)
-        dtype, shape = stored.dtype, stored.shape
-        if ref.dtype is not None:
-            shape = shape[:-1] if CARRIERS[ref.dtype].pair else shape
-            dtype = ref.dtype
-        if ref.sparse_shape is not None:
-            shape = ref.sparse_shape
-        return cls(ref, name, shape, cast_to if cast_to is not None and dtype.is_floating_point else dtype)
+    def look_up(self, reader: CheckpointReader, cast_to: torch.dtype | None) -> None:
+        """Take over what the manifest or a record says of the tensor, once it has been cast; raises like the reader."""
+        self.name = reader.name_of(self.ref)
+        stored = reader.entry(self.name)
+        self.dtype, self.shape = stored.dtype, stored.shape
+        if self.ref.dtype is not None:
+            self.shape = stored.shape[:-1] if CARRIERS[self.ref.dtype].pair else stored.shape
+            self.dtype = self.ref.dtype
+        if self.ref.sparse_shape is not None:
+            self.shape = self.ref.sparse_shape
+        counts = self.ref.fqn.endswith(".step") and not self.shape  # an optimizer's steps: a cast would lose count
+        if cast_to is not None and self.dtype.is_floating_point and not counts:
+            self.dtype = self.cast_to = cast_to
 
     @property
     def wanted(self) -> Wanted | None:
@@ -56,12 +58,6 @@ class Expected:
         if self.ref.dtype is not None and CARRIERS[self.ref.dtype].pair:
             offsets, shape = (*offsets, 0), (*shape, 2)
         return self.name, (offsets, shape)
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at names that are like one that is not there."""
-    near = difflib.get_close_matches(name, list(names), n=3)
-    return f" (near: {', '.join(near)})" if near else ""
 
 
 def unwrap(target: Any) -> Any:
@@ -85,31 +81,55 @@ class Fitting:
     """One comparison of live objects with what there is for them.
 
     Attributes:
-        surplus: FQNs of what is of other ranks only, such as another stage of a pipeline, and has no place here.
+        mismatches: Where they differ.
+        surplus: What has no place here, in its dict and under its key, though it is no mistake: it is of other ranks,
+            such as another stage of a pipeline, or nobody minds.
     """
 
-    def __init__(self, partial: set[str], *, strict: bool) -> None:
-        """Of what is ``partial``, a target need not have all; of the rest it must, if ``strict``."""
-        self.surplus: set[str] = set()
+    def __init__(
+        self, partial: Collection[str], *, strict: bool, required: Callable[[str], bool] | None = None
+    ) -> None:
+        """Of what is ``partial``, a target need not have all; of the rest it must, if ``strict``.
+
+        ``required`` tells of names of the target whether the checkpoint has to have them; None is all.
+        """
+        self.mismatches = Mismatches()
+        self.surplus: list[tuple[dict[Any, Any], Any]] = []
         self._pinned = False  # inside PerRank, where a DTensor's local part was saved as a tensor of the rank's own
         self._partial = partial
         self._strict = strict
-        self._problems: list[str] = []
+        self._required = required
+        self._problems = self.mismatches.different
 
     def compare(self, into: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-        """Compare, and note in ``expected`` what its targets take only a shard of.
-
-        Raises ``StateMismatchError``, which names all that does not fit.
-        """
+        """Compare, and note in ``expected`` what its targets take only a shard of."""
         for name, target in into.items():
             if name in expected:
                 self._any(target, expected[name], name)
-            elif self._strict:
-                self._problems.append(f"{name}: nothing of it is in the checkpoint")
-        if self._problems:
-            shown, more = self._problems[:20], len(self._problems) - 20
-            shown += [f"... and {more} more"] if more > 0 else []
-            raise StateMismatchError("the checkpoint does not fit, and nothing was loaded:\n  " + "\n  ".join(shown))
+            else:
+                self._miss(name, target)
+
+    def _miss(self, fqn: str, target: Any) -> bool:
+        required = self._is_required(fqn, target)
+        if required:
+            self.mismatches.missing.append(fqn)
+        else:
+            self.mismatches.absent += 1
+        return required
+
+    def _is_required(self, fqn: str, target: Any) -> bool:
+        """Whether the checkpoint has to have something of a target."""
+        required, target = self._required, unwrap(target)
+        if required is None:
+            return True
+        if isinstance(target, nn.Module):
+            return any(required(f"{fqn}.{key}") for key in target.state_dict(keep_vars=True))
+        if type(target) is dict and target:
+            return any(self._is_required(f"{fqn}.{key}", item) for key, item in cast("dict[Any, Any]", target).items())
+        if type(cast("object", target)) in (list, tuple) and target:
+            items = cast("list[Any]", target)
+            return any(self._is_required(f"{fqn}.{index}", item) for index, item in enumerate(items))
+        return required(fqn) or (is_live(target) and required(f"{fqn}.*"))
 
     def _any(self, target: Any, saved: Any, fqn: str) -> None:
         if isinstance(target, (Replicated, PerRank)):
@@ -117,7 +137,7 @@ class Fitting:
             self._any(target.value, saved, fqn)
             self._pinned = before
         elif isinstance(target, nn.Module):
-            self._keys(target.state_dict(keep_vars=True), saved, fqn)
+            self._keys(target.state_dict(keep_vars=True), saved, fqn, is_module=True)
         elif isinstance(target, torch.optim.Optimizer):
             self._optimizer(target, saved, fqn)
         elif isinstance(target, torch.Tensor):
@@ -136,28 +156,33 @@ class Fitting:
         for index, (item, found) in enumerate(zip(target, cast("Sequence[Any]", saved), strict=True)):
             self._any(item, found, f"{fqn}.{index}")
 
-    def _keys(self, target: Mapping[Any, Any], saved: Any, fqn: str) -> None:
+    def _keys(self, target: Mapping[Any, Any], saved: Any, fqn: str, *, is_module: bool = False) -> None:
         if not isinstance(saved, Mapping):
             self._problems.append(
                 f"{fqn}: the checkpoint holds a {type(saved).__name__} here, not a set of named values"
             )
             return
-        body = cast("Mapping[Any, Any]", saved)
-        missing = [key for key in target if key not in body]
-        unexpected = [key for key in body if key not in target]
-        elsewhere = {f"{fqn}.{key}" for key in unexpected if f"{fqn}.{key}" in self._partial}
-        self.surplus |= elsewhere
-        if self._strict:
-            self._problems += [
-                f"{fqn}.{key}: missing in the checkpoint{nearest(str(key), map(str, unexpected))}" for key in missing
-            ]
-            self._problems += [
-                f"{fqn}.{key}: unexpected, the target has no such key"
-                for key in unexpected
-                if f"{fqn}.{key}" not in elsewhere
-            ]
+        body = cast("dict[Any, Any]", saved)
+        wanted = [key for key, value in target.items() if key in body or self._miss(f"{fqn}.{key}", value)]
+        found = sum(key in body for key in wanted)
+        others: list[str] = []
+        for key in body:
+            if key in target:
+                continue
+            elsewhere = f"{fqn}.{key}" in self._partial
+            if elsewhere or not self._strict:
+                self.surplus.append((body, key))
+            if not elsewhere:
+                others.append(str(key))
+        self.mismatches.unexpected += [f"{fqn}.{key}" for key in others]
+        if others and 10 * found < len(wanted) > 1:
+            self.mismatches.strangers.append(Strangers(fqn, [str(key) for key in wanted], found, others))
         for key, value in target.items():
-            if key in body:
+            if key not in body:
+                continue
+            if is_module and key.endswith("_extra_state"):  # of the module's own making, and for it to judge
+                self._follow(value, body[key], f"{fqn}.{key}")
+            else:
                 self._any(value, body[key], f"{fqn}.{key}")
 
     def _tensor(self, target: torch.Tensor, saved: Any, fqn: str) -> None:
@@ -218,7 +243,9 @@ class Fitting:
             return
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
         ids = [number for group in groups for number in group["params"]]
-        self.surplus |= {f"{fqn}.state.{number}" for number in states.keys() - set(ids)} & self._partial
+        self.surplus += [
+            (states, number) for number in states.keys() - set(ids) if f"{fqn}.state.{number}" in self._partial
+        ]
         for number, parameter in zip(ids, parameters, strict=True):
             current = target.state.get(parameter, {})
             for key, value in states.get(number, {}).items():

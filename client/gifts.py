@@ -62,8 +62,6 @@ def _gifts(holder: Any, key: Any, value: Any) -> Iterator[_Gift]:
         for name, item in value.items():
             if name in items:
                 yield from _gifts(items, name, item)
-            else:
-                yield _Gift(items, name, None, item)
     elif type(target) in (list, tuple) and is_live(target):
         for index, item in enumerate(value):
             yield from _gifts(target, index, item)

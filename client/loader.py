@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from sidesave.client import catalog, gifts
-from sidesave.client.fitting import Expected, Fitting, nearest
+from sidesave.client.fitting import Expected, Fitting
 from sidesave.client.handle import path_text
+from sidesave.client.mismatch import Mismatches, Strangers
 from sidesave.client.reader import CheckpointReader, Wanted, open_checkpoint
+from sidesave.client.renaming import DICTS, Rearrangement, Rename, Renaming, leaves
 from sidesave.client.shards import Local
-from sidesave.errors import InvalidArgumentError, StateMismatchError
+from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.stager.skeleton import TensorRef
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.integrity import Fault
@@ -33,6 +36,7 @@ def load(
     map_location: str | torch.device | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: Rename | None = None,
     strict: bool = True,
     dtype: torch.dtype | None = None,
     verify: bool = True,
@@ -42,7 +46,8 @@ def load(
 
     It may be of any number of ranks, and be loaded by any other. What is spread over a mesh in ``into`` (``DTensor``)
     takes this rank's part and reads no more than that; everything else comes whole. What ranks have saved each for
-    itself comes back to the same rank, or from rank 0 to one that did not exist. No rank talks to another.
+    itself comes back to the same rank, or from rank 0 to one that did not exist. No rank talks to another. In a process
+    with a process group the rank is the one in the world, not that on the node: it is for storage that all ranks share.
 
     Args:
         path: A ``step-XXXXXXXX`` directory.
@@ -50,11 +55,16 @@ def load(
             ``load_state_dict`` take their state, tensors are filled in place, plain values are replaced in this dict.
             Without it a fresh nest is returned, state dicts in the place of objects.
         map_location: Device for fresh tensors; None is the CPU.
-        include: Patterns (``"model.layers.*"``) of the FQNs to load; None is all.
+        include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load; None is all.
         exclude: Patterns of FQNs to leave out.
-        strict: With ``into``, raise when an item's keys are not exactly those saved; else load what both have. Keys
-            that only some ranks have saved, each a stage of a pipeline, may be missing in the target.
-        dtype: Cast floating-point tensors to this.
+        rename: From the names in the checkpoint to those of ``into``, or of the nest: a dict of FQNs and what they
+            begin with (``{"model.module": "model", "head": None}``), of which the longest counts, or a function of each
+            leaf's FQN; None leaves it out. ``include`` and ``exclude`` know the names in the checkpoint.
+        strict: With ``into``, raise when an item's keys are not exactly those saved; else load what both have, and log
+            the rest. Keys that only some ranks have saved, each a stage of a pipeline, may be missing in the target.
+            With ``include`` or ``exclude`` the target may have more keys than what is chosen by them; behind a function
+            as ``rename``, which cannot be turned round, it may not.
+        dtype: Cast floating-point tensors to this, except the step counts of optimizers.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
 
@@ -64,25 +74,32 @@ def load(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         IntegrityError: A file is missing, short, or does not match its digest; nothing live has been touched.
-        StateMismatchError: Items, keys, shapes or dtypes differ; all of them are named, and nothing has been touched.
+        StateMismatchError: Items, keys, shapes or dtypes differ, or there is nothing to load; ten of each kind are
+            named, with names that are like them, and nothing has been touched.
+        InvalidArgumentError: An argument is wrong, or ``rename`` gives two things one name.
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
     """
-    distributed = torch.distributed
-    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
     loaded = read(
         path,
         into=into,
         map_location=map_location,
         include=include,
         exclude=exclude,
+        rename=rename,
         strict=strict,
         dtype=dtype,
         verify=verify,
         allow_pickle=allow_pickle,
-        rank=rank,
+        rank=own_rank(),
     )
     return loaded.apply()
+
+
+def own_rank() -> int:
+    """This process's rank in the world, 0 where there is no process group."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +107,24 @@ class Loaded:
     """A checkpoint that has been read and checked, in fresh memory; nothing live has been touched.
 
     Attributes:
-        path: The checkpoint.
+        path: The checkpoint; of several the last.
         nbytes_read: Bytes that were read for it.
+        missing: Names of the target that it has not; none, if ``strict``.
+        unexpected: Names in it that the target has not; none, if ``strict``.
     """
 
     path: str
     nbytes_read: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
     _state: dict[str, Any]
     _into: dict[str, Any] | None
-    _strict: bool
+    _exact: bool
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything for an item."""
+        found = self._state.get(name)
+        return name in self._state and not (type(found) in DICTS and not found)
 
     def apply(self) -> dict[str, Any]:
         """Give live objects what was loaded for them; once. Returns what :func:`load` does.
@@ -108,7 +134,7 @@ class Loaded:
         """
         if self._into is None:
             return self._state
-        gifts.give(self._into, self._state, strict=self._strict)
+        gifts.give(self._into, self._state, strict=self._exact)
         return self._into
 
 
@@ -119,6 +145,7 @@ def read(
     map_location: str | torch.device | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: Rename | None = None,
     strict: bool = True,
     dtype: torch.dtype | None = None,
     verify: bool = True,
@@ -129,24 +156,66 @@ def read(
 
     ``rank`` is the one to load as; see :func:`load` for all else.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
-    if into is not None and type(into) is not dict:
-        raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
-    selected = selector(include, exclude)
-    strict_within = strict and include is None and exclude is None
+    choice = Choice(include, exclude, rename, dtype)
+    check_into(into)
 
     def read(place: str) -> Loaded:
         with open_checkpoint(place, rank) as reader:
-            chosen = selected if into is None else _within(into, reader, selected, strict=strict)
-            selection = _Selection(reader, chosen, dtype, allow_pickle=allow_pickle)
+            selection = Selection(reader, choice, into, allow_pickle=allow_pickle)
+            found = Mismatches()
             if into is not None:
-                selection.fit(into, strict=strict_within)
-            selection.check_apart(live=into is not None)
-            state = selection.read(map_location if into is None else None, verify=verify)
-            return Loaded(place, reader.nbytes_read, state, into, strict_within)
+                found = fit(into, selection.nest, selection.partial, choice.required, [selection], strict=strict)
+            needed = selection.needed(selection.nest)
+            selection.check_apart(needed, live=into is not None)
+            values = selection.read(needed, map_location if into is None else None, verify=verify)
+            exact = strict and not (found.missing or found.unexpected or found.absent)
+            state = filled(selection.nest, values)
+            names = tuple(found.missing), tuple(found.unexpected)
+            return Loaded(place, reader.nbytes_read, *names, state, into, exact)
 
     return catalog.read_settled(os.path.realpath(path_text(path)), read)
+
+
+def check_into(into: object) -> None:
+    """``into`` is a plain dict, or None."""
+    if into is not None and type(into) is not dict:
+        raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
+
+
+def fit(
+    into: Mapping[str, Any],
+    nest: dict[str, Any],
+    partial: Collection[str],
+    required: Callable[[str], bool] | None,
+    selections: Sequence[Selection],
+    *,
+    strict: bool,
+    strangers: Iterable[Strangers] = (),
+) -> Mismatches:
+    """Compare live objects with a nest, and take out of it what they have no place for though that is no mistake.
+
+    Raises ``StateMismatchError`` for all that does not fit; what is missing or unexpected is logged, if not ``strict``.
+    ``strangers`` are known already, and told if something is missing.
+    """
+    fitting = Fitting(partial, strict=strict, required=required)
+    fitting.compare(into, nest)
+    found = fitting.mismatches
+    if found.missing:
+        found.strangers += strangers
+    renamed = any(selection.renaming for selection in selections)
+    lines = found.text(
+        lambda: (name for selection in selections for name in selection.names()), renamed=renamed, strict=strict
+    )
+    empty = strict and into and not any(name in nest for name in into) and not lines
+    if lines or empty:
+        items = ", ".join(repr(item) for selection in selections for item in selection.items())
+        lines = lines or f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
+        raise StateMismatchError(f"the checkpoint does not fit, and nothing was loaded:\n  {lines}")
+    if found.missing or found.unexpected:
+        logger.warning("loading what both have: of %s, %s", selections[-1].where, found.summary())
+    for holder, key in fitting.surplus:
+        del holder[key]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,72 +286,118 @@ def _matches(fqn: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".") for pattern in patterns)
 
 
-def _within(
-    into: Mapping[str, Any], reader: CheckpointReader, selected: Callable[[str], bool], *, strict: bool
-) -> Callable[[str], bool]:
-    """Narrow a selection to the items of ``into``; an item that was never saved is an error."""
-    saved = reader.skeleton.keys()
-    unknown = [name for name in into if name not in saved]
-    if unknown and strict:
-        raise StateMismatchError(
-            "\n".join(f"the checkpoint has no item {name!r}{nearest(name, saved)}" for name in unknown)
-        )
-    prefixes = tuple(name + "." for name in into)
-    return lambda fqn: (fqn in into or fqn.startswith(prefixes)) and selected(fqn)
+class Choice:
+    """What is wanted of a checkpoint, in the words of :func:`load`, checked.
 
-
-class _Selection:
-    """What is loaded of a checkpoint: which leaves, and of each tensor which part."""
+    Attributes:
+        selected: Whether a name of the checkpoint is chosen.
+        renaming: Gives the target's names for those.
+        cast_to: The dtype for floating-point tensors.
+        required: Of names of the target, whether the checkpoint has to have them; None is all.
+    """
 
     def __init__(
         self,
-        reader: CheckpointReader,
-        selected: Callable[[str], bool],
-        cast_to: torch.dtype | None,
-        *,
-        allow_pickle: bool,
+        include: str | Sequence[str] | None,
+        exclude: str | Sequence[str] | None,
+        rename: Rename | None,
+        dtype: torch.dtype | None,
     ) -> None:
+        """``InvalidArgumentError`` for what cannot be."""
+        if dtype is not None and not dtype.is_floating_point:
+            raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
+        self.cast_to = dtype
+        self.selected: Callable[[str], bool] = selector(include, exclude)
+        self.renaming = Renaming(rename)
+        self.required: Callable[[str], bool] | None = None
+        if include is not None or exclude is not None:
+            self.required = self._is_required
+
+    def _is_required(self, name: str) -> bool:
+        origins = self.renaming.origins(name)
+        return origins is None or any(map(self.selected, origins))
+
+
+class Selection:
+    """What is loaded of a checkpoint: which leaves, under which names, and of each tensor which part.
+
+    Attributes:
+        nest: What is loaded as it will be, with :class:`Expected` and :class:`Pickled` for what has to be read.
+        partial: The names in it of what not all ranks have saved.
+        renaming: Of the names in the checkpoint.
+        where: The checkpoint.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, choice: Choice, into: Mapping[str, Any] | None, *, allow_pickle: bool
+    ) -> None:
+        """Choose what ``into`` has an item for, all where that is None; nothing is unpickled, and no tensor read."""
+        self.renaming = choice.renaming
+        self.where = reader.path
         self._reader = reader
-        self._selected: Callable[[str], bool] = selected
-        self._cast_to = cast_to
-        self._allow_pickle = allow_pickle
-        self._survey()
+        self._cast_to = choice.cast_to
+        self._sparse: dict[str, Expected] = {}
+        fqns: list[str] = []
+        prefixes = None if into is None else tuple(name + "." for name in into)
 
-    def _survey(self) -> None:
-        """The nest as it will be, with :class:`Expected` for tensors. Nothing is unpickled before all is checked."""
-        self._leaves: list[Expected] = []
-        self._partial: set[str] = set()
+        broken: list[Exception] = []
 
-        def expect(ref: TensorRef) -> Expected:
-            leaf = Expected.of(ref, self._reader, self._cast_to)
-            if ref.sparse_shape is None:  # which stands for parts that have come before it
-                self._leaves.append(leaf)
-            return leaf
+        def chosen(fqn: str) -> bool:
+            try:
+                name = self.renaming(fqn) if choice.selected(fqn) and not broken else None
+            except Exception as error:  # noqa: BLE001 - the user's, and no malformed skeleton: it is raised below
+                broken.append(error)
+                return False
+            if name is None or not (prefixes is None or into is None or name in into or name.startswith(prefixes)):
+                return False
+            fqns.append(fqn)
+            return True
 
-        self._nest = self._reader.skeleton.build(
-            expect,
-            only=self._selected,
-            unpickle=_leave_pickled if self._allow_pickle else None,
-            partial=self._partial,
-        )
+        partial: set[str] = set()
+        unpickle = Pickled if allow_pickle else None
+        nest = reader.skeleton.build(Expected, only=chosen, unpickle=unpickle, partial=partial)
+        if broken:
+            raise broken[0]
+        found = leaves(nest)
+        if len(found) != len(fqns):
+            raise IntegrityError(f"{reader.path}: a container holds {len(found)} of {len(fqns)} items")
+        for fqn, leaf in zip(fqns, found, strict=True):
+            if isinstance(leaf, Expected):
+                leaf.look_up(reader, self._cast_to)
+                if leaf.ref.sparse_shape is not None:
+                    self._sparse[fqn] = leaf
+        self.nest: dict[str, Any] = nest
+        self.partial: Collection[str] = partial
+        if self.renaming:
+            arranged = Rearrangement(self.renaming, into, partial)
+            self.nest = arranged.build(nest, fqns)
+            self.partial = arranged.partial
 
-    def fit(self, into: Mapping[str, Any], *, strict: bool) -> None:
-        """Compare with live objects, and leave out what they have no place for though other ranks had."""
-        fitting = Fitting(self._partial, strict=strict)
-        fitting.compare(into, self._nest)
-        if not fitting.surplus:
-            return
-        selected, surplus = self._selected, fitting.surplus
-        self._selected = lambda fqn: selected(fqn) and not any(name in surplus for name in _and_above(fqn))
-        self._survey()
-        self.fit(into, strict=strict)
+    def items(self) -> list[str]:
+        """The names at the top of the checkpoint."""
+        return self._reader.skeleton.keys()
 
-    def check_apart(self, *, live: bool) -> None:
+    def names(self) -> list[str]:
+        """Everything that the checkpoint has, whatever is chosen of it, under its new names; and what is at the top."""
+        found = self.items()
+
+        def note(fqn: str) -> bool:
+            found.append(self.renaming(fqn) or fqn)
+            return False
+
+        self._reader.skeleton.build(Expected, only=note)
+        return found
+
+    def needed(self, nest: Mapping[str, Any]) -> dict[Expected | Pickled, None]:
+        """What there is to read of this checkpoint for a nest, in its order."""
+        mine = {leaf: None for leaf in leaves(self.nest) if isinstance(leaf, (Expected, Pickled))}
+        return {leaf: None for leaf in leaves(nest) if isinstance(leaf, (Expected, Pickled)) and leaf in mine}
+
+    def check_apart(self, needed: Iterable[Expected | Pickled], *, live: bool) -> None:
         """Tensors that are not the same on the ranks that have saved them, and that this rank has not."""
         apart, rank = self._reader.manifest.apart, self._reader.rank
-        odd = {
-            leaf.ref.fqn: apart[leaf.ref.fqn] for leaf in self._leaves if rank not in apart.get(leaf.ref.fqn, (rank,))
-        }
+        fqns = [leaf.ref.fqn for leaf in needed if isinstance(leaf, Expected)]
+        odd = {fqn: apart[fqn] for fqn in fqns if rank not in apart.get(fqn, (rank,))}
         if not odd:
             return
         told = "\n  ".join(f"{fqn} differs between ranks {_brief(ranks)}" for fqn, ranks in list(odd.items())[:20])
@@ -292,33 +407,94 @@ class _Selection:
             )
         logger.warning("%s; of each the first rank's is taken", told)
 
-    def read(self, device: str | torch.device | None, *, verify: bool) -> dict[str, Any]:
-        """The nest, read and verified; a part of a tensor is a :class:`Local`."""
-        stored = self._reader.read_boxes([leaf.wanted for leaf in self._leaves if leaf.wanted], verify=verify)
-        made: dict[tuple[Wanted, bool], torch.Tensor] = {}
-        leaves = iter(self._leaves)
+    def read(
+        self, needed: Iterable[Expected | Pickled], device: str | torch.device | None, *, verify: bool
+    ) -> dict[Expected | Pickled, Any]:
+        """Values for leaves, read and verified; a part of a tensor is a :class:`Local`."""
+        tensors = [leaf for leaf in needed if isinstance(leaf, Expected) and leaf.ref.sparse_shape is None]
+        sparse = {fqn: leaf for fqn, leaf in self._sparse.items() if leaf in needed}
+        parts = self._parts(sparse) if sparse else []
+        wanted = [leaf.wanted for leaf in [*tensors, *parts] if leaf.wanted]
+        stored = self._reader.read_boxes(wanted, verify=verify)
+        made: dict[tuple[Wanted, bool, torch.dtype | None], torch.Tensor] = {}
 
-        def tensor(ref: TensorRef) -> torch.Tensor | Local:
-            leaf = next(leaves)  # of the same skeleton, in the same order
+        def tensor(leaf: Expected) -> Any:
             wanted, shard = leaf.wanted, leaf.shard
             if wanted is None:
                 assert shard is not None
                 return Local(shard, shard.empty(leaf.dtype))
-            key = (wanted, ref.array)
+            key = wanted, leaf.ref.array, leaf.cast_to
             if key not in made:  # tied weights come back tied
-                made[key] = _finish(stored[wanted], ref, device, self._cast_to)
-            return made[key] if shard is None else Local(shard, made[key])
+                made[key] = _finish(stored[wanted], leaf.ref, device, leaf.cast_to)
+            if shard is not None:
+                return Local(shard, made[key])
+            return made[key].numpy() if leaf.ref.array else made[key]
 
-        unpickle = pickle.loads if self._allow_pickle else None
-        return self._reader.skeleton.build(tensor, only=self._selected, unpickle=unpickle)
+        values: dict[Expected | Pickled, Any] = {leaf: tensor(leaf) for leaf in tensors}
+        if sparse:
+            known = {part.ref: part for part in parts}
+            nest = self._reader.skeleton.build(lambda ref: tensor(known[ref]), only=sparse.__contains__)
+            values.update(zip(sparse.values(), leaves(nest), strict=True))
+        # Only now, when all else is known to be as it should be, code of the checkpoint's may run.
+        values.update({leaf: pickle.loads(leaf.data) for leaf in needed if isinstance(leaf, Pickled)})
+        return values
+
+    def _parts(self, sparse: Collection[str]) -> list[Expected]:
+        """The tensors that sparse ones consist of."""
+        refs: list[TensorRef] = []
+        self._reader.skeleton.build(refs.append, only=sparse.__contains__)
+        parts = [Expected(ref) for ref in refs if ref.sparse_shape is None]
+        for part in parts:
+            part.look_up(self._reader, self._cast_to)
+        return parts
 
 
-def _and_above(fqn: str) -> Iterator[str]:
-    """An FQN and those of all that it is in."""
-    end = len(fqn)
-    while end > 0:
-        yield fqn[:end]
-        end = fqn.rfind(".", 0, end)
+class Pickled:
+    """Stands for a pickled value while only names and shapes matter."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        """Of ``data``, which is not looked into."""
+        self.data = data
+
+    def __str__(self) -> str:
+        """What a name has in its place where it is a key."""
+        return "<pickled>"
+
+
+def filled(value: Any, values: Mapping[Any, Any]) -> Any:
+    """A nest with its values in the place of what stands for them; dicts and lists are changed in place."""
+    if isinstance(value, (Expected, Pickled)):
+        return values[value]
+    if type(value) in DICTS:
+        items = cast("dict[Any, Any]", value)
+        if any(type(key) is not str and type(key) is not int for key in items):
+            pairs = [(_thawed(key), item) for key, item in items.items()]
+            items.clear()
+            for key, item in pairs:
+                items[key] = item
+        for key, item in items.items():
+            items[key] = filled(item, values)
+    elif type(value) is list:
+        parts = cast("list[Any]", value)
+        parts[:] = [filled(item, values) for item in parts]
+    elif type(value) is tuple:
+        return tuple(filled(item, values) for item in cast("tuple[Any, ...]", value))
+    elif type(value) is collections.deque:
+        queue = cast("collections.deque[Any]", value)
+        return collections.deque((filled(item, values) for item in queue), queue.maxlen)
+    return _thawed(value)
+
+
+def _thawed(value: Any) -> Any:
+    """A key, or a set, with what is pickled in it unpickled."""
+    if type(value) is Pickled:
+        return pickle.loads(value.data)
+    if type(value) in (tuple, set, frozenset):
+        parts = cast("tuple[Any, ...]", value)
+        return type(parts)(map(_thawed, parts))
+    return value
 
 
 def _brief(ranks: Sequence[int]) -> str:
@@ -338,7 +514,3 @@ def _finish(
     if device is not None:
         tensor = tensor.to(device)
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _leave_pickled(data: bytes) -> None:
-    """Stands for a pickled value while only names and shapes matter."""

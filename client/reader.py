@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from sidesave.client import blocks, boxes
+from sidesave.client import blocks, boxes, catalog, finding
 from sidesave.client.blocks import BlockFile
 from sidesave.client.gathering import Gathered, Part, gather
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, StateMismatchError
@@ -28,7 +28,7 @@ from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.skeleton import Skeleton, TensorRef
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.layout import ELSEWHERE, Box, Layout
-from sidesave.writer_daemon.manifest import Manifest, RankRecord
+from sidesave.writer_daemon.manifest import MANIFEST, Manifest, RankRecord
 from sidesave.writer_daemon.storage import PosixStorage
 from sidesave.writer_daemon.tensor_file import TensorEntry
 
@@ -308,13 +308,11 @@ class CheckpointReader:
 def open_checkpoint(path: str, rank: int = 0) -> CheckpointReader:
     """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
     path = os.path.realpath(path)
-    if os.path.isdir(path) and not os.path.lexists(os.path.join(path, "manifest.json")):
-        from sidesave.client.catalog import scan
-
-        found = scan(path)
+    if not os.path.lexists(os.path.join(path, MANIFEST)):
+        found = catalog.scan(path) if os.path.isdir(path) else []
         if found:
             raise InvalidArgumentError(
                 f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
             )
-        raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
+        raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {finding.what(path)}", path)
     return CheckpointReader(path, rank)

@@ -176,15 +176,15 @@ class SavesInFlight:
                 if self._bearable_failures:
                     error.add_note(f"{self._failures_in_a_row} saves in a row have failed")
                 self._failures.append(error)
-        self._release(entry)
-        entry.handle._fail(error)
-        self._forget(entry)
         if report and bearable:
             text = f"the save of step {entry.save.step} failed: {error}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             except RuntimeWarning:  # under -W error it would end this thread, which is none of the user's
                 logger.error("%s", text)
+        self._release(entry)
+        entry.handle._fail(error)
+        self._forget(entry)
 
     def abandon(self) -> None:
         """Give up waiting for saves that a daemon, left alone, may still finish."""

@@ -146,11 +146,12 @@ def test_a_newer_format_keeps_a_run_from_going_on_and_older_checkpoints_loadable
 
 def test_ls_lists_what_came_to_nothing_since_the_latest_checkpoint(tmp_path: Path):
     state = {"x": torch.zeros(3)}
-    with sidesave.Checkpointer(tmp_path, on_error="warn") as checkpointer:
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 3):
             (tmp_path / f"step-{step:08d}").mkdir()
-            with pytest.warns(RuntimeWarning, match="failed"):
-                checkpointer.save(step, state).committed.exception()
+            checkpointer.save(step, state)
+            with pytest.raises(sidesave.CheckpointExistsError):
+                checkpointer.wait()
             (tmp_path / f"step-{step:08d}").rmdir()
             if step == 1:
                 checkpointer.save(2, state).committed.result()

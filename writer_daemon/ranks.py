@@ -179,7 +179,8 @@ def _read_records(storage: Storage, save: Save, ranks: list[int]) -> dict[int, R
     if len(ranks) < _READERS:
         return {rank: _read_record(storage, save, rank) for rank in ranks}
     with ThreadPoolExecutor(_READERS, "sidesave-records") as readers:
-        return dict(zip(ranks, readers.map(lambda rank: _read_record(storage, save, rank), ranks), strict=True))
+        futures = {rank: readers.submit(_read_record, storage, save, rank) for rank in ranks}
+        return {rank: future.result() for rank, future in futures.items()}
 
 
 def _read_record(storage: Storage, save: Save, rank: int) -> RankRecord:

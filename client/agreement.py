@@ -1,0 +1,220 @@
+"""How ranks agree on the step to save when one of them sees a reason that the others do not: time, signals, requests.
+
+A thread on each rank takes part, about once a second, in a *round*: one ``all_reduce(MAX)`` of a few integers on a gloo
+group of its own. Training never takes part, and no step waits for another rank, unless it is about to break a promise.
+
+Before a rank enters a round it *promises* a step: until the round has ended, its training will not get past the call
+``pass_step(s)`` of any ``s`` at or beyond the promise. What all ranks get out of the round is the highest promise, P,
+and whether any rank wishes a save. If one does, the first step at or beyond P is saved, by all ranks:
+
+- *Nobody has passed it.* While the round was on, no rank got past its own promise, and P is no less than any of them.
+  (The lowest promise would not do: a rank that is ahead may have passed it.)
+- *Everybody saves the same step.* Ranks call ``pass_step`` with the same numbers, so the first one at or beyond P is
+  the same. A rank that passes ``s`` without knowing the outcome of a round has promised more than ``s`` in it, hence
+  P > s: of all that was agreed for steps up to ``s``, every rank knows everything when it passes ``s``.
+- *No deadlock.* A rank that waits for the end of a round waits for threads, which wait for no training.
+
+A promise is a few steps ahead, as many as fit into two rounds, so that training gets there only when a round takes
+unusually long. Steps that are longer than that need no margin at all: the end of the one that is running is far enough.
+
+A rank that closes says so in its last round, which ends the thread on all ranks. What was agreed and not reached, in
+that round too, every rank learns from :meth:`Agreement.close`, and saves the last step for it. Not so when a rank
+closes because it has failed: then nobody can count on it, and all that was agreed is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, cast
+
+import torch
+
+from sidesave.errors import SidesaveError
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S: Final = 1.0
+_TIMEOUT_S: Final = 300.0
+"""How long a round waits for a rank that has not died and does not come either."""
+_FIRST_MARGIN: Final = 2
+_GOING_ON: Final = 0
+_FINISHING: Final = 1
+_FAILING: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank wants at the next possible step.
+
+    Attributes:
+        lasting: A save of the usual kind.
+        ephemeral: A save that the next one makes superfluous.
+        signal: The end, after a save: the number of the signal that says so. 0 for none.
+    """
+
+    lasting: bool = False
+    ephemeral: bool = False
+    signal: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return bool(self.lasting or self.ephemeral or self.signal)
+
+    def __or__(self, other: Wish) -> Wish:
+        """Both."""
+        return Wish(self.lasting or other.lasting, self.ephemeral or other.ephemeral, max(self.signal, other.signal))
+
+
+class Agreement:
+    """One rank's part in it. :meth:`pass_step` is for the training thread; everything else for any."""
+
+    def __init__(self, ranks: Sequence[int], wish: Callable[[int, Wish], Wish]) -> None:
+        """Make the group, which blocks until all ``ranks`` do, and start the thread.
+
+        Args:
+            ranks: Global ranks.
+            wish: Called in the thread before each round, with the last step passed and with what is agreed for steps
+                that are still to come: what this rank wants beyond that.
+        """
+        self._wish = wish
+        self._changed = threading.Condition()
+        self._passed = -1
+        self._promise: int | None = None
+        self._agreed: list[tuple[int, Wish]] = []
+        self._ending = _GOING_ON
+        self._closing = _GOING_ON
+        self._pokes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._pace = _Pace()
+        group = torch.distributed.new_group(
+            list(ranks), timeout=timedelta(seconds=_TIMEOUT_S), backend="gloo", use_local_synchronization=True
+        )
+        self._group = cast("torch.distributed.ProcessGroup", group)  # it lives as long as the default one
+        self._thread = threading.Thread(target=self._work, name="sidesave-agreement", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether no save can be agreed on any more, because a rank has failed or is gone."""
+        return self._ending == _FAILING
+
+    def poke(self) -> None:
+        """Enter the next round at once; may be called by a signal handler."""
+        self._pokes.put(None)
+
+    def begin(self, passed: int) -> None:
+        """Training goes on after ``passed``, on all ranks."""
+        with self._changed:
+            self._passed = passed
+            self._pace = _Pace()
+
+    def pass_step(self, step: int) -> Wish:
+        """Go past a step; what all ranks have agreed to do with it.
+
+        Blocks only at a step that was promised not to be passed before a round has ended, and no longer than that.
+
+        Raises:
+            SidesaveError: The round has not ended within its timeout.
+        """
+        with self._changed:
+            deadline = 0.0
+            while self._promise is not None and step >= self._promise:
+                deadline = deadline or time.monotonic() + _TIMEOUT_S + _PERIOD_S
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise SidesaveError(
+                        f"step {step} waits for other ranks to agree whether it is saved, and after "
+                        f"{_TIMEOUT_S:g} s not all have answered"
+                    )
+            self._passed = step
+            due = Wish()
+            while self._agreed and self._agreed[0][0] <= step:
+                due |= self._agreed.pop(0)[1]
+            return due
+
+    def close(self, timeout_s: float, *, failing: bool = False) -> Wish:
+        """End the thread, here and on all ranks; what was agreed and its step has not come. Idempotent.
+
+        Where the others do not take part any more it is given up after ``timeout_s`` seconds.
+        """
+        self._closing = _FAILING if failing else _FINISHING
+        self.poke()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("other ranks have not answered within %g s that this one closes", timeout_s)
+            return Wish()
+        with self._changed:
+            left, self._agreed = self._agreed, []
+        due = Wish()
+        for _, wish in left:
+            due |= wish
+        return due
+
+    # The thread ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._ending == _GOING_ON:
+                self._sleep()
+                self._round()
+        except Exception as error:  # noqa: BLE001 - a rank is gone, or its process group; training tells
+            with self._changed:
+                self._promise = None
+                self._ending = _FAILING
+                self._agreed.clear()
+                self._changed.notify_all()
+            log = logger.debug if self._closing else logger.warning
+            log("ranks cannot agree on saves any more, those by time, signal or request end: %s", error)
+
+    def _sleep(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._pokes.get(timeout=_PERIOD_S)
+        while not self._pokes.empty():
+            self._pokes.get()
+
+    def _round(self) -> None:
+        closing = self._closing
+        with self._changed:
+            pending = Wish()
+            for _, agreed in self._agreed:
+                pending |= agreed
+            passed = self._passed
+        wish = Wish() if closing else self._wish(passed, pending)
+        with self._changed:
+            self._promise = self._passed + self._pace.margin(self._passed)
+            words = [self._promise, wish.lasting, wish.ephemeral, wish.signal, closing]
+        told = torch.tensor(words, dtype=torch.int64)
+        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        step, lasting, ephemeral, signal, ending = cast("list[int]", told.tolist())
+        wish = Wish(bool(lasting), bool(ephemeral), signal)
+        with self._changed:
+            self._promise = None
+            self._ending = ending
+            if ending == _FAILING:
+                self._agreed.clear()
+            elif wish:
+                self._agreed.append((step, wish))
+                self._agreed.sort(key=lambda each: each[0])
+            self._changed.notify_all()
+
+
+class _Pace:
+    """How many steps fit into two rounds, from the speed between the rounds before."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[int, float] | None = None
+
+    def margin(self, passed: int) -> int:
+        """How far beyond ``passed`` to promise."""
+        now_s = time.monotonic()
+        before, self._seen = self._seen, (passed, now_s)
+        if before is None:
+            return _FIRST_MARGIN
+        elapsed_s = max(now_s - before[1], 1e-3)
+        return 1 + math.ceil(max(0, passed - before[0]) * 2 * max(_PERIOD_S, elapsed_s) / elapsed_s)

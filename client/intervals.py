@@ -1,0 +1,120 @@
+"""How often to save: the interval that loses least, from what a save costs and how often a machine fails.
+
+A save stops training for some time C, and a failure, one in M seconds on average, throws away what was trained since
+the last checkpoint. Rare saves lose much to each failure, frequent ones lose much to saving.
+
+J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17(9), 1974.
+J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+Systems 22(3), 2006.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from sidesave.errors import InvalidArgumentError
+
+_SAMPLES: Final = 15
+"""So many of the latest saves count; their median forgives the first ones, which allocate memory."""
+
+
+def young(cost_s: float, mtbf_s: float) -> float:
+    """Young's seconds between the end of one save and the next: sqrt(2 C M)."""
+    return math.sqrt(2 * cost_s * mtbf_s)
+
+
+def daly(cost_s: float, mtbf_s: float) -> float:
+    """Daly's seconds of training between saves: sqrt(2CM) [1 + sqrt(C/2M)/3 + (C/2M)/9] - C for C < 2M, else M."""
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """How often to save, and what follows from it.
+
+    Attributes:
+        mtbf_s: Seconds between failures that were assumed.
+        stall_s: How long a save keeps training waiting, as measured.
+        commit_s: How long it takes from the call until the checkpoint counts, as measured.
+        young_s: Young's interval for that stall.
+        daly_first_s: Daly's first order: Young's interval less the stall.
+        daly_s: Daly's higher order.
+        interval_s: What to take: Daly's, but not below the time that a save needs to be committed, for saves that
+            overtake each other only wait.
+        lost: The part of the time that is lost with it: stalls, half an interval for each failure, and what is trained
+            while a save is on its way, which a failure loses too.
+    """
+
+    mtbf_s: float
+    stall_s: float
+    commit_s: float
+    young_s: float
+    daly_first_s: float
+    daly_s: float
+    interval_s: float
+    lost: float
+
+    @classmethod
+    def of(cls, stall_s: float, commit_s: float, mtbf_s: float) -> Advice:
+        """Advise for measured costs."""
+        interval_s = max(daly(stall_s, mtbf_s), commit_s)
+        lost = min(1.0, stall_s / (interval_s + stall_s) + (interval_s / 2 + commit_s) / mtbf_s) if interval_s else 1.0
+        first = young(stall_s, mtbf_s)
+        return cls(mtbf_s, stall_s, commit_s, first, first - stall_s, daly(stall_s, mtbf_s), interval_s, lost)
+
+
+class SaveCost:
+    """What the saves of a run cost, as measured. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Begin without a measure."""
+        self._lock = threading.Lock()
+        self._stalls: deque[float] = deque(maxlen=_SAMPLES)
+        self._commits: deque[float] = deque(maxlen=_SAMPLES)
+        self._known: tuple[float, float] | None = None
+
+    def add_stall(self, seconds: float) -> None:
+        """A call has kept training waiting for so long."""
+        with self._lock:
+            self._stalls.append(seconds)
+            self._learn()
+
+    def add_commit(self, seconds: float) -> None:
+        """A save was committed so long after its call."""
+        with self._lock:
+            self._commits.append(seconds)
+            self._learn()
+
+    def _learn(self) -> None:
+        if self._stalls and self._commits:
+            self._known = statistics.median(self._stalls), statistics.median(self._commits)
+
+    @property
+    def known(self) -> tuple[float, float] | None:
+        """Stall and time to the commit, in seconds; None before the first commit."""
+        return self._known
+
+    def advise(self, mtbf_s: float) -> Advice:
+        """The interval for one failure in ``mtbf_s`` seconds.
+
+        Raises:
+            InvalidArgumentError: ``mtbf_s`` is no positive number, or no save has been committed yet.
+        """
+        check_mtbf(mtbf_s)
+        if self._known is None:
+            raise InvalidArgumentError("no save has been committed yet, so what one costs is not known: ask later")
+        return Advice.of(*self._known, mtbf_s)
+
+
+def check_mtbf(mtbf_s: float) -> None:
+    """The mean time between failures is a positive, finite number of seconds."""
+    if type(mtbf_s) not in (int, float) or not 0 < mtbf_s < math.inf:
+        raise InvalidArgumentError(f"mtbf_s must be the seconds between two failures of the job, not {mtbf_s!r}")

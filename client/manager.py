@@ -1,0 +1,743 @@
+"""``CheckpointManager``: when to save, what to keep, how to resume. Saving itself is ``Checkpointer``'s alone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import errno
+import logging
+import math
+import numbers
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self, SupportsFloat, Unpack, cast
+
+import torch
+
+from sidesave.client import arguments, catalog
+from sidesave.client.agreement import Agreement, Wish
+from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.handle import CheckpointInfo, SaveHandle
+from sidesave.client.intervals import Advice, SaveCost
+from sidesave.client.loader import Loaded
+from sidesave.client.options import CheckpointerOptions, LoadOptions
+from sidesave.client.random_state import RandomState
+from sidesave.client.retention import (
+    Best,
+    EveryNMinutes,
+    KeepPolicy,
+    Pins,
+    Retention,
+    check_keep_policies,
+    is_ephemeral,
+)
+from sidesave.client.save_policies import (
+    BeforeTraining,
+    Ephemeral,
+    Moment,
+    Occasion,
+    OnRequest,
+    OnSignal,
+    SavePolicy,
+    check_save_policies,
+    check_save_policies_for_ranks,
+)
+from sidesave.client.signals import SignalCatcher
+from sidesave.client.sources import Source, read_sources
+from sidesave.client.stats import SaveStats, SaveSummary
+from sidesave.client.trigger import TriggerWatch
+from sidesave.client.world import GroupWorld, NodeWorld
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, StateMismatchError
+from sidesave.stager.marks import PerRank
+from sidesave.writer_daemon.manifest import step_directory
+
+logger = logging.getLogger(__name__)
+
+RANDOM_STATE: Final = "random_state"
+"""The name in the state of all random number generators."""
+_EXIT_TIMEOUT_S: Final = 600.0
+_AGREE_TO_END_S: Final = 30.0
+_SETTLED_TIMEOUT_S: Final = 5.0
+_UNSETTLED_TIMEOUT_S: Final = 0.1
+_SEED_STEP: Final = 0
+Metrics = Mapping[str, SupportsFloat]
+
+
+class CheckpointManager:
+    """Saves a named state at the steps that policies choose, keeps the checkpoints that policies want, and resumes.
+
+    ::
+
+        with CheckpointManager(
+            "runs/exp1",
+            {"model": model, "optimizer": optimizer, "data": loader},
+            save=[EverySteps(500), EverySeconds(600), OnSignal()],
+            keep=[Latest(3), Best(2, metric="loss")],
+            random_state=True,
+        ) as manager:
+            for step in range(manager.restore(), total):
+                loss = train(step)
+                manager.step(step, {"loss": loss})
+
+    :meth:`step` and :meth:`save` are for one thread, :meth:`request_save` and the rest for any.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        state: dict[str, Any],
+        *,
+        save: Sequence[SavePolicy] = (),
+        keep: Sequence[KeepPolicy] = (),
+        random_state: bool = False,
+        blocking: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        stats: SaveStats | None = None,
+        **options: Unpack[CheckpointerOptions],
+    ) -> None:
+        """Open the run directory; see :class:`~sidesave.Checkpointer`, whose options and errors these are as well.
+
+        Of a job with several ranks each makes one, with the same policies.
+
+        Args:
+            directory: Where the checkpoints go.
+            state: Named items, as for ``Checkpointer.save``. The dict stays the caller's: a value that is replaced in
+                it is what the next save takes, and :meth:`restore` replaces plain values in it.
+            save: When to save; without a policy only :meth:`save` does.
+            keep: What to keep; without a policy everything but ephemeral checkpoints.
+            random_state: Save the random number generators as well, as ``"random_state"``: Python's, NumPy's, torch's,
+                and of every CUDA device.
+            blocking: Return from each save only when it is committed; for debugging.
+            metadata: Facts for every checkpoint of this run: plain JSON data.
+            stats: Where to take down what saves cost: one's own, to have callbacks, metrics or a trace.
+            **options: Those of ``Checkpointer``.
+
+        Raises:
+            InvalidArgumentError: Policies make no sense, alone or together; OnSignal outside the main thread; ranks
+                were given different policies, or ones for which they need a process group.
+        """
+        if type(state) is not dict:
+            raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
+        self._policies, self._keep = tuple(save), tuple(keep)
+        check_save_policies(self._policies)
+        check_keep_policies(self._keep)
+        arguments.encode_metadata(metadata)
+        self._state = state
+        self._user = dict(metadata or {})
+        self._random = RandomState() if random_state else None
+        if random_state and RANDOM_STATE in state:
+            raise InvalidArgumentError(f"random_state=True saves an item {RANDOM_STATE!r}, and the state has one")
+        self._metric_names = {policy.metric for policy in self._keep if isinstance(policy, Best)}
+        self._blocking = blocking
+        self._pid = os.getpid()
+        self._closed = False
+        self._requested = False
+        self._restored = False
+        self._stepped = -1
+        self._metrics: Metrics | None = None
+        self._saved_step: int | None = None
+        self._saved_s = time.monotonic()
+        self._lasting: tuple[int, float] | None = None
+        self._seed: int | None = None
+        self._last: SaveHandle | None = None
+        self._cost = SaveCost()
+        self._stats = SaveStats() if stats is None else stats
+        self._agreement: Agreement | None = None
+        self._retention: Retention | None = None
+        self._trigger: TriggerWatch | None = None
+        self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
+        try:
+            self._checkpointer = Checkpointer(directory, **options)
+            self._pins = Pins(self._checkpointer.directory)
+            self._start()
+        except BaseException:
+            self._stop(0)
+            raise
+        _at_exit(self)
+
+    def _start(self) -> None:
+        """What works beside training, where there is a need for it."""
+        world, node = self._checkpointer._world, self._checkpointer._node
+        local = [policy for policy in self._policies if policy.is_local]
+        if world.size > 1:
+            world.require_alike(
+                save=sorted(map(_name, self._policies)), keep=sorted(map(_name, self._keep)), random=bool(self._random)
+            )
+            check_save_policies_for_ranks(self._policies)
+            if local and not isinstance(world, GroupWorld):
+                raise InvalidArgumentError(
+                    f"ranks have to agree when {local[0]!r} is due, and need a process group for it: call "
+                    "torch.distributed.init_process_group first (backend='gloo' does)"
+                )
+        if isinstance(node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in self._keep):
+            raise InvalidArgumentError(
+                "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "
+                "cannot be combined with node_local=True; take EveryNSteps"
+            )
+        alone = world.size == 1
+        self._at_step = tuple(policy for policy in self._policies if alone or not policy.is_local)
+        self._in_rounds = tuple(local)
+        self._is_first_of_node = node.rank == 0
+        if self._is_first_of_node and (self._keep or any(isinstance(each, Ephemeral) for each in self._policies)):
+            self._retention = Retention(self._checkpointer, self._keep, self._pins)
+        if world.size > 1 and local:
+            self._agreement = Agreement(world.ranks, self._wish)
+        if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
+            self._trigger = TriggerWatch(self._checkpointer.directory, self.request_save)
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def register(self, name: str, value: Any) -> None:
+        """Add an item to the state, for all saves from now on; ``InvalidArgumentError`` when the name is taken."""
+        if name in self._state or (self._random is not None and name == RANDOM_STATE):
+            raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
+        self._state[name] = value
+
+    def step(self, step: int, metrics: Metrics | None = None) -> SaveHandle | None:
+        """A training step has been finished; saves it if a policy says so.
+
+        To be called after each step, with numbers that grow. Takes some microseconds when nothing is due.
+
+        Args:
+            step: Its number.
+            metrics: Numbers by name, kept in the checkpoint: what ``Best`` ranks by. Looked at only if the step is
+                saved; a tensor is fetched from its device then. NaN is kept, and never the best.
+
+        Returns:
+            The save, or None when nothing was due.
+
+        Raises:
+            InvalidArgumentError: The number does not grow; ``metrics`` lacks one that ``Best`` asks for, or one is no
+                number. (Without any metrics the step is saved, and ``Best`` passes it over.)
+            SystemExit: A signal has asked for the end, and the step is staged (:class:`OnSignal`).
+            SidesaveError: As ``Checkpointer.save``; or ranks could not agree.
+        """
+        if type(step) is not int or step <= self._stepped:
+            self._refuse_step(step)
+        agreement = self._agreement
+        agreed = None if agreement is None else agreement.pass_step(step)
+        self._stepped, self._metrics = step, metrics
+        moment = self._moment("step")
+        lasting = ephemeral = False
+        for policy in self._at_step:
+            if policy.due(moment):
+                if isinstance(policy, Ephemeral):
+                    ephemeral = True
+                else:
+                    lasting = True
+        ending = self._signals.ending
+        if agreed is not None:
+            lasting, ephemeral = lasting or agreed.lasting, ephemeral or agreed.ephemeral
+            ending = agreed.signal or (ending if self._is_left_alone() else 0)
+        elif moment.requested:
+            lasting = True
+        if ending:
+            self._save_and_leave(ending, together=agreed is None or agreed.signal > 0)
+        if not (lasting or ephemeral) or step == self._saved_step:
+            return None
+        if agreed is None:
+            self._requested, self._signals.asking = False, 0
+        return self._save(step, metrics, ephemeral=not lasting)
+
+    def save(
+        self,
+        step: int,
+        metrics: Metrics | None = None,
+        *,
+        blocking: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Save now, whatever the policies say; of several ranks all have to call it.
+
+        Args:
+            step: The step that was finished last.
+            metrics: As for :meth:`step`.
+            blocking: Return only when the checkpoint is committed.
+            metadata: Facts about this checkpoint, beside those of the run: plain JSON data.
+
+        Raises:
+            InvalidArgumentError: The step lies before one that was finished or saved.
+            SidesaveError: As ``Checkpointer.save``.
+        """
+        arguments.check_step(step)
+        if step < max(self._stepped, -1 if self._saved_step is None else self._saved_step):
+            self._refuse_step(step)
+        return self._save(step, metrics, blocking=blocking, metadata=metadata)
+
+    def stats(self) -> SaveSummary:
+        """What the saves of this manager have cost so far."""
+        return self._stats.summary()
+
+    def request_save(self) -> None:
+        """Have the next possible step saved; returns at once, and may be called by any thread or signal handler.
+
+        Of several ranks one is enough; they need the policy :class:`OnRequest` for it.
+        """
+        world = self._checkpointer._world
+        if world.size > 1 and not any(isinstance(policy, OnRequest) for policy in self._policies):
+            raise InvalidArgumentError("ranks agree on requests only with the policy OnRequest(): add it to save=")
+        self._requested = True
+        self._wake()
+
+    def _wake(self) -> None:
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.poke()
+
+    def _is_left_alone(self) -> bool:
+        """Whether this rank has to answer a signal by itself, for no other rank takes part in anything."""
+        return self._agreement is not None and self._agreement.is_broken
+
+    def _refuse_step(self, step: object) -> None:
+        arguments.check_step(cast("int", step))
+        done = max(self._stepped, -1 if self._saved_step is None else self._saved_step)
+        hint = (
+            "count on from what restore() returns"
+            if self._restored
+            else "steps have to grow; to go on from an earlier checkpoint, call restore() first"
+        )
+        raise InvalidArgumentError(f"step {step} does not come after step {done}: {hint}")
+
+    def _moment(self, occasion: Occasion, step: int | None = None) -> Moment:
+        lasting_step, lasting_s = self._lasting or (None, None)
+        return Moment(
+            self._stepped if step is None else step,
+            occasion,
+            time.monotonic(),
+            self._saved_s,
+            lasting_step,
+            lasting_s,
+            self._signals.current,
+            self._requested,
+            self._cost.known,
+        )
+
+    def _is_due(self, occasion: Occasion) -> bool:
+        moment = self._moment(occasion)
+        return any(policy.due(moment) for policy in self._at_step)
+
+    def _wish(self, passed: int, pending: Wish) -> Wish:
+        """What this rank wants of the others, in the thread of the agreement."""
+        if pending.signal:
+            return Wish()
+        signal, asking, requested = self._signals.ending, self._signals.asking, self._requested
+        if asking:
+            self._signals.asking = 0
+        if requested:
+            self._requested = False
+        if pending and not (signal or asking or requested):
+            return Wish()  # what is due by time is so until the save that is agreed has been made
+        moment = self._moment("step", passed)
+        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(moment)]
+        return Wish(bool(signal or asking or requested) or not all(due), any(due), signal)
+
+    def _save(
+        self,
+        step: int,
+        metrics: Metrics | None,
+        *,
+        ephemeral: bool = False,
+        blocking: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        seed: bool = False,
+        exception: BaseException | None = None,
+    ) -> SaveHandle:
+        """The one way from here to a checkpoint."""
+        about: dict[str, Any] = {
+            "metrics": self._numbers(step, metrics),
+            "ephemeral": ephemeral,
+            "user": {**self._user, **(metadata or {})},
+        }
+        if seed:
+            about["seed"] = True
+        if exception is not None:
+            about["exception"] = type(exception).__name__
+        began_s = time.perf_counter()
+        with contextlib.nullcontext() if self._retention is None else self._retention.saving():
+            called = time.monotonic()
+            try:
+                handle = self._checkpointer.save(
+                    step,
+                    self._items(),
+                    blocking=blocking or self._blocking,
+                    overwrite=step == self._seed,
+                    metadata=about,
+                )
+            except BaseException as error:
+                self._stats.refused(step, error, called, time.monotonic())
+                raise
+            self._stats.watch(handle, called, time.monotonic())
+            if self._retention is not None and not handle.skipped:
+                self._retention.add(handle)
+        if handle.skipped:
+            return handle
+        self._cost.add_stall(time.perf_counter() - began_s)
+        cost = self._cost
+
+        def committed(done: object) -> None:
+            if handle.committed.exception() is None:
+                cost.add_commit(time.perf_counter() - began_s)
+
+        handle.committed.add_done_callback(committed)
+        self._last = handle
+        self._saved_s = time.monotonic()
+        if seed:
+            self._seed = step
+        else:
+            self._saved_step, self._seed = step, None
+        if not ephemeral:
+            self._lasting = (step, self._saved_s)
+        return handle
+
+    def _items(self) -> dict[str, Any]:
+        return self._state if self._random is None else {**self._state, RANDOM_STATE: PerRank(self._random)}
+
+    def _numbers(self, step: int, metrics: Metrics | None) -> dict[str, float | str]:
+        """Metrics as plain JSON data, which has no NaN and no infinity: those are text."""
+        if metrics is None:
+            if self._metric_names:
+                logger.info("step %d is saved without metrics, so it cannot be the best", step)
+            return {}
+        missing = self._metric_names - metrics.keys()
+        if missing:
+            raise InvalidArgumentError(
+                f"Best needs the metric {', '.join(sorted(missing))}, and step {step} has been given "
+                f"{', '.join(map(str, metrics)) or 'none'}"
+            )
+        numbers: dict[str, float | str] = {}
+        for name, value in metrics.items():
+            number = _number(name, value)
+            numbers[name] = number if math.isfinite(number) else repr(number)
+        return numbers
+
+    # Resuming --------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        sources: Sequence[Source] = (),
+        fallback: bool = True,
+        **options: Unpack[LoadOptions],
+    ) -> int:
+        """Give the state back what was saved, and return the number of the step to train next.
+
+        That is 0 when there is no checkpoint, else the one after the step restored. Of several ranks all have to call
+        it. Blocks until everything is read.
+
+        Args:
+            step: Which one; None is the newest.
+            sources: What a new run begins with, in this order: checkpoints of other runs, or parts of them. Where this
+                run has a checkpoint they do not count, so that the same script resumes. An item of the state that no
+                source has begins as it was made.
+            fallback: Take the newest older checkpoint that verifies when this one does not; what was passed over is
+                logged as a warning.
+            **options: Those of ``Checkpointer.load``, for a checkpoint of this run.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or a source is no checkpoint.
+            IntegrityError: There are checkpoints, and none of them verifies.
+            StateMismatchError: The state is another one; nothing was changed.
+            SystemExit: A signal has asked for the end meanwhile (:class:`OnSignal`).
+            SidesaveError: As ``Checkpointer.load``.
+        """
+        into = self._items()
+        world = self._checkpointer._world
+        try:
+            with contextlib.nullcontext() if self._retention is None else self._retention.reading():
+                self._checkpointer.load(step, into=into, fallback=fallback, **options)
+        except CheckpointNotFoundError:
+            if step is not None:
+                raise
+            with world.agreeing("finds a damaged checkpoint"):
+                if self._is_first_of_node:  # else a run whose checkpoints are all damaged would begin anew
+                    self._checkpointer._refuse_damaged(None, [])
+            if sources:
+                self._load_sources(sources, options)
+            first = self._begin_anew()
+        else:
+            for name in self._state:
+                self._state[name] = into[name]
+            if self._random is not None:
+                self._random.apply()
+            first = self._go_on()
+        self._restored = True
+        if self._agreement is not None:
+            self._agreement.begin(first - 1)
+        ending = max(world.gather("signals", self._signals.ending)) if world.size > 1 else self._signals.ending
+        if ending:
+            self._leave(ending, self._last)
+        return first
+
+    def _load_sources(self, sources: Sequence[Source], options: LoadOptions) -> None:
+        """Give the state what other runs have saved; all ranks read the same checkpoints, or none is given anything."""
+        world, paths = self._checkpointer._world, [""]
+        pickled = options.get("allow_pickle")
+        into = {name: value for name, value in self._items().items() if name != RANDOM_STATE}
+        with world.agreeing("finds no source"):
+            if world.rank == 0:
+                paths = [source.locate() for source in sources]
+        if world.size > 1:
+            paths = world.gather("sources", paths if world.rank == 0 else None)[0]
+        with world.agreeing("cannot read the sources"):
+            found = [
+                dataclasses.replace(source, path=path, step=None) for source, path in zip(sources, paths, strict=True)
+            ]
+            loaded = read_sources(
+                found,
+                into,
+                strict=False,
+                verify=options.get("verify", True),
+                allow_pickle=self._checkpointer._allow_pickle if pickled is None else pickled,
+                rank=world.rank,
+            )
+            if options.get("strict", True):
+                self._refuse_half(loaded)
+        with world.agreeing("cannot give its objects what it has read of the sources"):
+            loaded.apply()
+        for name in self._state:
+            self._state[name] = into[name]
+
+    def _refuse_half(self, loaded: Loaded) -> None:
+        """An item of the state may begin as it was made, and not with a part of what it needs."""
+        begun = tuple(f"{name}." for name in self._state if loaded.has(name))
+        half = [fqn for fqn in loaded.missing if fqn.startswith(begun)]
+        if half:
+            more = f" and {len(half) - 5} more" if len(half) > 5 else ""
+            raise StateMismatchError(
+                f"the sources lack {', '.join(half[:5])}{more}, and have the rest; nothing was loaded. Add a source "
+                "that has it, exclude the item from all, or pass strict=False"
+            )
+
+    def _begin_anew(self) -> int:
+        self._stepped, self._saved_step, self._saved_s = -1, None, time.monotonic()
+        if any(isinstance(policy, BeforeTraining) for policy in self._policies):
+            self._save(_SEED_STEP, None, seed=True)
+        return 0
+
+    def _go_on(self) -> int:
+        """After a load: what it was that was loaded, and the step that follows."""
+        parent = self._checkpointer._lineage.parent
+        assert parent is not None
+        world = self._checkpointer._world
+        seen: list[bool] | None = None
+        with world.agreeing("cannot read what it has loaded"):
+            if world.rank == 0:
+                info = self._find(parent)
+                seen = [info.metadata.get("seed") is True, is_ephemeral(info)]
+        is_seed, ephemeral = world.gather("what was loaded", seen)[0] if world.size > 1 else (seen or [])
+        restored, now_s = parent[0], time.monotonic()
+        self._stepped = restored - is_seed
+        self._seed = restored if is_seed else None
+        self._saved_step, self._saved_s = None if is_seed else restored, now_s
+        self._lasting = None if ephemeral else (restored, now_s)
+        return self._stepped + 1
+
+    def _find(self, which: tuple[int, str]) -> CheckpointInfo:
+        for directory in self._checkpointer._directories():
+            with contextlib.suppress(CheckpointNotFoundError):
+                path = os.path.join(directory, step_directory(which[0]))
+                info = catalog.read_settled(path, catalog.read_info)
+                if info.session == which[1]:
+                    return info
+        raise CheckpointNotFoundError(
+            errno.ENOENT, f"step {which[0]} was removed while it was loaded", self._checkpointer.directory
+        )
+
+    # What there is ---------------------------------------------------------------------------------------------
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """What saves and loads; for all that this class does not do."""
+        return self._checkpointer
+
+    @property
+    def latest(self) -> CheckpointInfo | None:
+        """The checkpoint that was committed last, read from the directory; None when there is none."""
+        found = self._checkpointer._whole()
+        return found[-1] if found else None
+
+    def pin(self, step: int) -> None:
+        """Never delete this step, in this run and in later ones; durable when this returns.
+
+        May be called by all ranks or by rank 0 alone; of nodes with disks of their own (``node_local``) all have to.
+        """
+        arguments.check_step(step)
+        if self._is_first_of_node:
+            self._pins.change(step, pinned=True)
+
+    def unpin(self, step: int) -> None:
+        """Leave this step to the policies again."""
+        arguments.check_step(step)
+        if self._is_first_of_node:
+            self._pins.change(step, pinned=False)
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """The pinned steps."""
+        return self._pins.read()
+
+    def advise(self, mtbf_s: float) -> Advice:
+        """The interval between saves that loses least, for one failure of the job in ``mtbf_s`` seconds on average.
+
+        From what the saves of this run cost, so there has to have been one; else ``InvalidArgumentError``.
+        """
+        return self._cost.advise(mtbf_s)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until every save issued so far is committed; raises what ``Checkpointer.wait`` does."""
+        self._checkpointer.wait(timeout_s)
+
+    # The end ---------------------------------------------------------------------------------------------------
+
+    def _save_and_leave(self, number: int, *, together: bool) -> None:
+        """Save the step just finished, unless other ranks would not, and end the process as a signal has asked for."""
+        handle = self._last
+        if not together:
+            logger.error("step %d is not saved before the end, for another rank has failed or died", self._stepped)
+        elif self._stepped != self._saved_step:
+            try:
+                handle = self._save_at_last()
+            except SidesaveError as error:
+                logger.error("step %d is not saved before the end: %s", self._stepped, error)
+        self._leave(number, handle)
+
+    def _save_at_last(self, *, ephemeral: bool = False, exception: BaseException | None = None) -> SaveHandle:
+        """Save the last finished step with all that can be done for it: there is no other chance."""
+        step, metrics = self._stepped, self._metrics
+        try:
+            self._numbers(step, metrics)
+        except InvalidArgumentError as error:
+            logger.error("step %d is saved without its metrics: %s", step, error)
+            metrics = None
+        if self._checkpointer._world.size == 1:
+            try:
+                handle = self._save(step, metrics, ephemeral=ephemeral, exception=exception)
+                if not handle.skipped:
+                    return handle
+                self._checkpointer.wait()  # on_busy="skip": now there are slots
+            except SidesaveError as error:  # perhaps of an earlier save
+                logger.error("step %d is saved in a second attempt: %s", step, error)
+        return self._save(step, metrics, ephemeral=ephemeral, exception=exception)
+
+    def _leave(self, number: int, handle: SaveHandle | None) -> None:
+        deadline_s = self._signals.deadline_s(number)
+        if handle is not None and not self._signals.wait(handle, deadline_s):
+            logger.warning("signal %d: leaving before step %d is committed; its daemon goes on", number, handle.step)
+        self._closed = True
+        settled = handle is None or handle.done()
+        with contextlib.suppress(SidesaveError):  # of saves; who waited for them has been told, and the log has it
+            self._stop(_SETTLED_TIMEOUT_S if settled else _UNSETTLED_TIMEOUT_S)
+        raise SystemExit(128 + number)
+
+    def close(self) -> None:
+        """Save the last step if a policy says so (``LastStep``), wait for every save, end the daemon; idempotent.
+
+        Raises what ``Checkpointer.wait`` would, after everything has been closed; ``SystemExit`` when a signal asks for
+        the end meanwhile (:class:`OnSignal`).
+        """
+        self._close("close")
+
+    def _close(self, occasion: Occasion | None, error: BaseException | None = None) -> None:
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        try:
+            failing = occasion != "close"
+            left = Wish() if self._agreement is None else self._agreement.close(_AGREE_TO_END_S, failing=failing)
+            asked = bool(left) or (self._agreement is None and (self._requested or self._signals.current > 0))
+            due = occasion is not None and (self._is_due(occasion) or (occasion == "close" and asked))
+            if due and self._stepped >= 0 and self._stepped != self._saved_step:
+                ephemeral = left.ephemeral and not left.lasting and not self._is_due("close")
+                self._save_at_last(ephemeral=ephemeral, exception=error)
+            if self._signals.ending or (self._last is not None and not self._await_last(self._last)):
+                self._leave(self._signals.ending, self._last)
+        finally:
+            self._stop(_EXIT_TIMEOUT_S)
+
+    def _await_last(self, handle: SaveHandle) -> bool:
+        """Wait for a save; False when a signal has asked for the end meanwhile."""
+        self._signals.wait(handle, None)
+        return not self._signals.ending
+
+    def _stop(self, timeout_s: float) -> None:
+        """End all that works here, and wait for saves and deletions for that long; raises what saves have failed of."""
+        ends: list[Callable[[], object]] = []
+        if self._trigger is not None:
+            ends.append(self._trigger.close)
+        agreement, retention = self._agreement, self._retention
+        if agreement is not None:
+            ends.append(lambda: agreement.close(min(timeout_s, _AGREE_TO_END_S)))
+        checkpointer: Checkpointer | None = getattr(self, "_checkpointer", None)
+        if checkpointer is not None and not checkpointer._closed:
+            if retention is not None:
+                ends.append(lambda: checkpointer.wait(timeout_s))
+                ends.append(lambda: retention.close(min(timeout_s, _AGREE_TO_END_S)))
+            ends.append(lambda: checkpointer.close(timeout_s))
+        ends.append(self._signals.close)
+        with contextlib.ExitStack() as stack:
+            for end in reversed(ends):
+                stack.callback(end)
+        _open.discard(self)
+
+    def __enter__(self) -> Self:
+        """The manager itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; after an exception that is no ``SystemExit`` save the last finished step if ``OnException`` says so.
+
+        What fails then is only logged.
+        """
+        if kind is None:
+            self.close()
+            return
+        try:
+            self._close(None if issubclass(kind, SystemExit) else "exception", error)
+        except SidesaveError as failure:
+            logger.error("a save failed as well: %s", failure)
+
+    def __repr__(self) -> str:
+        """Directory and state."""
+        return f"<CheckpointManager {self._checkpointer.directory!r}{' closed' if self._closed else ''}>"
+
+
+def _name(policy: object) -> str:
+    """What ranks compare of a policy."""
+    known = dataclasses.is_dataclass(policy)
+    return repr(policy) if known else f"{type(policy).__module__}.{type(policy).__qualname__}"
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value.item())
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise InvalidArgumentError(f"the metric {name!r} must be one number, not {type(value).__name__} {value!r}")
+
+
+_open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
+_registered: Callable[[], None] | None = None
+
+
+def _at_exit(manager: CheckpointManager) -> None:
+    """Have an unclosed manager closed when the interpreter ends, before its checkpointer would be."""
+    global _registered
+    _open.add(manager)
+    if _registered is None:
+        _registered = atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for manager in list(_open):
+        try:
+            with contextlib.suppress(SystemExit):  # of a signal; the interpreter ends anyway
+                manager._close(None)
+        except SidesaveError as error:
+            logger.error("a save failed: %s", error)

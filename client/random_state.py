@@ -1,0 +1,67 @@
+"""The state of the random number generators of a process: Python's, NumPy's, torch's, and of every CUDA device."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+class RandomState:
+    """An item of a state that stands for all global generators. What is loaded takes effect in :meth:`apply`.
+
+    NumPy counts where it is imported, CUDA where it is initialised: before that nobody can have drawn from them.
+    Generators that are objects of the user's are items of their own.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is loaded yet."""
+        self._loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all generators, as tensors and plain data."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "torch": torch.get_rng_state(),
+        }
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            kind, keys, position, has_gauss, cached = numpy.random.get_state()
+            state["numpy"] = {
+                "kind": kind,
+                "keys": torch.from_numpy(keys.astype("int64")),
+                "position": position,
+                "has_gauss": has_gauss,
+                "gauss": cached,
+            }
+        if torch.cuda.is_initialized():
+            state["cuda"] = list(torch.cuda.get_rng_state_all())
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep what was saved for :meth:`apply`: what else is loaded after it may draw numbers."""
+        self._loaded = state
+
+    def apply(self) -> None:
+        """Set all generators as they were saved; nothing happens if nothing was loaded.
+
+        Of CUDA devices as many are set as there are and were.
+        """
+        state, self._loaded = self._loaded, None
+        if state is None:
+            return
+        python = state["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        torch.set_rng_state(state["torch"].cpu())
+        saved = state.get("numpy")
+        if saved is not None:
+            import numpy
+
+            keys = saved["keys"].numpy().astype("uint32")
+            numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
+        if torch.cuda.is_available():
+            for device, generator in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(generator.cpu(), device)

@@ -1,0 +1,207 @@
+"""Loading from several checkpoints at once: this run's optimizer, that run's backbone, the embeddings of a third."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from sidesave.client import arguments, catalog, finding
+from sidesave.client.fitting import Fitting, unwrap
+from sidesave.client.loader import Choice, Loaded, Selection, check_into, filled, fit, own_rank
+from sidesave.client.mismatch import Mismatches, Strangers
+from sidesave.client.reader import CheckpointReader, open_checkpoint
+from sidesave.client.renaming import DICTS, Rename
+from sidesave.errors import InvalidArgumentError, StateMismatchError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint to load from, and what of it; see :func:`sidesave.load` for what has no explanation here.
+
+    Attributes:
+        path: A checkpoint, or a run directory.
+        step: Which one of a run directory; None is the latest.
+        include: Patterns of the FQNs to take, in the names of this checkpoint; None is all.
+        exclude: Patterns of those to leave out.
+        rename: From the names in this checkpoint to those of the target.
+        strict: Raise when it has something for an item of the target that this has no place for, or has nothing at all.
+            What ``include`` has chosen may have more names than the target.
+        dtype: Cast its floating-point tensors to this.
+    """
+
+    path: str | os.PathLike[str]
+    step: int | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Rename | None = None
+    strict: bool = True
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without looking."""
+        if self.step is not None:
+            arguments.check_step(self.step)
+        self.choice()
+
+    def choice(self) -> Choice:
+        """What is wanted of it."""
+        return Choice(self.include, self.exclude, self.rename, self.dtype)
+
+    def locate(self) -> str:
+        """The directory of the checkpoint, as things are now: of several ranks one should ask, and tell the others.
+
+        Raises ``CheckpointNotFoundError``, which says what is there in its place, and like :func:`sidesave.load`.
+        """
+        return finding.locate(self.path, self.step)
+
+
+def load_sources(
+    sources: Iterable[Source],
+    into: dict[str, Any],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """Load several checkpoints into live objects, one over the other: of what two of them have, the later one's counts.
+
+    All of it is read and checked before anything live is touched, and of each tensor only what will be used. Modules,
+    dicts and tensors take their values one by one; an optimizer, and any other object with ``load_state_dict``, takes
+    all of its state from the last source that has some of it. See :func:`sidesave.load` for everything else.
+
+    Args:
+        sources: The checkpoints, in order.
+        into: Live objects by name.
+        strict: Raise when there is something in ``into`` that no source has; else that stays as it is, and is logged.
+        verify: Compare everything read with its digests.
+        allow_pickle: Unpickle values that were pickled, which runs code that the checkpoints choose.
+
+    Returns:
+        ``into`` itself.
+
+    Raises:
+        CheckpointNotFoundError: A source is no checkpoint; the message says what it is.
+        StateMismatchError: Something is missing in all sources, has no place, or does not fit; nothing was touched.
+    """
+    loaded = read_sources(sources, into, strict=strict, verify=verify, allow_pickle=allow_pickle, rank=own_rank())
+    return loaded.apply()
+
+
+def read_sources(
+    sources: Iterable[Source],
+    into: dict[str, Any],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    rank: int = 0,
+) -> Loaded:
+    """The first half of :func:`load_sources`, all that can fail for the checkpoints; as ``rank``."""
+    wanted = list(sources)
+    if not wanted:
+        raise InvalidArgumentError("there are no sources to load from")
+    for source in wanted:
+        if not isinstance(cast("object", source), Source):
+            raise InvalidArgumentError(f"sources must be sidesave.Source, not {type(source).__name__}")
+    if cast("object", into) is None:
+        raise InvalidArgumentError("sources are loaded into something: into must be a dict of named items")
+    check_into(into)
+    places = [source.locate() for source in wanted]
+
+    def read(readers: list[CheckpointReader]) -> Loaded:
+        if len(readers) < len(wanted):
+            return catalog.read_settled(places[len(readers)], lambda place: read_next(place, readers))
+        bank = _Bank(wanted, readers, into, allow_pickle=allow_pickle)
+        return bank.read(strict=strict, verify=verify)
+
+    def read_next(place: str, readers: list[CheckpointReader]) -> Loaded:
+        with open_checkpoint(place, rank) as reader:
+            return read([*readers, reader])
+
+    return read([])
+
+
+class _Bank:
+    """Opened sources, and what each of them gives for a target."""
+
+    def __init__(
+        self, sources: Sequence[Source], readers: list[CheckpointReader], into: dict[str, Any], *, allow_pickle: bool
+    ) -> None:
+        self._into = into
+        self._readers = readers
+        self._nest: dict[str, Any] = {}
+        self._partial: set[str] = set()
+        self._strangers: list[Strangers] = []
+        self._selections: list[Selection] = []
+        for source, reader in zip(sources, readers, strict=True):
+            selection = Selection(reader, source.choice(), into, allow_pickle=allow_pickle)
+            self._selections.append(selection)
+            self._check(source, selection)
+            self._nest = _merged(into, self._nest, selection.nest)
+            self._partial.update(selection.partial)
+
+    def _check(self, source: Source, selection: Selection) -> None:
+        """Take out of what a source has all that has no place; an error for some."""
+        fitting = Fitting(selection.partial, strict=False)
+        fitting.compare(self._into, selection.nest)
+        found = fitting.mismatches
+        self._strangers += found.strangers
+        odd = Mismatches(unexpected=found.unexpected, strangers=found.strangers)
+        where = f"{selection.where} does not fit, and nothing was loaded:\n  "
+        if odd.unexpected and source.strict and source.include is None:
+            raise StateMismatchError(where + odd.text(list, renamed=bool(selection.renaming), strict=True))
+        for holder, key in fitting.surplus:
+            del holder[key]
+        if odd.unexpected:
+            logger.info("of %s, %s", selection.where, odd.summary())
+        if source.strict and all(type(item) in DICTS and not item for item in selection.nest.values()):
+            hints = Mismatches(strangers=found.strangers).text(list, renamed=bool(selection.renaming), strict=True)
+            items = ", ".join(map(repr, selection.items()))
+            raise StateMismatchError(
+                where + (hints or f"nothing of it is chosen for {', '.join(self._into)}; it has {items}")
+            )
+
+    def read(self, *, strict: bool, verify: bool) -> Loaded:
+        """Read what is used of each."""
+        found = fit(
+            self._into, self._nest, self._partial, None, self._selections, strict=strict, strangers=self._strangers
+        )
+        needed = [selection.needed(self._nest) for selection in self._selections]
+        for selection, leaves in zip(self._selections, needed, strict=True):
+            selection.check_apart(leaves, live=True)
+        values: dict[Any, Any] = {}
+        for selection, leaves in zip(self._selections, needed, strict=True):
+            values.update(selection.read(leaves, None, verify=verify))
+        state = filled(self._nest, values)
+        nbytes = sum(reader.nbytes_read for reader in self._readers)
+        exact = strict and not (found.missing or found.unexpected or found.absent)
+        return Loaded(
+            self._selections[-1].where,
+            nbytes,
+            tuple(found.missing),
+            tuple(found.unexpected),
+            state,
+            self._into,
+            exact,
+        )
+
+
+def _merged(target: Any, first: Any, second: Any) -> Any:
+    """What ``target`` takes of two values for it: of dicts and modules item by item, else the second."""
+    target = unwrap(target)
+    is_dict = type(target) is dict
+    if not (is_dict or isinstance(target, nn.Module)) or type(first) not in DICTS or type(second) not in DICTS:
+        return second
+    below = cast("dict[Any, Any]", target) if is_dict else {}
+    found = dict(cast("dict[Any, Any]", first))
+    for key, value in cast("dict[Any, Any]", second).items():
+        found[key] = _merged(below.get(key), found[key], value) if key in found else value
+    return found

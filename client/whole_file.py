@@ -1,0 +1,21 @@
+"""A small file for other programs, replaced in one go: a reader sees the old content or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Replace ``path``, readable for everybody; without fsync. Raises ``OSError``."""
+    fd, temporary = tempfile.mkstemp(prefix=".sidesave-", dir=os.path.dirname(path) or ".")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            os.fchmod(fd, 0o644)  # mkstemp makes it private, and readers are often other users
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,730 @@
+"""``CheckpointManager`` in one process: what is saved when, what is kept, and that training goes on where it was."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trainers import DEADLINE_S, ROOT, Orders
+
+import sidesave
+from sidesave.client import catalog, save_policies
+from sidesave.client.options import CheckpointerOptions, LoadOptions
+from sidesave.client.retention import PINS
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    IntegrityError,
+    InvalidArgumentError,
+    StateMismatchError,
+)
+
+Manage = Callable[..., sidesave.CheckpointManager]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def manage(run: Path) -> Iterator[Manage]:
+    """Makes managers of one run, one after the other, and closes the last one."""
+    made: list[sidesave.CheckpointManager] = []
+
+    def manage(state: dict[str, Any] | None = None, **options: Any) -> sidesave.CheckpointManager:
+        for manager in made:
+            manager.close()
+        made[:] = [sidesave.CheckpointManager(run, {"x": 0} if state is None else state, **options)]
+        return made[0]
+
+    yield manage
+    for manager in made:
+        manager.close()
+
+
+def steps(run: Path) -> list[int]:
+    """The steps that there are, in the order of their commits."""
+    return [info.step for info in catalog.scan(str(run))]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# When ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_that_policies_name_are_saved_once_and_resumed_after(manage: Manage, run: Path):
+    state = {"x": 0}
+    manager = manage(state, save=[sidesave.EverySteps(3, offset=2), sidesave.AtSteps([0, 5])])
+    assert manager.restore() == 0
+    handles = []
+    for step in range(10):
+        state["x"] = step
+        handles.append(manager.step(step))
+    assert [handle.step for handle in handles if handle is not None] == [0, 2, 5, 8]
+    manager.close()
+    assert steps(run) == [0, 2, 5, 8]
+    state["x"] = -1
+    manager = manage(state)
+    assert (manager.restore(), state) == (9, {"x": 8})
+    assert (manager.restore(2), state) == (3, {"x": 2})
+
+
+def test_save_saves_now_and_the_step_is_not_saved_again(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(2)])
+    manager.step(1)
+    assert manager.save(2, blocking=True).committed.done()
+    assert manager.step(2) is None
+    assert manager.step(4) is not None
+    manager.wait()
+    assert steps(run) == [2, 4]
+
+
+def test_blocking_makes_every_save_synchronous(manage: Manage):
+    handle = manage(save=[sidesave.EverySteps(1)], blocking=True).step(0)
+    assert handle is not None and handle.committed.done()
+
+
+def test_the_last_step_is_saved_at_close_unless_it_was(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.LastStep(), sidesave.EverySteps(2)])
+    for step in range(4):
+        manager.step(step)
+    manager.close()
+    assert steps(run) == [0, 2, 3]
+    manager = manage(save=[sidesave.LastStep()])
+    assert manager.restore() == 4
+    manager.close()
+    assert steps(run) == [0, 2, 3], "nothing was trained, so nothing is saved"
+
+
+def test_the_last_step_is_saved_even_if_its_metrics_are_wrong_and_the_save_before_has_failed(
+    orders: Orders, manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
+):
+    manager = manage(save=[sidesave.LastStep()], keep=[sidesave.Best(1, metric="loss")], retries=0)
+    orders.give("EIO", starting_at="os.mkdir")
+    handle = manager.save(0)
+    assert handle.committed.exception(DEADLINE_S) is not None
+    manager.step(1, {"lost": 1})
+    manager.close()
+    assert steps(run) == [1]
+    assert "needs the metric loss" in caplog.text
+
+
+def test_a_request_is_answered_at_the_next_step_once(manage: Manage, run: Path):
+    manager = manage()
+    thread = threading.Thread(target=manager.request_save)
+    thread.start()
+    thread.join()
+    assert [manager.step(step) is not None for step in range(3)] == [True, False, False]
+    manager.request_save()
+    manager.close()
+    assert steps(run) == [0, 2], "of a request that no step has come for, the last step is saved at the end"
+
+
+def test_a_file_asks_for_a_save_and_goes_away(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.OnRequest()])
+    asked = Path(save_policies.request_save(run))
+    wait_until(lambda: not asked.exists())
+    wait_until(lambda: manager._requested)
+    assert [manager.step(step) is not None for step in range(2)] == [True, False]
+    with pytest.raises(CheckpointNotFoundError, match="no run directory"):
+        save_policies.request_save(run / "elsewhere")
+
+
+def test_asking_for_a_save_takes_no_torch():
+    code = "import sys, sidesave.client.save_policies; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_seed_is_saved_before_training_and_step_0_takes_its_place(manage: Manage, run: Path):
+    state = {"x": "seed"}
+    manager = manage(state, save=[sidesave.BeforeTraining(), sidesave.EverySteps(5)])
+    assert manager.restore() == 0
+    manager.wait()
+    assert steps(run) == [0]
+    state["x"] = "lost"
+    manager = manage(state, save=[sidesave.BeforeTraining(), sidesave.EverySteps(5)])
+    assert (manager.restore(), state["x"]) == (0, "seed")
+    state["x"] = "trained"
+    for step in range(3):
+        manager.step(step)
+    manager = manage(state)
+    assert (manager.restore(), state["x"], steps(run)) == (1, "trained", [0])
+
+
+def test_an_exception_saves_the_last_finished_step(manage: Manage, run: Path):
+    def train() -> None:
+        with manage(save=[sidesave.OnException(), sidesave.LastStep()]) as manager:
+            for step in range(5):
+                manager.step(step, {"loss": 1 / (3 - step)})
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    [info] = catalog.scan(str(run))
+    assert (info.step, info.metadata["exception"]) == (2, "ZeroDivisionError")
+
+
+@pytest.mark.parametrize(("error", "saved"), [(KeyboardInterrupt, [1]), (SystemExit, [])])
+def test_only_what_ends_training_badly_counts_as_an_exception(
+    manage: Manage, run: Path, error: type[BaseException], saved: list[int]
+):
+    def train() -> None:
+        with manage(save=[sidesave.OnException(), sidesave.LastStep()]) as manager:
+            manager.step(1)
+            raise error
+
+    with pytest.raises(error):
+        train()
+    assert steps(run) == saved
+
+
+def test_an_exception_without_the_policy_saves_nothing(manage: Manage, run: Path):
+    def train() -> None:
+        with manage(save=[sidesave.LastStep()]) as manager:
+            manager.step(0)
+            manager.step(1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert steps(run) == []
+
+
+# What is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_does_not_grow_is_refused(manage: Manage):
+    manager = manage(save=[sidesave.EverySteps(2)])
+    manager.step(4)
+    for step in (4, 3, -1, True, 5.0):
+        with pytest.raises(InvalidArgumentError, match="step"):
+            manager.step(step)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgumentError, match="call restore"):
+        manager.save(3)
+    manager.step(5)
+    manager.wait()
+    manager = manage()
+    assert manager.restore() == 5
+    with pytest.raises(InvalidArgumentError, match=r"step 4 does not come after step 4: .*restore"):
+        manager.step(4)
+    manager.step(5)
+
+
+def test_an_unknown_metric_is_refused_and_nan_is_never_the_best(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Best(1, metric="loss"), sidesave.Latest(1)])
+    with pytest.raises(InvalidArgumentError, match=r"needs the metric loss.* given lost, accuracy"):
+        manager.step(0, {"lost": 1.0, "accuracy": 0.5})
+    with pytest.raises(InvalidArgumentError, match="'loss' must be one number, not str"):
+        manager.step(1, {"loss": "low"})  # pyright: ignore[reportArgumentType]
+    values = [torch.tensor(3.0), 2, float("nan"), float("-inf"), float("inf"), 5]
+    for step, value in enumerate(values, start=2):
+        handle = manager.step(step, {"loss": value})
+        assert handle is not None
+        handle.committed.result()
+    manager.step(8)
+    manager.close()
+    found = {info.step: info.metadata["metrics"] for info in catalog.scan(str(run))}
+    assert found == {5: {"loss": "-inf"}, 8: {}}
+
+
+def test_options_that_are_passed_on_are_all_those_there_are():
+    own = {"self", "directory"}
+    known = inspect.signature(sidesave.Checkpointer.__init__).parameters.keys() - own
+    assert CheckpointerOptions.__annotations__.keys() == known
+    own = {"self", "step", "into", "map_location", "fallback"}
+    assert LoadOptions.__annotations__.keys() == inspect.signature(sidesave.Checkpointer.load).parameters.keys() - own
+
+
+def test_names_are_registered_late_and_once(manage: Manage, run: Path):
+    state = {"x": 1}
+    manager = manage(state, random_state=True)
+    manager.save(0)
+    manager.register("late", torch.arange(3))
+    for name in ("late", "x", "random_state"):
+        with pytest.raises(InvalidArgumentError, match=f"'{name}' already"):
+            manager.register(name, 5)
+    manager.save(1, blocking=True)
+    assert sidesave.load(run / "step-00000001", exclude="random_state")["late"].tolist() == [0, 1, 2]
+    with pytest.raises(InvalidArgumentError, match="random_state"):
+        manage({"random_state": 1}, random_state=True)
+    with pytest.raises(InvalidArgumentError, match="must be a dict"):
+        manage([1])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_closed_manager_saves_no_more(manage: Manage):
+    manager = manage()
+    manager.close()
+    manager.close()
+    with pytest.raises(ClosedError):
+        manager.save(1)
+
+
+# Resuming --------------------------------------------------------------------------------------------------------
+
+
+def damage(run: Path, step: int) -> None:
+    file = run / f"step-{step:08d}" / "objects.rank-00000.msgpack"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_checkpoint_that_does_not_verify_is_passed_over_and_logged(
+    manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
+):
+    state = {"x": 0}
+    manager = manage(state, save=[sidesave.EverySteps(1)])
+    for step in range(3):
+        state["x"] = step
+        manager.step(step)
+    manager.close()
+    damage(run, 2)
+    with caplog.at_level(logging.WARNING):
+        manager = manage(state)
+        assert (manager.restore(), state["x"]) == (2, 1)
+    assert "step 2 does not verify" in caplog.text
+    with pytest.raises(IntegrityError):
+        manager.restore(fallback=False)
+    assert manager.step(2) is None
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(1)])
+    manager.step(0)
+    manager.close()
+    (run / "step-00000000" / "manifest.json").write_text("{}")
+    with pytest.raises(IntegrityError):
+        manage().restore()
+
+
+def test_what_is_not_there_or_does_not_fit_is_an_error(manage: Manage):
+    state: dict[str, Any] = {"x": torch.zeros(2)}
+    manager = manage(state)
+    manager.save(7, blocking=True)
+    with pytest.raises(CheckpointNotFoundError, match="no step 3"):
+        manager.restore(3)
+    state["x"] = torch.zeros(3)
+    with pytest.raises(StateMismatchError):
+        manager.restore()
+    state["x"], state["y"] = torch.ones(2), 5
+    with pytest.raises(StateMismatchError, match="y"):
+        manager.restore()
+    assert manager.restore(strict=False) == 8
+    assert (state["x"].tolist(), state["y"]) == ([0, 0], 5)
+
+
+def test_going_back_counts_from_there_and_replaces_what_was_given_up(manage: Manage, run: Path):
+    state = {"x": 0}
+    manager = manage(state, save=[sidesave.EverySteps(1)])
+    for step in range(4):
+        state["x"] = step
+        manager.step(step)
+    manager.wait()
+    assert manager.restore(1) == 2
+    for step in (2, 3):
+        state["x"] = 10 + step
+        manager.step(step)
+    manager.wait()
+    assert steps(run) == [0, 1, 2, 3]
+    manager = manage(state)
+    assert (manager.restore(), state["x"]) == (4, 13)
+
+
+def test_all_random_numbers_go_on_as_they_would_have(manage: Manage):
+    numpy = pytest.importorskip("numpy")
+
+    def draw() -> list[float]:
+        drawn = [random.random(), random.gauss(0, 1), float(torch.rand(())), float(numpy.random.rand())]
+        return [*drawn, float(numpy.random.randn())]
+
+    draw()
+    manager = manage({}, random_state=True)
+    manager.save(1, blocking=True)
+    expected = draw()
+    assert draw() != expected
+    assert manager.restore() == 2
+    assert draw() == expected
+
+
+@pytest.mark.gpu
+def test_the_random_numbers_of_every_device_go_on_as_they_would_have(manage: Manage):
+    def draw() -> list[float]:
+        return [float(torch.rand((), device=f"cuda:{device}")) for device in range(torch.cuda.device_count())]
+
+    draw()
+    manager = manage({}, random_state=True)
+    manager.save(1, blocking=True)
+    expected = draw()
+    draw()
+    assert manager.restore() == 2
+    assert draw() == expected
+
+
+def test_a_new_run_begins_with_parts_of_others_and_resumes_its_own(manage: Manage, tmp_path: Path):
+    def model(value: float) -> torch.nn.Sequential:
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        for parameter in made.parameters():
+            torch.nn.init.constant_(parameter, value)
+        return made
+
+    for name, value in (("backbone", 1.0), ("head", 2.0)):
+        with sidesave.Checkpointer(tmp_path / name) as ckpt:
+            ckpt.save(7, {"net": model(value), "epoch": 3}, blocking=True)
+    state: dict[str, Any] = {"model": model(0.0), "optimizer": {"lr": 0.5}, "epoch": 0}
+    bank = [
+        sidesave.Source(tmp_path / "backbone", include="net.0.*", rename={"net": "model"}),
+        sidesave.Source(tmp_path / "head", include="net.1.*", rename={"net": "model"}),
+    ]
+    manager = manage(state, save=[sidesave.EverySteps(1)])
+    assert manager.restore(sources=bank) == 0
+    assert {name: tensor.mean().item() for name, tensor in state["model"].state_dict().items()} == {
+        "0.weight": 1.0,
+        "0.bias": 1.0,
+        "1.weight": 2.0,
+        "1.bias": 2.0,
+    }
+    assert (state["optimizer"], state["epoch"]) == ({"lr": 0.5}, 0), "of what no source has everything stays"
+    state["epoch"] = 1
+    manager.step(0)
+    state = {"model": model(5.0), "optimizer": {"lr": 0.1}, "epoch": 9}
+    assert manage(state).restore(sources=bank) == 1
+    assert state["epoch"] == 1 and state["model"][1].weight.mean().item() == 2.0
+
+
+def test_sources_that_have_a_part_of_an_item_only_are_refused_and_nothing_is_loaded(manage: Manage, tmp_path: Path):
+    with sidesave.Checkpointer(tmp_path / "other") as ckpt:
+        ckpt.save(1, {"model": {"a": torch.ones(2)}}, blocking=True)
+    state = {"model": {"a": torch.zeros(2), "b": torch.zeros(2)}}
+    manager = manage(state)
+    source = sidesave.Source(tmp_path / "other")
+    with pytest.raises(StateMismatchError, match=r"model\.b"):
+        manager.restore(sources=[source])
+    assert not state["model"]["a"].any()
+    assert manager.restore(sources=[source], strict=False) == 0
+    assert state["model"]["a"].all() and not state["model"]["b"].any()
+    with pytest.raises(CheckpointNotFoundError, match="nothing"):
+        manager.restore(sources=[sidesave.Source(tmp_path / "nothing")])
+
+
+def test_renamed_items_of_the_run_itself_are_restored(manage: Manage):
+    manage({"net": {"w": torch.ones(3)}, "x": 1}).save(4, blocking=True)
+    state: dict[str, Any] = {"model": {"w": torch.zeros(3)}, "x": 0}
+    assert manage(state).restore(rename={"net": "model"}) == 5
+    assert state["model"]["w"].all() and state["x"] == 1
+
+
+def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest.LogCaptureFixture):
+    events: list[sidesave.SaveEvent] = []
+    stats = sidesave.SaveStats(callbacks=[events.append])
+    with caplog.at_level("INFO", "sidesave.client.stats"):
+        manager = manage({"x": torch.ones(1000)}, stats=stats, save=[sidesave.EverySteps(2)])
+        for step in range(4):
+            manager.step(step)
+        manager.close()
+    assert [event.step for event in events] == [0, 2]
+    assert [event.outcome for event in events] == ["committed", "committed"]
+    assert manager.stats().counts == stats.summary().counts
+    assert stats.summary().counts["committed"] == 2
+    assert sum("committed" in record.message for record in caplog.records) == 2
+
+
+# What is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_only_what_a_policy_wants_is_kept_and_the_newest(manage: Manage, run: Path):
+    manager = manage(
+        save=[sidesave.EverySteps(1)],
+        keep=[sidesave.Latest(2), sidesave.EveryNSteps(5), sidesave.Best(1, metric="loss"), sidesave.AtSteps([3])],
+    )
+    for step in range(10):
+        manager.step(step, {"loss": abs(step - 6)})
+    manager.close()
+    assert sorted(steps(run)) == [0, 3, 5, 6, 8, 9]
+    for info in catalog.scan(str(run)):
+        assert sidesave.verify(info.path).ok
+        assert info.metadata == {"metrics": {"loss": abs(info.step - 6)}, "ephemeral": False, "user": {}}
+
+
+def test_a_restart_knows_the_metrics_of_earlier_sessions_and_obeys_its_own_keep_list(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(1)])
+    for step in range(6):
+        manager.step(step, {"loss": [4, 0.5, 3, 1, 2, 5][step]})
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Best(2, metric="loss")])
+    assert manager.restore() == 6
+    assert sorted(steps(run)) == [0, 1, 2, 3, 4, 5], "nothing goes before something newer is committed"
+    manager.step(6, {"loss": 0.7})
+    manager.step(7, {"loss": 9})
+    manager.close()
+    assert sorted(steps(run)) == [1, 6, 7]
+
+
+def test_a_step_that_is_saved_anew_is_not_deleted_in_the_place_of_the_one_given_up(manage: Manage, run: Path):
+    state = {"x": ""}
+    manager = manage(state, save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(2)])
+    last = -1
+    for time_line in range(12):
+        for step in range(last + 1, last + 4):
+            state["x"] = f"{time_line} {step}"
+            manager.step(step)
+        manager.wait()
+        last = steps(run)[-2]
+        assert manager.restore(last) == last + 1
+        assert state["x"] == f"{time_line} {last}"
+    manager.close()
+    assert steps(run) == [last, last + 1]
+
+
+def test_pinned_checkpoints_stay_until_they_are_unpinned(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager.pin(1)
+    for step in range(4):
+        manager.step(step)
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    assert manager.pinned == {1}
+    assert manager.restore() == 4
+    manager.step(4)
+    manager.wait()
+    wait_until(lambda: steps(run) == [1, 4])
+    manager.unpin(1)
+    manager.unpin(77)
+    manager.step(5)
+    manager.close()
+    assert steps(run) == [5]
+
+
+def test_nothing_is_deleted_while_it_is_not_known_what_is_pinned(
+    manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
+):
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    (run / PINS).write_text("[1, ")
+    for step in range(3):
+        manager.step(step)
+    manager.close()
+    assert steps(run) == [0, 1, 2]
+    assert "damaged" in caplog.text
+    with pytest.raises(IntegrityError, match="damaged"):
+        manage().pin(2)
+
+
+def test_an_ephemeral_checkpoint_goes_with_the_next_one(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(4), sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)])
+    seen = []
+    for step in range(8):
+        handle = manager.step(step)
+        if handle is not None:
+            handle.committed.result()
+            seen.append(step)
+    assert seen == [0, 2, 3, 4, 6, 7]
+    manager.close()
+    assert steps(run) == [0, 4, 7]
+    assert catalog.scan(str(run))[-1].metadata["ephemeral"] is True
+
+
+def test_a_deletion_that_fails_is_logged_and_tried_again(
+    orders: Orders, manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
+):
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager.pin(0)
+    for step in range(2):
+        manager.step(step)
+    manager.wait()
+    orders.give("EIO", starting_at="os.rename")
+    manager.unpin(0)
+    assert manager._retention is not None
+    manager._retention._commits.put(True)
+    orders.obeyed()
+    wait_until(lambda: "step 0 is to be deleted, and cannot" in caplog.text)
+    assert steps(run) == [0, 1]
+    manager.step(2)
+    manager.close()
+    assert steps(run) == [2]
+
+
+def test_advice_needs_a_measure_and_gives_an_interval(manage: Manage):
+    manager = manage()
+    with pytest.raises(InvalidArgumentError, match="no save"):
+        manager.advise(3600)
+    for bad in (0, -1, math.inf, "1"):
+        with pytest.raises(InvalidArgumentError, match="mtbf_s"):
+            manager.advise(bad)  # pyright: ignore[reportArgumentType]
+    manager.save(0, blocking=True)
+    advice = manager.advise(3600)
+    assert advice.stall_s > 0 and advice.commit_s > 0
+    assert advice.interval_s == max(advice.daly_s, advice.commit_s)
+    assert 0 < advice.lost < 1
+
+
+# What it works with ----------------------------------------------------------------------------------------------
+
+Loop = tuple[dict[str, Any], Callable[[], object]]
+"""A state and what trains it by one step."""
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
+
+
+def plain_loop() -> Loop:
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+    return {"model": model, "optimizer": optimizer, "schedule": schedule}, step
+
+
+def gradient_accumulation() -> Loop:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(3):
+            (model(torch.randn(4, 8)).square().mean() / 3).backward()
+        optimizer.step()
+
+    return {"model": model, "optimizer": optimizer}, step
+
+
+def amp_scaler() -> Loop:
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.randn(4, 8)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return {"model": model, "optimizer": optimizer, "scaler": scaler}, step
+
+
+def ema_copy() -> Loop:
+    model = _net()
+    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        ema.update_parameters(model)
+
+    return {"model": model, "ema": ema, "optimizer": optimizer}, step
+
+
+def several_models_and_optimizers() -> Loop:
+    generator, critic = nn.Linear(3, 8), _net()
+    ours, theirs = torch.optim.Adam(generator.parameters()), torch.optim.SGD(critic.parameters(), lr=0.01)
+    replay: list[float] = []
+    progress: dict[str, Any] = {"replay": replay, "rounds": 0}
+
+    def step() -> None:
+        theirs.zero_grad()
+        (critic(generator(torch.randn(4, 3)).detach()).mean() - critic(torch.randn(4, 8)).mean()).backward()
+        theirs.step()
+        ours.zero_grad()
+        loss = -critic(generator(torch.randn(4, 3))).mean()
+        loss.backward()
+        ours.step()
+        progress["replay"] = [*progress["replay"][-3:], loss.item()]
+        progress["rounds"] += 1
+
+    models = {"generator": generator, "critic": critic}
+    return {"models": models, "optimizers": [ours, theirs], "progress": progress}, step
+
+
+def compiled() -> Loop:
+    model: Any = torch.compile(_net(), backend="aot_eager")  # which needs no compiler
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+
+    return {"model": model, "optimizer": optimizer}, step
+
+
+def activation_checkpointing() -> Loop:
+    from torch.utils.checkpoint import checkpoint
+
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        hidden: Any = checkpoint(model[:3], torch.randn(4, 8), use_reentrant=False)
+        model[3](hidden).square().mean().backward()
+        optimizer.step()
+
+    return {"model": model, "optimizer": optimizer}, step
+
+
+def leaves(value: Any) -> list[Any]:
+    """Everything in a state that a step may change, in a form that compares bit for bit."""
+    if isinstance(value, torch.Tensor):
+        return [value.dtype, value.tolist()]
+    if hasattr(value, "state_dict"):
+        return leaves(value.state_dict())
+    if isinstance(value, dict):
+        return [[key, leaves(item)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [leaves(item) for item in value]
+    return [value]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        plain_loop,
+        gradient_accumulation,
+        amp_scaler,
+        ema_copy,
+        several_models_and_optimizers,
+        compiled,
+        activation_checkpointing,
+    ],
+)
+def test_training_of_many_kinds_resumes_bit_for_bit(manage: Manage, loop: Callable[[], Loop]):
+    torch.manual_seed(1)
+    state, train = loop()
+    manager = manage(state, save=[sidesave.EverySteps(3, offset=2)], random_state=True)
+    for step in range(6):
+        train()
+        if step < 3:
+            manager.step(step)
+    expected = leaves(state)
+    torch.manual_seed(2)
+    state, train = loop()
+    manager = manage(state, random_state=True)
+    first = manager.restore()
+    assert first == 3
+    for _ in range(first, 6):
+        train()
+    assert leaves(state) == expected

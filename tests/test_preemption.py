@@ -1,0 +1,413 @@
+"""A training script that is signalled and killed at any moment: what is saved, how it ends, and that it resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manager_trainer import ManagedTrainer
+from trainers import DEADLINE_S, Orders, Traces
+
+import sidesave
+from sidesave.client import catalog, save_policies
+
+Start = Callable[..., ManagedTrainer]
+TERMINATED = 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start(traces: Traces, run: Path) -> Iterator[Start]:
+    """Starts the training script."""
+    with contextlib.ExitStack() as stack:
+        yield lambda at=run, **options: stack.enter_context(ManagedTrainer(traces, at, **options))
+
+
+@pytest.fixture
+def start_ranks(start: Start, tmp_path: Path) -> Callable[..., list[ManagedTrainer]]:
+    """Starts it as several ranks."""
+
+    def start_ranks(size: int, **options: Any) -> list[ManagedTrainer]:
+        meeting = str(tmp_path / f"group-{len(list(tmp_path.iterdir()))}")
+        return [start(rank=rank, size=size, meeting=meeting, **options) for rank in range(size)]
+
+    return start_ranks
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What the script tells of each step when nobody disturbs it."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    with contextlib.closing(Traces()) as traces, ManagedTrainer(traces, run) as trainer:
+        trainer.expect("restored")
+        return dict(trainer.train(12))
+
+
+def steps(run: Path) -> list[int]:
+    """The committed steps, each of which has to verify."""
+    found = catalog.scan(str(run))
+    for info in found:
+        assert sidesave.verify(info.path).ok
+    return sorted(info.step for info in found)
+
+
+def resumes(start: Start, undisturbed: dict[int, str], at: int) -> None:
+    """Another trainer goes on with that step, bit for bit."""
+    trainer = start()
+    assert trainer.expect("restored") == [str(at)]
+    assert trainer.train(3) == [(step, undisturbed[step]) for step in range(at, at + 3)]
+
+
+def test_sigterm_during_a_step_saves_it_and_leaves(
+    start: Start, run: Path, traces: Traces, undisturbed: dict[int, str]
+):
+    trainer = start(save="[OnSignal()]")
+    trainer.expect("restored")
+    trainer.train(3)
+    trainer.signal(signal.SIGTERM)
+    trainer.train_last()
+    trainer.leaves(TERMINATED)
+    traces.check()
+    assert steps(run) == [3]
+    resumes(start, undisturbed, 4)
+
+
+def test_sigterm_twice_in_a_row_saves_as_well(start: Start, run: Path, traces: Traces, undisturbed: dict[int, str]):
+    trainer = start(save="[OnSignal(signal.SIGTERM, signal.SIGINT)]")
+    trainer.expect("restored")
+    trainer.train(2)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+        trainer.signal(number)
+    trainer.train_last()
+    assert trainer.end() in (128 + signal.SIGINT, TERMINATED)
+    traces.check()
+    assert steps(run) == [2]
+    resumes(start, undisturbed, 3)
+
+
+def test_sigterm_during_a_save_waits_for_both(
+    orders: Orders, start: Start, run: Path, traces: Traces, undisturbed: dict[int, str]
+):
+    trainer = start(save="[OnSignal(), EverySteps(3, offset=1)]")
+    trainer.expect("restored")
+    orders.give("hold", starting_at="os.mkdir")
+    trainer.train(2)
+    orders.obeyed()
+    trainer.signal(signal.SIGTERM)
+    trainer.train_last()
+    orders.release()
+    trainer.leaves(TERMINATED)
+    traces.check()
+    assert steps(run) == [1, 2]
+    resumes(start, undisturbed, 3)
+
+
+@pytest.mark.parametrize("how", ["a second signal", "the deadline"])
+def test_the_wait_for_the_commit_ends_and_the_daemon_goes_on(
+    orders: Orders, start: Start, run: Path, traces: Traces, undisturbed: dict[int, str], how: str
+):
+    trainer = start(save="[OnSignal(deadline_s=0.5)]" if how == "the deadline" else "[OnSignal()]")
+    trainer.expect("restored")
+    orders.give("hold", starting_at="os.mkdir")
+    trainer.train(1)
+    trainer.signal(signal.SIGTERM)
+    trainer.train_last()
+    orders.obeyed()
+    if how == "a second signal":
+        trainer.signal(signal.SIGTERM)
+    trainer.leaves(TERMINATED)
+    assert steps(run) == []
+    orders.release()
+    traces.check()
+    assert steps(run) == [1]
+    resumes(start, undisturbed, 2)
+
+
+def test_sigterm_during_a_restore_leaves_without_a_save(start: Start, run: Path, undisturbed: dict[int, str]):
+    trainer = start(save="[EverySteps(1)]", total=2)
+    trainer.expect("restored")
+    trainer.train(2)
+    trainer.leaves(0)
+    trainer = start(save="[OnSignal(), LastStep()]", gate="restore")
+    trainer.expect("ready")
+    trainer.go_on()
+    trainer.expect("restoring")
+    trainer.signal(signal.SIGTERM)
+    trainer.go_on()
+    trainer.leaves(TERMINATED)
+    assert "restored 2" not in trainer.heard
+    assert steps(run) == [0, 1]
+    resumes(start, undisturbed, 2)
+
+
+def test_sigusr1_saves_and_training_goes_on(start: Start, run: Path, undisturbed: dict[int, str]):
+    trainer = start(save="[OnSignal(signal.SIGTERM, signal.SIGUSR1)]", total=4)
+    trainer.expect("restored")
+    trainer.train(1)
+    trainer.signal(signal.SIGUSR1)
+    trainer.train(1)
+    trainer.expect("saved")
+    trainer.train(2)
+    trainer.leaves(0)
+    assert steps(run) == [1]
+    resumes(start, undisturbed, 2)
+
+
+def test_sigterm_while_the_end_of_the_run_is_saved_leaves_that_to_the_daemon(
+    orders: Orders, start: Start, run: Path, traces: Traces, undisturbed: dict[int, str]
+):
+    trainer = start(save="[OnSignal(deadline_s=0.5), LastStep()]", total=2)
+    trainer.expect("restored")
+    orders.give("hold", starting_at="os.mkdir")
+    trainer.train(2)
+    orders.obeyed()
+    trainer.signal(signal.SIGTERM)
+    trainer.leaves(TERMINATED)
+    orders.release()
+    traces.check()
+    assert steps(run) == [1]
+    resumes(start, undisturbed, 2)
+
+
+def test_sigterm_saves_even_if_the_save_before_has_failed(
+    orders: Orders, start: Start, run: Path, undisturbed: dict[int, str]
+):
+    trainer = start(save="[OnSignal(), EverySteps(3, offset=1)]", options={"retries": 0})
+    trainer.expect("restored")
+    orders.give("EIO", starting_at="os.mkdir")
+    trainer.train(2)
+    trainer.expect("lost")
+    trainer.signal(signal.SIGTERM)
+    trainer.train_last()
+    trainer.leaves(TERMINATED)
+    assert steps(run) == [2]
+    resumes(start, undisturbed, 3)
+
+
+def test_sigterm_saves_even_if_all_slots_are_busy_and_saves_may_be_skipped(
+    orders: Orders, start: Start, run: Path, undisturbed: dict[int, str]
+):
+    trainer = start(save="[OnSignal(), EverySteps(3)]", options={"on_busy": "skip", "slots": 1})
+    trainer.expect("restored")
+    orders.give("hold", starting_at="os.mkdir")
+    trainer.train(1)
+    orders.obeyed()
+    trainer.signal(signal.SIGTERM)
+    trainer.train_last()
+    orders.release()
+    trainer.leaves(TERMINATED)
+    assert steps(run) == [0, 1]
+    resumes(start, undisturbed, 2)
+
+
+def test_a_forked_child_of_a_trainer_still_ends_by_sigterm(run: Path, start: Start):
+    with sidesave.CheckpointManager(run, {"x": 1}, save=[sidesave.OnSignal()]):
+        ready, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, b"1")
+            with contextlib.suppress(BaseException):
+                time.sleep(DEADLINE_S)
+            os._exit(0)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    os.close(ready)
+    os.close(tell)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_handlers_are_put_back(run: Path):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with sidesave.CheckpointManager(run, {"x": 1}, save=[sidesave.OnSignal(*before)]):
+        assert all(signal.getsignal(number) is not was for number, was in before.items())
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_a_killed_trainer_resumes_with_another_keep_list(start: Start, run: Path, undisturbed: dict[int, str]):
+    trainer = start(save="[EverySteps(1)]")
+    trainer.expect("restored")
+    trainer.train(5)
+    trainer.hear("saved 4")
+    trainer.kill()
+    trainer = start(save="[EverySteps(2)]", keep='[Latest(1), Best(1, metric="loss")]', total=8)
+    assert trainer.expect("restored") == ["5"]
+    assert trainer.train(3) == [(step, undisturbed[step]) for step in range(5, 8)]
+    trainer.leaves(0)
+    losses = {info.step: info.metadata["metrics"]["loss"] for info in catalog.scan(str(run))}
+    assert 6 in losses and len(losses) <= 2
+    resumes(start, undisturbed, 7)
+
+
+# Several ranks ---------------------------------------------------------------------------------------------------
+
+
+def agreed(ranks: list[ManagedTrainer]) -> int:
+    """The step that all ranks save next."""
+    saved = [trainer.expect("saved") for trainer in ranks]
+    assert saved == saved[:1] * len(ranks)
+    return int(saved[0][0])
+
+
+@pytest.mark.slow
+def test_ranks_save_the_same_step_whichever_of_them_is_asked(
+    start_ranks: Callable[..., list[ManagedTrainer]], start: Start, run: Path
+):
+    save = "[OnSignal(signal.SIGUSR1, signal.SIGTERM), OnRequest()]"
+    ranks = start_ranks(3, save=save, paced=False, total=10**6, rest_s=0.005, quiet=True)
+    for trainer in ranks:
+        trainer.expect("restored")
+    ranks[1].signal(signal.SIGUSR1)
+    first = agreed(ranks)
+    save_policies.request_save(run)
+    second = agreed(ranks)
+    assert second > first
+    ranks[2].signal(signal.SIGTERM)
+    for trainer in ranks:
+        trainer.leaves(TERMINATED)
+    assert [step for step in steps(run) if step in (first, second)] == [first, second]
+    assert len(steps(run)) == 3
+
+
+@pytest.mark.slow
+def test_ranks_agree_when_the_time_has_come(start_ranks: Callable[..., list[ManagedTrainer]], run: Path):
+    save = "[EverySeconds(1.5), Ephemeral(EverySeconds(0.5)), OnSignal()]"
+    ranks = start_ranks(2, save=save, keep="[Latest(1)]", paced=False, total=10**6, rest_s=0.01, quiet=True)
+    for _ in range(3):
+        agreed(ranks)
+    for trainer in ranks:
+        trainer.signal(signal.SIGTERM)
+    for trainer in ranks:
+        trainer.leaves(TERMINATED)
+    assert len(steps(run)) == 1, "rank 0 has the others deleted"
+
+
+def test_ranks_that_are_apart_neither_skip_the_step_nor_wait_for_ever(
+    start_ranks: Callable[..., list[ManagedTrainer]], run: Path
+):
+    fast, slow = start_ranks(2, save="[OnSignal(signal.SIGUSR1)]", total=400, paced=True)
+    for trainer in (fast, slow):
+        trainer.expect("restored")
+    for _ in range(300):
+        fast.go_on()
+    while int(fast.expect("step")[0]) < 200:
+        pass
+    slow.train(1)
+    slow.signal(signal.SIGUSR1)
+    for _ in range(399):
+        slow.go_on()
+    for _ in range(100):
+        fast.go_on()
+    for trainer in (fast, slow):
+        trainer.leaves(0)
+    [step] = steps(run)  # of both ranks, or it would not have been committed
+    assert step > 200
+
+
+def test_a_rank_that_dies_keeps_nobody(start_ranks: Callable[..., list[ManagedTrainer]], run: Path):
+    save = "[EverySteps(4), OnSignal(deadline_s=5)]"
+    ranks = start_ranks(3, save=save, paced=True, total=100)
+    for trainer in ranks:
+        trainer.expect("restored")
+        trainer.train(2)
+    for trainer in ranks:
+        trainer.hear("saved 0")
+    ranks[1].kill()
+    for trainer in (ranks[0], ranks[2]):
+        trainer.train(1)
+        trainer.signal(signal.SIGTERM)
+        for _ in range(50):
+            trainer.go_on()
+        trainer.leaves(TERMINATED)
+    assert steps(run) == [0]
+
+
+@pytest.mark.parametrize(
+    ("saves", "told", "options"),
+    [
+        (["[OnRequest()]"] * 2, "init_process_group", {"group": False}),
+        (["[OnException()]"] * 2, "OnException is for a process that saves alone", {}),
+        (["[Ephemeral(EverySteps(2), cool_down_s=5)]"] * 2, "cool_down_steps", {}),
+        (["[EverySteps(2)]", "[EverySteps(3)]"], "all ranks need the same", {}),
+    ],
+)
+def test_policies_that_ranks_cannot_do_alike_are_refused_on_all_of_them(
+    start: Start, run: Path, tmp_path: Path, saves: list[str], told: str, options: dict[str, Any]
+):
+    meeting = str(tmp_path / "group")
+    ranks = [start(rank=rank, size=2, meeting=meeting, save=saves[rank], **options) for rank in range(2)]
+    for trainer in ranks:
+        for _ in trainer.lines():
+            pass
+        assert trainer.end() == 1
+        complaints = trainer.complaints()
+        assert "InvalidArgumentError" in complaints and told in complaints
+    assert steps(run) == []
+
+
+def test_nodes_with_disks_of_their_own_delete_the_same_steps(start: Start, tmp_path: Path):
+    runs = [tmp_path / "node-0", tmp_path / "node-1"]
+    about: dict[str, Any] = {"size": 2, "save": "[EverySteps(1)]", "total": 3, "options": {"node_local": True}}
+    meeting = str(tmp_path / "refused")
+    refused = [
+        start(at=run, rank=rank, meeting=meeting, keep="[EveryNMinutes(1)]", **about) for rank, run in enumerate(runs)
+    ]
+    for trainer in refused:
+        trainer.leaves(1)
+        assert "take EveryNSteps" in trainer.complaints()
+    meeting = str(tmp_path / "group")
+    ranks = [
+        start(at=run, rank=rank, meeting=meeting, keep="[Latest(1), AtSteps([0])]", **about)
+        for rank, run in enumerate(runs)
+    ]
+    for trainer in ranks:
+        trainer.expect("restored")
+        trainer.train(3)
+    for trainer in ranks:
+        trainer.leaves(0)
+    assert [steps(run) for run in runs] == [[0, 2]] * 2
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_terminated_leaves_one_checkpoint_of_all_workers(
+    start: Start, run: Path, traces: Traces, tmp_path: Path
+):
+    about = {"run": str(run), "save": "[OnSignal(deadline_s=20)]", "paced": False, "quiet": True, "size": 0}
+    about |= {"total": 10**6, "rest_s": 0.01}
+    script = Path(__file__).with_name("manager_trainer.py")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), json.dumps(about)]
+    environment = {**os.environ, "TMPDIR": traces.folder, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    said = (tmp_path / "said").open("wb+")
+    with said, subprocess.Popen([sys.executable, *launch], stdout=said, stderr=said, env=environment) as torchrun:
+        try:
+            wait_until(lambda: (tmp_path / "said").read_text().count("restored") == 2)
+            torchrun.send_signal(signal.SIGTERM)
+            torchrun.wait(DEADLINE_S)
+        finally:
+            torchrun.kill()
+    traces.await_ends()
+    [step] = steps(run)
+    [info] = catalog.scan(str(run))
+    assert {path.name for path in Path(info.path).glob("rank-*.json")} == {"rank-00000.json", "rank-00001.json"}
+    resumed = start(total=step + 2)
+    assert resumed.expect("restored") == [str(step + 1)]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
