@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Self, SupportsFloat, Unpack, cast
 
@@ -560,6 +561,10 @@ class CheckpointManager:
         """The checkpoint that was committed last, read from the directory; None when there is none."""
         found = self._checkpointer._whole()
         return found[-1] if found else None
+
+    def prepare(self) -> Future[None]:
+        """Allocate staging memory for the state in the background; optional, see ``Checkpointer.prepare``."""
+        return self._checkpointer.prepare(self._items())
 
     def pin(self, step: int) -> None:
         """Never delete this step, in this run and in later ones; durable when this returns.

@@ -69,23 +69,22 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     sampler = BlockSampler(tokens, batch=size.batch, context=size.context, seed=MODEL_SEED)
 
-    def state(*, loss: float) -> dict[str, object]:
-        objects = {"model": model, "optimizer": optimizer, "lr": schedule, "data": sampler}
-        return {**objects, "rng": torch.get_rng_state(), "loss": loss}
-
     with ExitStack() as stack:
-        ckpt, done = None, 0
+        manager, first = None, 1
         if save:
             import sidesave  # Only here: the run without saving must not have it in the process.
 
-            ckpt = stack.enter_context(sidesave.Checkpointer(run / "checkpoints"))
-            if (newest := ckpt.latest_step()) is not None:
-                torch.set_rng_state(ckpt.load(into=state(loss=0.0))["rng"])
-                done = newest
-                ckpt.prepare(state(loss=0.0))  # staging memory is allocated while the first steps are trained
-        log.write("start", resumed_from=done, daemon_pid=ckpt and ckpt.daemon_pid)
+            state = {"model": model, "optimizer": optimizer, "lr": schedule, "data": sampler}
+            policies = [sidesave.EverySteps(size.save_every)]
+            manager = stack.enter_context(
+                sidesave.CheckpointManager(run / "checkpoints", state, save=policies, random_state=True)
+            )
+            first = max(1, manager.restore())
+            if first > 1:
+                manager.prepare()  # staging memory is allocated while the first steps are trained
+        log.write("start", resumed_from=first - 1, daemon_pid=manager and manager.checkpointer.daemon_pid)
 
-        for step in range(done + 1, size.steps + 1):
+        for step in range(first, size.steps + 1):
             began_s = time.monotonic()
             inputs, targets = sampler.next_batch()
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -95,11 +94,11 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
             schedule.step()
             value = float(loss.item())
             log.write("step", step=step, loss=value.hex(), step_s=time.monotonic() - began_s)
-            if ckpt is None or step % size.save_every:
+            began_s = time.monotonic()
+            handle = None if manager is None else manager.step(step, {"loss": value})
+            if manager is None or handle is None:
                 continue
 
-            began_s = time.monotonic()
-            handle = ckpt.save(step, state(loss=value))
             log.write("save", step=step, call_s=time.monotonic() - began_s)
 
             for event, future in (
@@ -107,9 +106,9 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
                 ("written", handle.written),
                 ("committed", handle.committed),
             ):
-                future.add_done_callback(partial(reached, log, ckpt, event, step, began_s))
-        if ckpt is not None:
-            ckpt.wait()
+                future.add_done_callback(partial(reached, log, manager.checkpointer, event, step, began_s))
+        if manager is not None:
+            manager.wait()
     log.write("done")
 
 
