@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -291,7 +290,6 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
             SidesaveError: An earlier save failed (``on_error="raise"``).
         """
-        called = time.monotonic()
         self._check_open()
         self._refuse_reentry("save")
         if blocking:
@@ -314,13 +312,14 @@ class Checkpointer:
                 raise
             finally:
                 self._saving = None
-        if blocking and not handle.skipped:
+        if handle.skipped:
+            return handle
+        if blocking:
             try:
                 handle.committed.result()
             except SidesaveError as error:
                 self._saves.was_raised(error)
                 raise
-        self._history.returned(sequence, time.monotonic() - called)
         return handle
 
     def _submit(

@@ -95,8 +95,7 @@ def plot(
 ) -> None:
     """Draw what the saves of a run have cost over its steps.
 
-    How long training stood still for each, the time until it was staged, durable and committed, and the saves that came
-    to nothing, from the run's log.
+    The time until each was staged, durable and committed, and the saves that came to nothing, from the run's log.
     """
     from sidesave.client.plot import draw
 

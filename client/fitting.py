@@ -12,7 +12,7 @@ from torch import nn
 from sidesave.client.mismatch import Mismatches, Strangers
 from sidesave.client.reader import CheckpointReader, Wanted
 from sidesave.client.shards import Shard, may_be_spread
-from sidesave.errors import UnsupportedValueError
+from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.dtypes import CARRIERS
 from sidesave.stager.marks import PerRank, Replicated
 from sidesave.stager.skeleton import TensorRef
@@ -39,7 +39,11 @@ class Expected:
         stored = reader.entry(self.name)
         self.dtype, self.shape = stored.dtype, stored.shape
         if self.ref.dtype is not None:
-            self.shape = stored.shape[:-1] if CARRIERS[self.ref.dtype].pair else stored.shape
+            carrier = CARRIERS[self.ref.dtype]
+            if stored.dtype != carrier.dtype or (carrier.pair and stored.shape[-1:] != (2,)):
+                text = f"{self.name} is stored as {stored.dtype}{stored.shape}, which is no {self.ref.dtype}"
+                raise IntegrityError(f"{reader.path}: {text}")
+            self.shape = stored.shape[:-1] if carrier.pair else stored.shape
             self.dtype = self.ref.dtype
         if self.ref.sparse_shape is not None:
             self.shape = self.ref.sparse_shape

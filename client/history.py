@@ -204,20 +204,6 @@ class OwnHistory:
         self._end(self._came_to_nothing("skipped", None))
         return handle
 
-    def returned(self, save_id: int, stall_s: float) -> None:
-        """The call that made this save has taken ``stall_s`` seconds; it may have ended within it."""
-        with self._lock:
-            entry = self._under_way.get(save_id)
-            if entry is not None:
-                record = self._reached(entry, stall_s=round(stall_s, 6))
-            else:
-                ids = [record.save_id for record in self._ended]
-                if save_id not in ids:  # a thousand others have ended since
-                    return
-                place = ids.index(save_id)
-                record = self._ended[place] = replace(self._ended[place], stall_s=round(stall_s, 6))
-        self._tell(record)
-
     def records(self) -> list[SaveRecord]:
         """All saves of the run directory, those of this process as it knows them; see :func:`history`."""
         logged = read_history(self._directory)
@@ -294,7 +280,6 @@ class OwnHistory:
             errno=record.errno,
             called_s=record.called_s,
             staged_s=record.staged_s,
-            stall_s=record.stall_s,
         )
         self._connection.note(note)
 

@@ -31,8 +31,11 @@ from sidesave import (
     StateMismatchError,
 )
 from sidesave.client import loader
+from sidesave.client.fitting import Expected
 from sidesave.client.names import Names
+from sidesave.client.reader import open_checkpoint
 from sidesave.client.renaming import Rearrangement, Renaming
+from sidesave.stager.skeleton import TensorRef
 from sidesave.writer_daemon.tensor_file import (
     digest,
 )
@@ -972,6 +975,17 @@ def with_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
     change(body)
     rest = json.dumps(body, separators=(",", ":")).encode()[1:]
     manifest.write_bytes(b'{"xxh3_128":"' + digest(rest).hex().encode() + b'",' + rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
+@pytest.mark.parametrize("stored", [torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)])
+def test_a_skeleton_that_takes_a_tensor_for_what_it_is_not_is_damaged(
+    tmp_path: Path, stored: torch.Tensor, dtype: torch.dtype
+):
+    with sidesave.Checkpointer(tmp_path) as ckpt:
+        path = ckpt.save(1, {"x": stored}, blocking=True).committed.result().path
+    with open_checkpoint(path) as reader, pytest.raises(IntegrityError, match="x is stored as"):
+        Expected(TensorRef("x", dtype)).look_up(reader, None)
 
 
 def test_a_newer_format_is_refused_as_such(checkpoint: Path):

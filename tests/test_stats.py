@@ -199,25 +199,6 @@ def test_a_save_that_is_committed_before_it_is_said_to_be_staged_ends_once_and_w
     assert event.outcome == "committed"
 
 
-def test_the_log_of_the_run_tells_how_long_each_call_took(tmp_path: Path, orders: Orders):
-    with sidesave.Checkpointer(tmp_path, slots=1, on_busy="skip") as checkpointer:
-        checkpointer.save(1, STATE, blocking=True)
-        orders.give("hold", after=2)
-        checkpointer.save(2, STATE)
-        orders.obeyed()
-        assert checkpointer.save(3, STATE).skipped
-        orders.release()
-        checkpointer.wait()
-        own = checkpointer.history()
-    logged = sidesave.history(tmp_path)
-    assert [record.outcome for record in logged] == ["committed", "committed", "skipped"]
-    for record, same in zip(logged, own, strict=True):
-        assert record.stall_s is not None and record.stall_s == same.stall_s and record.stall_s > 0
-    first, *_ = logged
-    assert first.stall_s is not None and first.written_s is not None
-    assert first.stall_s > first.written_s, "it was synchronous"
-
-
 # Callbacks -------------------------------------------------------------------------------------------------------
 
 

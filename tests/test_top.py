@@ -285,7 +285,7 @@ def test_plot_draws_times_and_losses_over_steps(run: Path, tmp_path: Path):
     text = output("plot", run, "--output", tmp_path / "plot.svg")
     assert text == f"{tmp_path / 'plot.svg'}: 7 saves\n"
     drawn = (tmp_path / "plot.svg").read_text()
-    for label in ("saves of exp1", "stall", "staged", "written", "committed", "failed or removed or unknown", "step"):
+    for label in ("saves of exp1", "staged", "written", "committed", "failed or removed or unknown", "step"):
         assert f"<!-- {label} -->" in drawn
 
 
