@@ -826,6 +826,30 @@ def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
 # The next attempt ------------------------------------------------------------------------------------------------
 
 
+def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_there(
+    start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]]
+):
+    orders, environment = ordered
+    ranks = start(3, environments={2: environment})
+    ranks.do("build", "small")
+    ranks.open(run)
+    ranks.save(1)
+    orders.give("stop", starting_at="os.mkdir")
+    ranks.do("save", 2)
+    late, _ = orders.obeyed()
+    ranks.kill()
+    with pidfd_of(late) as pidfd:
+        following = start(2)
+        following.do("build", "small")
+        following.open(run, takeover_timeout_s=1.0)
+        assert visible(run) == [1]
+        os.kill(late, signal.SIGCONT)
+        await_end(pidfd)
+    assert leftovers(run) == []
+    following.save(3)
+    finish(following, run, traces)
+
+
 def test_ranks_killed_in_the_midst_of_saves_are_followed_by_whole_steps_of_one_attempt_each(
     start: Start, run: Path, traces: Traces
 ):

@@ -27,7 +27,7 @@ from sidesave.errors import (
 )
 from sidesave.stager.arena import Arena
 from sidesave.writer_daemon import commit, jobs, manifest, protocol, ranks
-from sidesave.writer_daemon.lease import Lease, closed_ranks
+from sidesave.writer_daemon.lease import Lease, closed_ranks, current_holder
 from sidesave.writer_daemon.manifest import RankRecord, step_directory
 from sidesave.writer_daemon.membership import Membership
 from sidesave.writer_daemon.protocol import Delete, Failed, Refuse, Save
@@ -246,9 +246,32 @@ class Worker:
 
     def _give_up(self, save: Save | Refuse, failure: Failed) -> Failed:
         """Give a save up for all ranks, or tell rank 0; what it has failed of, which another rank may have known."""
+        try:
+            return failure if self._leave_to_next_session(save) else self._tell_given_up(save, failure)
+        finally:
+            self._leave_to_next_session(save)  # which may have come meanwhile, and has looked for leftovers before
+
+    def _leave_to_next_session(self, save: Save | Refuse) -> bool:
+        """Whether the run is not ours any more; if so, nothing of a save that cannot become whole appears in it."""
+        storage, lease = self._primary.storage, self._primary.lease
+        with contextlib.suppress(WriteError):
+            lease.check()
+        if not lease.lost:
+            return False
+        try:
+            holder = current_holder(storage)
+            if holder is None or holder.session == lease.session:  # it goes on without this daemon, or just ends
+                return True
+            if isinstance(save, Refuse) or commit.find_record(storage, save) is None:
+                storage.remove_tree(ranks.partial_of(save))
+            if save.rank == 0:
+                ranks.forget_verdict(storage, save)
+        except WriteError as error:
+            logger.warning("left for the next start to clean: %s", error)
+        return True
+
+    def _tell_given_up(self, save: Save | Refuse, failure: Failed) -> Failed:
         storage, attempt = self._primary.storage, self._primary.attempt
-        if self._primary.lease.lost:
-            return failure
         if save.rank:
             try:
                 if isinstance(save, Save) and commit.find_record(storage, save) is not None:  # nobody can take it back
