@@ -5,26 +5,21 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import errno
 import logging
-import math
-import numbers
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Final, Self, SupportsFloat, Unpack, cast
+from typing import Any, Final, Self, Unpack, cast
 
-import torch
-
-from sidesave.client import arguments, catalog
+from sidesave.client import about, arguments, resuming
+from sidesave.client.about import Metrics
 from sidesave.client.agreement import Agreement, Wish
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.handle import CheckpointInfo, SaveHandle
 from sidesave.client.intervals import Advice, SaveCost
-from sidesave.client.loader import Loaded
 from sidesave.client.options import CheckpointerOptions, LoadOptions
 from sidesave.client.random_state import RandomState
 from sidesave.client.retention import (
@@ -34,7 +29,6 @@ from sidesave.client.retention import (
     Pins,
     Retention,
     check_keep_policies,
-    is_ephemeral,
 )
 from sidesave.client.save_policies import (
     BeforeTraining,
@@ -48,13 +42,12 @@ from sidesave.client.save_policies import (
     check_save_policies_for_ranks,
 )
 from sidesave.client.signals import SignalCatcher
-from sidesave.client.sources import Source, read_sources
+from sidesave.client.sources import Source
 from sidesave.client.stats import SaveStats, SaveSummary
 from sidesave.client.trigger import TriggerWatch
 from sidesave.client.world import GroupWorld, NodeWorld
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, StateMismatchError
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
 from sidesave.stager.marks import PerRank
-from sidesave.writer_daemon.manifest import step_directory
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +58,6 @@ _AGREE_TO_END_S: Final = 30.0
 _SETTLED_TIMEOUT_S: Final = 5.0
 _UNSETTLED_TIMEOUT_S: Final = 0.1
 _SEED_STEP: Final = 0
-Metrics = Mapping[str, SupportsFloat]
 
 
 class CheckpointManager:
@@ -348,15 +340,13 @@ class CheckpointManager:
         exception: BaseException | None = None,
     ) -> SaveHandle:
         """The one way from here to a checkpoint."""
-        about: dict[str, Any] = {
-            "metrics": self._numbers(step, metrics),
-            "ephemeral": ephemeral,
-            "user": {**self._user, **(metadata or {})},
-        }
-        if seed:
-            about["seed"] = True
-        if exception is not None:
-            about["exception"] = type(exception).__name__
+        told = about.tell(
+            about.as_numbers(step, metrics, self._metric_names),
+            {**self._user, **(metadata or {})},
+            ephemeral=ephemeral,
+            seed=seed,
+            exception=exception,
+        )
         began_s = time.perf_counter()
         with contextlib.nullcontext() if self._retention is None else self._retention.saving():
             called = time.monotonic()
@@ -366,7 +356,7 @@ class CheckpointManager:
                     self._items(),
                     blocking=blocking or self._blocking,
                     overwrite=step == self._seed,
-                    metadata=about,
+                    metadata=told,
                 )
             except BaseException as error:
                 self._stats.refused(step, error, called, time.monotonic())
@@ -396,24 +386,6 @@ class CheckpointManager:
 
     def _items(self) -> dict[str, Any]:
         return self._state if self._random is None else {**self._state, RANDOM_STATE: PerRank(self._random)}
-
-    def _numbers(self, step: int, metrics: Metrics | None) -> dict[str, float | str]:
-        """Metrics as plain JSON data, which has no NaN and no infinity: those are text."""
-        if metrics is None:
-            if self._metric_names:
-                logger.info("step %d is saved without metrics, so it cannot be the best", step)
-            return {}
-        missing = self._metric_names - metrics.keys()
-        if missing:
-            raise InvalidArgumentError(
-                f"Best needs the metric {', '.join(sorted(missing))}, and step {step} has been given "
-                f"{', '.join(map(str, metrics)) or 'none'}"
-            )
-        numbers: dict[str, float | str] = {}
-        for name, value in metrics.items():
-            number = _number(name, value)
-            numbers[name] = number if math.isfinite(number) else repr(number)
-        return numbers
 
     # Resuming --------------------------------------------------------------------------------------------------
 
@@ -458,11 +430,12 @@ class CheckpointManager:
                 if self._is_first_of_node:  # else a run whose checkpoints are all damaged would begin anew
                     self._checkpointer._refuse_damaged(None, [])
             if sources:
-                self._load_sources(sources, options)
+                into = dict(self._state)
+                resuming.load_bank(self._checkpointer, into, sources, options)
+                self._state.update(into)
             first = self._begin_anew()
         else:
-            for name in self._state:
-                self._state[name] = into[name]
+            self._state.update({name: into[name] for name in self._state})
             if self._random is not None:
                 self._random.apply()
             first = self._go_on()
@@ -474,46 +447,6 @@ class CheckpointManager:
             self._leave(ending, self._last)
         return first
 
-    def _load_sources(self, sources: Sequence[Source], options: LoadOptions) -> None:
-        """Give the state what other runs have saved; all ranks read the same checkpoints, or none is given anything."""
-        world, paths = self._checkpointer._world, [""]
-        pickled = options.get("allow_pickle")
-        into = {name: value for name, value in self._items().items() if name != RANDOM_STATE}
-        with world.agreeing("finds no source"):
-            if world.rank == 0:
-                paths = [source.locate() for source in sources]
-        if world.size > 1:
-            paths = world.gather("sources", paths if world.rank == 0 else None)[0]
-        with world.agreeing("cannot read the sources"):
-            found = [
-                dataclasses.replace(source, path=path, step=None) for source, path in zip(sources, paths, strict=True)
-            ]
-            loaded = read_sources(
-                found,
-                into,
-                strict=False,
-                verify=options.get("verify", True),
-                allow_pickle=self._checkpointer._allow_pickle if pickled is None else pickled,
-                rank=world.rank,
-            )
-            if options.get("strict", True):
-                self._refuse_half(loaded)
-        with world.agreeing("cannot give its objects what it has read of the sources"):
-            loaded.apply()
-        for name in self._state:
-            self._state[name] = into[name]
-
-    def _refuse_half(self, loaded: Loaded) -> None:
-        """An item of the state may begin as it was made, and not with a part of what it needs."""
-        begun = tuple(f"{name}." for name in self._state if loaded.has(name))
-        half = [fqn for fqn in loaded.missing if fqn.startswith(begun)]
-        if half:
-            more = f" and {len(half) - 5} more" if len(half) > 5 else ""
-            raise StateMismatchError(
-                f"the sources lack {', '.join(half[:5])}{more}, and have the rest; nothing was loaded. Add a source "
-                "that has it, exclude the item from all, or pass strict=False"
-            )
-
     def _begin_anew(self) -> int:
         self._stepped, self._saved_step, self._saved_s = -1, None, time.monotonic()
         if any(isinstance(policy, BeforeTraining) for policy in self._policies):
@@ -521,33 +454,14 @@ class CheckpointManager:
         return 0
 
     def _go_on(self) -> int:
-        """After a load: what it was that was loaded, and the step that follows."""
-        parent = self._checkpointer._lineage.parent
-        assert parent is not None
-        world = self._checkpointer._world
-        seen: list[bool] | None = None
-        with world.agreeing("cannot read what it has loaded"):
-            if world.rank == 0:
-                info = self._find(parent)
-                seen = [info.metadata.get("seed") is True, is_ephemeral(info)]
-        is_seed, ephemeral = world.gather("what was loaded", seen)[0] if world.size > 1 else (seen or [])
-        restored, now_s = parent[0], time.monotonic()
-        self._stepped = restored - is_seed
-        self._seed = restored if is_seed else None
-        self._saved_step, self._saved_s = None if is_seed else restored, now_s
-        self._lasting = None if ephemeral else (restored, now_s)
+        """After a load: the step that follows."""
+        loaded = resuming.what_was_loaded(self._checkpointer)
+        now_s = time.monotonic()
+        self._stepped = loaded.step - loaded.is_seed
+        self._seed = loaded.step if loaded.is_seed else None
+        self._saved_step, self._saved_s = None if loaded.is_seed else loaded.step, now_s
+        self._lasting = None if loaded.is_ephemeral else (loaded.step, now_s)
         return self._stepped + 1
-
-    def _find(self, which: tuple[int, str]) -> CheckpointInfo:
-        for directory in self._checkpointer._directories():
-            with contextlib.suppress(CheckpointNotFoundError):
-                path = os.path.join(directory, step_directory(which[0]))
-                info = catalog.read_settled(path, catalog.read_info)
-                if info.session == which[1]:
-                    return info
-        raise CheckpointNotFoundError(
-            errno.ENOENT, f"step {which[0]} was removed while it was loaded", self._checkpointer.directory
-        )
 
     # What there is ---------------------------------------------------------------------------------------------
 
@@ -615,7 +529,7 @@ class CheckpointManager:
         """Save the last finished step with all that can be done for it: there is no other chance."""
         step, metrics = self._stepped, self._metrics
         try:
-            self._numbers(step, metrics)
+            about.as_numbers(step, metrics, self._metric_names)
         except InvalidArgumentError as error:
             logger.error("step %d is saved without its metrics: %s", step, error)
             metrics = None
@@ -717,14 +631,6 @@ def _name(policy: object) -> str:
     """What ranks compare of a policy."""
     known = dataclasses.is_dataclass(policy)
     return repr(policy) if known else f"{type(policy).__module__}.{type(policy).__qualname__}"
-
-
-def _number(name: str, value: SupportsFloat) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value.item())
-    if isinstance(value, numbers.Real):
-        return float(value)
-    raise InvalidArgumentError(f"the metric {name!r} must be one number, not {type(value).__name__} {value!r}")
 
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+from sidesave.client.about import is_ephemeral, metric_of
 from sidesave.client.handle import CheckpointInfo, SaveHandle
 from sidesave.errors import CheckpointError, IntegrityError, InvalidArgumentError, SidesaveError, write_error
 
@@ -123,21 +124,6 @@ class Best(KeepPolicy):
             if (value := metric_of(info, self.metric)) is not None and not math.isnan(value)
         ]
         return [step for _, _, step in sorted(ranked)[-self.n :]]
-
-
-def metric_of(info: CheckpointInfo, name: str) -> float | None:
-    """A metric that a checkpoint was saved with; None where it has none of that name."""
-    metrics = info.metadata.get("metrics")
-    value = cast("dict[str, Any]", metrics).get(name) if isinstance(metrics, dict) else None
-    try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except ValueError:
-        return None
-
-
-def is_ephemeral(info: CheckpointInfo) -> bool:
-    """Whether a checkpoint was saved to be removed by the next one."""
-    return info.metadata.get("ephemeral") is True
 
 
 def to_delete(

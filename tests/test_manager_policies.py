@@ -32,8 +32,9 @@ from sidesave import (
     OnSignal,
     OptimalInterval,
 )
+from sidesave.client.about import is_ephemeral, metric_of
 from sidesave.client.intervals import Advice, SaveCost, daly, young
-from sidesave.client.retention import is_ephemeral, metric_of, to_delete
+from sidesave.client.retention import to_delete
 from sidesave.errors import InvalidArgumentError
 
 
