@@ -121,7 +121,7 @@ class CheckpointManager:
         arguments.encode_metadata(metadata)
         self._state = state
         self._user = dict(metadata or {})
-        self._random = RandomState() if random_state else None
+        self._random: RandomState | None = None
         if random_state and RANDOM_STATE in state:
             raise InvalidArgumentError(f"random_state=True saves an item {RANDOM_STATE!r}, and the state has one")
         self._metric_names = {policy.metric for policy in self._keep if isinstance(policy, Best)}
@@ -145,6 +145,8 @@ class CheckpointManager:
         self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
         try:
             self._checkpointer = Checkpointer(directory, **options)
+            if random_state:
+                self._random = RandomState(self._checkpointer._world.rank)
             self._pins = Pins(self._checkpointer.directory)
             self._start()
         except BaseException:

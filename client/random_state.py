@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 class RandomState:
@@ -16,14 +19,16 @@ class RandomState:
     Generators that are objects of the user's are items of their own.
     """
 
-    def __init__(self) -> None:
-        """Nothing is loaded yet."""
+    def __init__(self, rank: int = 0) -> None:
+        """Those of ``rank``; nothing is loaded yet."""
+        self._rank = rank
         self._loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all generators, as tensors and plain data."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
+            "rank": self._rank,
             "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
             "torch": torch.get_rng_state(),
         }
@@ -48,10 +53,14 @@ class RandomState:
     def apply(self) -> None:
         """Set all generators as they were saved; nothing happens if nothing was loaded.
 
-        Of CUDA devices as many are set as there are and were.
+        Of CUDA devices as many are set as there are and were. A rank that is new in a larger world goes on with the
+        generators as they are: rank 0's, which it gets of everything else, would make both draw the same numbers.
         """
         state, self._loaded = self._loaded, None
         if state is None:
+            return
+        if state.get("rank", self._rank) != self._rank:
+            logger.warning("rank %d is new: its random number generators stay as they were seeded", self._rank)
             return
         python = state["python"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

@@ -63,7 +63,10 @@ class Latest(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryNSteps(KeepPolicy):
-    """Keep the steps that ``n`` divides, counted from ``offset``."""
+    """Keep the steps that ``n`` divides, counted from ``offset``; of a multiple that was not saved the next that was.
+
+    So a run that saves by time keeps one in about ``n`` steps as well.
+    """
 
     n: int
     offset: int = 0
@@ -73,8 +76,13 @@ class EveryNSteps(KeepPolicy):
         check_every("EveryNSteps", self.n, self.offset)
 
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """The divisible ones."""
-        return [info.step for info in checkpoints if info.step % self.n == self.offset]
+        """The first at or after each multiple of ``n``; of the offset itself only that step."""
+        kept: dict[int, int] = {}
+        for info in checkpoints:
+            period, beyond = divmod(info.step - self.offset, self.n)
+            if period > 0 or (period == 0 and beyond == 0):
+                kept[period] = min(info.step, kept.get(period, info.step))
+        return [*kept.values()]
 
 
 @dataclass(frozen=True, slots=True)

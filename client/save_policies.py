@@ -313,6 +313,19 @@ def check_save_policies(policies: Sequence[object]) -> None:
             if again:
                 raise InvalidArgumentError(f"two policies answer {_names(sorted(again))}; one of them has to go")
             signals.update(policy.signals)
+        if isinstance(policy, Ephemeral):
+            _refuse_never(policy, [other for other in policies if isinstance(other, EverySteps)])
+
+
+def _refuse_never(ephemeral: Ephemeral, lasting: Iterable[EverySteps]) -> None:
+    """An ephemeral save each of whose steps is saved for good as well would never be one."""
+    policy = ephemeral.policy
+    for other in lasting:
+        if isinstance(policy, EverySteps) and policy.n % other.n == 0 and policy.offset % other.n == other.offset:
+            raise InvalidArgumentError(
+                f"{ephemeral!r} never comes to anything: {other!r} saves all of its steps for good; take an "
+                "ephemeral policy that comes due more often"
+            )
 
 
 def check_save_policies_for_ranks(policies: Sequence[SavePolicy]) -> None:

@@ -22,6 +22,7 @@ from trainers import DEADLINE_S, ROOT, Orders
 import sidesave
 from sidesave.client import catalog, save_policies
 from sidesave.client.options import CheckpointerOptions, LoadOptions
+from sidesave.client.random_state import RandomState
 from sidesave.client.retention import PINS
 from sidesave.errors import (
     CheckpointNotFoundError,
@@ -370,6 +371,20 @@ def test_all_random_numbers_go_on_as_they_would_have(manage: Manage):
     assert draw() != expected
     assert manager.restore() == 2
     assert draw() == expected
+
+
+def test_a_rank_that_is_new_does_not_draw_the_numbers_of_rank_0(caplog: pytest.LogCaptureFixture):
+    saved = RandomState(0).state_dict()
+    before = random.getstate()
+    for rank, expected in ((0, before), (3, None)):
+        torch.rand(())
+        random.random()
+        kept = random.getstate()
+        restored = RandomState(rank)
+        restored.load_state_dict(saved)
+        restored.apply()
+        assert random.getstate() == (expected or kept)
+    assert "rank 3 is new" in caplog.text
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import signal
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -154,6 +155,7 @@ def test_policies_that_make_no_sense_are_refused(make: Callable[[], object], tol
         ({"save": [Latest(1)]}, "save takes policies"),
         ({"save": [EverySteps(2), EverySteps(2)]}, "twice"),
         ({"save": [OnSignal(), OnSignal(signal.SIGTERM, exit=False)]}, "two policies answer SIGTERM"),
+        ({"save": [EverySteps(5, 2), Ephemeral(EverySteps(10, 7))]}, "saves all of its steps for good"),
         ({"keep": [3]}, "keep takes policies"),
         ({"keep": [EverySteps(3)]}, "keep takes policies"),
         ({"keep": [Latest(3), Latest(3)]}, "twice"),
@@ -178,9 +180,51 @@ def kept(policy: KeepPolicy, checkpoints: list[CheckpointInfo]) -> list[int]:
     return [info.step for info in checkpoints if info.step not in gone]
 
 
+class Longest(KeepPolicy):
+    """Of the user's own: keeps the checkpoint with the most tokens."""
+
+    def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
+        return [max(checkpoints, key=lambda info: info.metadata["user"]["tokens"]).step]
+
+
+class WhenPlateaued(sidesave.SavePolicy):
+    """Of the user's own: saves when told, by the attribute of an object that both know."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    def due(self, moment: Moment) -> bool:
+        return moment.occasion == "step" and self.run.plateaued
+
+
+def test_policies_of_ones_own_decide_like_ours(tmp_path: Any):
+    run = types.SimpleNamespace(plateaued=False)
+    with sidesave.CheckpointManager(
+        tmp_path / "run", {"x": 1}, save=[WhenPlateaued(run)], keep=[Longest()], metadata={"tokens": 0}
+    ) as manager:
+        for step in range(4):
+            run.plateaued = step % 2 == 1
+            manager.step(step)
+        manager.save(4, metadata={"tokens": 9})
+        manager.save(5)
+        manager.wait()
+        assert manager.checkpointer.latest_step() == 5
+    assert [info.step for info in sidesave.find(tmp_path / "run")] == [4, 5]
+
+
 def test_latest_goes_by_commits_and_not_by_numbers():
     row = [checkpoint(step, place) for place, step in enumerate([10, 20, 30, 11, 12])]
     assert kept(Latest(3), row) == [30, 11, 12]
+
+
+def test_of_a_multiple_that_was_not_saved_the_next_that_was_is_kept():
+    exact = [checkpoint(step, step) for step in range(26)]
+    assert kept(EveryNSteps(10), exact) == [0, 10, 20, 25]
+    assert kept(EveryNSteps(10, 5), exact) == [5, 15, 25]
+    by_time = [checkpoint(step, place) for place, step in enumerate([3, 9, 12, 17, 31, 38, 40, 41, 47])]
+    assert kept(EveryNSteps(10), by_time) == [12, 31, 40, 47]
+    again = [checkpoint(step, place) for place, step in enumerate([8, 13, 19, 11, 12, 18])]
+    assert kept(EveryNSteps(10), again) == [11, 18], "after going back"
 
 
 def test_one_of_each_period_is_kept_and_stays_when_others_go():
@@ -211,7 +255,7 @@ def rows(draw: st.DrawFn) -> list[CheckpointInfo]:
 policies = st.lists(
     st.one_of(
         st.builds(Latest, st.integers(1, 5)),
-        st.builds(EveryNSteps, st.integers(1, 7)),
+        st.builds(EveryNSteps, st.integers(3, 7), st.integers(0, 2)),
         st.builds(EveryNMinutes, st.floats(1, 50)),
         st.builds(Best, st.integers(1, 4), st.just("loss"), st.sampled_from(["min", "max"])),
         st.builds(AtSteps, st.lists(st.integers(0, 30), min_size=1)),
