@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import time
@@ -12,15 +13,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Final, Self, Unpack, cast
+from typing import Any, Final, Literal, Self, Unpack, cast
 
 from sidesave.client import about, arguments, resuming
 from sidesave.client.about import Metrics
 from sidesave.client.agreement import Agreement, Wish
 from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.export import Report, export
 from sidesave.client.handle import CheckpointInfo, SaveHandle
 from sidesave.client.intervals import Advice, SaveCost
-from sidesave.client.options import CheckpointerOptions, LoadOptions
+from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.random_state import RandomState
 from sidesave.client.retention import (
     Best,
@@ -475,8 +477,49 @@ class CheckpointManager:
     @property
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint that was committed last, read from the directory; None when there is none."""
-        found = self._checkpointer._whole()
+        found = self.checkpoints()
         return found[-1] if found else None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All checkpoints of the run in the order of their commits, with their metrics; read from the directory."""
+        return self._checkpointer._whole()
+
+    def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
+        """The checkpoint with the best value of a metric, by the rules of :class:`Best`; None when none has it."""
+        found = self.checkpoints()
+        steps = Best(1, metric, mode).wanted(found)
+        return next((info for info in reversed(found) if info.step in steps), None)
+
+    def export(self, target: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Report | None:
+        """Write the weights alone, as :func:`sidesave.export` does, of the step finished last; blocking.
+
+        That step is saved first, unless it was, and its commit waited for. Of several ranks all have to call this:
+        rank 0 writes and has the report, the others wait, as long as the process group allows.
+
+        Raises:
+            CheckpointNotFoundError: No step was finished, and there is no checkpoint.
+            InvalidArgumentError: Nodes keep their own parts (``node_local``), of which no rank has all.
+            SidesaveError: As :meth:`save`, :meth:`wait` and :func:`sidesave.export`; the same on all ranks.
+        """
+        world = self._checkpointer._world
+        if isinstance(self._checkpointer._node, NodeWorld):
+            raise InvalidArgumentError("with node_local no rank has all parts of a checkpoint, so none can export it")
+        report = None
+        with world.agreeing("cannot export"):
+            if self._stepped >= 0 and self._stepped != self._saved_step:
+                self._save(self._stepped, self._metrics)
+            self.wait()
+            if world.rank == 0:
+                report = export(self._newest_of_ours(), target, **options)
+        return report
+
+    def _newest_of_ours(self) -> CheckpointInfo:
+        """The checkpoint that training stands on: after going back it is not the one that was committed last."""
+        found = self.checkpoints()
+        ours = [info for info in found if info.step == self._saved_step] or found
+        if not ours:
+            raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", self._checkpointer.directory)
+        return ours[-1]
 
     def prepare(self) -> Future[None]:
         """Allocate staging memory for the state in the background; optional, see ``Checkpointer.prepare``."""

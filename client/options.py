@@ -46,3 +46,14 @@ class LoadOptions(TypedDict, total=False):
     dtype: torch.dtype | None
     verify: bool
     allow_pickle: bool | None
+
+
+class ExportOptions(TypedDict, total=False):
+    """What :func:`sidesave.export` takes beside checkpoint and target; the meaning and the defaults are told there."""
+
+    item: str | None
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    keep_prefix: bool
+    dtype: torch.dtype | None
+    max_shard_nbytes: int

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
+    from sidesave.client.export import export
     from sidesave.client.finding import contains_checkpoint, find, is_checkpoint, latest
     from sidesave.client.handle import CheckpointInfo, SaveHandle
     from sidesave.client.history import history
@@ -126,6 +127,7 @@ __all__ = [
     "WriteError",
     "WriteStalledError",
     "contains_checkpoint",
+    "export",
     "find",
     "history",
     "is_checkpoint",
@@ -151,6 +153,7 @@ _ELSEWHERE = {
     "EveryNSteps": "sidesave.client.retention",
     "EverySeconds": "sidesave.client.save_policies",
     "EverySteps": "sidesave.client.save_policies",
+    "export": "sidesave.client.export",
     "find": "sidesave.client.finding",
     "history": "sidesave.client.history",
     "is_checkpoint": "sidesave.client.finding",

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
 from sidesave.client import catalog, save_policies
-from sidesave.client.options import CheckpointerOptions, LoadOptions
+from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.random_state import RandomState
 from sidesave.client.retention import PINS
 from sidesave.errors import (
@@ -258,6 +259,8 @@ def test_options_that_are_passed_on_are_all_those_there_are():
     own = {"self", "directory"}
     known = inspect.signature(sidesave.Checkpointer.__init__).parameters.keys() - own
     assert CheckpointerOptions.__annotations__.keys() == known
+    own = {"path", "target"}
+    assert ExportOptions.__annotations__.keys() == inspect.signature(sidesave.export).parameters.keys() - own
     own = {"self", "step", "into", "map_location", "fallback"}
     assert LoadOptions.__annotations__.keys() == inspect.signature(sidesave.Checkpointer.load).parameters.keys() - own
 
@@ -371,6 +374,54 @@ def test_all_random_numbers_go_on_as_they_would_have(manage: Manage):
     assert draw() != expected
     assert manager.restore() == 2
     assert draw() == expected
+
+
+def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(manage: Manage, run: Path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = manage({"model": model, "optimizer": optimizer}, save=[sidesave.EverySteps(2)], random_state=True)
+    for step in range(4):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        manager.step(step)
+    report = manager.export(run.parent / "weights", item="model", dtype=torch.bfloat16)
+    assert report is not None and report.files == ("model.safetensors",)
+    assert steps(run) == [0, 2, 3], "the last step had not been saved"
+    exported = safetensors.torch.load_file(run.parent / "weights" / "model.safetensors")
+    assert exported.keys() == {"weight", "bias"}
+    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
+    manager.export(run.parent / "again", item="model")
+    assert steps(run) == [0, 2, 3], "it had been"
+
+
+def test_what_is_exported_after_going_back_is_what_training_stands_on(manage: Manage, run: Path):
+    state = {"x": torch.zeros(1)}
+    manager = manage({"state": state}, save=[sidesave.EverySteps(1)])
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
+        manager.export(run.parent / "none")
+    for step in range(3):
+        state["x"].fill_(step)
+        manager.step(step)
+    manager.wait()
+    manager.restore(1)
+    manager.export(run.parent / "weights")
+    [file] = (run.parent / "weights").glob("*.safetensors")
+    assert [tensor.item() for tensor in safetensors.torch.load_file(file).values()] == [1.0]
+
+
+def test_the_best_is_told_by_its_metric(manage: Manage):
+    manager = manage(save=[sidesave.EverySteps(1)])
+    assert (manager.checkpoints(), manager.best("loss")) == ([], None)
+    for step, loss in enumerate([3.0, 1.0, math.nan, 2.0]):
+        manager.step(step, {"loss": loss})
+    manager.wait()
+    assert [info.step for info in manager.checkpoints()] == [0, 1, 2, 3]
+    best, worst = manager.best("loss"), manager.best("loss", "max")
+    assert best is not None and worst is not None and (best.step, worst.step) == (1, 0)
+    assert manager.best("accuracy") is None
+    with pytest.raises(InvalidArgumentError, match="'min' or 'max'"):
+        manager.best("loss", "low")  # pyright: ignore[reportArgumentType]
+    assert manager.restore(best.step) == 2
 
 
 def test_a_rank_that_is_new_does_not_draw_the_numbers_of_rank_0(caplog: pytest.LogCaptureFixture):
