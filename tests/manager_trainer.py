@@ -86,6 +86,7 @@ def train(
     gate: str = "",
     rest_s: float = 0.0,
     quiet: bool = False,
+    export: str = "",
     options: dict[str, Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint up to ``total`` steps.
@@ -103,6 +104,7 @@ def train(
         gate: "restore" to wait while the state is restored.
         rest_s: How long each step takes at least.
         quiet: Say nothing of single steps, so that nobody has to listen.
+        export: Where the weights go after training.
         options: For the manager.
     """
     import time
@@ -146,6 +148,8 @@ def train(
                 handle.committed.add_done_callback(lambda done, step=step: tell(done, step))
             if not quiet:
                 say("passed", step)
+        if export:
+            say("exported", manager.export(export, item="model") is not None)
         say("trained")
     say("closed")
     if torch.distributed.is_initialized():

@@ -358,6 +358,22 @@ def test_policies_that_ranks_cannot_do_alike_are_refused_on_all_of_them(
     assert steps(run) == []
 
 
+def test_ranks_export_their_last_step_once_and_fail_together(
+    start_ranks: Callable[..., list[ManagedTrainer]], run: Path, tmp_path: Path
+):
+    for status in (0, 1):
+        ranks = start_ranks(2, paced=False, total=1 + status, quiet=True, export=str(tmp_path / "weights"))
+        if status == 0:
+            assert [trainer.expect("exported") for trainer in ranks] == [["True"], ["False"]]
+        for trainer in ranks:
+            trainer.leaves(status)
+            if status:
+                assert "not empty" in trainer.complaints()
+        assert steps(run) == [0, 1][: 1 + status]
+        names = {path.name for path in (tmp_path / "weights").iterdir()}
+        assert names == {"model.safetensors"}
+
+
 def test_nodes_with_disks_of_their_own_delete_the_same_steps(start: Start, tmp_path: Path):
     runs = [tmp_path / "node-0", tmp_path / "node-1"]
     about: dict[str, Any] = {"size": 2, "save": "[EverySteps(1)]", "total": 3, "options": {"node_local": True}}
