@@ -69,12 +69,21 @@ class Campaign:
         assert not left
 
     def train_undisturbed(self, size: int, until: int) -> None:
-        """A job that begins anew, saves nothing and ends at that step: what the others are compared with."""
-        self.story.go_on()
-        with Job(self._folder, self._traces, size, "", "--until", until, "--save-every", 0) as job:
-            for _ in self.story.hear(job):
-                pass
-            assert job.end() == 0, job.complaints()
+        """A job that begins anew, saves nothing and ends at that step: what the others are compared with.
+
+        There is nothing of ours in it. A worker of it was seen to end all the same, by an abort in torch's own threads
+        ("terminate called without an active exception"); then there is another.
+        """
+        for _ in range(3):
+            self.story.go_on()
+            with Job(self._folder, self._traces, size, "", "--until", until, "--save-every", 0) as job:
+                for _ in self.story.hear(job):
+                    pass
+                if job.end() == 0:
+                    return
+                complaints = job.complaints()
+            assert "terminate called without an active exception" in complaints, complaints
+        raise AssertionError(complaints)
 
     def _draw(self) -> int:
         """How much more is told, once all workers are there, before a blow falls; little, and they have not resumed."""
