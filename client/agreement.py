@@ -58,19 +58,29 @@ class Wish:
         lasting: A save of the usual kind.
         ephemeral: A save that the next one makes superfluous.
         signal: The end, after a save: the number of the signal that says so. 0 for none.
+        stop: That the loop is asked to end.
     """
 
     lasting: bool = False
     ephemeral: bool = False
     signal: int = 0
+    stop: bool = False
 
     def __bool__(self) -> bool:
         """Whether there is anything."""
-        return bool(self.lasting or self.ephemeral or self.signal)
+        return self != _NOTHING
 
     def __or__(self, other: Wish) -> Wish:
         """Both."""
-        return Wish(self.lasting or other.lasting, self.ephemeral or other.ephemeral, max(self.signal, other.signal))
+        return Wish(
+            self.lasting or other.lasting,
+            self.ephemeral or other.ephemeral,
+            max(self.signal, other.signal),
+            self.stop or other.stop,
+        )
+
+
+_NOTHING: Final = Wish()
 
 
 class Agreement:
@@ -188,11 +198,11 @@ class Agreement:
         wish = Wish() if closing else self._wish(passed, pending)
         with self._changed:
             self._promise = self._passed + self._pace.margin(self._passed)
-            words = [self._promise, wish.lasting, wish.ephemeral, wish.signal, closing]
+            words = [self._promise, wish.lasting, wish.ephemeral, wish.signal, wish.stop, closing]
         told = torch.tensor(words, dtype=torch.int64)
         torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        step, lasting, ephemeral, signal, ending = cast("list[int]", told.tolist())
-        wish = Wish(bool(lasting), bool(ephemeral), signal)
+        step, lasting, ephemeral, signal, stop, ending = cast("list[int]", told.tolist())
+        wish = Wish(bool(lasting), bool(ephemeral), signal, bool(stop))
         with self._changed:
             self._promise = None
             self._ending = ending

@@ -113,6 +113,7 @@ def trigger(
     run: RunArgument,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until it is committed, and print its path.")] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait.")] = 600.0,
+    stop: Annotated[bool, typer.Option("--stop", help="Ask its loop to end there as well.")] = False,
 ) -> None:
     """Ask the trainer that has a run open to save at its next step.
 
@@ -124,11 +125,11 @@ def trigger(
     if timeout < 0:
         raise InvalidArgumentError(f"a timeout of {timeout:g} s makes no sense")
     directory = find_run(run)
-    request = SaveRequest(directory)
+    request = SaveRequest(directory, stop=stop)
     if not request.is_sure:
         typer.echo("it cannot be told from this machine whether the session that has the run open lives", err=True)
     if not wait:
-        typer.echo(printable(f"{directory}: asked to save at the next step"))
+        typer.echo(printable(f"{directory}: asked to save at the next step{' and to stop' * stop}"))
         return
     info = request.wait(timeout)
     typer.echo(printable(f"{info.path}: {size(info.nbytes)}"))

@@ -146,25 +146,30 @@ class OwnHistory:
         self._under_way: dict[int, _UnderWay] = {}
         self._ended: collections.deque[SaveRecord] = collections.deque(maxlen=_MAX_ENDED)
         self._step = self._save_id = 0
-        self._begun = False
+        self._begun: _UnderWay | None = None
         self._called = 0.0
         self.called_s = 0.0
 
     @contextlib.contextmanager
     def call(self, step: int, save_id: int) -> Generator[None]:
         """Around each ``save()``, one at a time: it has failed if it raises before :meth:`begin`."""
-        self._step, self._save_id, self._begun = step, save_id, False
+        self._step, self._save_id, self._begun = step, save_id, None
         self.called_s, self._called = time.time(), time.monotonic()
         try:
             yield
         except BaseException as error:
-            if not self._begun:
+            if self._begun is None:
                 self._end(self._came_to_nothing("failed", error))
             raise
+        else:
+            entry = self._begun
+            if entry is not None and entry.record.staged_s is None:  # else its stall ended there
+                self._reached(entry, stall_s=_since(entry))
+        finally:
+            self._begun = None
 
     def begin(self, save: Save, handle: SaveHandle) -> None:
         """The save of this call is about to be staged."""
-        self._begun = True
         record = SaveRecord(
             step=save.step,
             session=save.session,
@@ -173,14 +178,16 @@ class OwnHistory:
             sequence=save.sequence,
             called_s=self.called_s,
         )
-        entry = _UnderWay(record, handle, self._called)
+        entry = self._begun = _UnderWay(record, handle, self._called)
         with self._lock:
             self._under_way[save.save_id] = entry
         self._tell(record)
 
         def staged(future: Future[None]) -> None:
             if future.exception() is None:
-                self._tell(self._reached(entry, staged_s=_since(entry)))
+                seconds = _since(entry)
+                stall_s = entry.record.stall_s  # of a call that is still under way there is none
+                self._tell(self._reached(entry, staged_s=seconds, stall_s=seconds if stall_s is None else stall_s))
 
         def written(future: Future[None]) -> None:
             if future.exception() is None:
@@ -280,6 +287,7 @@ class OwnHistory:
             errno=record.errno,
             called_s=record.called_s,
             staged_s=record.staged_s,
+            stall_s=record.stall_s,
         )
         self._connection.note(note)
 

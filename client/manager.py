@@ -131,6 +131,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._closed = False
         self._requested = False
+        self._stop_asked = self._stopping = False
         self._restored = False
         self._stepped = -1
         self._metrics: Metrics | None = None
@@ -184,7 +185,7 @@ class CheckpointManager:
         if world.size > 1 and local:
             self._agreement = Agreement(world.ranks, self._wish)
         if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
-            self._trigger = TriggerWatch(self._checkpointer.directory, self.request_save)
+            self._trigger = TriggerWatch(self._checkpointer.directory, self.request_save, self.request_stop)
 
     # Saving ----------------------------------------------------------------------------------------------------
 
@@ -229,9 +230,10 @@ class CheckpointManager:
         ending = self._signals.ending
         if agreed is not None:
             lasting, ephemeral = lasting or agreed.lasting, ephemeral or agreed.ephemeral
+            self._stopping |= agreed.stop
             ending = agreed.signal or (ending if self._is_left_alone() else 0)
         elif moment.requested:
-            lasting = True
+            lasting, self._stopping = True, self._stop_asked
         if ending:
             self._save_and_leave(ending, together=agreed is None or agreed.signal > 0)
         if not (lasting or ephemeral) or step == self._saved_step:
@@ -274,9 +276,22 @@ class CheckpointManager:
 
         Of several ranks one is enough; they need the policy :class:`OnRequest` for it.
         """
+        self._request(stop=False)
+
+    def request_stop(self) -> None:
+        """As :meth:`request_save`; and ask the loop to end with that step, by :attr:`stopping`."""
+        self._request(stop=True)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the loop is asked to end with the step just finished, which is saved, and the same on all ranks."""
+        return self._stopping
+
+    def _request(self, *, stop: bool) -> None:
         world = self._checkpointer._world
         if world.size > 1 and not any(isinstance(policy, OnRequest) for policy in self._policies):
             raise InvalidArgumentError("ranks agree on requests only with the policy OnRequest(): add it to save=")
+        self._stop_asked |= stop
         self._requested = True
         self._wake()
 
@@ -330,7 +345,8 @@ class CheckpointManager:
             return Wish()  # what is due by time is so until the save that is agreed has been made
         moment = self._moment("step", passed)
         due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(moment)]
-        return Wish(bool(signal or asking or requested) or not all(due), any(due), signal)
+        lasting = bool(signal or asking or requested) or not all(due)
+        return Wish(lasting, any(due), signal, requested and self._stop_asked)
 
     def _save(
         self,

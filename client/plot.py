@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 _Time = Callable[[SaveRecord], float | None]
 
-_UPPER: Final[dict[str, _Time]] = {"staged": lambda record: record.staged_s}
+_UPPER: Final[dict[str, _Time]] = {
+    "staged": lambda record: record.staged_s,
+    "stall": lambda record: record.stall_s,
+}
 _LOWER: Final[dict[str, _Time]] = {
     "written": lambda record: record.written_s,
     "committed": lambda record: record.committed_s,
@@ -28,8 +31,8 @@ _MILLISECONDS: Final = 1000
 def draw(run: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
     """Draw the saves of a run directory into the file ``output``, whose ending names the format; returns how many.
 
-    Above, the time until the state was staged, which is as long as training may have stood still; below, the times
-    until it was durable and committed; in both, saves that came to nothing. Where a run went on from an earlier step,
+    Above, how long ``save()`` held training up, and the time until the state was staged; below, the times until it was
+    durable and committed; in both, saves that came to nothing. Where a run went on from an earlier step,
     its lines begin anew.
 
     Raises:

@@ -22,6 +22,7 @@ from sidesave.client.retention import KeepPolicy, check_every, check_positive
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, write_error
 
 TRIGGER: Final = ".sidesave.trigger"
+STOP: Final = ".sidesave.stop"
 _GO_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Signals that ask for a save and mean no end."""
 _NOT_FOR_US: Final = frozenset(
@@ -167,7 +168,10 @@ class OnException(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class OnRequest(SavePolicy):
-    """Save when asked to: by ``manager.request_save()``, or from another process by ``sidesave trigger RUN``."""
+    """Save when asked to: by ``manager.request_save()``, or from another process by ``sidesave trigger RUN``.
+
+    ``manager.request_stop()`` and ``sidesave trigger RUN --stop`` ask for a last save.
+    """
 
     @property
     def is_local(self) -> bool:
@@ -346,8 +350,10 @@ def _names(signals: Iterable[int]) -> str:
     return ", ".join(signal.Signals(number).name for number in signals)
 
 
-def request_save(directory: str | os.PathLike[str]) -> str:
+def request_save(directory: str | os.PathLike[str], *, stop: bool = False) -> str:
     """Ask the run in ``directory`` for a save at its next step, from any process; returns the file that says so.
+
+    With ``stop`` the loop is asked to end there as well (``manager.stopping``).
 
     A run with the policy :class:`OnRequest` removes the file when it has seen it, within about a second. Of a run that
     is not there at the moment it waits for the next start.
@@ -359,7 +365,7 @@ def request_save(directory: str | os.PathLike[str]) -> str:
     directory = path_text(directory)
     if not os.path.isdir(directory):
         raise CheckpointNotFoundError(errno.ENOENT, "there is no run directory", directory)
-    path = os.path.join(directory, TRIGGER)
+    path = os.path.join(directory, STOP if stop else TRIGGER)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
     except OSError as error:

@@ -26,8 +26,10 @@ _POLL_S: Final = 0.5
 class SaveRequest:
     """A request to save, left in a run directory by its making; it can be waited for."""
 
-    def __init__(self, run: str | os.PathLike[str]) -> None:
+    def __init__(self, run: str | os.PathLike[str], *, stop: bool = False) -> None:
         """Ask the trainer of ``run``; a request that is there already stands for this one as well.
+
+        With ``stop`` its loop is asked to end there.
 
         Raises:
             ClosedError: No session that lives has the directory open, so nobody would obey.
@@ -45,7 +47,7 @@ class SaveRequest:
         self._clock_is_ours = holder is not None and holder.lives() is not None
         self._before = max(self._sequences(), default=0)
         self._asked_s = time.time()
-        self._path = request_save(self._run)
+        self._path = request_save(self._run, stop=stop)
 
     def wait(self, timeout_s: float) -> CheckpointInfo:
         """Block until a checkpoint is committed whose save was called after the request.

@@ -148,6 +148,9 @@ def train(
                 handle.committed.add_done_callback(lambda done, step=step: tell(done, step))
             if not quiet:
                 say("passed", step)
+            if manager.stopping:
+                say("stops", step)
+                break
         if export:
             say("exported", manager.export(export, item="model") is not None)
         say("trained")

@@ -85,8 +85,8 @@ def test_committed_saves_of_two_sessions_stand_in_the_order_of_their_calls_with_
     for record in (*told[2:], *logged):
         assert record.called_s is not None
         assert began_s <= record.called_s <= time.time()
-        assert None not in (record.staged_s, record.written_s, record.committed_s)
-        assert 0 <= record.staged_s <= record.committed_s + 0.1  # type: ignore[operator]
+        assert None not in (record.stall_s, record.staged_s, record.written_s, record.committed_s)
+        assert 0 <= record.stall_s <= record.staged_s <= record.committed_s + 0.1  # type: ignore[operator]
         assert record.written_s <= record.committed_s  # type: ignore[operator]
         assert (record.tries, record.error, record.path) == (1, None, None)
     last = only(logged, 4)
@@ -503,6 +503,7 @@ RECORDS = st.builds(
     path=st.none() | st.text(max_size=100),
     nbytes=st.none() | st.integers(0, 1 << 60),
     called_s=SECONDS,
+    stall_s=SECONDS,
     staged_s=SECONDS,
     written_s=SECONDS,
     committed_s=SECONDS,

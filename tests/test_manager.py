@@ -159,6 +159,18 @@ def test_a_file_asks_for_a_save_and_goes_away(manage: Manage, run: Path):
         save_policies.request_save(run / "elsewhere")
 
 
+def test_a_loop_that_is_asked_to_stop_is_told_when_its_step_is_saved(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.OnRequest()])
+    manager.request_save()
+    assert manager.step(0) is not None and not manager.stopping
+    asked = Path(save_policies.request_save(run, stop=True))
+    wait_until(lambda: manager._requested)
+    assert not asked.exists() and not manager.stopping
+    assert manager.step(1) is not None and manager.stopping
+    manager.close()
+    assert steps(run) == [0, 1]
+
+
 def test_asking_for_a_save_takes_no_torch():
     code = "import sys, sidesave.client.save_policies; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

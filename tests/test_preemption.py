@@ -282,6 +282,19 @@ def test_ranks_save_the_same_step_whichever_of_them_is_asked(
     assert len(steps(run)) == 3
 
 
+def test_ranks_stop_at_the_same_step_whichever_of_them_is_asked(
+    start_ranks: Callable[..., list[ManagedTrainer]], run: Path
+):
+    ranks = start_ranks(2, save="[OnRequest()]", paced=False, total=10**6, rest_s=0.005, quiet=True)
+    for trainer in ranks:
+        trainer.expect("restored")
+    save_policies.request_save(run, stop=True)
+    [[first], [second]] = [trainer.expect("stops") for trainer in ranks]
+    for trainer in ranks:
+        trainer.leaves(0)
+    assert first == second and steps(run) == [int(first)]
+
+
 @pytest.mark.slow
 def test_ranks_agree_when_the_time_has_come(start_ranks: Callable[..., list[ManagedTrainer]], run: Path):
     save = "[EverySeconds(1.5), Ephemeral(EverySeconds(0.5)), OnSignal()]"

@@ -285,7 +285,7 @@ def test_plot_draws_times_and_losses_over_steps(run: Path, tmp_path: Path):
     text = output("plot", run, "--output", tmp_path / "plot.svg")
     assert text == f"{tmp_path / 'plot.svg'}: 7 saves\n"
     drawn = (tmp_path / "plot.svg").read_text()
-    for label in ("saves of exp1", "staged", "written", "committed", "failed or removed or unknown", "step"):
+    for label in ("saves of exp1", "stall", "staged", "written", "committed", "failed or removed or unknown", "step"):
         assert f"<!-- {label} -->" in drawn
 
 
@@ -404,6 +404,20 @@ def test_trigger_has_a_manager_save_its_next_step(tmp_path: Path):
     assert process.returncode == 0
     assert told.startswith(f"{handle.committed.result().path}: ")
     assert not (run / TRIGGER).exists()
+
+
+def test_trigger_can_have_the_loop_stop_as_well(tmp_path: Path):
+    with sidesave.CheckpointManager(tmp_path, dict(STATE), save=[sidesave.OnRequest()]) as manager:
+        assert "to save at the next step and to stop" in output("trigger", tmp_path, "--stop")
+        deadline = time.monotonic() + DEADLINE_S
+        step = 0
+        while not manager.stopping:
+            assert time.monotonic() < deadline
+            manager.step(step)
+            step += 1
+            time.sleep(0.001)
+        assert manager.latest is None or manager.latest.step == step - 1
+    assert [info.step for info in sidesave.find(tmp_path)] == [step - 1]
 
 
 def test_trigger_that_waits_in_vain_says_whether_the_request_was_seen(tmp_path: Path):

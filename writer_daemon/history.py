@@ -62,6 +62,8 @@ class SaveRecord:
         path: Where the checkpoint is, if that is not in the run directory.
         nbytes: Bytes of tensors and plain data.
         called_s: When ``save()`` was called, in seconds since the epoch.
+        stall_s: Seconds that ``save()`` took, up to ``staged_s``: what is left of a call that stages takes no time worth
+            the name, and for a commit only a blocking one waits.
         staged_s: Seconds from the call until everything was in staging memory.
         written_s: Seconds from the call until all bytes were durable.
         committed_s: Seconds from the call until the checkpoint was.
@@ -79,6 +81,7 @@ class SaveRecord:
     path: str | None = None
     nbytes: int | None = None
     called_s: float | None = None
+    stall_s: float | None = None
     staged_s: float | None = None
     written_s: float | None = None
     committed_s: float | None = None
@@ -129,7 +132,7 @@ def _is_valid(name: str, value: Any) -> bool:
     match name:
         case "step" | "save_id" | "sequence" | "nbytes" | "tries" | "errno":
             return type(value) is int and 0 <= value < 1 << 63
-        case "called_s" | "staged_s" | "written_s" | "committed_s":
+        case "called_s" | "stall_s" | "staged_s" | "written_s" | "committed_s":
             return type(value) in (int, float) and 0 <= value <= _LAST_SECOND
         case "outcome":
             return value in get_args(Outcome)

@@ -142,6 +142,7 @@ class Note(Message):
     errno: int | None
     called_s: float
     staged_s: float | None
+    stall_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
