@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from sidesave.errors import InvalidArgumentError, write_error
+from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
 MAX_STEP: Final = 10**18
@@ -35,6 +36,36 @@ def encode_metadata(metadata: object) -> bytes:
         limit = f"over the limit of {_MAX_METADATA_NBYTES:,}"
         raise InvalidArgumentError(f"metadata of {len(data):,} bytes are {limit}; put them into the state")
     return data
+
+
+def encode_files(files: object) -> bytes:
+    """Files to stand beside the tensors, as they are staged; empty where there are none."""
+    if files is None:
+        return b""
+    if not isinstance(files, Mapping):
+        raise InvalidArgumentError(f"files must be a dict of names to str or bytes, not {type(files).__name__}")
+    found: dict[str, bytes] = {}
+    nbytes = 0
+    for name, content in cast("Mapping[Any, Any]", files).items():
+        if not isinstance(name, str) or not protocol.may_stand_beside(name):
+            raise InvalidArgumentError(f"files cannot have the name {name!r:.80}; names are {protocol.NAMES_BESIDE}")
+        found[str(name)] = _encode_file(name, content)
+        nbytes += len(found[name])
+        if nbytes > protocol.MAX_BESIDE_NBYTES or len(found) > protocol.MAX_BESIDE:
+            most = f"at most {protocol.MAX_BESIDE:,} with {protocol.MAX_BESIDE_NBYTES >> 20} MiB in all"
+            raise InvalidArgumentError(f"files are too much from {name} on: {most}; put what is larger into the state")
+    return protocol.pack_files(found) if found else b""
+
+
+def _encode_file(name: str, content: object) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    if not isinstance(content, str):
+        raise InvalidArgumentError(f"the content of file {name} must be str or bytes, not {type(content).__name__}")
+    try:
+        return content.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"the content of file {name} cannot be UTF-8: {error}") from error
 
 
 def check_options(

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -267,6 +268,7 @@ class Checkpointer:
         blocking: bool = False,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        files: Mapping[str, str | bytes] | None = None,
     ) -> SaveHandle:
         """Save ``state`` as ``step``; returns when training may go on.
 
@@ -280,9 +282,15 @@ class Checkpointer:
             overwrite: Replace an existing step; the old one stays until the new one is committed.
             metadata: Facts about the checkpoint, such as metrics: plain JSON data of at most 64 KiB, of which that of
                 rank 0 stands in the manifest and in :attr:`CheckpointInfo.metadata`.
+            files: Small files to write beside the tensors, by name: a model's ``config.json``, a tokenizer. They are
+                durable, verified, committed and deleted with the checkpoint, and copied at each call, so that all of
+                them may take 64 MiB; ``str`` is written as UTF-8. Those of rank 0 are written (with ``node_local`` of
+                the first rank of each node), any others ignored. Names are plain, and none that a file of the
+                checkpoint may have, nor that ends in ``.safetensors``, ``.xxh3`` or ``.msgpack``.
 
         Raises:
-            InvalidArgumentError: Negative step, a state that is no dict, or metadata that is no plain JSON.
+            InvalidArgumentError: Negative step, a state that is no dict, metadata that is no plain JSON, or files that
+                cannot be written beside the tensors.
             CheckpointExistsError: The step exists.
             UnsupportedValueError: The state holds something that cannot be saved; nothing was done.
             HostMemoryError: No memory for a staging slot.
@@ -305,8 +313,8 @@ class Checkpointer:
                 earlier = False
                 arguments.check_step(step)
                 with self._history.call(step, sequence):
-                    told = arguments.encode_metadata(metadata)
-                    handle = self._submit(step, state, sequence, told, blocking=blocking, overwrite=overwrite)
+                    told, beside = arguments.encode_metadata(metadata), arguments.encode_files(files)
+                    handle = self._submit(step, state, sequence, told, beside, blocking=blocking, overwrite=overwrite)
             except BaseException as error:
                 self._submission.refuse(step, sequence, error, earlier=earlier)
                 raise
@@ -323,7 +331,15 @@ class Checkpointer:
         return handle
 
     def _submit(
-        self, step: int, state: Mapping[str, Any], sequence: int, metadata: bytes, *, blocking: bool, overwrite: bool
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        sequence: int,
+        metadata: bytes,
+        beside: bytes,
+        *,
+        blocking: bool,
+        overwrite: bool,
     ) -> SaveHandle:
         replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.has_step(step))
         flat = self._submission.flatten(state)
@@ -333,7 +349,7 @@ class Checkpointer:
         slot = slot or self._pool.acquire(self._busy_timeout_s)
         handle = SaveHandle(step)
         self._submission.stage(
-            step, flat, slot, handle, sequence, replace=replace, blocking=blocking, metadata=metadata
+            step, flat, slot, handle, sequence, replace=replace, blocking=blocking, metadata=metadata, beside=beside
         )
         return handle
 
@@ -349,13 +365,14 @@ class Checkpointer:
         if self._connection.is_this_thread() or self._copier.is_this_thread():
             raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")
 
-    def prepare(self, state: Mapping[str, Any]) -> Future[None]:
+    def prepare(self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None) -> Future[None]:
         """Allocate, populate and pin the staging memory for states of this structure, in the background.
 
-        Optional: without it the first saves do so. Raises like :meth:`save` for a state that cannot be saved; what goes
-        wrong later is the future's exception.
+        With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first saves do so. Raises
+        like :meth:`save` for a state that cannot be saved; what goes wrong later is the future's exception.
         """
         self._check_open()
+        beside = arguments.encode_files(files)
         flat = self._submission.flatten(state)
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -365,7 +382,7 @@ class Checkpointer:
             try:
                 while (slot := self._pool.try_acquire()) is not None:
                     held.append(slot)
-                    self._submission.fit(flat, slot)
+                    self._submission.fit(flat, slot, beside)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 future.set_exception(error)
             finally:
@@ -425,6 +442,7 @@ class Checkpointer:
         does not; what was passed over is logged.
         """
         self._check_open()
+        began = time.monotonic()
         candidates, checkpoints = self._candidates(step, fallback=fallback)
         for info in candidates:
             try:
@@ -450,6 +468,8 @@ class Checkpointer:
             with self._world.agreeing(f"cannot give its objects what it has loaded of step {info.step}"):
                 state = loaded.apply()
             self._lineage.go_back_to(info, checkpoints)
+            seconds = time.monotonic() - began
+            logger.info("loaded step %d: %d bytes read in %.2f s", info.step, loaded.nbytes_read, seconds)
             return state
         raise AssertionError("unreachable: the last candidate returns or raises")
 
@@ -531,10 +551,10 @@ class Checkpointer:
     def delete(self, step: int) -> Future[None]:
         """Delete a checkpoint, in the daemon and behind the saves issued so far; the future is done when it is gone.
 
-        It disappears in one step; a reader that has opened it keeps half a minute to finish, less when the session
-        ends or a save needs the room. What can go wrong is the
-        future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint, which can
-        be deleted only once a newer one is committed; ``WriteError``.
+        It disappears in one step; a reader that has opened it can finish. (On a network file system, where locks do not
+        tell of readers, it has half a minute, less when the session ends or a save needs the room.) What can go wrong
+        is the future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint,
+        which can be deleted only once a newer one is committed; ``WriteError``.
         """
         self._check_open()
         arguments.check_step(step)

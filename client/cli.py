@@ -130,7 +130,8 @@ def show(
 ) -> None:
     """Show what a checkpoint holds.
 
-    Its tensors, totals and plain data; of a run directory the latest. Pickled values are not unpickled.
+    Its tensors, totals, files beside them and plain data; of a run directory the latest. Pickled values are not
+    unpickled.
     """
     from sidesave.client.diff import Contents
 
@@ -141,6 +142,7 @@ def show(
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
         head, path = contents.manifest, contents.reader.path
+        files = {file.name: file.nbytes for file in contents.reader.record(0).beside}
     items: dict[str, list[int]] = {}
     for facts in tensors.values():
         counts = items.setdefault(facts.item, [0, 0])
@@ -155,7 +157,7 @@ def show(
             for fqn, facts in tensors.items()
         }
         totals = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in items.items()}
-        print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest})
+        print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest, "files": files})
         return
     console = new_console()
     ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
@@ -172,6 +174,12 @@ def show(
     totals.add_row("all", f"{len(tensors):,}", f"{sum(facts.nbytes for facts in tensors.values()):,}")
     console.print()
     console.print(totals)
+    if files:
+        beside = new_table("file", ">bytes")
+        for name, nbytes in files.items():
+            beside.add_row(printable(name), f"{nbytes:,}")
+        console.print()
+        console.print(beside)
     lines = [line for name, value in nest.items() for line in _plain_lines(name, value, "  ")[1]]
     if lines:
         console.print("\nplain data" + " of rank 0" * (head.world_size > 1))
@@ -392,7 +400,8 @@ def export(
 ) -> None:
     """Export weights as safetensors files, as Hugging Face's tools load them.
 
-    Whatever number of ranks has saved them, they come out whole. Tied weights are written once.
+    Whatever number of ranks has saved them, they come out whole. Tied weights are written once. Files that were saved
+    beside the tensors, such as a config.json, come along.
     """
     from sidesave.client.export import Weights, parse_dtype, parse_size
 
@@ -406,6 +415,8 @@ def export(
     tensors = f"{report.tensors:,} tensor{'s' * (report.tensors != 1)} of {weights.item}"
     files = f"{len(report.files):,} file{'s' * (len(report.files) != 1)}"
     typer.echo(printable(f"{report.path}: {tensors}, {size(report.nbytes)} in {files}"))
+    if report.beside:
+        typer.echo(printable(f"  with {', '.join(report.beside)}"))
     for name, other in report.tied.items():
         typer.echo(printable(f"  {name} is tied to {other}, and left out"))
     for name in report.left_out:

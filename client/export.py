@@ -1,8 +1,8 @@
 """Exports the weights of a checkpoint, of however many ranks, as the safetensors files that Hugging Face's tools load.
 
 Weights are verified while they are read, and streamed: a batch is read while the one before it is written, a tensor
-that is larger than a batch goes slab by slab, and memory stays below 300 MB whatever the size of the model. The
-directory gets its name when all of it is on disk.
+that is larger than a batch goes slab by slab, and memory stays below 300 MB whatever the size of the model. Files that
+were saved beside the tensors, such as a config.json, come along. The directory gets its name when all is on disk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ import torch
 from sidesave.client import boxes
 from sidesave.client.diff import children
 from sidesave.client.handle import path_text
-from sidesave.client.loader import selector
+from sidesave.client.patterns import selector
 from sidesave.client.reader import CheckpointReader, Wanted, open_checkpoint
 from sidesave.errors import (
     InvalidArgumentError,
@@ -39,9 +40,13 @@ from sidesave.errors import (
 from sidesave.stager.dtypes import NAMES, dtype_from_name, dtype_name
 from sidesave.stager.image import MAX_HEADER_NBYTES
 from sidesave.stager.skeleton import TensorRef
+from sidesave.writer_daemon.manifest import FileRecord
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_NBYTES: Final = 5_000_000_000
 """Where Hugging Face's tools begin another file by default."""
+_INDEX: Final = "model.safetensors.index.json"
 _BATCH_NBYTES: Final = 64 << 20
 """Two of these are in memory at a time, and what the reader needs to put tensors together."""
 _PIECE_ELEMENTS: Final = 512 << 10
@@ -83,6 +88,7 @@ class Report:
         tensors: How many tensors they hold, of ``nbytes`` bytes in all.
         tied: Names that are left out because another tensor has their bytes: to that tensor's name.
         left_out: Names of what is no tensor.
+        beside: Files that were saved beside the tensors, and are there as well.
     """
 
     path: str
@@ -91,6 +97,7 @@ class Report:
     nbytes: int
     tied: dict[str, str]
     left_out: tuple[str, ...]
+    beside: tuple[str, ...] = ()
 
 
 def export(
@@ -264,28 +271,41 @@ class Weights:
         directory = os.path.abspath(path_text(target))
         parent, base = os.path.split(directory)
         shards = _divide(self._weights, max_shard_nbytes)
+        beside = self._beside()
+        needed = self.nbytes + sum(entry.nbytes for entry in beside)
         with _writing(directory):
             if os.path.lexists(directory) and not (os.path.isdir(directory) and not os.listdir(directory)):
                 raise InvalidArgumentError(f"{directory} is there already, and not empty")
             os.makedirs(parent, exist_ok=True)
             free = shutil.disk_usage(parent).free
-            if free < self.nbytes:
-                told = f"{self.nbytes:,} bytes are needed, {free:,} are free"
+            if free < needed:
+                told = f"{needed:,} bytes are needed, {free:,} are free"
                 raise NoSpaceError(errno.ENOSPC, told, directory)
             hidden = os.path.join(parent, f".{base}.{secrets.token_hex(4)}.partial")
             os.mkdir(hidden)
             try:
+                for entry in beside:
+                    _write_small(os.path.join(hidden, entry.name), self._reader.read_beside(entry))
                 for name, weights in shards.items():
                     self._write_file(os.path.join(hidden, name), weights, on_bytes)
                 if len(shards) > 1:
-                    _write_index(os.path.join(hidden, "model.safetensors.index.json"), shards, self.nbytes)
+                    _write_index(os.path.join(hidden, _INDEX), shards, self.nbytes)
                 _sync_directory(hidden)
                 os.rename(hidden, directory)
             except BaseException:
                 shutil.rmtree(hidden, ignore_errors=True)
                 raise
             _sync_directory(parent)
-        return Report(directory, tuple(shards), len(self._weights), self.nbytes, self._tied, tuple(self._left_out))
+        names = tuple(entry.name for entry in beside)
+        left_out = tuple(self._left_out)
+        return Report(directory, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
+
+    def _beside(self) -> list[FileRecord]:
+        """The files to copy as they are; an index among them tells of other files of tensors than the export's."""
+        found = list(self._reader.record(0).beside)
+        if any(entry.name == _INDEX for entry in found):
+            logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
+        return [entry for entry in found if entry.name != _INDEX]
 
     def _write_file(self, path: str, weights: list[Weight], on_bytes: Callable[[int], None]) -> None:
         ordered = sorted(weights, key=lambda weight: -weight.cast_to.itemsize)  # each is aligned to its elements
@@ -430,8 +450,12 @@ def _header(weights: Iterable[Weight]) -> bytes:
 def _write_index(path: str, shards: dict[str, list[Weight]], nbytes: int) -> None:
     names = {weight.name: file for file, weights in shards.items() for weight in weights}
     body = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(names.items()))}
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+    _write_small(path, (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _write_small(path: str, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -101,7 +101,11 @@ class _Leftover:
 
 def _leftovers(run: Path) -> list[_Leftover]:
     parsed = {name: parse_hidden_directory(name) for name in sorted(os.listdir(run))}
-    return [_Leftover(name, *facts, live=is_live(str(run), facts[1])) for name, facts in parsed.items() if facts]
+    return [
+        _Leftover(name, *facts, live=is_live(str(run), facts[1].partition("-")[0]))
+        for name, facts in parsed.items()
+        if facts
+    ]
 
 
 def _unreadable(run: Path, listed: set[Path]) -> dict[Path, bool]:

@@ -13,10 +13,10 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -28,7 +28,7 @@ from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.skeleton import Skeleton, TensorRef
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.layout import ELSEWHERE, Box, Layout
-from sidesave.writer_daemon.manifest import MANIFEST, Manifest, RankRecord
+from sidesave.writer_daemon.manifest import MANIFEST, FileRecord, Manifest, RankRecord
 from sidesave.writer_daemon.storage import PosixStorage
 from sidesave.writer_daemon.tensor_file import TensorEntry
 
@@ -62,6 +62,32 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of all its cells."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Reader(Protocol):
+    """What loading takes of whoever reads a checkpoint; :class:`CheckpointReader` says what it means."""
+
+    path: str
+    rank: int
+    skeleton: Skeleton
+    nbytes_read: int
+
+    @property
+    def apart(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensors that differ between the ranks that have saved them, and those ranks."""
+        ...
+
+    def name_of(self, ref: TensorRef) -> str:
+        """The name of a tensor that :attr:`skeleton` refers to."""
+        ...
+
+    def entry(self, name: str) -> StoredTensor:
+        """Stored dtype, global shape and size of a tensor."""
+        ...
+
+    def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
+        """Read boxes of tensors into fresh host memory."""
+        ...
 
 
 class CheckpointReader:
@@ -100,7 +126,7 @@ class CheckpointReader:
         self._stored: dict[str, StoredTensor] = {}
         try:
             with blocks.reading(path):
-                self._storage.hold(self._name)
+                self._storage.hold(self._name, MANIFEST)
                 self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
                 self.skeleton: Skeleton = self._read_skeletons()
         except BaseException:
@@ -121,6 +147,11 @@ class CheckpointReader:
 
     # What there is ---------------------------------------------------------------------------------------------
 
+    @property
+    def apart(self) -> Mapping[str, tuple[int, ...]]:
+        """Tensors that ranks have taken for shared and that differ between them, and the ranks that have saved them."""
+        return self.manifest.apart
+
     def record(self, rank: int) -> RankRecord:
         """What a rank has written; raises like the constructor."""
         if rank not in self._records:
@@ -128,6 +159,11 @@ class CheckpointReader:
                 self._records[rank] = self._read_record(rank)
             self.nbytes_read += self.manifest.records[rank].nbytes
         return self._records[rank]
+
+    def read_beside(self, entry: FileRecord) -> bytes:
+        """A file of the user's, compared with its digest; raises like the constructor."""
+        with blocks.reading(self.path):
+            return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)
 
     def names(self) -> list[str]:
         """All tensors, those that belong to one rank behind the shared ones. Opens all files, which must agree."""

@@ -40,6 +40,10 @@ class Rehearsal(Storage):
         """The file as it is."""
         return self._storage.open(self._source(path))
 
+    def is_shared(self, path: str) -> bool | None:
+        """As it is."""
+        return self._storage.is_shared(self._source(path))
+
     def publish(self, temporary: str, final: str) -> bool:
         """Seem to."""
         return True

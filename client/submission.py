@@ -77,9 +77,9 @@ class Submission:
         ranks = None if self._placements is None else self._world.ranks
         return tree.flatten(state, allow_pickle=self._allow_pickle, ranks=ranks)
 
-    def fit(self, flat: tree.FlatState, slot: Slot) -> None:
+    def fit(self, flat: tree.FlatState, slot: Slot, beside: bytes = b"") -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated."""
-        self._fit(slot, self._place(flat))
+        self._fit(slot, self._place(flat), beside=beside)
 
     def stage(
         self,
@@ -92,20 +92,24 @@ class Submission:
         replace: bool,
         blocking: bool,
         metadata: bytes = b"",
+        beside: bytes = b"",
     ) -> None:
-        """Copy a state into ``slot``, which belongs to the save from here on, and have it written."""
+        """Copy a state into ``slot``, which belongs to the save from here on, and have it written.
+
+        ``metadata`` and ``beside`` are what :mod:`sidesave.client.arguments` makes of those arguments.
+        """
         try:
             self._learn()
             placed = self._place(state, sequence)
             flat, plan = placed.flat, placed.plan
-            parts = self._fit(slot, placed, metadata)
+            parts = self._fit(slot, placed, metadata, beside)
             arena = slot.arena
             assert arena is not None
             save = self._describe(step, placed, slot, sequence, parts, replace=replace)
             descriptor = protocol.encode(save)
             if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
                 raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
-            handle._nbytes_total = sum(file.nbytes for file in save.files) + len(flat.objects)
+            handle._nbytes_total = save.nbytes
             self._history.begin(save, handle)
             entry = self._saves.add(save, handle, slot, json.loads(metadata or b"{}"))
         except BaseException:
@@ -178,9 +182,10 @@ class Submission:
             self._plans[structure] = plan
         return Placed(flat, plan, (), b"", b"", "", structure)
 
-    def _fit(self, slot: Slot, placed: Placed, metadata: bytes = b"") -> dict[str, bytes]:
+    def _fit(self, slot: Slot, placed: Placed, metadata: bytes = b"", beside: bytes = b"") -> dict[str, bytes]:
         parts = {tree.OBJECTS: placed.flat.objects, "table": placed.table, "spare": placed.spare_table}
-        parts = {name: part for name, part in {**parts, "metadata": metadata}.items() if part or name == tree.OBJECTS}
+        parts |= {"metadata": metadata, "beside": b"" if self._world.rank else beside}
+        parts = {name: part for name, part in parts.items() if part or name == tree.OBJECTS}
         try:
             self._pool.fit(slot, placed.plan, [*parts.values()], pin=_has_cuda(placed.flat))
         except HostMemoryError as error:
@@ -250,6 +255,7 @@ class Submission:
             table=small.get("table"),
             spare=spare,
             metadata=small.get("metadata"),
+            beside=small.get("beside"),
         )
 
 

@@ -36,6 +36,7 @@ EXTENTS = st.builds(
 @st.composite
 def saves(draw: st.DrawFn) -> Save:
     world_size = draw(st.integers(1, 10_000))
+    rank = draw(st.just(0) | st.integers(0, world_size - 1))
     files = draw(st.lists(EXTENTS, max_size=6, unique_by=lambda extent: extent.name))
     cut = draw(st.integers(0, len(files)))
     claims = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
@@ -47,7 +48,7 @@ def saves(draw: st.DrawFn) -> Save:
         step=draw(st.integers(0, 10**18)),
         session=draw(st.from_regex(r"[0-9a-f]{16}", fullmatch=True)),
         sequence=draw(st.integers(0, 2**63)),
-        rank=draw(st.integers(0, world_size - 1)),
+        rank=rank,
         world_size=world_size,
         files=tuple(files[:cut]),
         objects=draw(EXTENTS),
@@ -59,6 +60,7 @@ def saves(draw: st.DrawFn) -> Save:
         retry=draw(st.booleans()),
         table=draw(st.none() | EXTENTS),
         metadata=draw(st.none() | EXTENTS),
+        beside=draw(EXTENTS) if rank == 0 and draw(st.booleans()) else None,
         spare=draw(st.none() | st.builds(Spare, claim=claims, files=st.just(tuple(files[cut:])), table=EXTENTS)),
     )
 

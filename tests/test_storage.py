@@ -208,6 +208,78 @@ class StorageConformance:
             storage.remove_tree("step")
             assert storage.list_directory("") == []
 
+    # Locks
+
+    def test_a_file_is_shared_by_many_or_locked_by_one(self, storage: Storage):
+        put(storage, "file", b"1")
+        if storage.is_shared("file") is None:
+            assert storage.share("file") is None
+            pytest.skip("there are no locks")
+        one, other = storage.share("file"), storage.share("file")
+        assert one and other
+        assert (storage.is_shared("file"), storage.is_locked("file")) == (True, False)
+        with pytest.raises(WriteError) as caught:
+            storage.lock("file")
+        assert (caught.value.errno, caught.value.filename) == (errno.EAGAIN, f"{storage.root}/file")
+        one()
+        assert storage.is_shared("file")
+        other()
+        assert not storage.is_shared("file")
+        unlock = storage.lock("file")
+        assert unlock
+        assert (storage.is_shared("file"), storage.is_locked("file")) == (False, True)
+        with pytest.raises(WriteError) as caught:
+            storage.share("file")
+        assert (caught.value.errno, caught.value.filename) == (errno.EAGAIN, f"{storage.root}/file")
+        unlock()
+        again = storage.share("file")
+        assert again
+        again()
+
+    def test_what_asks_for_a_lock_keeps_nobody_from_sharing(self, storage: Storage):
+        put(storage, "file", b"1")
+        if storage.is_shared("file") is None:
+            pytest.skip("there are no locks")
+        stop = threading.Event()
+
+        def ask() -> None:
+            while not stop.is_set():
+                storage.is_shared("file")
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            for _ in range(200):
+                unshare = storage.share("file")
+                assert unshare
+                unshare()
+        finally:
+            stop.set()
+            asking.join()
+
+    def test_a_file_that_moves_stays_shared_and_nothing_else_takes_its_part(self, storage: Storage):
+        storage.make_directory("step", 0o700)
+        put(storage, "step/file", b"1")
+        if storage.is_shared("step/file") is None:
+            pytest.skip("there are no locks")
+        unshare = storage.share("step/file")
+        assert unshare
+        storage.rename_directory("step", "trash")
+        storage.make_directory("step", 0o700)
+        put(storage, "step/file", b"2")
+        assert not storage.is_shared("step/file")
+        assert storage.is_shared("trash/file")
+        unshare()
+        assert not storage.is_shared("trash/file")
+
+    def test_what_is_missing_is_shared_by_nobody(self, storage: Storage):
+        if storage.is_shared("missing") is None:
+            pytest.skip("there are no locks")
+        assert storage.is_shared("missing") is False
+        with pytest.raises(WriteError) as caught:
+            storage.share("missing")
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{storage.root}/missing")
+
     # Space and the end
 
     def test_free_space_is_known_or_said_to_be_plenty(self, storage: Storage):
@@ -383,6 +455,51 @@ class PosixConformance(StorageConformance):
                 assert caught.value.errno in (errno.ENXIO, errno.EISDIR)
                 assert caught.value.filename == f"{root}/{name}"
 
+    @pytest.mark.timeout(20)
+    def test_something_else_in_the_place_of_a_lock_blocks_nobody(self, storage: Storage, root: Path, outside: Path):
+        os.mkfifo(root / "fifo")
+        (root / "link").symlink_to(outside / "precious")
+        for operation in (storage.share, storage.lock):
+            unlock = operation("fifo")
+            assert unlock
+            unlock()
+        for operation in (storage.share, storage.is_shared, storage.lock):
+            with pytest.raises(WriteError) as caught:
+                operation("link")
+            assert caught.value.errno == errno.ELOOP
+
+    def test_a_share_ends_with_its_process(self, storage: Storage, root: Path):
+        (root / "file").write_text("1")
+        code = (
+            "import sys\n"
+            "from sidesave.writer_daemon.storage import PosixStorage\n"
+            "assert PosixStorage(sys.argv[1]).share('file')\n"
+            "print('shared', flush=True)\n"
+            "sys.stdin.read()\n"
+        )
+        pipe = subprocess.PIPE
+        with subprocess.Popen([sys.executable, "-c", code, root], stdin=pipe, stdout=pipe) as holder:
+            try:
+                assert holder.stdout is not None and holder.stdout.readline() == b"shared\n"
+                assert storage.is_shared("file")
+            finally:
+                holder.kill()
+            holder.wait()
+            assert storage.is_shared("file") is False
+
+    @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+    def test_where_the_system_has_no_locks_nothing_is_shared(
+        self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    ):
+        def refuse(fd: int, kind: int) -> None:
+            raise OSError(code, os.strerror(code))
+
+        (root / "file").write_text("1")
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        before = len(names("/proc/self/fd"))
+        assert storage.share("file") is None
+        assert len(names("/proc/self/fd")) == before
+
     def test_error_of_close_is_none_of_the_files(self, storage: Storage, monkeypatch: pytest.MonkeyPatch):
         """By then fsync has told what became of it; the descriptor is gone either way."""
         close = os.close
@@ -411,6 +528,11 @@ class PosixConformance(StorageConformance):
         for operation in (lambda: storage.read("folder", 9), lambda: get(storage, "folder")):
             with pytest.raises(WriteError):
                 operation()
+        for operation in (storage.share, storage.lock):
+            unlock = operation("file")
+            assert unlock
+            unlock()
+        storage.is_shared("file")
         assert len(names("/proc/self/fd")) == before
 
 

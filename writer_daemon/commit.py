@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -161,10 +162,9 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, attemp
     else:
         storage.rename_directory(partial, target)
     _keep_name(storage, target)
-    trash = manifest.hidden_directory(step, attempt, "trash")
     try:
         if replaced in storage.list_directory(""):
-            storage.remove_tree(trash)
+            trash = _free_trash(storage, step, attempt)
             storage.rename_directory(replaced, trash)  # half removed it must not be taken for what it was
             storage.remove_tree(trash)
     except WriteError as error:
@@ -185,7 +185,8 @@ def delete(storage: Storage, lease: Lease, step: int, sequence: int, others: Ite
 
     None, and nothing is done, where this session has saved the step again after ``sequence``.
 
-    Readers that have opened it can go on until then. ``others`` are further run directories of the same run.
+    Readers that have opened it can go on until then; :func:`is_read` tells of them. ``others`` are further run
+    directories of the same run.
 
     Raises:
         CheckpointNotFoundError: There is no such step.
@@ -202,11 +203,30 @@ def delete(storage: Storage, lease: Lease, step: int, sequence: int, others: Ite
     if not any(content is None or other.sequence > content.sequence for other in rest):
         raise InvalidArgumentError(f"step {step} is the newest checkpoint; it can be deleted once a newer one is there")
     lease.check()
-    trash = manifest.hidden_directory(step, lease.session, "trash")
-    storage.remove_tree(trash)  # of a step of that number that was deleted before
+    trash = _free_trash(storage, step, lease.session)
     storage.rename_directory(target, trash)
     storage.sync_directory("")
     return trash
+
+
+def _free_trash(storage: Storage, step: int, attempt: str) -> str:
+    """A name to remove a step under. It may have been removed before, and somebody may still read what it was."""
+    further = (f"{attempt.partition('-')[0]}-{number}" for number in itertools.count())
+    names = (manifest.hidden_directory(step, each, "trash") for each in itertools.chain([attempt], further))
+    name = next(name for name in names if not is_read(storage, name))
+    storage.remove_tree(name)
+    return name
+
+
+def is_read(storage: Storage, directory: str) -> bool:
+    """Whether a process of this machine reads a checkpoint, wherever it has been renamed to.
+
+    False as well where that cannot be told: on network file systems, or when storage fails.
+    """
+    try:
+        return bool(storage.is_shared(f"{directory}/{manifest.MANIFEST}"))
+    except WriteError:
+        return False
 
 
 def reclaim(storage: Storage, save: Save) -> None:
@@ -236,8 +256,9 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     """Finish what is complete and remove what is not; blocking, under the lease.
 
     A partial directory whose records and bytes are all there and verify (read back from the medium) becomes a
-    checkpoint: its ranks were told that their bytes are durable. Everything else of dead sessions goes. Storage that
-    fails for the moment is no verdict on a leftover, which then stays.
+    checkpoint: its ranks were told that their bytes are durable. Everything else of dead sessions goes, except deleted
+    checkpoints that somebody still reads. Storage that fails for the moment is no verdict on a leftover, which then
+    stays.
     """
     committed: list[str] = []
     removed: list[str] = []
@@ -282,6 +303,8 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
             if state == "replaced" and target not in storage.list_directory(""):
                 storage.rename_directory(name, target)  # the save that was to replace it never came
                 committed.append(target)
+            elif state == "trash" and is_read(storage, name):
+                logger.info("%s stays, for somebody reads it", name)
             elif place not in left and place in storage.list_directory(""):
                 storage.remove_tree(place)
                 if state not in ranks.VERDICTS:

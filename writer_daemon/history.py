@@ -60,10 +60,9 @@ class SaveRecord:
         message: What that exception says.
         errno: The system's error number behind it.
         path: Where the checkpoint is, if that is not in the run directory.
-        nbytes: Bytes of tensors and plain data.
+        nbytes: Bytes of tensors, plain data and files beside them.
         called_s: When ``save()`` was called, in seconds since the epoch.
-        stall_s: Seconds that ``save()`` took, up to ``staged_s``: what is left of a call that stages takes no time worth
-            the name, and for a commit only a blocking one waits.
+        stall_s: Seconds that ``save()`` took, up to ``staged_s``: after that only a blocking save takes more time.
         staged_s: Seconds from the call until everything was in staging memory.
         written_s: Seconds from the call until all bytes were durable.
         committed_s: Seconds from the call until the checkpoint was.

@@ -21,6 +21,7 @@ from sidesave.writer_daemon.manifest import (
     RankRecord,
     parse_step_directory,
 )
+from sidesave.writer_daemon.protocol import may_stand_beside
 from sidesave.writer_daemon.storage import InputFile, Storage
 from sidesave.writer_daemon.tensor_file import (
     DIGEST_NBYTES,
@@ -103,7 +104,7 @@ def check_checkpoint(
     if step is not None and step != manifest.step:
         yield Fault(MANIFEST, f"it is of step {manifest.step}, its directory is {directory}")
     known = {MANIFEST}
-    unknown_ranks: list[str] = []
+    unknown_ranks: list[int] = []
     for rank, entry in enumerate(manifest.records):
         known.add(entry.name)
         try:
@@ -111,16 +112,20 @@ def check_checkpoint(
             manifest.check_record(rank, record, f"{directory}/{entry.name}")
         except (IntegrityError, WriteError) as error:
             yield _fault(entry.name, error)
-            unknown_ranks.append(f".rank-{rank:05d}.")
+            unknown_ranks.append(rank)
             continue
         yield from _check_files(storage, directory, record, on_bytes)
-        known.add(record.objects.name)
+        known.update(file.name for file in (record.objects, *record.beside))
         for file in record.files:
             known.add(file.name)
             known.add(file.digests.name if file.digests else "")
     for name in sorted(set(storage.list_directory(directory)) - known):
-        if not any(part in name for part in unknown_ranks):  # what their records list is not known
+        if not any(_may_be_of(rank, name) for rank in unknown_ranks):  # what their records list is not known
             yield Fault(name, "the manifest does not list this file")
+
+
+def _may_be_of(rank: int, name: str) -> bool:
+    return f".rank-{rank:05d}." in name or (rank == 0 and may_stand_beside(name))
 
 
 def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterator[Fault]:
@@ -137,10 +142,11 @@ def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterat
 def _check_files(
     storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None]
 ) -> Iterator[Fault]:
-    try:
-        on_bytes(len(read_small_file(storage, f"{directory}/{record.objects.name}", record.objects)))
-    except (IntegrityError, WriteError) as error:
-        yield _fault(record.objects.name, error)
+    for entry in (record.objects, *record.beside):
+        try:
+            on_bytes(len(read_small_file(storage, f"{directory}/{entry.name}", entry)))
+        except (IntegrityError, WriteError) as error:
+            yield _fault(entry.name, error)
     for entry in record.files:
         try:
             yield from _check_tensor_file(storage, directory, entry, on_bytes)

@@ -1,8 +1,9 @@
 """The records on disk, format version 1: ``manifest.json``, ``rank-XXXXX.json``, digest lists, and their names.
 
 One chain vouches for every byte of a checkpoint: the manifest begins with the digest of its own remaining bytes and
-holds the digest of each rank's record; a record begins in the same way and holds the digest of each digest list and of
-the objects file; a digest list holds one XXH3-128 digest per block of a tensor file. It detects damage, not tampering.
+holds the digest of each rank's record; a record begins in the same way and holds the digest of each digest list, of
+the objects file and of each file that the user has put beside the tensors; a digest list holds one XXH3-128 digest per
+block of a tensor file. It detects damage, not tampering.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def hidden_directory(step: int, attempt: str, state: str) -> str:
     """``.step-00000100.<attempt>.<state>``; the attempt is a session, of several ranks with ``-<sequence>`` behind it.
 
     States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``,
-    ``trash``, and the verdicts ``alike`` and ``apart`` (see ``ranks``).
+    ``trash`` (behind a session that may have a number too, for what was deleted twice), and the verdicts ``alike`` and
+    ``apart`` (see ``ranks``).
     """
     return f".step-{step:08d}.{attempt}.{state}"
 
@@ -134,7 +136,10 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank has written, durable before the record is: ``rank-XXXXX.json``."""
+    """What one rank has written, durable before the record is: ``rank-XXXXX.json``.
+
+    ``beside`` are files of the user, which rank 0 alone has.
+    """
 
     session: str
     step: int
@@ -149,11 +154,12 @@ class RankRecord:
     objects: FileRecord
     part: Part
     metadata: str = ""
+    beside: tuple[FileRecord, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor files and the objects file."""
-        return sum(file.nbytes for file in self.files) + self.objects.nbytes
+        """Bytes of the tensor files, the objects file and the user's files."""
+        return sum(file.nbytes for file in (*self.files, self.objects, *self.beside))
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
@@ -170,6 +176,7 @@ class RankRecord:
                 **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
                 "files": [file.to_json() for file in self.files],
                 "objects": self.objects.to_json(),
+                **({"beside": [file.to_json() for file in self.beside]} if self.beside else {}),
                 **self.part.to_json(),
                 **_metadata(self.metadata),
             }
@@ -203,7 +210,24 @@ class RankRecord:
             objects=objects,
             part=Part.from_json(body, rank, world_size, path),
             metadata=_read_metadata(body, path),
+            beside=_read_beside(body, rank, path),
         )
+
+
+def _read_beside(body: dict[str, Any], rank: int, path: str) -> tuple[FileRecord, ...]:
+    from sidesave.writer_daemon.protocol import MAX_BESIDE_NBYTES, may_stand_beside
+
+    files = tuple(FileRecord.from_json(file, path) for file in get({"beside": [], **body}, "beside", list, path))
+    if files and rank:
+        raise IntegrityError(f"{path}: files beside the tensors are listed for rank {rank}; rank 0 alone may have them")
+    for file in files:
+        if file.xxh3_128 is None or file.container is not None or not may_stand_beside(file.name):
+            raise IntegrityError(f"{path}: {file.name!r:.80} can be no file beside the tensors")
+    if len({file.name for file in files}) != len(files):
+        raise IntegrityError(f"{path}: two files beside the tensors have the same name")
+    if sum(file.nbytes for file in files) > MAX_BESIDE_NBYTES:
+        raise IntegrityError(f"{path}: files beside the tensors are over the limit of {MAX_BESIDE_NBYTES:,} bytes")
+    return files
 
 
 @dataclass(frozen=True, slots=True)

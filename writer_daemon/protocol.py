@@ -17,6 +17,7 @@ import logging
 import re
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -36,6 +37,54 @@ _NAME = re.compile(r"[A-Za-z0-9%_@-][A-Za-z0-9%_@.-]{0,199}")
 def is_safe_name(name: str) -> bool:
     """Whether ``name`` may become a file name of ours: no separator, no leading dot, no control characters."""
     return _NAME.fullmatch(name) is not None
+
+
+MAX_BESIDE: Final = 1000
+MAX_BESIDE_NBYTES: Final = 64 << 20
+"""All files of the user beside the tensors of one checkpoint: the call copies them, and the daemon holds them."""
+NAMES_BESIDE: Final = (
+    "1 to 200 ASCII letters, digits and any of %_@-. with no dot in front; not manifest.json or abort.json, and none "
+    "that begins with rank- or claim., holds .rank-, or ends in .safetensors, .xxh3 or .msgpack"
+)
+"""What :func:`may_stand_beside` allows, for people."""
+_OURS = re.compile(
+    r"manifest\.json|abort\.json|rank-.*|claim\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)", re.IGNORECASE
+)
+
+
+def may_stand_beside(name: str) -> bool:
+    """Whether a file of the user may have this name in a checkpoint.
+
+    Not one that a file of ours can have, or that stock readers would take for tensors: they read all that ends in
+    .safetensors. Case does not count, as there are file systems on which it does not.
+    """
+    return is_safe_name(name) and _OURS.fullmatch(name) is None
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Files of the user as they are staged: in one piece, however many they are."""
+    return cast("bytes", msgpack.packb(dict(files), use_bin_type=True))
+
+
+def unpack_files(data: bytes | memoryview) -> dict[str, bytes]:
+    """Read what :func:`pack_files` has made, or raise ``ProtocolError``; memory is bounded by ``len(data)``."""
+    try:
+        limits = {"max_map_len": MAX_BESIDE, "max_array_len": 0, "max_ext_len": 0}
+        pairs = cast("Any", msgpack.unpackb(data, object_pairs_hook=tuple, **limits))
+    except Exception as error:
+        raise ProtocolError(f"not a msgpack map of files: {error}") from error
+    if not isinstance(pairs, tuple):
+        raise ProtocolError("files beside the tensors must be a map")
+    files: dict[str, bytes] = {}
+    for name, content in cast("tuple[tuple[Any, Any], ...]", pairs):
+        if not isinstance(name, str) or not may_stand_beside(name) or name in files:
+            raise ProtocolError(f"{name!r:.80} cannot be the name of a file beside the tensors, or of two")
+        if not isinstance(content, bytes):
+            raise ProtocolError(f"the content of {name} must be bytes, not {type(content).__name__}")
+        files[name] = content
+    if sum(map(len, files.values())) > MAX_BESIDE_NBYTES:
+        raise ProtocolError(f"files beside the tensors are over the limit of {MAX_BESIDE_NBYTES:,} bytes")
+    return files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +220,7 @@ class Save(Message):
     ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
     without it they are whole, and this rank's. ``spare`` is written as well where ranks turn out to differ.
-    ``metadata`` is the user's, as JSON.
+    ``metadata`` is the user's, as JSON; ``beside`` are files of the user (:func:`pack_files`), which rank 0 alone has.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -194,6 +243,7 @@ class Save(Message):
     table: Extent | None = None
     spare: Spare | None = None
     metadata: Extent | None = None
+    beside: Extent | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -203,6 +253,13 @@ class Save(Message):
         names = [extent.name for extent in (*self.files, *(self.spare.files if self.spare else ()))]
         if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
+        if self.rank and self.beside is not None:
+            raise ProtocolError(f"rank {self.rank} has files beside the tensors, which rank 0 alone may have")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to write, as far as that is known beforehand."""
+        return sum(extent.nbytes for extent in (*self.files, self.objects, *([self.beside] if self.beside else [])))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,24 +59,33 @@ def header_nbytes(first_eight: bytes | memoryview, limit: int, path: str) -> int
     return 8 + int(length)
 
 
-def parse_tensor_file(header: bytes | memoryview, path: str) -> TensorFile:
-    """Read a safetensors header (its first eight bytes included); ``IntegrityError`` names what is wrong with it."""
+def parse_tensor_file(header: bytes | memoryview, path: str, *, ordered: bool = True) -> TensorFile:
+    """Read a safetensors header (its first eight bytes included); ``IntegrityError`` names what is wrong with it.
+
+    The format lets a header name tensors in another order than the file has them in, which ours never does: that takes
+    ``ordered=False``. Entries come in the order of the file.
+    """
     raw = load_json(bytes(header[8:]), path)
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in cast("Any", metadata).values()):
         raise IntegrityError(f"{path}: header metadata must map text to text")
     entries: list[TensorEntry] = []
-    end = len(header)
     for name, body in raw.items():
         try:
             dtype, shape, (begin, stop) = body["dtype"], body["shape"], body["data_offsets"]
         except (TypeError, KeyError, ValueError) as error:
             raise IntegrityError(f"{path}: header entry {name!r} is malformed") from error
         whole = isinstance(shape, list) and are_whole([*cast("list[Any]", shape), begin, stop])
-        if not (isinstance(dtype, str) and whole and begin + len(header) == end and stop >= begin):
-            raise IntegrityError(f"{path}: header entry {name!r} is malformed, or leaves a hole")
+        if not (isinstance(dtype, str) and whole and stop >= begin):
+            raise IntegrityError(f"{path}: header entry {name!r} is malformed")
         entries.append(TensorEntry(name, dtype, tuple(cast("list[int]", shape)), len(header) + begin, stop - begin))
-        end = len(header) + stop
+    if not ordered:
+        entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    end = len(header)
+    for entry in entries:
+        if entry.offset != end:
+            raise IntegrityError(f"{path}: header entry {entry.name!r} leaves a hole, or lies over another one")
+        end += entry.nbytes
     return TensorFile(len(header), end, tuple(entries), cast("dict[str, str]", metadata))
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -56,7 +56,7 @@ _FAREWELL_S: Final = 3.0
 """Time for other ranks that are still there to see what was given up last, before this daemon leaves."""
 _FAREWELL_POLL_S: Final = 0.05
 TRASH_GRACE_S: Final = 30.0
-"""How long a deleted checkpoint stays readable for whoever has opened it."""
+"""How long a deleted checkpoint stays readable for whoever has opened it, also where locks do not tell of readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +317,8 @@ class Worker:
             except CommitUnknownError:
                 raise
             except NoSpaceError:
-                if not self._trash:
+                if not self.empty_trash(everything=True):
                     raise
-                self.empty_trash(everything=True)
             except WriteError as error:
                 if tries >= self._retries or error.errno not in TRANSIENT or self._primary.lease.lost:
                     raise
@@ -352,12 +351,13 @@ class Worker:
     # Deletion --------------------------------------------------------------------------------------------------
 
     def delete(self, request: Delete) -> None:
-        """Make a checkpoint invisible; its bytes go when those who read it have had some time."""
+        """Make a checkpoint invisible; its bytes go when those who read it have had some time, and are done."""
         failure = None
         try:
             places = list(self._places())
             name = step_directory(request.step)
-            holding = [place for place in places if name in place.storage.list_directory("")]
+            names = [place.storage.list_directory("") for place in places]
+            holding = [place for place, found in zip(places, names, strict=True) if name in found]
             for place in holding or [self._primary]:
                 if isinstance(place.lease, Membership):  # rank 0's daemon does it for all
                     continue
@@ -366,6 +366,8 @@ class Worker:
                 if trash is None:  # a save that was asked for later has taken its place, so it is gone
                     continue
                 self._trash.append((time.monotonic() + TRASH_GRACE_S, place, trash))
+            for place, found in zip(places, names, strict=True):
+                self._take_over_trash(place, found)
         except CheckpointNotFoundError as error:
             if not request.retry:  # else the daemon before this one has done it
                 failure = protocol.failure(self._attempt, request.save_id, error)
@@ -373,17 +375,37 @@ class Worker:
             failure = protocol.failure(self._attempt, request.save_id, error)
         self._post(jobs.DeleteEnded(request.save_id, failure))
 
-    def empty_trash(self, *, everything: bool = False) -> None:
-        """Remove the bytes of deleted checkpoints whose time has come."""
-        while self._trash and (everything or self._trash[0][0] <= time.monotonic()):
-            _, place, name = self._trash.popleft()
+    def _take_over_trash(self, place: Place, names: Iterable[str]) -> None:
+        """What was still read when this session began, and was left there."""
+        known = {name for _, other, name in list(self._trash) if other is place}
+        for name in names:
+            hidden = manifest.parse_hidden_directory(name)
+            if isinstance(place.lease, Lease) and hidden is not None and hidden[2] == "trash" and name not in known:
+                self._trash.append((time.monotonic() + TRASH_GRACE_S, place, name))
+
+    def empty_trash(self, *, everything: bool = False) -> bool:
+        """Remove the bytes of deleted checkpoints whose time has come, and which nobody reads; whether some were."""
+        removed = False
+        for _ in range(len(self._trash)):
             try:
-                place.storage.remove_tree(name)
+                due_s, place, name = self._trash.popleft()
+            except IndexError:  # of several ranks the thread that commits may need the room as well
+                break
+            try:
+                if (due_s > time.monotonic() and not everything) or commit.is_read(place.storage, name):
+                    self._trash.append((due_s, place, name))
+                else:
+                    place.storage.remove_tree(name)
+                    removed = True
             except WriteError as error:
                 logger.warning("left for the next start to clean: %s", error)
+        return removed
 
     def close(self) -> None:
-        """Remove what was deleted, and let the next session into the fallback directory."""
+        """Remove what was deleted, and let the next session into the fallback directory.
+
+        What is still read is left to that session, and never waited for.
+        """
         self.empty_trash(everything=True)
         if isinstance(self._primary.lease, Lease):
             self._remove_tombstones()

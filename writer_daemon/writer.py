@@ -31,7 +31,7 @@ from sidesave.writer_daemon.manifest import (
     FileRecord,
     RankRecord,
 )
-from sidesave.writer_daemon.protocol import Extent, Save
+from sidesave.writer_daemon.protocol import Extent, Save, unpack_files
 from sidesave.writer_daemon.sealed_json import load_json
 from sidesave.writer_daemon.storage import OutputFile, Storage
 from sidesave.writer_daemon.tensor_file import (
@@ -126,7 +126,7 @@ class Writer:
         self._check_lease()
         self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
         _check_generation(save, arena)
-        total = sum(extent.nbytes for extent in save.files) + save.objects.nbytes
+        total = save.nbytes
         if not save.retry:  # what is there already needs no more room
             self._check_space(save, total)
         images = self._write_images(save, save.files, arena, directory, total, on_progress)
@@ -140,17 +140,20 @@ class Writer:
         objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
         small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
         small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
-        for future in [self._pool.submit(self._write_small, directory, name, data) for name, data in small]:
+        at = save.beside
+        beside = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
+        every = [*small, *beside.items()]
+        for future in [self._pool.submit(self._write_small, directory, name, data) for name, data in every]:
             future.result()
         _check_generation(save, arena)
         for image in images:
             self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
-        for name, data in small:
+        for name, data in every:
             self._publish_small(directory, name, data)
         told = None if table is None else bytes(arena.view(table.offset, table.nbytes))
         about = save.metadata
         metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
-        record = _record(save, images, small, told, metadata)
+        record = _record(save, images, small, beside, told, metadata)
         content, name = record.to_bytes(), manifest.record_file(save.rank)
         self._write_small(directory, name, content)
         self._publish_small(directory, name, content)
@@ -340,7 +343,12 @@ def _check_generation(save: Save, arena: Arena) -> None:
 
 
 def _record(
-    save: Save, images: list[_TensorImage], small: list[tuple[str, bytes]], told: bytes | None, metadata: str
+    save: Save,
+    images: list[_TensorImage],
+    small: list[tuple[str, bytes]],
+    beside: dict[str, bytes],
+    told: bytes | None,
+    metadata: str,
 ) -> RankRecord:
     def plain(name: str, data: bytes) -> FileRecord:
         return FileRecord(name, len(data), tensor_file.digest(data).hex())
@@ -366,6 +374,7 @@ def _record(
         objects=plain(objects_name, objects),
         part=_part(save, images, told),
         metadata=metadata,
+        beside=tuple(plain(name, data) for name, data in beside.items()),
     )
 
 

@@ -111,6 +111,18 @@ class Storage(ABC):
         """Whether somebody's :meth:`lock` is on a file; None where locks do not tell."""
         return None
 
+    def share(self, path: str) -> Callable[[], None] | None:
+        """Keep a file from being locked until the function that comes back is called or this process ends.
+
+        Many may do so at a time, also who may only read. None, and nothing is kept, where :meth:`lock` gives None, or
+        the system has no locks. Where somebody has locked the file for more than a moment that is an error, EAGAIN.
+        """
+        return None
+
+    def is_shared(self, path: str) -> bool | None:
+        """Whether somebody has a :meth:`share` in a file; None where locks do not tell."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Release the run directory; idempotent."""

@@ -15,10 +15,12 @@ import logging
 import mmap
 import os
 import stat
+import time
 from collections.abc import Callable, Generator
 from typing import Final
 
 from sidesave.errors import NoSpaceError, WriteError, write_error
+from sidesave.writer_daemon.storage import locks
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
 
 logger = logging.getLogger(__name__)
@@ -35,8 +37,12 @@ _LOCAL: Final = frozenset(
     }
 )
 """File systems that one kernel alone writes to, so that its locks keep out everybody. Any other may be shared."""
+_NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _READING: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a file's place blocks nobody
+_PATIENCE_S: Final = 0.1
+"""For a lock that only asks whether there is another, or that covers a deletion: each is gone in less."""
+_LOCK_POLL_S: Final = 0.002
 _TRIES: Final = 4
 """How often a call that moved less than a block, and so got nowhere, is made again before that counts as an error."""
 
@@ -79,9 +85,13 @@ class PosixStorage(Storage):
         except OSError as error:
             raise write_error(error, "cannot open the run directory", root) from error
         self._held, self._held_fd = "", -1
+        self._unshare: Callable[[], None] | None = None
         self._direct: bool | None = None  # unknown until the first file
 
     def close(self) -> None:
+        unshare, self._unshare = self._unshare, None
+        if unshare is not None:
+            unshare()
         held, self._held_fd = self._held_fd, -1
         fd, self._fd = self._fd, -1
         for each in (held, fd):
@@ -98,11 +108,17 @@ class PosixStorage(Storage):
         except OSError as error:
             raise _storage_error(error, what, self._full(path), self._fd) from error
 
-    def hold(self, name: str) -> None:
-        """Keep a directory open, so that reading in it goes on when it is renamed: deletion begins with that."""
+    def hold(self, name: str, marker: str) -> None:
+        """Keep a directory open, so that reading in it goes on when it is renamed: deletion begins with that.
+
+        Whoever deletes it leaves its files where they are as long as ``marker``, one of them, is shared, as far as that
+        is possible here.
+        """
         with self._doing("cannot open", name):
             self._held_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
         self._held = name
+        with contextlib.suppress(WriteError):
+            self._unshare = self.share(f"{name}/{marker}")
 
     def open_descriptor(self, path: str, flags: int) -> int:
         """``open(2)`` of a path in this run directory, for reading; raises plain ``OSError`` with the full path."""
@@ -297,29 +313,46 @@ class PosixStorage(Storage):
         if not self._is_local:
             return None
         with self._doing("cannot lock", path):
-            fd = os.open(path, _READING, dir_fd=self._fd)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                _close(fd)
-                raise
-        return lambda: _close(fd)
+            return self._flock(path, fcntl.LOCK_EX)
 
     def is_locked(self, path: str) -> bool | None:
         if not self._is_local:
             return None
+        return self._refuses(path, fcntl.LOCK_SH)  # shared: two that ask do not see each other
+
+    def share(self, path: str) -> Callable[[], None] | None:
+        if not self._is_local:
+            return None
+        deadline = time.monotonic() + _PATIENCE_S
+        with self._doing("cannot lock", path):
+            while True:
+                try:
+                    return self._flock(path, fcntl.LOCK_SH)
+                except OSError as error:
+                    if error.errno in _NO_LOCKS:
+                        return None
+                    if error.errno != errno.EAGAIN or time.monotonic() >= deadline:
+                        raise
+                time.sleep(_LOCK_POLL_S)
+
+    def is_shared(self, path: str) -> bool | None:
+        if not self._is_local:
+            return None
+        return self._refuses(path, fcntl.LOCK_EX) and not self._refuses(path, fcntl.LOCK_SH)
+
+    def _refuses(self, path: str, kind: int) -> bool:
+        """Whether somebody's lock stands in the way of one of this kind."""
         with self._doing("cannot ask for the lock of", path):
             try:
-                fd = os.open(path, _READING, dir_fd=self._fd)
+                self._flock(path, kind)()
             except FileNotFoundError:
                 return False
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not see each other
             except BlockingIOError:
                 return True
-            finally:
-                _close(fd)
             return False
+
+    def _flock(self, path: str, kind: int) -> Callable[[], None]:
+        return locks.take(self.open_descriptor(path, _READING), kind)
 
     @functools.cached_property
     def _is_local(self) -> bool:

@@ -1,0 +1,38 @@
+"""``flock(2)`` on one open file: taken at once or not at all, and given back by the process that has taken it.
+
+Such a lock belongs to what was opened, not to a process: a forked child has it as well, and keeps it as long as it
+lives unless it is given back explicitly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+from collections.abc import Callable
+
+
+def take(fd: int, kind: int) -> Callable[[], None]:
+    """Lock the file and give back what unlocks and closes it; it is closed as well where that is refused.
+
+    Raises ``BlockingIOError`` where another lock is in the way, and else plain ``OSError``.
+    """
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BaseException:
+        _close(fd)
+        raise
+    return functools.partial(_give_back, fd, os.getpid())
+
+
+def _give_back(fd: int, owner: int) -> None:
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    _close(fd)
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)
