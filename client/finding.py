@@ -6,17 +6,24 @@ import contextlib
 import errno
 import logging
 import os
+import re
+from collections.abc import Iterable
 from typing import Final
 
 from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo, path_text
 from sidesave.errors import CheckpointError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError, WriteError
 from sidesave.writer_daemon.integrity import NO_SUCH_FILE
-from sidesave.writer_daemon.manifest import MANIFEST, parse_hidden_directory
+from sidesave.writer_daemon.manifest import MANIFEST, parse_hidden_directory, parse_step_directory
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS: Final = ".safetensors"
+INDEX: Final = ".safetensors.index.json"
 _FEW: Final = 5
+_OURS: Final = re.compile(r"(.+\.)?rank-\d{5,}\.(json|safetensors|msgpack|xxh3)", re.DOTALL)
+"""Files of a checkpoint."""
+_START: Final = "start from it with Source(path, item='model'), where item is what of the state it is for"
 _NOTHING: Final = (*NO_SUCH_FILE, errno.ENAMETOOLONG)
 
 
@@ -101,6 +108,49 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     return wanted[-1].path
 
 
+def locate_weights(path: str | os.PathLike[str]) -> str:
+    """Where plain safetensors weights are: ``path`` itself, a file or a directory of them.
+
+    Links are not followed, for in Hugging Face's cache it is the link that has a name.
+
+    Raises:
+        InvalidArgumentError: ``path`` is a URL, or has checkpoints of ours.
+        CheckpointNotFoundError: There are none; the message says what is there.
+        WriteError: The directory cannot be read.
+    """
+    if are_weights(path):
+        return os.path.abspath(path_text(path))
+    place = _local(path)
+    if find(place):
+        raise InvalidArgumentError(
+            f"{place} has checkpoints of sidesave, whose names begin with their item; item= is for plain safetensors "
+            "files, so leave it out"
+        )
+    raise CheckpointNotFoundError(errno.ENOENT, f"no weights: {what(place)}", place)
+
+
+def are_weights(path: str | os.PathLike[str]) -> bool:
+    """Whether there are safetensors weights of others at ``path``: a file, an index of files, a directory of them."""
+    place = os.path.abspath(path_text(path))
+    if os.path.isfile(place):
+        return place.endswith((WEIGHTS, INDEX))
+    try:
+        names = os.listdir(place)
+    except OSError:
+        return False
+    return _hold_weights(names) and not _is_unfinished(os.path.basename(place))
+
+
+def _hold_weights(names: Iterable[str]) -> bool:
+    """Whether a directory with these names holds weights, and is none of ours, whole or damaged."""
+    if any(
+        _OURS.fullmatch(name) or name.startswith(".sidesave.") or parse_step_directory(name) is not None
+        for name in names
+    ):
+        return False
+    return any(name.endswith((WEIGHTS, INDEX)) and not name.startswith(".") for name in names)
+
+
 def what(path: str) -> str:
     """What is at a path where there is no checkpoint, as the end of a sentence that says what to do about it."""
     if not os.path.lexists(path):
@@ -110,8 +160,10 @@ def what(path: str) -> str:
             return _what_directory(path, os.listdir(path))
         except OSError as error:
             return f"the directory cannot be read: {error.strerror}"
-    if path.endswith(".safetensors"):
-        return "it is a safetensors file; read it with safetensors.torch.load_file"
+    if path.endswith(WEIGHTS):
+        return f"it is a safetensors file; {_START}, or read it with safetensors.torch.load_file"
+    if path.endswith(INDEX):
+        return f"it is an index of safetensors files; {_START}"
     with contextlib.suppress(OSError), open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":
             return "it is a file as torch.save writes it; read it with torch.load"
@@ -123,8 +175,10 @@ def _what_directory(path: str, names: list[str]) -> str:
         return "it is a save that was not finished"
     if ".metadata" in names:
         return "it is a checkpoint of torch.distributed.checkpoint; read it with its load"
-    if any(name.endswith(".safetensors") for name in names):
-        return "it is a directory of safetensors files; read them with safetensors.torch.load_file"
+    if _hold_weights(names):
+        return f"it is a directory of safetensors files; {_START}, or read them with safetensors.torch.load_file"
+    if any(map(_OURS.fullmatch, names)):
+        return "it is a checkpoint of sidesave whose manifest is missing or damaged"
     if "_CHECKPOINT_METADATA" in names:
         return "it is a checkpoint of Orbax"
     if any(name.startswith(".sidesave.") or parse_hidden_directory(name) for name in names):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sidesave.client.mismatch import Mismatches, Strangers
-from sidesave.client.reader import CheckpointReader, Wanted
+from sidesave.client.reader import Reader, Wanted
 from sidesave.client.shards import Shard, may_be_spread
 from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.dtypes import CARRIERS
@@ -33,7 +33,7 @@ class Expected:
     cast_to: torch.dtype | None = None
     shard: Shard | None = None
 
-    def look_up(self, reader: CheckpointReader, cast_to: torch.dtype | None) -> None:
+    def look_up(self, reader: Reader, cast_to: torch.dtype | None) -> None:
         """Take over what the manifest or a record says of the tensor, once it has been cast; raises like the reader."""
         self.name = reader.name_of(self.ref)
         stored = reader.entry(self.name)
@@ -233,11 +233,11 @@ class Fitting:
     def _optimizer(self, target: torch.optim.Optimizer, saved: Any, fqn: str) -> None:
         body = cast("dict[str, Any]", saved if isinstance(saved, dict) else {})
         groups, states = body.get("param_groups"), body.get("state")
-        if not isinstance(groups, list) or not isinstance(states, dict):
+        if not isinstance(groups, list) or states is None:
             self._problems.append(f"{fqn}: the checkpoint holds no optimizer state here")
             return
-        groups, states = cast("list[Any]", groups), cast("dict[Any, Any]", states)
-        if not all(_is_group(group) for group in groups) or not all(isinstance(one, dict) for one in states.values()):
+        groups = cast("list[Any]", groups)
+        if not all(_is_group(group) for group in groups):
             self._problems.append(f"{fqn}: the checkpoint holds malformed optimizer state here")
             return
         sizes = [len(group["params"]) for group in groups]
@@ -245,6 +245,12 @@ class Fitting:
         if sizes != here:
             self._problems.append(f"{fqn}: parameter groups of {sizes} in the checkpoint, {here} in the target")
             return
+        if not isinstance(states, dict) or not all(
+            isinstance(one, dict) for one in cast("dict[Any, Any]", states).values()
+        ):
+            self._problems.append(f"{fqn}: the checkpoint holds malformed optimizer state here")
+            return
+        states = cast("dict[Any, Any]", states)
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
         ids = [number for group in groups for number in group["params"]]
         self.surplus += [
@@ -272,6 +278,28 @@ class Fitting:
             self._problems.append(
                 f"{fqn}: shape {list(saved.shape)} in the checkpoint, its parameter has {list(self._shape(parameter))}"
             )
+
+
+def names_of(target: Any, fqn: str) -> Iterator[str]:
+    """The names of all that a target has."""
+    target = unwrap(target)
+    if isinstance(target, torch.optim.Optimizer):
+        for at, group in enumerate(target.param_groups):
+            yield from (f"{fqn}.param_groups.{at}.{key}" for key in group)
+        states = (target.state.get(parameter, {}) for group in target.param_groups for parameter in group["params"])
+        yield from (f"{fqn}.state.{number}.{key}" for number, state in enumerate(states) for key in state)
+    elif isinstance(target, nn.Module):
+        yield from (f"{fqn}.{key}" for key in target.state_dict(keep_vars=True))
+    elif isinstance(target, Stateful) and not isinstance(target, type):
+        yield from names_of(target.state_dict(), fqn)
+    elif isinstance(target, Mapping) and target:
+        for key, item in cast("Mapping[Any, Any]", target).items():
+            yield from names_of(item, f"{fqn}.{key}")
+    elif isinstance(target, (list, tuple)) and target:
+        for index, item in enumerate(cast("Sequence[Any]", target)):
+            yield from names_of(item, f"{fqn}.{index}")
+    else:
+        yield fqn
 
 
 def _is_group(group: Any) -> bool:

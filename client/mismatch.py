@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 from sidesave.client.names import Names
 
+_T = TypeVar("_T")
 _SHOWN: Final = 10
 """Lines of each kind."""
 
@@ -82,17 +83,17 @@ class Mismatches:
         lines: list[str] = []
         if strict:
             lines += [one.text(renamed=renamed) for one in self.strangers[:_SHOWN]]
-        lines += _few(self.different, lambda line: line, "do not fit")
+        lines += few(self.different, lambda line: line, "do not fit")
         if self.missing and strict:
             unused, everything = Names(self.unexpected), Names(saved())
-            lines += _few(
+            lines += few(
                 self.missing,
                 lambda name: f"{name}: missing in the checkpoint{unused.hint(name) or everything.hint(name)}",
                 "are missing",
             )
         if self.unexpected and strict:
             free = Names(self.missing)
-            lines += _few(
+            lines += few(
                 self.unexpected,
                 lambda name: f"{name}: unexpected, the target has no such key{free.hint(name)}",
                 "are unexpected",
@@ -109,6 +110,7 @@ class Mismatches:
         return " and ".join(told)
 
 
-def _few(names: list[str], line: Callable[[str], str], what: str) -> list[str]:
+def few(names: Sequence[_T], line: Callable[[_T], str], what: str) -> list[str]:
+    """A line of each of the first ten, and how many ``more`` there are."""
     more = len(names) - _SHOWN
     return [*map(line, names[:_SHOWN]), *([f"... and {more} more {what}"] if more > 0 else [])]

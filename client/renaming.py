@@ -60,6 +60,10 @@ class Renaming:
             self._known[fqn] = name
         return self._known[fqn]
 
+    def rules(self) -> list[str]:
+        """What names in the checkpoint begin with that get others; none of a function."""
+        return list(self._prefixes or ())
+
     def origins(self, name: str) -> Sequence[str] | None:
         """What is called ``name`` when it has been renamed; None when that cannot be told, for a function."""
         if self._prefixes is None:
@@ -132,7 +136,9 @@ class Rearrangement:
         partial: New names of what is partial in the old nest: leaves, and containers of them that keep their keys.
     """
 
-    def __init__(self, renaming: Renaming, into: Mapping[str, Any] | None, partial: set[str]) -> None:
+    def __init__(
+        self, renaming: Callable[[str], str | None], into: Mapping[str, Any] | None, partial: set[str]
+    ) -> None:
         """Rename to the names of ``into``, where there is one; ``partial`` are old names."""
         self._renaming = renaming
         self._into = into
@@ -143,8 +149,10 @@ class Rearrangement:
         self._keys: dict[int, dict[str, Any]] = {}
         self._states: dict[int, Any] = {}
 
-    def build(self, nest: Mapping[str, Any], fqns: Sequence[str]) -> dict[str, Any]:
-        """The new nest, of the leaves of the old one, which have these names.
+    def build(
+        self, nest: Mapping[str, Any], fqns: Sequence[str], others: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The new nest, of the leaves of the old one, which have these names; ``others`` take the place of some.
 
         Raises ``InvalidArgumentError`` when two of them would have one name, or one would be within another.
         """
@@ -155,7 +163,7 @@ class Rearrangement:
             new = steps if name == fqn else self._moved(name, steps)
             if self._old_partial:
                 self._mark(fqn, name, steps)
-            self._put(new, value, fqn, name)
+            self._put(new, others.get(fqn, value) if others else value, fqn, name)
         return cast("dict[str, Any]", self._root.finished())
 
     def _put(self, steps: _Steps, value: Any, fqn: str, name: str) -> None:

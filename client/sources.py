@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,11 +14,14 @@ from torch import nn
 
 from sidesave.client import arguments, catalog, finding
 from sidesave.client.fitting import Fitting, unwrap
-from sidesave.client.loader import Choice, Loaded, Selection, check_into, filled, fit, own_rank
+from sidesave.client.foreign import ForeignReader
+from sidesave.client.handle import path_text
+from sidesave.client.loader import Loaded, check_into, fit, own_rank
 from sidesave.client.mismatch import Mismatches, Strangers
-from sidesave.client.reader import CheckpointReader, open_checkpoint
+from sidesave.client.reader import Reader, open_checkpoint
 from sidesave.client.renaming import DICTS, Rename
-from sidesave.errors import InvalidArgumentError, StateMismatchError
+from sidesave.client.selection import Choice, Selection, filled
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +30,16 @@ logger = logging.getLogger(__name__)
 class Source:
     """A checkpoint to load from, and what of it; see :func:`sidesave.load` for what has no explanation here.
 
+    Plain safetensors weights, as Hugging Face's tools write them, are one as well, of a single ``item``.
+
     Attributes:
-        path: A checkpoint, or a run directory.
+        path: A checkpoint, or a run directory; with ``item`` a ``*.safetensors`` file, a directory of them, or an index
+            (``*.safetensors.index.json``). Of a directory the files that its index lists count, else
+            ``model.safetensors``, else all.
         step: Which one of a run directory; None is the latest.
+        item: For plain safetensors weights, whose names are those of a module's tensors alone: the item that they are
+            for. It is put in front of their names (``layers.0.weight`` becomes ``model.layers.0.weight``), before
+            ``include``, ``exclude`` and ``rename``. They have no digests, so nothing is compared.
         include: Patterns of the FQNs to take, in the names of this checkpoint; None is all.
         exclude: Patterns of those to leave out.
         rename: From the names in this checkpoint to those of the target.
@@ -44,22 +55,30 @@ class Source:
     rename: Rename | None = None
     strict: bool = True
     dtype: torch.dtype | None = None
+    item: str | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without looking."""
         if self.step is not None:
             arguments.check_step(self.step)
+        if self.item is not None:
+            if not isinstance(cast("object", self.item), str) or self.item.strip(".") != self.item or not self.item:
+                raise InvalidArgumentError(f"item must be the name of an item of the state, not {self.item!r}")
+            if self.step is not None:
+                raise InvalidArgumentError("step= chooses a checkpoint of a run, item= is for plain weights: not both")
         self.choice()
 
     def choice(self) -> Choice:
         """What is wanted of it."""
-        return Choice(self.include, self.exclude, self.rename, self.dtype)
+        return Choice(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
 
     def locate(self) -> str:
         """The directory of the checkpoint, as things are now: of several ranks one should ask, and tell the others.
 
         Raises ``CheckpointNotFoundError``, which says what is there in its place, and like :func:`sidesave.load`.
         """
+        if self.item is not None:
+            return finding.locate_weights(self.path)
         return finding.locate(self.path, self.step)
 
 
@@ -114,26 +133,43 @@ def read_sources(
     if cast("object", into) is None:
         raise InvalidArgumentError("sources are loaded into something: into must be a dict of named items")
     check_into(into)
+    for source in wanted:
+        _check_item(source, into)
     places = [source.locate() for source in wanted]
 
-    def read(readers: list[CheckpointReader]) -> Loaded:
+    def read(readers: list[Reader]) -> Loaded:
         if len(readers) < len(wanted):
-            return catalog.read_settled(places[len(readers)], lambda place: read_next(place, readers))
+            place, item = places[len(readers)], wanted[len(readers)].item
+            if item is not None:
+                return read([*readers, ForeignReader(place, item, rank)])
+            return catalog.read_settled(place, lambda place: read_next(place, readers))
         bank = _Bank(wanted, readers, into, allow_pickle=allow_pickle)
         return bank.read(strict=strict, verify=verify)
 
-    def read_next(place: str, readers: list[CheckpointReader]) -> Loaded:
+    def read_next(place: str, readers: list[Reader]) -> Loaded:
         with open_checkpoint(place, rank) as reader:
             return read([*readers, reader])
 
     return read([])
 
 
+def _check_item(source: Source, into: Mapping[str, Any]) -> None:
+    """Plain weights need an item, and one that there is; :class:`Rename` may make another of it."""
+    if source.item is not None and source.item not in into and not source.choice().renaming:
+        raise InvalidArgumentError(f"item={source.item!r} is not among what is loaded into: {', '.join(into)}")
+    if source.item is None and finding.are_weights(source.path):
+        modules = [name for name, target in into.items() if isinstance(unwrap(target), nn.Module)]
+        proposed = " or ".join(f"item={name!r}" for name in modules or into)
+        where = os.path.abspath(path_text(source.path))
+        told = f"plain safetensors weights, whose names have no item in front: say which they are for with {proposed}"
+        raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {told}", where)
+
+
 class _Bank:
     """Opened sources, and what each of them gives for a target."""
 
     def __init__(
-        self, sources: Sequence[Source], readers: list[CheckpointReader], into: dict[str, Any], *, allow_pickle: bool
+        self, sources: Sequence[Source], readers: list[Reader], into: dict[str, Any], *, allow_pickle: bool
     ) -> None:
         self._into = into
         self._readers = readers
@@ -144,9 +180,23 @@ class _Bank:
         for source, reader in zip(sources, readers, strict=True):
             selection = Selection(reader, source.choice(), into, allow_pickle=allow_pickle)
             self._selections.append(selection)
+            _tie(into, selection.nest)
             self._check(source, selection)
+            self._refuse_second_part(selection)
             self._nest = _merged(into, self._nest, selection.nest)
             self._partial.update(selection.partial)
+
+    def _refuse_second_part(self, selection: Selection) -> None:
+        """An object that takes its state whole would lose what an earlier source has given for it."""
+        for name in selection.incomplete:
+            found: Any = self._nest
+            for key in name.split("."):
+                found = cast("dict[Any, Any]", found).get(key) if type(found) in DICTS else None
+            if found is not None:
+                raise StateMismatchError(
+                    f"{selection.where} has a part of {name}, which takes its state whole and has one of an earlier "
+                    "source; nothing was loaded. Take it from one of them: exclude it from the other"
+                )
 
     def _check(self, source: Source, selection: Selection) -> None:
         """Take out of what a source has all that has no place; an error for some."""
@@ -192,6 +242,25 @@ class _Bank:
             self._into,
             exact,
         )
+
+
+def _tie(target: Any, nest: dict[Any, Any]) -> None:
+    """Where names of a module share a tensor, of which weights often have but one, give all of them what there is."""
+    target = unwrap(target)
+    if type(target) is dict:
+        for key, item in cast("dict[Any, Any]", target).items():
+            if type(nest.get(key)) in DICTS:
+                _tie(item, nest[key])
+    elif isinstance(target, nn.Module):
+        tensors = [(key, id(value)) for key, value in target.state_dict(keep_vars=True).items() if _is_tensor(value)]
+        given = {number: key for key, number in tensors if key in nest}
+        for key, number in tensors:
+            if key not in nest and number in given:
+                nest[key] = nest[given[number]]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _merged(target: Any, first: Any, second: Any) -> Any:

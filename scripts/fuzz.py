@@ -288,6 +288,18 @@ def unseal(data: bytes) -> bytes:
     return b"{" + data[len(seal(b"{")) :]
 
 
+BESIDE = {"config.json": b"{}", "vocab.txt": b"a\nb\n"}
+
+
+def with_beside(record: bytes) -> bytes:
+    """A record that lists files beside the tensors as well."""
+    body = json.loads(unseal(record))
+    body["beside"] = [{"name": name, "nbytes": len(data)} for name, data in BESIDE.items()]
+    for entry, data in zip(body["beside"], BESIDE.values(), strict=True):
+        entry["xxh3_128"] = tensor_file.digest(data).hex()
+    return seal(json.dumps(body, separators=(",", ":")).encode())
+
+
 class Forgery:
     """A checkpoint in a directory of its own, each file of which can be replaced so that all digests fit again."""
 
@@ -418,6 +430,19 @@ def make_checkpoint(folder: Path) -> Path:
         return Path(checkpointer.save(7, a_state(), blocking=True).committed.result().path)
 
 
+def make_weights(folder: Path) -> dict[str, bytes]:
+    """Weights of others: what stock safetensors and an index beside it say."""
+    folder.mkdir()
+    header = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+    header |= {"flag": {"dtype": "BOOL", "shape": [], "data_offsets": [24, 25]}}
+    index = {"metadata": {"total_size": 25}, "weight_map": dict.fromkeys(header, "a.safetensors")}
+    made = {"a.safetensors": pack_tensor_file(json.dumps(header).encode(), bytes(25))}
+    made["model.safetensors.index.json"] = json.dumps(index).encode()
+    for name, data in made.items():
+        (folder / name).write_bytes(data)
+    return made
+
+
 def messages() -> tuple[bytes, ...]:
     """A message of every kind, each field of its type."""
     import dataclasses
@@ -540,6 +565,20 @@ def targets(folder: Path) -> list[Target]:
             return mutate_bytes(rng, data)
         return pack_tensor_file(mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body)
 
+    weights = folder / "weights"
+    of_others = make_weights(weights)
+
+    def start(name: str) -> Callable[[bytes], None]:
+        def start(data: bytes) -> None:
+            try:
+                (weights / name).write_bytes(data)
+                source = sidesave.Source(weights, item="x", strict=False)
+                sidesave.load_sources([source], {"x": {"w": torch.zeros(2, 3), "flag": None}}, strict=False)
+            finally:
+                (weights / name).write_bytes(of_others[name])
+
+        return start
+
     in_checkpoints = {
         "manifest.json": mutate_json,
         "rank-00000.json": mutate_json,
@@ -569,12 +608,25 @@ def targets(folder: Path) -> list[Target]:
             mutate_tensor_file,
             lambda data: tensor_file.parse_tensor_file(data, "h"),
         ),
+        Target(
+            "record with files beside",
+            (with_beside(whole["rank-00000.json"]),),
+            sealed(mutate_json),
+            lambda data: manifest.RankRecord.from_bytes(data, "r"),
+        ),
+        Target("files beside", (protocol.pack_files(BESIDE),), mutate_msgpack, protocol.unpack_files),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),
         Target("lease", (Holder.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),
         Target("history", (history.read_bytes(),), mutate_history, read_log),
         Target("message", messages(), mutate_msgpack, protocol.decode),
         Target("arena", (memory,), mutate_bytes, attach),
+        *(
+            Target(
+                f"weights/{name}", (data,), mutate_json if name.endswith(".json") else mutate_tensor_file, start(name)
+            )
+            for name, data in of_others.items()
+        ),
         *(
             Target(
                 f"checkpoint/{name}",

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 import sidesave
-from sidesave.client import loader
+from sidesave.client import selection
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager import tree
 from sidesave.stager.dtypes import CARRIERS, NAMES
@@ -106,7 +106,7 @@ def round_trip(value: Any, *, allow_pickle: bool = False) -> Any:
     def tensor(ref: TensorRef) -> torch.Tensor:
         source = stored[ref.fqn]
         copy = torch.empty(source.shape, dtype=source.dtype)
-        return loader._finish(copy.copy_(source.detach()), ref, None, None)
+        return selection._finish(copy.copy_(source.detach()), ref, None, None)
 
     return Skeleton(flat.objects, "objects").build(tensor, unpickle=pickle.loads if allow_pickle else None)["x"]
 
