@@ -19,7 +19,7 @@ from typing import Final
 
 from sidesave.client.handle import CheckpointInfo
 from sidesave.errors import InvalidArgumentError
-from sidesave.writer_daemon.manifest import parse_step_directory
+from sidesave.writer_daemon.manifest import parse_step_directory, step_directory
 from sidesave.writer_daemon.protocol import is_safe_name
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,16 @@ class Links:
         """See :func:`check_naming` for what may be given."""
         check_naming(naming)
         self._directory = directory
-        self._name = naming if callable(naming) else lambda info: naming.format(step=info.step)
+        self._naming = naming
 
     def update(self, checkpoints: Sequence[CheckpointInfo]) -> None:
         """Link to ``checkpoints``, which come in the order of their commits, and to no step that is gone.
 
         What cannot be done is logged: a name that is refused, or is taken by what is no link to a step.
         """
-        wanted = {name: os.path.basename(info.path) for info in checkpoints if (name := self._name_of(info))}
-        there = {os.path.basename(info.path) for info in checkpoints}
+        here = [info for info in checkpoints if os.path.dirname(info.path) == self._directory]
+        wanted = {name: os.path.basename(info.path) for info in here if (name := self._name_of(info))}
+        there = {os.path.basename(info.path) for info in here}
         present = self._present()
         for name, target in present.items():
             if name not in wanted and target not in there:
@@ -55,11 +56,11 @@ class Links:
 
     def _name_of(self, info: CheckpointInfo) -> str | None:
         try:
-            name = self._name(info)
+            name = self._naming(info) if callable(self._naming) else self._naming.format(step=info.step)
         except Exception:
             logger.exception("step %d is not named", info.step)
             return None
-        if name is None:
+        if name is None or name == os.path.basename(info.path):  # which it has
             return None
         if not isinstance(name, str) or not _may_be_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             logger.error("step %d is not named: %r cannot be the name of a checkpoint", info.step, name)
@@ -76,7 +77,7 @@ class Links:
                 elif entry.is_symlink():
                     with contextlib.suppress(OSError):
                         target = os.readlink(entry.path)
-                        if parse_step_directory(target) is not None:
+                        if _may_be_name(entry.name) and parse_step_directory(target) is not None:
                             found[entry.name] = target
         return found
 
@@ -116,12 +117,12 @@ def check_naming(naming: object) -> None:
         ) from None
     if "step" not in fields or first == second:
         raise InvalidArgumentError(f"names={naming!r} has no {{step}} in it, so all steps would have one name: {hint}")
-    if not _may_be_name(first):
+    if not _may_be_name(first) and first != step_directory(1):
         raise InvalidArgumentError(
-            f"names={naming!r} gives {first!r}: a name has letters, digits and any of %_@.-, and begins neither with a "
-            f"dot nor with 'step-': {hint}"
+            f"names={naming!r} gives {first!r}: a name has letters, digits and any of %_@.-, no dot in front, and is "
+            f"not the directory of another step: {hint}"
         )
 
 
 def _may_be_name(name: str) -> bool:
-    return is_safe_name(name) and not name.startswith("step-")
+    return is_safe_name(name) and parse_step_directory(name) is None

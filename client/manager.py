@@ -22,6 +22,7 @@ from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.export import Report, export
 from sidesave.client.handle import CheckpointInfo, SaveHandle
 from sidesave.client.intervals import Advice, SaveCost
+from sidesave.client.links import Links, Naming, check_naming
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.random_state import RandomState
 from sidesave.client.retention import (
@@ -88,6 +89,7 @@ class CheckpointManager:
         *,
         save: Sequence[SavePolicy] = (),
         keep: Sequence[KeepPolicy] = (),
+        names: Naming | None = None,
         random_state: bool = False,
         blocking: bool = False,
         metadata: Mapping[str, Any] | None = None,
@@ -104,6 +106,9 @@ class CheckpointManager:
                 it is what the next save takes, and :meth:`restore` replaces plain values in it.
             save: When to save; without a policy only :meth:`save` does.
             keep: What to keep; without a policy everything but ephemeral checkpoints.
+            names: What to call checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``, or a
+                function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
+                ``directory``, made soon after the commit; of two checkpoints with one name the newer has it.
             random_state: Save the random number generators as well, as ``"random_state"``: Python's, NumPy's, torch's,
                 and of every CUDA device.
             blocking: Return from each save only when it is committed; for debugging.
@@ -112,17 +117,22 @@ class CheckpointManager:
             **options: Those of ``Checkpointer``.
 
         Raises:
-            InvalidArgumentError: Policies make no sense, alone or together; OnSignal outside the main thread; ranks
-                were given different policies, or ones for which they need a process group.
+            InvalidArgumentError: Policies make no sense, alone or together; names that would be the same for all
+                steps, or can be none; OnSignal outside the main thread; ranks were given different policies, or ones
+                for which they need a process group.
         """
         if type(state) is not dict:
             raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
         self._policies, self._keep = tuple(save), tuple(keep)
         check_save_policies(self._policies)
         check_keep_policies(self._keep)
+        if names is not None:
+            check_naming(names)
+        self._names = names
         arguments.encode_metadata(metadata)
         self._state = state
         self._user = dict(metadata or {})
+        self._files: dict[str, bytes] = {}
         self._random: RandomState | None = None
         if random_state and RANDOM_STATE in state:
             raise InvalidArgumentError(f"random_state=True saves an item {RANDOM_STATE!r}, and the state has one")
@@ -180,12 +190,19 @@ class CheckpointManager:
         self._at_step = tuple(policy for policy in self._policies if alone or not policy.is_local)
         self._in_rounds = tuple(local)
         self._is_first_of_node = node.rank == 0
-        if self._is_first_of_node and (self._keep or any(isinstance(each, Ephemeral) for each in self._policies)):
-            self._retention = Retention(self._checkpointer, self._keep, self._pins)
+        if self._is_first_of_node:
+            self._retention = self._make_retention()
         if world.size > 1 and local:
             self._agreement = Agreement(world.ranks, self._wish)
         if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
             self._trigger = TriggerWatch(self._checkpointer.directory, self.request_save, self.request_stop)
+
+    def _make_retention(self) -> Retention | None:
+        deleting = bool(self._keep) or any(isinstance(policy, Ephemeral) for policy in self._policies)
+        links = None if self._names is None else Links(self._checkpointer.directory, self._names)
+        if not deleting and links is None:
+            return None
+        return Retention(self._checkpointer, self._keep if deleting else None, self._pins, links)
 
     # Saving ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +211,15 @@ class CheckpointManager:
         if name in self._state or (self._random is not None and name == RANDOM_STATE):
             raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
         self._state[name] = value
+
+    def write_file(self, name: str, content: str | bytes) -> None:
+        """Have a small file beside the tensors of each checkpoint from the next save on, such as a ``config.json``.
+
+        Given again it is replaced. See ``files`` of ``Checkpointer.save`` for names, sizes and ranks, and the errors.
+        """
+        files: dict[str, str | bytes] = {**self._files, name: content}
+        arguments.encode_files(files)
+        self._files[name] = content.encode() if isinstance(content, str) else content
 
     def step(self, step: int, metrics: Metrics | None = None) -> SaveHandle | None:
         """A training step has been finished; saves it if a policy says so.
@@ -377,6 +403,7 @@ class CheckpointManager:
                     blocking=blocking or self._blocking,
                     overwrite=step == self._seed,
                     metadata=told,
+                    files=self._files,
                 )
             except BaseException as error:
                 self._stats.refused(step, error, called, time.monotonic())
@@ -539,7 +566,7 @@ class CheckpointManager:
 
     def prepare(self) -> Future[None]:
         """Allocate staging memory for the state in the background; optional, see ``Checkpointer.prepare``."""
-        return self._checkpointer.prepare(self._items())
+        return self._checkpointer.prepare(self._items(), files=self._files)
 
     def pin(self, step: int) -> None:
         """Never delete this step, in this run and in later ones; durable when this returns.

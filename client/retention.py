@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import queue
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,7 +25,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from sidesave.client.about import is_ephemeral, metric_of
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.errors import CheckpointError, IntegrityError, InvalidArgumentError, SidesaveError, write_error
+from sidesave.client.links import Links
+from sidesave.errors import (
+    CheckpointError,
+    IntegrityError,
+    InvalidArgumentError,
+    SidesaveError,
+    WriteError,
+    write_error,
+)
+from sidesave.writer_daemon.manifest import MANIFEST
+from sidesave.writer_daemon.storage import PosixStorage
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
@@ -246,13 +257,19 @@ class Pins:
 
 
 class Retention:
-    """Has the daemon delete what nobody wants, after each commit, in a thread of its own; that it fails is logged."""
+    """Has the daemon delete what nobody wants, after each commit, in a thread of its own; that it fails is logged.
 
-    def __init__(self, checkpointer: Checkpointer, policies: Sequence[KeepPolicy], pins: Pins) -> None:
-        """Work for one checkpointer, which stays the caller's to close."""
+    What stays is linked to under names of the user's, if there are any.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer, policies: Sequence[KeepPolicy] | None, pins: Pins, links: Links | None = None
+    ) -> None:
+        """Work for one checkpointer, which stays the caller's to close; None for ``policies`` is to delete nothing."""
         self._checkpointer = checkpointer
-        self._policies = tuple(policies)
+        self._policies = policies
         self._pins = pins
+        self._links = links
         self._turn = threading.Lock()
         self._handles: dict[int, SaveHandle] = {}
         self._loading: frozenset[int] = frozenset()
@@ -289,17 +306,25 @@ class Retention:
                 self._loading = frozenset()
 
     def _work(self) -> None:
+        self._guarded(lambda: self._link(self._checkpointer._scan()))
         while self._commits.get():
             while not self._commits.empty():
                 if not self._commits.get():
                     self._commits.put(False)
                     break
-            try:
-                self._run()
-            except (SidesaveError, OSError) as error:
-                logger.error("no checkpoint is deleted now, retention failed: %s", error)
-            except Exception:
-                logger.exception("no checkpoint is deleted now, retention failed")
+            self._guarded(self._run)
+
+    def _guarded(self, operation: Callable[[], None]) -> None:
+        try:
+            operation()
+        except (SidesaveError, OSError) as error:
+            logger.error("no checkpoint is deleted or named now, retention failed: %s", error)
+        except Exception:
+            logger.exception("no checkpoint is deleted or named now, retention failed")
+
+    def _link(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        if self._links is not None:
+            self._links.update([info for info in checkpoints if info.step not in self._deletions])
 
     def _run(self) -> None:
         with self._turn:
@@ -308,33 +333,58 @@ class Retention:
         checkpoints = self._checkpointer._scan()
         pinned = self._pins.read()
         with self._turn:
-            for step in to_delete(checkpoints, self._policies, pinned, self._loading):
+            for step in self._surplus(checkpoints, pinned):
                 handle = self._handles.get(step)
                 # A save of that step which the list has not seen would be what is deleted, once it is committed.
                 if handle is not None and (handle is not before.get(step) or step not in settled):
                     continue
                 if step not in self._deletions:
-                    self._delete(step)
+                    self._delete(step, [info.path for info in checkpoints if info.step == step])
             listed = {info.step for info in checkpoints}
             for step in settled - listed:
                 if self._handles.get(step) is before[step]:
                     del self._handles[step]
+        self._link(checkpoints)
 
-    def _delete(self, step: int) -> None:
-        future = self._deletions[step] = self._checkpointer.delete(step)
+    def _surplus(self, checkpoints: Sequence[CheckpointInfo], pinned: AbstractSet[int]) -> list[int]:
+        return [] if self._policies is None else to_delete(checkpoints, self._policies, pinned, self._loading)
+
+    def _delete(self, step: int, paths: Sequence[str]) -> None:
+        with contextlib.ExitStack() as locks:
+            # From here until it is gone nobody can begin to hold it.
+            if not all(_lock(path, locks) for path in paths):
+                logger.info("step %d is not deleted now, somebody reads it", step)
+                return
+            deletion = self._checkpointer.delete(step)
+            unlock = locks.pop_all().close
+        ended = self._deletions[step] = Future[None]()
 
         def gone(done: Future[None]) -> None:
+            unlock()
             error = done.exception()
             if error is None:
                 logger.info("deleted step %d, which no policy keeps", step)
             elif not isinstance(error, CheckpointError):  # else it is gone
                 logger.error("step %d is to be deleted, and cannot: %s", step, error)
             self._deletions.pop(step, None)
+            ended.set_result(None)
 
-        future.add_done_callback(gone)
+        deletion.add_done_callback(gone)
 
     def close(self, timeout_s: float) -> None:
         """Finish what the commits so far make due, at most in that time; idempotent."""
         self._commits.put(False)
         self._thread.join(timeout_s)
         concurrent.futures.wait(list(self._deletions.values()), timeout_s)
+
+
+def _lock(path: str, locks: contextlib.ExitStack) -> bool:
+    """Lock a checkpoint against readers, where locks tell of them; False where it has some."""
+    try:
+        with contextlib.closing(PosixStorage(os.path.dirname(path))) as storage:
+            unlock = storage.lock(f"{os.path.basename(path)}/{MANIFEST}")
+    except WriteError as error:
+        return error.errno != errno.EAGAIN  # for any other the daemon will find what is wrong
+    if unlock is not None:
+        locks.callback(unlock)
+    return True

@@ -262,6 +262,40 @@ class OptimalInterval(SavePolicy):
 
 
 @dataclass(frozen=True, slots=True)
+class OverheadBudget(SavePolicy):
+    """Save as often as takes no more than a ``fraction`` of the time that training has, 0.01 for one per cent.
+
+    What a save costs is measured: the stall of the call; before the first is, it waits ``initial_s`` seconds. A save
+    comes no sooner than the one before it is committed.
+    """
+
+    fraction: float
+    initial_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check."""
+        check_positive("OverheadBudget", "fraction", self.fraction)
+        if self.fraction >= 1:
+            raise InvalidArgumentError(f"fraction of OverheadBudget must be below 1, not {self.fraction!r}")
+        check_positive("OverheadBudget", "initial_s", self.initial_s)
+
+    @property
+    def is_local(self) -> bool:
+        """Clocks and costs differ."""
+        return True
+
+    def due(self, moment: Moment) -> bool:
+        """By the clock and the measured cost."""
+        if moment.occasion != "step":
+            return False
+        interval_s = self.initial_s
+        if moment.cost is not None:
+            stall_s, commit_s = moment.cost
+            interval_s = max(commit_s, stall_s / self.fraction)
+        return moment.now_s - moment.saved_s >= interval_s
+
+
+@dataclass(frozen=True, slots=True)
 class Ephemeral(SavePolicy):
     """Saves against failures only: what ``policy`` saves is deleted once a newer checkpoint is committed.
 

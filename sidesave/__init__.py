@@ -33,11 +33,13 @@ if TYPE_CHECKING:
         OnRequest,
         OnSignal,
         OptimalInterval,
+        OverheadBudget,
         SavePolicy,
     )
     from sidesave.client.sources import Source, load_sources
     from sidesave.client.stats import SaveEvent, SaveStats, SaveSummary
     from sidesave.client.trace import Trace
+    from sidesave.client.watching import hold, watch
     from sidesave.errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -107,6 +109,7 @@ __all__ = [
     "OnRequest",
     "OnSignal",
     "OptimalInterval",
+    "OverheadBudget",
     "PerRank",
     "ProtocolError",
     "Replicated",
@@ -130,12 +133,14 @@ __all__ = [
     "export",
     "find",
     "history",
+    "hold",
     "is_checkpoint",
     "latest",
     "load",
     "load_sources",
     "prometheus_text",
     "verify",
+    "watch",
     "write_prometheus_file",
 ]
 
@@ -156,6 +161,7 @@ _ELSEWHERE = {
     "export": "sidesave.client.export",
     "find": "sidesave.client.finding",
     "history": "sidesave.client.history",
+    "hold": "sidesave.client.watching",
     "is_checkpoint": "sidesave.client.finding",
     "KeepPolicy": "sidesave.client.retention",
     "LastStep": "sidesave.client.save_policies",
@@ -168,6 +174,7 @@ _ELSEWHERE = {
     "OnRequest": "sidesave.client.save_policies",
     "OnSignal": "sidesave.client.save_policies",
     "OptimalInterval": "sidesave.client.save_policies",
+    "OverheadBudget": "sidesave.client.save_policies",
     "PerRank": "sidesave.stager.marks",
     "prometheus_text": "sidesave.client.metrics",
     "Replicated": "sidesave.stager.marks",
@@ -181,6 +188,7 @@ _ELSEWHERE = {
     "Trace": "sidesave.client.trace",
     "verify": "sidesave.client.loader",
     "VerifyReport": "sidesave.client.loader",
+    "watch": "sidesave.client.watching",
     "write_prometheus_file": "sidesave.client.metrics",
 }
 

@@ -74,6 +74,7 @@ class Campaign:
         There is nothing of ours in it. A worker of it was seen to end all the same, by an abort in torch's own threads
         ("terminate called without an active exception"); then there is another.
         """
+        complaints = ""
         for _ in range(3):
             self.story.go_on()
             with Job(self._folder, self._traces, size, "", "--until", until, "--save-every", 0) as job:

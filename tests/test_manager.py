@@ -388,6 +388,54 @@ def test_all_random_numbers_go_on_as_they_would_have(manage: Manage):
     assert draw() == expected
 
 
+def test_a_restore_is_told_in_the_log(manage: Manage, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "sidesave")
+    manage({"x": torch.zeros(1000)}).save(3)
+    assert manage({"x": torch.zeros(1000)}).restore() == 4
+    [told] = [record for record in caplog.records if record.msg.startswith("loaded step")]
+    assert isinstance(told.args, tuple)
+    step, nbytes, _ = told.args
+    assert step == 3 and isinstance(nbytes, int) and nbytes >= 4000
+
+
+def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Manage, run: Path):
+    with pytest.raises(InvalidArgumentError, match="so all steps would have one name"):
+        manage(names="checkpoint")
+    assert not run.exists()
+
+    def links() -> dict[str, str]:
+        return {path.name: str(path.readlink()) for path in run.iterdir() if path.is_symlink()}
+
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(2)], names="checkpoint-{step}")
+    for step in range(4):
+        manager.step(step)
+        manager.wait()
+    manager.close()
+    assert links() == {f"checkpoint-{step}": f"step-0000000{step}" for step in (2, 3)}
+    (run / "checkpoint-3").unlink()
+    manager = manage(names="checkpoint-{step}")
+    wait_until(lambda: (run / "checkpoint-3").exists())
+    manager.restore(sources=[sidesave.Source(run / "checkpoint-2")])
+    manager.save(4)
+    manager.close()
+    assert links() == {f"checkpoint-{step}": f"step-0000000{step}" for step in (2, 3, 4)}
+    assert steps(run) == [2, 3, 4], "without policies nothing is deleted"
+
+
+def test_files_are_written_beside_each_checkpoint_from_then_on(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.EverySteps(1)])
+    for step in range(4):
+        if step in (1, 3):
+            manager.write_file("config.json", f'{{"hidden_size": {step}}}')
+        manager.step(step)
+    with pytest.raises(InvalidArgumentError, match="cannot have the name"):
+        manager.write_file("manifest.json", b"")
+    manager.wait()
+    found = {path.parent.name[-1]: path.read_text() for path in run.glob("step-*/config.json")}
+    assert found == {"1": '{"hidden_size": 1}', "2": '{"hidden_size": 1}', "3": '{"hidden_size": 3}'}
+    assert all(sidesave.verify(info).ok for info in manager.checkpoints())
+
+
 def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(manage: Manage, run: Path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -428,6 +476,7 @@ def test_the_best_is_told_by_its_metric(manage: Manage):
         manager.step(step, {"loss": loss})
     manager.wait()
     assert [info.step for info in manager.checkpoints()] == [0, 1, 2, 3]
+    assert manager.latest is not None and manager.latest.path.endswith("step-00000003")
     best, worst = manager.best("loss"), manager.best("loss", "max")
     assert best is not None and worst is not None and (best.step, worst.step) == (1, 0)
     assert manager.best("accuracy") is None

@@ -32,6 +32,7 @@ from sidesave import (
     OnRequest,
     OnSignal,
     OptimalInterval,
+    OverheadBudget,
 )
 from sidesave.client.about import is_ephemeral, metric_of
 from sidesave.client.intervals import Advice, SaveCost, daly, young
@@ -138,6 +139,9 @@ def test_which_signals_end_training():
         (lambda: OnSignal(1000), "1000 is no signal"),
         (lambda: OnSignal(deadline_s=-1), "deadline_s of OnSignal"),
         (lambda: OptimalInterval(0), "mtbf_s"),
+        (lambda: OverheadBudget(0), "fraction of OverheadBudget"),
+        (lambda: OverheadBudget(1.0), "below 1"),
+        (lambda: OverheadBudget(0.1, initial_s=0), "initial_s of OverheadBudget"),
         (lambda: Ephemeral(OnSignal()), "again and again"),
         (lambda: Ephemeral(5), "takes a policy"),  # pyright: ignore[reportArgumentType]
         (lambda: Ephemeral(EverySteps(1), cool_down_steps=-1), "cool_down_steps"),
@@ -324,6 +328,17 @@ def test_advice_follows_the_formulas_and_never_saves_before_the_last_save_is_don
     assert advice.interval_s == advice.daly_s
     assert advice.lost == pytest.approx(2 / (advice.daly_s + 2) + (advice.daly_s / 2 + 5) / 10_000)
     assert Advice.of(stall_s=0.001, commit_s=60, mtbf_s=100).interval_s == 60
+
+
+def test_a_budget_for_saving_is_kept_and_saves_do_not_overtake_each_other():
+    policy = OverheadBudget(0.01, initial_s=30)
+    assert policy.is_local
+    assert policy.due(moment(now_s=1030.0)) and not policy.due(moment(now_s=1029.0))
+    assert policy.due(moment(now_s=1200.0, cost=(2.0, 5.0))) and not policy.due(moment(now_s=1199.0, cost=(2.0, 5.0)))
+    assert policy.due(moment(now_s=1005.0, cost=(0.001, 5.0))) and not policy.due(
+        moment(now_s=1004.0, cost=(0.001, 5.0))
+    )
+    assert not policy.due(moment(now_s=9999.0, occasion="close"))
 
 
 def test_the_optimal_interval_is_what_is_measured():
