@@ -13,15 +13,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Final, Literal, Self, Unpack, cast
+from typing import Any, Final, Literal, Self, Unpack
 
 from sidesave.client import about, arguments, resuming
 from sidesave.client.about import Metrics
-from sidesave.client.agreement import Agreement, Wish
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.export import Report, export
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.client.intervals import Advice, SaveCost
+from sidesave.client.intervals import Advice
 from sidesave.client.links import Links, Naming, check_naming
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.random_state import RandomState
@@ -36,19 +35,16 @@ from sidesave.client.retention import (
 from sidesave.client.save_policies import (
     BeforeTraining,
     Ephemeral,
-    Moment,
     Occasion,
     OnRequest,
-    OnSignal,
     SavePolicy,
     check_save_policies,
-    check_save_policies_for_ranks,
 )
-from sidesave.client.signals import SignalCatcher
+from sidesave.client.schedule import Schedule
 from sidesave.client.sources import Source
 from sidesave.client.stats import SaveStats, SaveSummary
 from sidesave.client.trigger import TriggerWatch
-from sidesave.client.world import GroupWorld, NodeWorld
+from sidesave.client.world import NodeWorld
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
 from sidesave.stager.marks import PerRank
 
@@ -140,22 +136,13 @@ class CheckpointManager:
         self._blocking = blocking
         self._pid = os.getpid()
         self._closed = False
-        self._requested = False
-        self._stop_asked = self._stopping = False
-        self._restored = False
-        self._stepped = -1
         self._metrics: Metrics | None = None
-        self._saved_step: int | None = None
-        self._saved_s = time.monotonic()
-        self._lasting: tuple[int, float] | None = None
         self._seed: int | None = None
         self._last: SaveHandle | None = None
-        self._cost = SaveCost()
         self._stats = SaveStats() if stats is None else stats
-        self._agreement: Agreement | None = None
         self._retention: Retention | None = None
         self._trigger: TriggerWatch | None = None
-        self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
+        self._schedule = Schedule(self._policies)
         try:
             self._checkpointer = Checkpointer(directory, **options)
             if random_state:
@@ -170,30 +157,19 @@ class CheckpointManager:
     def _start(self) -> None:
         """What works beside training, where there is a need for it."""
         world, node = self._checkpointer._world, self._checkpointer._node
-        local = [policy for policy in self._policies if policy.is_local]
         if world.size > 1:
             world.require_alike(
                 save=sorted(map(_name, self._policies)), keep=sorted(map(_name, self._keep)), random=bool(self._random)
             )
-            check_save_policies_for_ranks(self._policies)
-            if local and not isinstance(world, GroupWorld):
-                raise InvalidArgumentError(
-                    f"ranks have to agree when {local[0]!r} is due, and need a process group for it: call "
-                    "torch.distributed.init_process_group first (backend='gloo' does)"
-                )
         if isinstance(node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in self._keep):
             raise InvalidArgumentError(
                 "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "
                 "cannot be combined with node_local=True; take EveryNSteps"
             )
-        alone = world.size == 1
-        self._at_step = tuple(policy for policy in self._policies if alone or not policy.is_local)
-        self._in_rounds = tuple(local)
+        self._schedule.start(world)
         self._is_first_of_node = node.rank == 0
         if self._is_first_of_node:
             self._retention = self._make_retention()
-        if world.size > 1 and local:
-            self._agreement = Agreement(world.ranks, self._wish)
         if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
             self._trigger = TriggerWatch(self._checkpointer.directory, self.request_save, self.request_stop)
 
@@ -240,33 +216,13 @@ class CheckpointManager:
             SystemExit: A signal has asked for the end, and the step is staged (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.save``; or ranks could not agree.
         """
-        if type(step) is not int or step <= self._stepped:
-            self._refuse_step(step)
-        agreement = self._agreement
-        agreed = None if agreement is None else agreement.pass_step(step)
-        self._stepped, self._metrics = step, metrics
-        moment = self._moment("step")
-        lasting = ephemeral = False
-        for policy in self._at_step:
-            if policy.due(moment):
-                if isinstance(policy, Ephemeral):
-                    ephemeral = True
-                else:
-                    lasting = True
-        ending = self._signals.ending
-        if agreed is not None:
-            lasting, ephemeral = lasting or agreed.lasting, ephemeral or agreed.ephemeral
-            self._stopping |= agreed.stop
-            ending = agreed.signal or (ending if self._is_left_alone() else 0)
-        elif moment.requested:
-            lasting, self._stopping = True, self._stop_asked
-        if ending:
-            self._save_and_leave(ending, together=agreed is None or agreed.signal > 0)
-        if not (lasting or ephemeral) or step == self._saved_step:
+        due = self._schedule.pass_step(step)
+        self._metrics = metrics
+        if due.signal:
+            self._save_and_leave(due.signal, together=due.together)
+        if not (due.lasting or due.ephemeral):
             return None
-        if agreed is None:
-            self._requested, self._signals.asking = False, 0
-        return self._save(step, metrics, ephemeral=not lasting)
+        return self._save(step, metrics, ephemeral=not due.lasting)
 
     def save(
         self,
@@ -288,9 +244,7 @@ class CheckpointManager:
             InvalidArgumentError: The step lies before one that was finished or saved.
             SidesaveError: As ``Checkpointer.save``.
         """
-        arguments.check_step(step)
-        if step < max(self._stepped, -1 if self._saved_step is None else self._saved_step):
-            self._refuse_step(step)
+        self._schedule.check(step)
         return self._save(step, metrics, blocking=blocking, metadata=metadata)
 
     def stats(self) -> SaveSummary:
@@ -302,77 +256,16 @@ class CheckpointManager:
 
         Of several ranks one is enough; they need the policy :class:`OnRequest` for it.
         """
-        self._request(stop=False)
+        self._schedule.request(stop=False)
 
     def request_stop(self) -> None:
         """As :meth:`request_save`; and ask the loop to end with that step, by :attr:`stopping`."""
-        self._request(stop=True)
+        self._schedule.request(stop=True)
 
     @property
     def stopping(self) -> bool:
         """Whether the loop is asked to end with the step just finished, which is saved, and the same on all ranks."""
-        return self._stopping
-
-    def _request(self, *, stop: bool) -> None:
-        world = self._checkpointer._world
-        if world.size > 1 and not any(isinstance(policy, OnRequest) for policy in self._policies):
-            raise InvalidArgumentError("ranks agree on requests only with the policy OnRequest(): add it to save=")
-        self._stop_asked |= stop
-        self._requested = True
-        self._wake()
-
-    def _wake(self) -> None:
-        agreement = self._agreement
-        if agreement is not None:
-            agreement.poke()
-
-    def _is_left_alone(self) -> bool:
-        """Whether this rank has to answer a signal by itself, for no other rank takes part in anything."""
-        return self._agreement is not None and self._agreement.is_broken
-
-    def _refuse_step(self, step: object) -> None:
-        arguments.check_step(cast("int", step))
-        done = max(self._stepped, -1 if self._saved_step is None else self._saved_step)
-        hint = (
-            "count on from what restore() returns"
-            if self._restored
-            else "steps have to grow; to go on from an earlier checkpoint, call restore() first"
-        )
-        raise InvalidArgumentError(f"step {step} does not come after step {done}: {hint}")
-
-    def _moment(self, occasion: Occasion, step: int | None = None) -> Moment:
-        lasting_step, lasting_s = self._lasting or (None, None)
-        return Moment(
-            self._stepped if step is None else step,
-            occasion,
-            time.monotonic(),
-            self._saved_s,
-            lasting_step,
-            lasting_s,
-            self._signals.current,
-            self._requested,
-            self._cost.known,
-        )
-
-    def _is_due(self, occasion: Occasion) -> bool:
-        moment = self._moment(occasion)
-        return any(policy.due(moment) for policy in self._at_step)
-
-    def _wish(self, passed: int, pending: Wish) -> Wish:
-        """What this rank wants of the others, in the thread of the agreement."""
-        if pending.signal:
-            return Wish()
-        signal, asking, requested = self._signals.ending, self._signals.asking, self._requested
-        if asking:
-            self._signals.asking = 0
-        if requested:
-            self._requested = False
-        if pending and not (signal or asking or requested):
-            return Wish()  # what is due by time is so until the save that is agreed has been made
-        moment = self._moment("step", passed)
-        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(moment)]
-        lasting = bool(signal or asking or requested) or not all(due)
-        return Wish(lasting, any(due), signal, requested and self._stop_asked)
+        return self._schedule.stopping
 
     def _save(
         self,
@@ -413,22 +306,16 @@ class CheckpointManager:
                 self._retention.add(handle)
         if handle.skipped:
             return handle
-        self._cost.add_stall(time.perf_counter() - began_s)
-        cost = self._cost
+        cost = self._schedule.cost
+        cost.add_stall(time.perf_counter() - began_s)
 
         def committed(done: object) -> None:
             if handle.committed.exception() is None:
                 cost.add_commit(time.perf_counter() - began_s)
 
         handle.committed.add_done_callback(committed)
-        self._last = handle
-        self._saved_s = time.monotonic()
-        if seed:
-            self._seed = step
-        else:
-            self._saved_step, self._seed = step, None
-        if not ephemeral:
-            self._lasting = (step, self._saved_s)
+        self._last, self._seed = handle, step if seed else None
+        self._schedule.note_save(step, ephemeral=ephemeral, seed=seed)
         return handle
 
     def _items(self) -> dict[str, Any]:
@@ -480,35 +367,20 @@ class CheckpointManager:
                 into = dict(self._state)
                 resuming.load_bank(self._checkpointer, into, sources, options)
                 self._state.update(into)
-            first = self._begin_anew()
+            self._schedule.begin_anew()
+            if any(isinstance(policy, BeforeTraining) for policy in self._policies):
+                self._save(_SEED_STEP, None, seed=True)
         else:
             self._state.update({name: into[name] for name in self._state})
             if self._random is not None:
                 self._random.apply()
-            first = self._go_on()
-        self._restored = True
-        if self._agreement is not None:
-            self._agreement.begin(first - 1)
-        ending = max(world.gather("signals", self._signals.ending)) if world.size > 1 else self._signals.ending
+            loaded = resuming.what_was_loaded(self._checkpointer)
+            self._seed = loaded.step if loaded.is_seed else None
+            self._schedule.go_on(loaded)
+        ending = self._schedule.resume()
         if ending:
             self._leave(ending, self._last)
-        return first
-
-    def _begin_anew(self) -> int:
-        self._stepped, self._saved_step, self._saved_s = -1, None, time.monotonic()
-        if any(isinstance(policy, BeforeTraining) for policy in self._policies):
-            self._save(_SEED_STEP, None, seed=True)
-        return 0
-
-    def _go_on(self) -> int:
-        """After a load: the step that follows."""
-        loaded = resuming.what_was_loaded(self._checkpointer)
-        now_s = time.monotonic()
-        self._stepped = loaded.step - loaded.is_seed
-        self._seed = loaded.step if loaded.is_seed else None
-        self._saved_step, self._saved_s = None if loaded.is_seed else loaded.step, now_s
-        self._lasting = None if loaded.is_ephemeral else (loaded.step, now_s)
-        return self._stepped + 1
+        return self._schedule.stepped + 1
 
     # What there is ---------------------------------------------------------------------------------------------
 
@@ -549,8 +421,8 @@ class CheckpointManager:
             raise InvalidArgumentError("with node_local no rank has all parts of a checkpoint, so none can export it")
         report = None
         with world.agreeing("cannot export"):
-            if self._stepped >= 0 and self._stepped != self._saved_step:
-                self._save(self._stepped, self._metrics)
+            if self._has_unsaved_step():
+                self._save(self._schedule.stepped, self._metrics)
             self.wait()
             if world.rank == 0:
                 report = export(self._newest_of_ours(), target, **options)
@@ -559,7 +431,7 @@ class CheckpointManager:
     def _newest_of_ours(self) -> CheckpointInfo:
         """The checkpoint that training stands on: after going back it is not the one that was committed last."""
         found = self.checkpoints()
-        ours = [info for info in found if info.step == self._saved_step] or found
+        ours = [info for info in found if info.step == self._schedule.saved_step] or found
         if not ours:
             raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", self._checkpointer.directory)
         return ours[-1]
@@ -593,7 +465,7 @@ class CheckpointManager:
 
         From what the saves of this run cost, so there has to have been one; else ``InvalidArgumentError``.
         """
-        return self._cost.advise(mtbf_s)
+        return self._schedule.cost.advise(mtbf_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until every save issued so far is committed; raises what ``Checkpointer.wait`` does."""
@@ -603,19 +475,23 @@ class CheckpointManager:
 
     def _save_and_leave(self, number: int, *, together: bool) -> None:
         """Save the step just finished, unless other ranks would not, and end the process as a signal has asked for."""
-        handle = self._last
+        handle, step = self._last, self._schedule.stepped
         if not together:
-            logger.error("step %d is not saved before the end, for another rank has failed or died", self._stepped)
-        elif self._stepped != self._saved_step:
+            logger.error("step %d is not saved before the end, for another rank has failed or died", step)
+        elif self._has_unsaved_step():
             try:
                 handle = self._save_at_last()
             except SidesaveError as error:
-                logger.error("step %d is not saved before the end: %s", self._stepped, error)
+                logger.error("step %d is not saved before the end: %s", step, error)
         self._leave(number, handle)
+
+    def _has_unsaved_step(self) -> bool:
+        """Whether a step was finished, and not saved since."""
+        return self._schedule.stepped >= 0 and self._schedule.stepped != self._schedule.saved_step
 
     def _save_at_last(self, *, ephemeral: bool = False, exception: BaseException | None = None) -> SaveHandle:
         """Save the last finished step with all that can be done for it: there is no other chance."""
-        step, metrics = self._stepped, self._metrics
+        step, metrics = self._schedule.stepped, self._metrics
         try:
             about.as_numbers(step, metrics, self._metric_names)
         except InvalidArgumentError as error:
@@ -632,8 +508,7 @@ class CheckpointManager:
         return self._save(step, metrics, ephemeral=ephemeral, exception=exception)
 
     def _leave(self, number: int, handle: SaveHandle | None) -> None:
-        deadline_s = self._signals.deadline_s(number)
-        if handle is not None and not self._signals.wait(handle, deadline_s):
+        if handle is not None and not self._schedule.await_save(handle, number):
             logger.warning("signal %d: leaving before step %d is committed; its daemon goes on", number, handle.step)
         self._closed = True
         settled = handle is None or handle.done()
@@ -654,38 +529,33 @@ class CheckpointManager:
             return
         self._closed = True
         try:
-            failing = occasion != "close"
-            left = Wish() if self._agreement is None else self._agreement.close(_AGREE_TO_END_S, failing=failing)
-            asked = bool(left) or (self._agreement is None and (self._requested or self._signals.current > 0))
-            due = occasion is not None and (self._is_due(occasion) or (occasion == "close" and asked))
-            if due and self._stepped >= 0 and self._stepped != self._saved_step:
-                ephemeral = left.ephemeral and not left.lasting and not self._is_due("close")
+            schedule = self._schedule
+            left = schedule.finish(_AGREE_TO_END_S, failing=occasion != "close")
+            due = occasion is not None and (schedule.is_due(occasion) or (occasion == "close" and bool(left)))
+            if due and self._has_unsaved_step():
+                ephemeral = left.ephemeral and not left.lasting and not schedule.is_due("close")
                 self._save_at_last(ephemeral=ephemeral, exception=error)
-            if self._signals.ending or (self._last is not None and not self._await_last(self._last)):
-                self._leave(self._signals.ending, self._last)
+            if self._last is not None and not schedule.ending:
+                schedule.await_save(self._last)
+            if schedule.ending:
+                self._leave(schedule.ending, self._last)
         finally:
             self._stop(_EXIT_TIMEOUT_S)
-
-    def _await_last(self, handle: SaveHandle) -> bool:
-        """Wait for a save; False when a signal has asked for the end meanwhile."""
-        self._signals.wait(handle, None)
-        return not self._signals.ending
 
     def _stop(self, timeout_s: float) -> None:
         """End all that works here, and wait for saves and deletions for that long; raises what saves have failed of."""
         ends: list[Callable[[], object]] = []
         if self._trigger is not None:
             ends.append(self._trigger.close)
-        agreement, retention = self._agreement, self._retention
-        if agreement is not None:
-            ends.append(lambda: agreement.close(min(timeout_s, _AGREE_TO_END_S)))
+        retention = self._retention
+        ends.append(lambda: self._schedule.finish(min(timeout_s, _AGREE_TO_END_S), failing=False))
         checkpointer: Checkpointer | None = getattr(self, "_checkpointer", None)
         if checkpointer is not None and not checkpointer._closed:
             if retention is not None:
                 ends.append(lambda: checkpointer.wait(timeout_s))
                 ends.append(lambda: retention.close(min(timeout_s, _AGREE_TO_END_S)))
             ends.append(lambda: checkpointer.close(timeout_s))
-        ends.append(self._signals.close)
+        ends.append(self._schedule.close)
         with contextlib.ExitStack() as stack:
             for end in reversed(ends):
                 stack.callback(end)

@@ -153,7 +153,7 @@ def test_a_file_asks_for_a_save_and_goes_away(manage: Manage, run: Path):
     manager = manage(save=[sidesave.OnRequest()])
     asked = Path(save_policies.request_save(run))
     wait_until(lambda: not asked.exists())
-    wait_until(lambda: manager._requested)
+    wait_until(lambda: manager._schedule.requested)
     assert [manager.step(step) is not None for step in range(2)] == [True, False]
     with pytest.raises(CheckpointNotFoundError, match="no run directory"):
         save_policies.request_save(run / "elsewhere")
@@ -164,7 +164,7 @@ def test_a_loop_that_is_asked_to_stop_is_told_when_its_step_is_saved(manage: Man
     manager.request_save()
     assert manager.step(0) is not None and not manager.stopping
     asked = Path(save_policies.request_save(run, stop=True))
-    wait_until(lambda: manager._requested)
+    wait_until(lambda: manager._schedule.requested)
     assert not asked.exists() and not manager.stopping
     assert manager.step(1) is not None and manager.stopping
     manager.close()
