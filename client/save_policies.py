@@ -46,6 +46,7 @@ class Moment:
         signal: A signal that has come and is not yet answered, or 0.
         requested: Whether a save was asked for.
         cost: How long a save stalls training, and takes to be committed, in seconds, as measured; None at first.
+        is_first: Whether ``step`` is the first one since training began or was resumed.
     """
 
     step: int
@@ -57,6 +58,7 @@ class Moment:
     signal: int
     requested: bool
     cost: tuple[float, float] | None
+    is_first: bool = False
 
 
 class SavePolicy(ABC):
@@ -64,7 +66,7 @@ class SavePolicy(ABC):
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks may find it due at different steps: whatever looks at more than ``step`` and ``occasion``."""
+        """Whether ranks may find it due at different steps: by more than ``step``, ``occasion`` and ``is_first``."""
         return False
 
     @abstractmethod
@@ -142,6 +144,15 @@ class BeforeTraining(SavePolicy):
     def due(self, moment: Moment) -> bool:
         """When a run begins."""
         return moment.occasion == "restore"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep(SavePolicy):
+    """Save the first step after each start, resumed or not: what is wrong with storage or memory shows at once."""
+
+    def due(self, moment: Moment) -> bool:
+        """Once in each process."""
+        return moment.is_first and moment.occasion == "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +326,7 @@ class Ephemeral(SavePolicy):
         """Check."""
         if not isinstance(self.policy, SavePolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgumentError(f"Ephemeral takes a policy such as EverySteps(50), not {self.policy!r}")
-        if isinstance(self.policy, (BeforeTraining, Ephemeral, LastStep, OnException, OnRequest, OnSignal)):
+        if isinstance(self.policy, _ONCE):
             raise InvalidArgumentError(
                 f"Ephemeral takes a policy that comes due again and again, such as EverySteps(50), not {self.policy!r}"
             )
@@ -336,6 +347,10 @@ class Ephemeral(SavePolicy):
         if moment.lasting_s is not None and moment.now_s - moment.lasting_s < self.cool_down_s:
             return False
         return self.policy.due(moment)
+
+
+_ONCE: Final = (BeforeTraining, Ephemeral, FirstStep, LastStep, OnException, OnRequest, OnSignal)
+"""What comes due for a reason, and not again and again."""
 
 
 def check_save_policies(policies: Sequence[object]) -> None:

@@ -63,8 +63,8 @@ class Schedule:
         self.saved_step: int | None = None
         self.cost = SaveCost()
         self.stopping = self.requested = False
-        self._stop_asked = False
-        self._resumed = False
+        self._stop_asked = self._resumed = False
+        self._is_first = True
         self._saved_s = time.monotonic()
         self._lasting: tuple[int, float] | None = None
         self._policies = tuple(policies)
@@ -109,6 +109,7 @@ class Schedule:
         agreed = None if agreement is None else agreement.pass_step(step)
         self.stepped = step
         moment = self._moment("step")
+        self._is_first = False
         lasting = ephemeral = False
         for policy in self._at_step:
             if policy.due(moment):
@@ -177,6 +178,7 @@ class Schedule:
             self._signals.current,
             self.requested,
             self.cost.known,
+            self._is_first,
         )
 
     # Requests, signals and the other ranks ---------------------------------------------------------------------
@@ -243,7 +245,7 @@ class Schedule:
     def resume(self) -> int:
         """Begin to count, on all ranks; the signal that has come to any of them meanwhile and means the end, or 0."""
         assert self._world is not None
-        self._resumed = True
+        self._resumed = self._is_first = True
         if self._agreement is not None:
             self._agreement.begin(self.stepped)
         ending = self._signals.ending

@@ -138,6 +138,19 @@ def test_the_last_step_is_saved_even_if_its_metrics_are_wrong_and_the_save_befor
     assert "needs the metric loss" in caplog.text
 
 
+def test_the_first_step_of_each_start_is_saved_and_of_each_restore(manage: Manage, run: Path):
+    manager = manage(save=[sidesave.FirstStep()])
+    assert [manager.step(step) is not None for step in range(3)] == [True, False, False]
+    manager = manage(save=[sidesave.FirstStep()])
+    assert manager.restore() == 1
+    assert [manager.step(step) is not None for step in (1, 2)] == [True, False]
+    manager.wait()
+    assert manager.restore(0) == 1
+    assert [manager.step(step) is not None for step in (1, 2)] == [True, False]
+    manager.close()
+    assert steps(run) == [0, 1]
+
+
 def test_a_request_is_answered_at_the_next_step_once(manage: Manage, run: Path):
     manager = manage()
     thread = threading.Thread(target=manager.request_save)

@@ -24,6 +24,7 @@ from sidesave import (
     EveryNSteps,
     EverySeconds,
     EverySteps,
+    FirstStep,
     KeepPolicy,
     LastStep,
     Latest,
@@ -100,7 +101,8 @@ def test_an_ephemeral_save_waits_until_the_last_lasting_one_is_old_enough():
 
 
 def test_which_policies_ranks_have_to_agree_on():
-    alike = [EverySteps(1), AtSteps([1]), BeforeTraining(), LastStep(), Ephemeral(EverySteps(2), cool_down_steps=1)]
+    steps = [EverySteps(1), AtSteps([1]), Ephemeral(EverySteps(2), cool_down_steps=1)]
+    alike = [*steps, BeforeTraining(), FirstStep(), LastStep()]
     apart = [EverySeconds(1), OnSignal(), OnRequest(), OptimalInterval(9), Ephemeral(EverySteps(2), cool_down_s=1)]
     assert not any(policy.is_local for policy in alike)
     assert all(policy.is_local for policy in apart)
@@ -143,6 +145,7 @@ def test_which_signals_end_training():
         (lambda: OverheadBudget(1.0), "below 1"),
         (lambda: OverheadBudget(0.1, initial_s=0), "initial_s of OverheadBudget"),
         (lambda: Ephemeral(OnSignal()), "again and again"),
+        (lambda: Ephemeral(FirstStep()), "again and again"),
         (lambda: Ephemeral(5), "takes a policy"),  # pyright: ignore[reportArgumentType]
         (lambda: Ephemeral(EverySteps(1), cool_down_steps=-1), "cool_down_steps"),
     ],
