@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from managers import Manage, managers_of
 from trainers import Orders, Traces
 
 settings.register_profile("sidesave", deadline=None)  # a slow machine is no failure
@@ -65,3 +66,10 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
     orders = Orders(tmp_path / "orders", monkeypatch.setenv)
     yield orders
     orders.close()
+
+
+@pytest.fixture
+def manage(run: Path) -> Iterator[Manage]:
+    """Makes managers of the run directory of a test, one after the other."""
+    with managers_of(run) as manage:
+        yield manage

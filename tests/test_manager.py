@@ -9,15 +9,12 @@ import random
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
-from torch import nn
+from managers import Manage, steps, wait_until
 from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
@@ -33,40 +30,10 @@ from sidesave.errors import (
     StateMismatchError,
 )
 
-Manage = Callable[..., sidesave.CheckpointManager]
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
-
-
-@pytest.fixture
-def manage(run: Path) -> Iterator[Manage]:
-    """Makes managers of one run, one after the other, and closes the last one."""
-    made: list[sidesave.CheckpointManager] = []
-
-    def manage(state: dict[str, Any] | None = None, **options: Any) -> sidesave.CheckpointManager:
-        for manager in made:
-            manager.close()
-        made[:] = [sidesave.CheckpointManager(run, {"x": 0} if state is None else state, **options)]
-        return made[0]
-
-    yield manage
-    for manager in made:
-        manager.close()
-
-
-def steps(run: Path) -> list[int]:
-    """The steps that there are, in the order of their commits."""
-    return [info.step for info in catalog.scan(str(run))]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # When ------------------------------------------------------------------------------------------------------------
@@ -411,93 +378,6 @@ def test_a_restore_is_told_in_the_log(manage: Manage, caplog: pytest.LogCaptureF
     assert step == 3 and isinstance(nbytes, int) and nbytes >= 4000
 
 
-def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Manage, run: Path):
-    with pytest.raises(InvalidArgumentError, match="so all steps would have one name"):
-        manage(names="checkpoint")
-    assert not run.exists()
-
-    def links() -> dict[str, str]:
-        return {path.name: str(path.readlink()) for path in run.iterdir() if path.is_symlink()}
-
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(2)], names="checkpoint-{step}")
-    for step in range(4):
-        manager.step(step)
-        manager.wait()
-    manager.close()
-    assert links() == {f"checkpoint-{step}": f"step-0000000{step}" for step in (2, 3)}
-    (run / "checkpoint-3").unlink()
-    manager = manage(names="checkpoint-{step}")
-    wait_until(lambda: (run / "checkpoint-3").exists())
-    manager.restore(sources=[sidesave.Source(run / "checkpoint-2")])
-    manager.save(4)
-    manager.close()
-    assert links() == {f"checkpoint-{step}": f"step-0000000{step}" for step in (2, 3, 4)}
-    assert steps(run) == [2, 3, 4], "without policies nothing is deleted"
-
-
-def test_files_are_written_beside_each_checkpoint_from_then_on(manage: Manage, run: Path):
-    manager = manage(save=[sidesave.EverySteps(1)])
-    for step in range(4):
-        if step in (1, 3):
-            manager.write_file("config.json", f'{{"hidden_size": {step}}}')
-        manager.step(step)
-    with pytest.raises(InvalidArgumentError, match="cannot have the name"):
-        manager.write_file("manifest.json", b"")
-    manager.wait()
-    found = {path.parent.name[-1]: path.read_text() for path in run.glob("step-*/config.json")}
-    assert found == {"1": '{"hidden_size": 1}', "2": '{"hidden_size": 1}', "3": '{"hidden_size": 3}'}
-    assert all(sidesave.verify(info).ok for info in manager.checkpoints())
-
-
-def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(manage: Manage, run: Path):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    manager = manage({"model": model, "optimizer": optimizer}, save=[sidesave.EverySteps(2)], random_state=True)
-    for step in range(4):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        manager.step(step)
-    report = manager.export(run.parent / "weights", item="model", dtype=torch.bfloat16)
-    assert report is not None and report.files == ("model.safetensors",)
-    assert steps(run) == [0, 2, 3], "the last step had not been saved"
-    exported = safetensors.torch.load_file(run.parent / "weights" / "model.safetensors")
-    assert exported.keys() == {"weight", "bias"}
-    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
-    manager.export(run.parent / "again", item="model")
-    assert steps(run) == [0, 2, 3], "it had been"
-
-
-def test_what_is_exported_after_going_back_is_what_training_stands_on(manage: Manage, run: Path):
-    state = {"x": torch.zeros(1)}
-    manager = manage({"state": state}, save=[sidesave.EverySteps(1)])
-    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
-        manager.export(run.parent / "none")
-    for step in range(3):
-        state["x"].fill_(step)
-        manager.step(step)
-    manager.wait()
-    manager.restore(1)
-    manager.export(run.parent / "weights")
-    [file] = (run.parent / "weights").glob("*.safetensors")
-    assert [tensor.item() for tensor in safetensors.torch.load_file(file).values()] == [1.0]
-
-
-def test_the_best_is_told_by_its_metric(manage: Manage):
-    manager = manage(save=[sidesave.EverySteps(1)])
-    assert (manager.checkpoints(), manager.best("loss")) == ([], None)
-    for step, loss in enumerate([3.0, 1.0, math.nan, 2.0]):
-        manager.step(step, {"loss": loss})
-    manager.wait()
-    assert [info.step for info in manager.checkpoints()] == [0, 1, 2, 3]
-    assert manager.latest is not None and manager.latest.path.endswith("step-00000003")
-    best, worst = manager.best("loss"), manager.best("loss", "max")
-    assert best is not None and worst is not None and (best.step, worst.step) == (1, 0)
-    assert manager.best("accuracy") is None
-    with pytest.raises(InvalidArgumentError, match="'min' or 'max'"):
-        manager.best("loss", "low")  # pyright: ignore[reportArgumentType]
-    assert manager.restore(best.step) == 2
-
-
 def test_a_rank_that_is_new_does_not_draw_the_numbers_of_rank_0(caplog: pytest.LogCaptureFixture):
     saved = RandomState(0).state_dict()
     before = random.getstate()
@@ -718,162 +598,3 @@ def test_advice_needs_a_measure_and_gives_an_interval(manage: Manage):
     assert advice.stall_s > 0 and advice.commit_s > 0
     assert advice.interval_s == max(advice.daly_s, advice.commit_s)
     assert 0 < advice.lost < 1
-
-
-# What it works with ----------------------------------------------------------------------------------------------
-
-Loop = tuple[dict[str, Any], Callable[[], object]]
-"""A state and what trains it by one step."""
-
-
-def _net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1))
-
-
-def plain_loop() -> Loop:
-    model = _net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-
-    return {"model": model, "optimizer": optimizer, "schedule": schedule}, step
-
-
-def gradient_accumulation() -> Loop:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for _ in range(3):
-            (model(torch.randn(4, 8)).square().mean() / 3).backward()
-        optimizer.step()
-
-    return {"model": model, "optimizer": optimizer}, step
-
-
-def amp_scaler() -> Loop:
-    model = _net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(torch.randn(4, 8)).square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    return {"model": model, "optimizer": optimizer, "scaler": scaler}, step
-
-
-def ema_copy() -> Loop:
-    model = _net()
-    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        ema.update_parameters(model)
-
-    return {"model": model, "ema": ema, "optimizer": optimizer}, step
-
-
-def several_models_and_optimizers() -> Loop:
-    generator, critic = nn.Linear(3, 8), _net()
-    ours, theirs = torch.optim.Adam(generator.parameters()), torch.optim.SGD(critic.parameters(), lr=0.01)
-    replay: list[float] = []
-    progress: dict[str, Any] = {"replay": replay, "rounds": 0}
-
-    def step() -> None:
-        theirs.zero_grad()
-        (critic(generator(torch.randn(4, 3)).detach()).mean() - critic(torch.randn(4, 8)).mean()).backward()
-        theirs.step()
-        ours.zero_grad()
-        loss = -critic(generator(torch.randn(4, 3))).mean()
-        loss.backward()
-        ours.step()
-        progress["replay"] = [*progress["replay"][-3:], loss.item()]
-        progress["rounds"] += 1
-
-    models = {"generator": generator, "critic": critic}
-    return {"models": models, "optimizers": [ours, theirs], "progress": progress}, step
-
-
-def compiled() -> Loop:
-    model: Any = torch.compile(_net(), backend="aot_eager")  # which needs no compiler
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-
-    return {"model": model, "optimizer": optimizer}, step
-
-
-def activation_checkpointing() -> Loop:
-    from torch.utils.checkpoint import checkpoint
-
-    model = _net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        hidden: Any = checkpoint(model[:3], torch.randn(4, 8), use_reentrant=False)
-        model[3](hidden).square().mean().backward()
-        optimizer.step()
-
-    return {"model": model, "optimizer": optimizer}, step
-
-
-def leaves(value: Any) -> list[Any]:
-    """Everything in a state that a step may change, in a form that compares bit for bit."""
-    if isinstance(value, torch.Tensor):
-        return [value.dtype, value.tolist()]
-    if hasattr(value, "state_dict"):
-        return leaves(value.state_dict())
-    if isinstance(value, dict):
-        return [[key, leaves(item)] for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [leaves(item) for item in value]
-    return [value]
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        plain_loop,
-        gradient_accumulation,
-        amp_scaler,
-        ema_copy,
-        several_models_and_optimizers,
-        compiled,
-        activation_checkpointing,
-    ],
-)
-def test_training_of_many_kinds_resumes_bit_for_bit(manage: Manage, loop: Callable[[], Loop]):
-    torch.manual_seed(1)
-    state, train = loop()
-    manager = manage(state, save=[sidesave.EverySteps(3, offset=2)], random_state=True)
-    for step in range(6):
-        train()
-        if step < 3:
-            manager.step(step)
-    expected = leaves(state)
-    torch.manual_seed(2)
-    state, train = loop()
-    manager = manage(state, random_state=True)
-    first = manager.restore()
-    assert first == 3
-    for _ in range(first, 6):
-        train()
-    assert leaves(state) == expected

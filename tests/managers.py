@@ -1,0 +1,44 @@
+"""A ``CheckpointManager`` at a time for tests, and what is said of the run that it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainers import DEADLINE_S
+
+import sidesave
+from sidesave.client import catalog
+
+Manage = Callable[..., sidesave.CheckpointManager]
+
+
+@contextlib.contextmanager
+def managers_of(run: Path) -> Iterator[Manage]:
+    """Makes managers of one run, one after the other, and closes the last one."""
+    made: list[sidesave.CheckpointManager] = []
+
+    def manage(state: dict[str, Any] | None = None, **options: Any) -> sidesave.CheckpointManager:
+        for manager in made:
+            manager.close()
+        made[:] = [sidesave.CheckpointManager(run, {"x": 0} if state is None else state, **options)]
+        return made[0]
+
+    yield manage
+    for manager in made:
+        manager.close()
+
+
+def steps(run: Path) -> list[int]:
+    """The steps that there are, in the order of their commits."""
+    return [info.step for info in catalog.scan(str(run))]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
