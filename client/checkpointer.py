@@ -330,6 +330,11 @@ class Checkpointer:
                 raise
         return handle
 
+    def _give_up(self, step: int, error: BaseException) -> None:
+        """Take the place of a save that came to nothing before it was called, and tell the other ranks."""
+        with self._call:
+            self._submission.refuse(step, self._lineage.next_sequence(), error)
+
     def _submit(
         self,
         step: int,
@@ -556,10 +561,21 @@ class Checkpointer:
         is the future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint,
         which can be deleted only once a newer one is committed; ``WriteError``.
         """
+        return self._delete(step)
+
+    def _delete(self, step: int, *, spare_read: bool = False) -> Future[None]:
+        """With ``spare_read`` that is refused, with EBUSY, while somebody reads it."""
         self._check_open()
         arguments.check_step(step)
         lineage = self._lineage
-        request = Delete(attempt=1, save_id=next(self._ids), step=step, sequence=lineage.sequence, retry=False)
+        request = Delete(
+            attempt=1,
+            save_id=next(self._ids),
+            step=step,
+            sequence=lineage.sequence,
+            retry=False,
+            spare_read=spare_read,
+        )
         future = self._saves.add_deletion(request.save_id)
         future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
         self._copier.when_copied(lambda: self._connection.submit(request))

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeGuard, cast
 import torch
 from torch import nn
 
-from sidesave.client.fitting import is_live, unwrap
+from sidesave.client.fitting import is_live, names_of, unwrap
 from sidesave.client.renaming import DICTS, SEQUENCES
 from sidesave.stager.tree import Stateful
 
@@ -59,6 +59,41 @@ def whole_targets(into: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, target in (into or {}).items():
         visit(target, name)
     return found
+
+
+def given(names: Iterable[str], wholes: Mapping[str, Any]) -> set[str]:
+    """Of the objects that take their state whole, those to which some of ``names`` belong."""
+    return {whole for name in names if (whole := _above(name, wholes)) is not None} if wholes else set()
+
+
+def broken_lists(into: Mapping[str, Any] | None, there: Iterable[str], chosen: Iterable[str]) -> list[str]:
+    """The sequences of live objects of which some items are chosen and not all that are ``there``.
+
+    What is left of a sequence closes up, and would be given to the wrong objects.
+    """
+    lists: dict[str, Any] = {}
+
+    def visit(target: Any, name: str) -> None:
+        target = unwrap(target)
+        if type(target) is dict:
+            for key, item in cast("dict[Any, Any]", target).items():
+                visit(item, f"{name}.{key}")
+        elif type(target) in (list, tuple) and is_live(target):
+            lists[name] = target
+
+    for name, target in (into or {}).items():
+        visit(target, name)
+
+    def items(names: Iterable[str]) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for name in names if lists else ():
+            above = _above(name, lists)
+            if above is not None and name != above:
+                found.setdefault(above, set()).add(name[len(above) + 1 :].partition(".")[0])
+        return found
+
+    all_there = items(there)
+    return [name for name, some in items(chosen).items() if some != all_there.get(name)]
 
 
 def left_out(fqns: Iterable[str], chosen: Mapping[str, str], wholes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -123,7 +158,7 @@ class _Keeping:
             return type(saved)(self.any(item, saved[at], f"{fqn}.{at}") for at, item in enumerate(target))
         elif isinstance(target, torch.optim.Optimizer):
             self._optimizer(target.state_dict(), saved, fqn)
-        elif _is_stateful(target) and _is_in(saved):
+        elif _is_stateful(target) and (_is_in(saved) or any(map(self._is_left_out, names_of(target, fqn)))):
             return self._merged(saved, target.state_dict(), fqn)
         return saved
 

@@ -67,8 +67,9 @@ def load(
             the rest. Keys that only some ranks have saved, each a stage of a pipeline, may be missing in the target.
             With ``include`` or ``exclude`` the target may have more keys than what is chosen by them; behind a function
             as ``rename``, which cannot be turned round, it may not. Raise too, else log it, when there is nothing in
-            the checkpoint that a pattern speaks of; ``exclude`` may speak of what only the target has. An old name in a
-            dict ``rename`` that is not there is logged with ``into``, which tells whether that matters, else raised.
+            the checkpoint that a pattern speaks of; ``exclude`` may speak of what only the target of this rank has. An
+            old name in a dict ``rename`` that is not there is logged with ``into``, which tells whether that matters,
+            else raised.
         dtype: Cast floating-point tensors to this, except the step counts of optimizers.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.

@@ -136,9 +136,9 @@ class CheckpointManager:
         self._blocking = blocking
         self._pid = os.getpid()
         self._closed = False
-        self._metrics: Metrics | None = None
         self._seed: int | None = None
         self._last: SaveHandle | None = None
+        self._newest: SaveHandle | None = None
         self._stats = SaveStats() if stats is None else stats
         self._retention: Retention | None = None
         self._trigger: TriggerWatch | None = None
@@ -216,12 +216,13 @@ class CheckpointManager:
             SystemExit: A signal has asked for the end, and the step is staged (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.save``; or ranks could not agree.
         """
-        due = self._schedule.pass_step(step)
-        self._metrics = metrics
+        due = self._schedule.pass_step(step, metrics)
         if due.signal:
             self._save_and_leave(due.signal, together=due.together)
         if not (due.lasting or due.ephemeral):
             return None
+        if due.stop:  # there may be no other save
+            return self._save_at_last(ephemeral=not due.lasting)
         return self._save(step, metrics, ephemeral=not due.lasting)
 
     def save(
@@ -279,13 +280,17 @@ class CheckpointManager:
         exception: BaseException | None = None,
     ) -> SaveHandle:
         """The one way from here to a checkpoint."""
-        told = about.tell(
-            about.as_numbers(step, metrics, self._metric_names),
-            {**self._user, **(metadata or {})},
-            ephemeral=ephemeral,
-            seed=seed,
-            exception=exception,
-        )
+        try:
+            told = about.tell(
+                about.as_numbers(step, metrics, self._metric_names),
+                {**self._user, **(metadata or {})},
+                ephemeral=ephemeral,
+                seed=seed,
+                exception=exception,
+            )
+        except BaseException as error:
+            self._checkpointer._give_up(step, error)
+            raise
         began_s = time.perf_counter()
         with contextlib.nullcontext() if self._retention is None else self._retention.saving():
             called = time.monotonic()
@@ -314,7 +319,8 @@ class CheckpointManager:
                 cost.add_commit(time.perf_counter() - began_s)
 
         handle.committed.add_done_callback(committed)
-        self._last, self._seed = handle, step if seed else None
+        self._last = self._newest = handle
+        self._seed = step if seed else None
         self._schedule.note_save(step, ephemeral=ephemeral, seed=seed)
         return handle
 
@@ -375,7 +381,7 @@ class CheckpointManager:
             if self._random is not None:
                 self._random.apply()
             loaded = resuming.what_was_loaded(self._checkpointer)
-            self._seed = loaded.step if loaded.is_seed else None
+            self._seed, self._newest = loaded.step if loaded.is_seed else None, None
             self._schedule.go_on(loaded)
         ending = self._schedule.resume()
         if ending:
@@ -400,8 +406,11 @@ class CheckpointManager:
         return self._checkpointer._whole()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
-        """The checkpoint with the best value of a metric, by the rules of :class:`Best`; None when none has it."""
-        found = self.checkpoints()
+        """The checkpoint with the best value of a metric, by the rules of :class:`Best`; None when none has it.
+
+        An ephemeral one is never meant.
+        """
+        found = [info for info in self.checkpoints() if not about.is_ephemeral(info)]
         steps = Best(1, metric, mode).wanted(found)
         return next((info for info in reversed(found) if info.step in steps), None)
 
@@ -422,19 +431,22 @@ class CheckpointManager:
         report = None
         with world.agreeing("cannot export"):
             if self._has_unsaved_step():
-                self._save(self._schedule.stepped, self._metrics)
+                self._save_at_last()
             self.wait()
             if world.rank == 0:
-                report = export(self._newest_of_ours(), target, **options)
+                report = export(self._current(), target, **options)
         return report
 
-    def _newest_of_ours(self) -> CheckpointInfo:
+    def _current(self) -> CheckpointInfo:
         """The checkpoint that training stands on: after going back it is not the one that was committed last."""
-        found = self.checkpoints()
-        ours = [info for info in found if info.step == self._schedule.saved_step] or found
-        if not ours:
+        if self._newest is not None:
+            return self._newest.committed.result()
+        if self._checkpointer._lineage.parent is not None:
+            return resuming.loaded_checkpoint(self._checkpointer)
+        found = self.latest
+        if found is None:
             raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", self._checkpointer.directory)
-        return ours[-1]
+        return found
 
     def prepare(self) -> Future[None]:
         """Allocate staging memory for the state in the background; optional, see ``Checkpointer.prepare``."""
@@ -491,7 +503,7 @@ class CheckpointManager:
 
     def _save_at_last(self, *, ephemeral: bool = False, exception: BaseException | None = None) -> SaveHandle:
         """Save the last finished step with all that can be done for it: there is no other chance."""
-        step, metrics = self._schedule.stepped, self._metrics
+        step, metrics = self._schedule.stepped, self._schedule.metrics
         try:
             about.as_numbers(step, metrics, self._metric_names)
         except InvalidArgumentError as error:

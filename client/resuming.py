@@ -82,16 +82,24 @@ def what_was_loaded(checkpointer: Checkpointer) -> Resumed:
     seen: list[bool] | None = None
     with world.agreeing("cannot read what it has loaded"):
         if world.rank == 0:
-            info = _find(checkpointer, *parent)
+            info = loaded_checkpoint(checkpointer)
             seen = [about.is_seed(info), about.is_ephemeral(info)]
     is_seed, is_ephemeral = world.gather("what was loaded", seen)[0] if world.size > 1 else (seen or [])
     return Resumed(parent[0], is_seed, is_ephemeral)
 
 
-def _find(checkpointer: Checkpointer, step: int, session: str) -> CheckpointInfo:
+def loaded_checkpoint(checkpointer: Checkpointer) -> CheckpointInfo:
+    """The checkpoint that ``checkpointer`` has loaded last, as it stands there now.
+
+    Raises:
+        CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
+    """
+    parent = checkpointer._lineage.parent
+    assert parent is not None
+    step, session = parent
     for directory in checkpointer._directories():
         with contextlib.suppress(CheckpointNotFoundError):
             info = catalog.read_settled(os.path.join(directory, step_directory(step)), catalog.read_info)
             if info.session == session:
                 return info
-    raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed while it was loaded", checkpointer.directory)
+    raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", checkpointer.directory)

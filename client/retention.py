@@ -34,8 +34,6 @@ from sidesave.errors import (
     WriteError,
     write_error,
 )
-from sidesave.writer_daemon.manifest import MANIFEST
-from sidesave.writer_daemon.storage import PosixStorage
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
@@ -324,12 +322,13 @@ class Retention:
 
     def _link(self, checkpoints: Sequence[CheckpointInfo]) -> None:
         if self._links is not None:
-            self._links.update([info for info in checkpoints if info.step not in self._deletions])
+            self._links.update(checkpoints)
 
     def _run(self) -> None:
         with self._turn:
             before = dict(self._handles)
             settled = {step for step, handle in before.items() if handle.done()}
+            going = set(self._deletions)
         checkpoints = self._checkpointer._scan()
         pinned = self._pins.read()
         with self._turn:
@@ -339,31 +338,27 @@ class Retention:
                 if handle is not None and (handle is not before.get(step) or step not in settled):
                     continue
                 if step not in self._deletions:
-                    self._delete(step, [info.path for info in checkpoints if info.step == step])
+                    self._delete(step)
+                going.add(step)
             listed = {info.step for info in checkpoints}
             for step in settled - listed:
                 if self._handles.get(step) is before[step]:
                     del self._handles[step]
-        self._link(checkpoints)
+        self._link([info for info in checkpoints if info.step not in going])
 
     def _surplus(self, checkpoints: Sequence[CheckpointInfo], pinned: AbstractSet[int]) -> list[int]:
         return [] if self._policies is None else to_delete(checkpoints, self._policies, pinned, self._loading)
 
-    def _delete(self, step: int, paths: Sequence[str]) -> None:
-        with contextlib.ExitStack() as locks:
-            # From here until it is gone nobody can begin to hold it.
-            if not all(_lock(path, locks) for path in paths):
-                logger.info("step %d is not deleted now, somebody reads it", step)
-                return
-            deletion = self._checkpointer.delete(step)
-            unlock = locks.pop_all().close
+    def _delete(self, step: int) -> None:
+        deletion = self._checkpointer._delete(step, spare_read=True)
         ended = self._deletions[step] = Future[None]()
 
         def gone(done: Future[None]) -> None:
-            unlock()
             error = done.exception()
             if error is None:
                 logger.info("deleted step %d, which no policy keeps", step)
+            elif isinstance(error, WriteError) and error.errno == errno.EBUSY:
+                logger.info("step %d is not deleted now, somebody reads it", step)
             elif not isinstance(error, CheckpointError):  # else it is gone
                 logger.error("step %d is to be deleted, and cannot: %s", step, error)
             self._deletions.pop(step, None)
@@ -376,15 +371,3 @@ class Retention:
         self._commits.put(False)
         self._thread.join(timeout_s)
         concurrent.futures.wait(list(self._deletions.values()), timeout_s)
-
-
-def _lock(path: str, locks: contextlib.ExitStack) -> bool:
-    """Lock a checkpoint against readers, where locks tell of them; False where it has some."""
-    try:
-        with contextlib.closing(PosixStorage(os.path.dirname(path))) as storage:
-            unlock = storage.lock(f"{os.path.basename(path)}/{MANIFEST}")
-    except WriteError as error:
-        return error.errno != errno.EAGAIN  # for any other the daemon will find what is wrong
-    if unlock is not None:
-        locks.callback(unlock)
-    return True

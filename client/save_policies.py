@@ -151,7 +151,7 @@ class FirstStep(SavePolicy):
     """Save the first step after each start, resumed or not: what is wrong with storage or memory shows at once."""
 
     def due(self, moment: Moment) -> bool:
-        """Once in each process."""
+        """Once after each start, and each ``restore()``."""
         return moment.is_first and moment.occasion == "step"
 
 

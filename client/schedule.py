@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from sidesave.client import arguments
+from sidesave.client.about import Metrics
 from sidesave.client.agreement import Agreement, Wish
 from sidesave.client.handle import SaveHandle
 from sidesave.client.intervals import SaveCost
@@ -33,12 +34,14 @@ class Due:
     Attributes:
         lasting: Save it for good.
         ephemeral: Save it, if not for good then until the next save.
+        stop: The loop is asked to end with this step.
         signal: Leave after that, as this signal has asked for; 0 is to stay.
         together: Whether all ranks leave, and so may save before.
     """
 
     lasting: bool = False
     ephemeral: bool = False
+    stop: bool = False
     signal: int = 0
     together: bool = True
 
@@ -51,6 +54,7 @@ class Schedule:
 
     Attributes:
         stepped: The step that was finished last, -1 before the first.
+        metrics: Those of that step.
         saved_step: The step that was saved or restored last, if any.
         cost: What saves cost.
         stopping: Whether the loop was asked to end with the step finished last.
@@ -60,6 +64,7 @@ class Schedule:
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
         """Begin to catch the signals of ``policies``; ``InvalidArgumentError`` outside the main thread."""
         self.stepped = -1
+        self.metrics: Metrics | None = None
         self.saved_step: int | None = None
         self.cost = SaveCost()
         self.stopping = self.requested = False
@@ -96,7 +101,7 @@ class Schedule:
 
     # Step by step ----------------------------------------------------------------------------------------------
 
-    def pass_step(self, step: int) -> Due:
+    def pass_step(self, step: int, metrics: Metrics | None) -> Due:
         """Take down that a step was finished; what is due then, unless it was saved already.
 
         Raises:
@@ -107,10 +112,11 @@ class Schedule:
             self.refuse(step)
         agreement = self._agreement
         agreed = None if agreement is None else agreement.pass_step(step)
-        self.stepped = step
+        self.stepped, self.metrics = step, metrics
         moment = self._moment("step")
         self._is_first = False
-        lasting = ephemeral = False
+        lasting = moment.requested and agreed is None
+        ephemeral = False
         for policy in self._at_step:
             if policy.due(moment):
                 if isinstance(policy, Ephemeral):
@@ -123,15 +129,15 @@ class Schedule:
             self.stopping |= agreed.stop
             together = agreed.signal > 0
             ending = agreed.signal or (ending if self._is_left_alone() else 0)
-        elif moment.requested:
-            lasting, self.stopping = True, self._stop_asked
         if ending:
-            return Due(lasting, ephemeral, ending, together)
+            return Due(lasting, ephemeral, signal=ending, together=together)
         if not (lasting or ephemeral) or step == self.saved_step:
             return _NOTHING
         if agreed is None:
             self.requested, self._signals.asking = False, 0
-        return Due(lasting, ephemeral)
+            stop, self._stop_asked = self._stop_asked, False  # also one that has come since: this save answers it
+            self.stopping |= stop
+        return Due(lasting, ephemeral, self.stopping)
 
     def check(self, step: int) -> None:
         """Raise ``InvalidArgumentError`` for a step before the last one."""
@@ -215,7 +221,9 @@ class Schedule:
         moment = self._moment("step", passed)
         due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(moment)]
         lasting = bool(signal or asking or requested) or not all(due)
-        return Wish(lasting, any(due), signal, requested and self._stop_asked)
+        stop = requested and self._stop_asked
+        self._stop_asked = self._stop_asked and not stop
+        return Wish(lasting, any(due), signal, stop)
 
     @property
     def ending(self) -> int:
@@ -246,6 +254,7 @@ class Schedule:
         """Begin to count, on all ranks; the signal that has come to any of them meanwhile and means the end, or 0."""
         assert self._world is not None
         self._resumed = self._is_first = True
+        self.stopping = False
         if self._agreement is not None:
             self._agreement.begin(self.stepped)
         ending = self._signals.ending

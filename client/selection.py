@@ -88,7 +88,8 @@ class Selection:
         partial: The names in it of what not all ranks have saved.
         renaming: Of the names in the checkpoint.
         where: The checkpoint.
-        incomplete: The objects of the target that take their state whole, and have something left out of it.
+        given: The objects of the target that take their state whole, and have some here.
+        incomplete: Those of them that have something left out of it.
     """
 
     def __init__(self, reader: Reader, choice: Choice, into: Mapping[str, Any] | None, *, allow_pickle: bool) -> None:
@@ -105,7 +106,15 @@ class Selection:
         self._fqns = _names_in(reader.skeleton, Pickled if allow_pickle else None)
         self._refuse_idle(choice, into)
         names = self._names(choice, into)
-        wholes = keeping.whole_targets(into) if choice.words or self.renaming else {}
+        objects = keeping.whole_targets(into)
+        self.given = keeping.given(names.values(), objects)
+        wholes = objects if choice.words or self.renaming else {}
+        if choice.words:
+            everything = (self.renaming(fqn) or fqn for fqn in self._fqns)
+            broken = keeping.broken_lists(into, everything, names.values())
+            if broken:
+                hint = "of a list of live objects no single item can be left out; put them into a dict, by names"
+                self._refuse([f"{name}: {hint}" for name in broken])
         staying = dict(keeping.left_out(self._fqns, names, wholes))
         self.incomplete = {name for name in wholes if any(each.startswith(f"{name}.") for each in staying.values())}
         names |= staying
@@ -166,8 +175,8 @@ class Selection:
             known = {origin for name in new for origin in self.renaming.origins(name) or (name,)}
             unknown = patterns.idle(idle, known)
             idle = [word for word in idle if word.kind != "exclude" or word in unknown]
-        others = self._names_of_others()
-        while idle and (names := next(others, None)) is not None:
+        elsewhere = self._names_of_others()
+        while idle and (names := next(elsewhere, None)) is not None:
             idle = patterns.idle(idle, names)
         if not idle:
             return

@@ -177,6 +177,7 @@ class _Bank:
         self._partial: set[str] = set()
         self._strangers: list[Strangers] = []
         self._selections: list[Selection] = []
+        self._given: set[str] = set()
         for source, reader in zip(sources, readers, strict=True):
             selection = Selection(reader, source.choice(), into, allow_pickle=allow_pickle)
             self._selections.append(selection)
@@ -188,15 +189,13 @@ class _Bank:
 
     def _refuse_second_part(self, selection: Selection) -> None:
         """An object that takes its state whole would lose what an earlier source has given for it."""
-        for name in selection.incomplete:
-            found: Any = self._nest
-            for key in name.split("."):
-                found = cast("dict[Any, Any]", found).get(key) if type(found) in DICTS else None
-            if found is not None:
-                raise StateMismatchError(
-                    f"{selection.where} has a part of {name}, which takes its state whole and has one of an earlier "
-                    "source; nothing was loaded. Take it from one of them: exclude it from the other"
-                )
+        both = sorted(selection.incomplete & self._given)
+        if both:
+            raise StateMismatchError(
+                f"{selection.where} has a part of {both[0]}, which takes its state whole and has one of an earlier "
+                "source; nothing was loaded. Take it from one of them: exclude it from the other"
+            )
+        self._given |= selection.given
 
     def _check(self, source: Source, selection: Selection) -> None:
         """Take out of what a source has all that has no place; an error for some."""

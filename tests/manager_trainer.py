@@ -87,6 +87,7 @@ def train(
     rest_s: float = 0.0,
     quiet: bool = False,
     export: str = "",
+    metric: str = "loss",
     options: dict[str, Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint up to ``total`` steps.
@@ -105,8 +106,10 @@ def train(
         rest_s: How long each step takes at least.
         quiet: Say nothing of single steps, so that nobody has to listen.
         export: Where the weights go after training.
+        metric: What the loss is called.
         options: For the manager.
     """
+    import signal
     import time
 
     import torch
@@ -124,11 +127,12 @@ def train(
     with sidesave.CheckpointManager(
         run,
         state,
-        save=eval(save, {**names, "signal": __import__("signal")}),
+        save=eval(save, {**names, "signal": signal}),
         keep=eval(keep, names),
         random_state=True,
         **further,
     ) as manager:
+        signal.signal(signal.SIGHUP, lambda number, frame: manager.request_stop())
         say("ready", manager.checkpointer.daemon_pid)
         if gate:
             wait_to_go_on()
@@ -142,7 +146,7 @@ def train(
                 time.sleep(rest_s)
             if not quiet:
                 say("step", step, training.digest())
-            handle = manager.step(step, {"loss": loss})
+            handle = manager.step(step, {metric: loss})
             if handle is not None:
                 say("saves", step)
                 handle.committed.add_done_callback(lambda done, step=step: tell(done, step))

@@ -151,6 +151,63 @@ def test_a_loop_that_is_asked_to_stop_is_told_when_its_step_is_saved(manage: Man
     assert steps(run) == [0, 1]
 
 
+@pytest.mark.parametrize("trouble", ["all slots are busy", "the save before has failed", "its metrics are wrong"])
+def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
+    manage: Manage, run: Path, orders: Orders, trouble: str
+):
+    manager = manage(save=[], keep=[sidesave.Best(1, metric="loss")], on_busy="skip", slots=1)
+    if trouble == "all slots are busy":
+        orders.give("hold")
+        manager.save(0, {"loss": 1})
+        orders.obeyed()
+        threading.Timer(0.2, orders.release).start()
+    elif trouble == "the save before has failed":
+        orders.give("EROFS")
+        assert manager.save(0, {"loss": 1}).committed.exception(DEADLINE_S) is not None
+    manager.request_stop()
+    handle = manager.step(1, {"lost": 1} if trouble == "its metrics are wrong" else {"loss": 2})
+    assert manager.stopping and handle is not None and not handle.skipped
+    assert handle.committed.result(DEADLINE_S).step == 1
+    assert 1 in steps(run)
+
+
+def test_a_request_to_stop_is_neither_lost_nor_outlives_a_restore(manage: Manage):
+    class Asking(sidesave.SavePolicy):
+        def due(self, moment: sidesave.Moment) -> bool:
+            if moment.step == 1:
+                manager.request_stop()  # as a signal handler may at this moment
+            return moment.occasion == "step"
+
+    manager = manage(save=[Asking()])
+    told: list[bool] = []
+    for step in range(4):
+        manager.step(step)
+        told.append(manager.stopping)
+    assert told == [False, True, True, True]
+    assert manager.restore(0) == 1 and not manager.stopping
+    manager.request_save()
+    manager.step(5)
+    assert not manager.stopping
+
+
+def test_a_step_is_never_saved_with_the_metrics_of_another(manage: Manage):
+    class Broken(sidesave.SavePolicy):
+        def due(self, moment: sidesave.Moment) -> bool:
+            return moment.occasion == "step" and 1 // (1 - moment.step) < 0
+
+    manager = manage(save=[Broken(), sidesave.OnException()])
+
+    def train() -> None:
+        with manager:
+            for step in range(2):
+                manager.step(step, {"loss": step})
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    [info] = manager.checkpoints()
+    assert info.step == 1 and info.metadata["metrics"] == {"loss": 1.0}
+
+
 def test_asking_for_a_save_takes_no_torch():
     code = "import sys, sidesave.client.save_policies; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import safetensors.torch
 import torch
 from managers import Manage, steps, wait_until
 from torch import nn
+from trainers import Orders
 
 import sidesave
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
@@ -42,6 +44,17 @@ def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Ma
     manager.close()
     assert links() == {f"checkpoint-{step}": f"step-0000000{step}" for step in (2, 3, 4)}
     assert steps(run) == [2, 3, 4], "without policies nothing is deleted"
+
+
+def test_no_link_is_left_to_any_of_many_steps_that_go_at_once(manage: Manage, run: Path):
+    manager = manage(names="checkpoint-{step}")
+    for step in range(12):
+        manager.save(step)
+    manager.close()
+    manager = manage(keep=[sidesave.Latest(1)], names="checkpoint-{step}")
+    manager.save(12)
+    manager.close()
+    assert {path.name for path in run.iterdir() if path.is_symlink()} == {"checkpoint-12"}
 
 
 def test_files_are_written_beside_each_checkpoint_from_then_on(manage: Manage, run: Path):
@@ -91,6 +104,38 @@ def test_what_is_exported_after_going_back_is_what_training_stands_on(manage: Ma
     assert [tensor.item() for tensor in safetensors.torch.load_file(file).values()] == [1.0]
 
 
+def test_weights_of_another_step_are_never_exported(manage: Manage, run: Path, orders: Orders):
+    state = {"x": torch.zeros(1)}
+
+    def exported(name: str) -> float:
+        manager.export(run.parent / name)
+        [file] = (run.parent / name).glob("*.safetensors")
+        [tensor] = safetensors.torch.load_file(file).values()
+        return tensor.item()
+
+    manager = manage({"state": state}, save=[sidesave.BeforeTraining()], on_error="warn", on_busy="skip", slots=1)
+    assert manager.restore() == 0
+    for step in range(1, 3):
+        state["x"].fill_(step)
+        manager.step(step)
+        assert exported(f"step-{step}") == step
+    assert manager.restore(0) == 0
+    assert exported("seed") == 0, "newer ones were given up"
+    state["x"].fill_(3)
+    manager.step(3)
+    orders.give("hold")
+    manager.checkpointer.save(9, {"other": torch.zeros(1)})
+    orders.obeyed()
+    threading.Timer(0.2, orders.release).start()
+    assert exported("busy") == 3
+    manager.step(4)
+    orders.give("EROFS", starting_at="os.mkdir", keep=True)
+    with pytest.warns(RuntimeWarning, match="step 4 failed"), pytest.raises(sidesave.WriteError):
+        manager.export(run.parent / "failed")
+    assert orders.withdraw() or True
+    assert not (run.parent / "failed").exists()
+
+
 def test_the_best_is_told_by_its_metric(manage: Manage):
     manager = manage(save=[sidesave.EverySteps(1)])
     assert (manager.checkpoints(), manager.best("loss")) == ([], None)
@@ -105,3 +150,8 @@ def test_the_best_is_told_by_its_metric(manage: Manage):
     with pytest.raises(InvalidArgumentError, match="'min' or 'max'"):
         manager.best("loss", "low")  # pyright: ignore[reportArgumentType]
     assert manager.restore(best.step) == 2
+    manager = manage(save=[sidesave.Ephemeral(sidesave.EverySteps(1))])
+    manager.step(4, {"loss": 0.1})
+    manager.wait()
+    best = manager.best("loss")
+    assert best is not None and best.step == 1, "an ephemeral one goes with the next"

@@ -282,13 +282,17 @@ def test_ranks_save_the_same_step_whichever_of_them_is_asked(
     assert len(steps(run)) == 3
 
 
+@pytest.mark.parametrize("asked", ["by a file", "rank 1"])
 def test_ranks_stop_at_the_same_step_whichever_of_them_is_asked(
-    start_ranks: Callable[..., list[ManagedTrainer]], run: Path
+    start_ranks: Callable[..., list[ManagedTrainer]], run: Path, asked: str
 ):
     ranks = start_ranks(2, save="[OnRequest()]", paced=False, total=10**6, rest_s=0.005, quiet=True)
     for trainer in ranks:
         trainer.expect("restored")
-    save_policies.request_save(run, stop=True)
+    if asked == "rank 1":
+        ranks[1].signal(signal.SIGHUP)
+    else:
+        save_policies.request_save(run, stop=True)
     [[first], [second]] = [trainer.expect("stops") for trainer in ranks]
     for trainer in ranks:
         trainer.leaves(0)
@@ -385,6 +389,20 @@ def test_ranks_export_their_last_step_once_and_fail_together(
         assert steps(run) == [0, 1][: 1 + status]
         names = {path.name for path in (tmp_path / "weights").iterdir()}
         assert names == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("export", [False, True])
+def test_a_rank_with_other_metrics_is_told_of_and_keeps_nobody_waiting(
+    start: Start, run: Path, tmp_path: Path, export: bool
+):
+    about: dict[str, Any] = {"size": 2, "meeting": str(tmp_path / "group"), "keep": "[Best(1, metric='loss')]"}
+    about |= {"paced": False, "total": 1, "quiet": True}
+    about |= {"export": str(tmp_path / "weights")} if export else {"save": "[EverySteps(1)]"}
+    ranks = [start(rank=rank, metric=metric, **about) for rank, metric in enumerate(["loss", "lost"])]
+    for trainer in ranks:
+        trainer.leaves(0 if export else 1)
+        assert ("Best needs the metric loss" in trainer.complaints()) is not export
+    assert steps(run) == [0] * export
 
 
 def test_nodes_with_disks_of_their_own_delete_the_same_steps(start: Start, tmp_path: Path):

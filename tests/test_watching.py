@@ -631,3 +631,21 @@ def test_the_readers_are_light(tmp_path: Path):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     globals()[sys.argv[1]](*sys.argv[2:])
+
+
+@pytest.mark.root
+def test_what_an_earlier_session_has_left_to_a_reader_makes_room_when_a_save_needs_it(mount: Callable[..., Path]):
+    run = mount("-t", "tmpfs", "-o", "size=48m", "none") / "run"
+    state = a_state(1, 16)
+    with contextlib.ExitStack() as reading:
+        with sidesave.Checkpointer(run) as earlier:
+            for step in (0, 1):
+                earlier.save(step, state, blocking=True)
+            reading.enter_context(sidesave.hold(directory(run, 0)))
+            earlier.delete(0).result(DEADLINE_S)
+        with sidesave.Checkpointer(run) as later:  # which deletes nothing itself
+            assert [name.endswith(".trash") for name in entries(run)].count(True) == 1
+            reading.close()
+            later.save(2, state, blocking=True)
+            assert later.steps() == [1, 2]
+    assert entries(run) == ["step-00000001", "step-00000002"]

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from sidesave.errors import (
@@ -180,13 +180,21 @@ def _keep_name(storage: Storage, target: str) -> None:
         raise CommitUnknownError(error.errno, message, f"{storage.root}/{target}") from error
 
 
-def delete(storage: Storage, lease: Lease, step: int, sequence: int, others: Iterable[Storage] = ()) -> str | None:
+def delete(
+    storage: Storage,
+    lease: Lease,
+    step: int,
+    sequence: int,
+    others: Iterable[Storage] = (),
+    *,
+    spare_read: bool = False,
+) -> str | None:
     """Make a step disappear in one step, durably; returns the hidden directory that is to be removed later.
 
     None, and nothing is done, where this session has saved the step again after ``sequence``.
 
-    Readers that have opened it can go on until then; :func:`is_read` tells of them. ``others`` are further run
-    directories of the same run.
+    Readers that have opened it can go on until then; :func:`is_read` tells of them. With ``spare_read`` there must be
+    none. ``others`` are further run directories of the same run.
 
     Raises:
         CheckpointNotFoundError: There is no such step.
@@ -202,11 +210,29 @@ def delete(storage: Storage, lease: Lease, step: int, sequence: int, others: Ite
     rest = (other for place in (storage, *others) for other in _checkpoints(place) if other.step != step)
     if not any(content is None or other.sequence > content.sequence for other in rest):
         raise InvalidArgumentError(f"step {step} is the newest checkpoint; it can be deleted once a newer one is there")
-    lease.check()
-    trash = _free_trash(storage, step, lease.session)
-    storage.rename_directory(target, trash)
+    with _unread(storage, target) if spare_read else contextlib.nullcontext():
+        lease.check()
+        trash = _free_trash(storage, step, lease.session)
+        storage.rename_directory(target, trash)
     storage.sync_directory("")
     return trash
+
+
+@contextlib.contextmanager
+def _unread(storage: Storage, target: str) -> Generator[None]:
+    """Keep readers out of a checkpoint for a moment, as far as locks do; ``WriteError``, EBUSY, when some are in it."""
+    unlock = None
+    try:
+        unlock = storage.lock(f"{target}/{manifest.MANIFEST}")
+    except WriteError as error:
+        if error.errno == errno.EAGAIN:
+            raise WriteError(errno.EBUSY, "somebody reads this checkpoint", f"{storage.root}/{target}") from error
+        logger.debug("%s cannot be locked: %s", target, error)  # it is damaged, or the system has no locks
+    try:
+        yield
+    finally:
+        if unlock is not None:
+            unlock()
 
 
 def _free_trash(storage: Storage, step: int, attempt: str) -> str:

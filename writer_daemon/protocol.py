@@ -297,7 +297,7 @@ class Delete(Message):
     """Asks to delete a committed step; ``save_id`` is of the same row as those of saves, and comes back.
 
     What this session has saved as that step after ``sequence`` is not meant. ``retry`` is set when an earlier daemon
-    may have done it.
+    may have done it. With ``spare_read`` that fails, with EBUSY, while somebody reads the checkpoint.
     """
 
     kind: ClassVar[str] = "DELETE"
@@ -305,6 +305,7 @@ class Delete(Message):
     step: int
     sequence: int
     retry: bool
+    spare_read: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -362,9 +362,18 @@ class Worker:
                 if isinstance(place.lease, Membership):  # rank 0's daemon does it for all
                     continue
                 others = [other.storage for other in places if other is not place]
-                trash = commit.delete(place.storage, place.lease, request.step, request.sequence, others)
+                trash = commit.delete(
+                    place.storage,
+                    place.lease,
+                    request.step,
+                    request.sequence,
+                    others,
+                    spare_read=request.spare_read,
+                )
                 if trash is None:  # a save that was asked for later has taken its place, so it is gone
                     continue
+                for entry in [entry for entry in list(self._trash) if entry[1:] == (place, trash)]:
+                    self._trash.remove(entry)  # of what had this name before
                 self._trash.append((time.monotonic() + TRASH_GRACE_S, place, trash))
             for place, found in zip(places, names, strict=True):
                 self._take_over_trash(place, found)
@@ -376,7 +385,7 @@ class Worker:
         self._post(jobs.DeleteEnded(request.save_id, failure))
 
     def _take_over_trash(self, place: Place, names: Iterable[str]) -> None:
-        """What was still read when this session began, and was left there."""
+        """What was still read when this session began, and was left there, goes like what this one has deleted."""
         known = {name for _, other, name in list(self._trash) if other is place}
         for name in names:
             hidden = manifest.parse_hidden_directory(name)
@@ -386,6 +395,10 @@ class Worker:
     def empty_trash(self, *, everything: bool = False) -> bool:
         """Remove the bytes of deleted checkpoints whose time has come, and which nobody reads; whether some were."""
         removed = False
+        if everything:
+            for place in filter(None, (self._primary, self._fallback)):
+                with contextlib.suppress(WriteError):
+                    self._take_over_trash(place, place.storage.list_directory(""))
         for _ in range(len(self._trash)):
             try:
                 due_s, place, name = self._trash.popleft()
