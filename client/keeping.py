@@ -43,22 +43,33 @@ _Merge = Callable[[Any, Any, str], Any]
 
 def whole_targets(into: Mapping[str, Any] | None) -> dict[str, Any]:
     """The objects that take their state whole, by name: wherever they are in dicts and in sequences of live objects."""
-    found: dict[str, Any] = {}
+    return {
+        name: target
+        for name, target in _targets(into)
+        if isinstance(target, torch.optim.Optimizer) or _is_stateful(target)
+    }
 
-    def visit(target: Any, name: str) -> None:
+
+def _targets(into: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
+    """All that is in dicts and in sequences of live objects, by name, and these sequences themselves."""
+
+    def visit(target: Any, name: str) -> Iterator[tuple[str, Any]]:
         target = unwrap(target)
         if type(target) is dict:
             for key, item in cast("dict[Any, Any]", target).items():
-                visit(item, f"{name}.{key}")
-        elif type(target) in (list, tuple) and is_live(target):
+                yield from visit(item, f"{name}.{key}")
+            return
+        yield name, target
+        if _is_live_sequence(target):
             for index, item in enumerate(target):
-                visit(item, f"{name}.{index}")
-        elif isinstance(target, torch.optim.Optimizer) or _is_stateful(target):
-            found[name] = target
+                yield from visit(item, f"{name}.{index}")
 
     for name, target in (into or {}).items():
-        visit(target, name)
-    return found
+        yield from visit(target, name)
+
+
+def _is_live_sequence(target: Any) -> bool:
+    return type(target) in (list, tuple) and is_live(target)
 
 
 def given(names: Iterable[str], wholes: Mapping[str, Any]) -> set[str]:
@@ -71,25 +82,15 @@ def broken_lists(into: Mapping[str, Any] | None, there: Iterable[str], chosen: I
 
     What is left of a sequence closes up, and would be given to the wrong objects.
     """
-    lists: dict[str, Any] = {}
-
-    def visit(target: Any, name: str) -> None:
-        target = unwrap(target)
-        if type(target) is dict:
-            for key, item in cast("dict[Any, Any]", target).items():
-                visit(item, f"{name}.{key}")
-        elif type(target) in (list, tuple) and is_live(target):
-            lists[name] = target
-
-    for name, target in (into or {}).items():
-        visit(target, name)
+    lists = {name: target for name, target in _targets(into) if _is_live_sequence(target)}
 
     def items(names: Iterable[str]) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
         for name in names if lists else ():
-            above = _above(name, lists)
-            if above is not None and name != above:
+            above = _above(name.rpartition(".")[0], lists)
+            while above is not None:  # and those around it
                 found.setdefault(above, set()).add(name[len(above) + 1 :].partition(".")[0])
+                above = _above(above.rpartition(".")[0], lists)
         return found
 
     all_there = items(there)

@@ -44,8 +44,9 @@ class Links:
         What cannot be done is logged: a name that is refused, or is taken by what is no link to a step.
         """
         here = [info for info in checkpoints if os.path.dirname(info.path) == self._directory]
-        wanted = {name: os.path.basename(info.path) for info in here if (name := self._name_of(info))}
-        there = {os.path.basename(info.path) for info in here}
+        # By its step: one that is being replaced is found under a hidden name for a moment.
+        wanted = {name: step_directory(info.step) for info in here if (name := self._name_of(info))}
+        there = {step_directory(info.step) for info in here}
         present = self._present()
         for name, target in present.items():
             if name not in wanted and target not in there:
@@ -60,7 +61,7 @@ class Links:
         except Exception:
             logger.exception("step %d is not named", info.step)
             return None
-        if name is None or name == os.path.basename(info.path):  # which it has
+        if name is None or name == step_directory(info.step):  # which it has
             return None
         if not isinstance(name, str) or not _may_be_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
             logger.error("step %d is not named: %r cannot be the name of a checkpoint", info.step, name)

@@ -57,6 +57,14 @@ def test_a_link_goes_with_its_step_and_comes_back_when_it_is_missing(run: Path):
     assert update(run, "at-{step:04d}") == {"at-0002": "step-00000002", "at-0003": "step-00000003"}
 
 
+def test_a_step_that_is_being_replaced_is_linked_to_by_its_name(run: Path):
+    replaced = run / ".step-00000002.0123456789abcdef.replaced"
+    (run / "step-00000002").rename(replaced)
+    assert update(run, "at-{step}")["at-2"] == "step-00000002"
+    replaced.rename(run / "step-00000002")
+    assert sidesave.load(run / "at-2") == {"x": 2}
+
+
 def test_a_function_names_some_and_of_two_with_one_name_the_newer_has_it(run: Path):
     assert update(run, lambda info: "newest") == {"newest": "step-00000003"}
     with sidesave.Checkpointer(run) as ckpt:

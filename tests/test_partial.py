@@ -533,6 +533,12 @@ def test_items_of_a_list_of_live_objects_are_not_given_to_others(tmp_path: Path)
             sidesave.load(path, into=target, exclude="o.0")
         assert {each.param_groups[0]["lr"] for each in target["o"]} == {1.0}
     sidesave.load(path, into=target, exclude="o.*.param_groups.*.lr")
+    with Checkpointer(tmp_path / "nested") as ckpt:
+        path = ckpt.save(1, {"o": [optimizers(0.5), optimizers(0.25, 0.125)]}, blocking=True).committed.result().path
+    nested = {"o": [optimizers(1.0), optimizers(1.0, 1.0)]}
+    for exclude, told in (("o.0", "o: of a list"), ("o.1.0", r"o\.1: of a list")):
+        with pytest.raises(StateMismatchError, match=told):
+            sidesave.load(path, into=nested, exclude=exclude)
 
 
 def test_what_only_an_object_has_stays_when_it_is_left_out(tmp_path: Path):
