@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Final
 
 from sidesave.errors import ProtocolError
+from sidesave.stager.system_calls import REFUSED, needs
 
 PAGE: Final = 4096
 """Alignment of everything that O_DIRECT touches, in bytes."""
@@ -108,9 +109,11 @@ class Arena:
         try:
             fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
         except OSError:  # NOEXEC_SEAL is younger (Linux 6.3) than memfd itself
-            fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            with needs("memfd_create"):
+                fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, nbytes)
+            with needs("ftruncate"):
+                os.ftruncate(fd, nbytes)
             address = _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             os.close(fd)
@@ -248,7 +251,7 @@ def _map(fd: int, nbytes: int, protection: int) -> int:
         _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
         madvise(address, nbytes, _MADV_DONTDUMP)
         error = madvise(address, nbytes, _MADV_DONTFORK)
-        if error:
+        if error and error not in REFUSED:  # else a forked child has it as well, and does not know
             raise OSError(error, "cannot hide staging memory from forked children")
     except OSError:
         _libc.munmap(reserved, nbytes + HUGE_PAGE)

@@ -2,26 +2,26 @@
 
 Every copy is a byte copy: source and target have one dtype and shape, which the plan has checked. CPU tensors are
 captured by all cores at the memory's limit; overlapping that copy was measured to gain nothing, so it is done only on
-request. CUDA tensors go through :mod:`sidesave.stager.cuda`.
+request. Tensors of devices go through :mod:`sidesave.stager.device_copy`.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import torch
-import xxhash
 
 from sidesave.errors import SidesaveError, StagingError, TornSnapshotError, UnsupportedValueError
-from sidesave.stager import ownership
-from sidesave.stager.cuda import CudaCopy, CudaLanes
+from sidesave.stager import devices, fingerprint, ownership
+from sidesave.stager.apart import Worker
+from sidesave.stager.device_copy import DeviceCopy, Lanes
 from sidesave.stager.image import Plan
-from sidesave.stager.memcopy import MemoryCopier, Region
+from sidesave.stager.memcopy import MemoryCopier, Pieces, Region
 from sidesave.stager.pool import Slot, Target
 from sidesave.stager.tree import FlatState
 
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 GUARD_TIMEOUT_S: Final = 300.0
 """An optimizer waits this long for a copy before it goes on; the save is then torn, and says so."""
-SAMPLES: Final = 32
-"""Elements of each overlapped CPU tensor that the fingerprint looks at."""
 
 
 class Job(NamedTuple):
@@ -42,61 +40,92 @@ class Job(NamedTuple):
 
 
 class StagingCopy:
-    """The copies of one save that go on after its call."""
+    """The copies of one save that go on after its call.
 
-    def __init__(self, jobs: Sequence[Job], *, validate: bool) -> None:
-        """Take the fingerprint of ``jobs``, the overlapped CPU tensors; ``cuda``, set later, has its own."""
-        self._jobs = jobs
-        self.cuda: CudaCopy | None = None
+    The stager thread calls :meth:`enqueue`, another one :meth:`finish`: an optimizer is held back until a copy is
+    enqueued, and that must not wait for the copies of the save before.
+    """
+
+    def __init__(self, *, validate: bool) -> None:
+        """Start with nothing to copy."""
         self._validate = validate
+        self.device = DeviceCopy()
+        self.pieces: Pieces | None = None
+        self._jobs: Sequence[Job] = ()
+        self._versions: list[int] = []
+        self._before: list[bytes] = []
+        self._torn: list[str] = []
         self._released = threading.Event()
         self._over = threading.Event()
-        self._versions = [job.source._version for job in jobs]
-        self._before = [self._fingerprint(job.source) for job in jobs]
         self.error: SidesaveError | None = None
 
-    def run(self) -> None:
-        """Copy, then compare fingerprints; runs in the stager thread and leaves the outcome in ``error``."""
+    def add_host(self, jobs: Sequence[Job]) -> None:
+        """Take the overlapped tensors of host memory, and their fingerprints."""
+        self._jobs = jobs
+        self._versions = [job.source._version for job in jobs]
+        self._before = [self._fingerprint(job.source) for job in jobs]
+
+    def enqueue(self) -> None:
+        """Start the copies of devices, make those of host memory, and let optimizers go on in stream order."""
         try:
             with torch.no_grad():  # thread-local: without it the copies would grow an autograd graph
-                if self.cuda is not None:
-                    self.cuda.enqueue()
+                self.device.enqueue()
                 for job in self._jobs:
                     if not ownership.is_resizable(job.source):  # it was not at the call: it has lost its memory
                         job.target.view.copy_(job.source)
-                torn = [
+                self._torn = [
                     job.fqn
                     for job, before, version in zip(self._jobs, self._before, self._versions, strict=True)
                     if self._has_changed(job, before, version)
                 ]
-                self._released.set()
-                if self.cuda is not None:
-                    torn += self.cuda.finish()
-            if torn:
-                self.error = _torn(torn)
-        except SidesaveError as error:
-            self.error = error
-        except Exception as error:  # noqa: BLE001 - whatever torch raises is this save's failure, not the thread's
-            self.error = StagingError(f"copying the state failed: {error}")
-            self.error.__cause__ = error
+        except BaseException as error:  # noqa: BLE001 - whatever is raised is this save's failure, not the thread's
+            self._fail(error)
         finally:
             self._released.set()
-            self._over.set()
-            self._jobs, self._before = (), []
+
+    def finish(self) -> None:
+        """Wait for the copies and leave the outcome in ``error``."""
+        try:
+            with torch.no_grad():
+                if self.error is None:
+                    self._torn += self.device.finish()
+                if self.error is None and self._torn:
+                    self.error = _torn(self._torn)
+        except BaseException as error:  # noqa: BLE001 - as above
+            self._fail(error)
+        if self.error is not None:
+            try:
+                self.device.abandon()  # nothing may still be copying into a slot that is given back
+            except Exception as error:  # noqa: BLE001 - the device is broken: nothing moves on it any more
+                logger.error("the copies of a failed save cannot be waited for: %s", error)
+        self.device.release()
+        self._jobs, self._before = (), []
+        self._over.set()
+
+    def _fail(self, error: BaseException) -> None:
+        chained: BaseException | None = error
+        while chained is not None:  # frames hold tensors, for as long as anybody keeps the error
+            traceback.clear_frames(chained.__traceback__)
+            chained = chained.__cause__ or chained.__context__
+        if isinstance(error, SidesaveError):
+            self.error = error
+        else:
+            self.error = StagingError(f"copying the state failed: {error!r}")
+            self.error.__cause__ = error
 
     def close_guard(self) -> None:
-        """Hold an optimizer back: on the host until CPU copies are done, in stream order for CUDA copies."""
+        """Hold an optimizer back: on the host until CPU copies are done, in stream order for copies from devices."""
         if not self._released.wait(GUARD_TIMEOUT_S):
             logger.error(
                 "a copy did not finish within %g s; the optimizer goes on and that save is dropped", GUARD_TIMEOUT_S
             )
             return
-        if self.cuda is not None:
-            self.cuda.make_streams_wait()
+        self.device.make_streams_wait()
 
     def join(self) -> None:
         """Wait on the host until the bytes are there."""
-        self._over.wait(GUARD_TIMEOUT_S)
+        if not self._over.wait(GUARD_TIMEOUT_S):
+            logger.error("a copy did not end within %g s", GUARD_TIMEOUT_S)
 
     def _has_changed(self, job: Job, before: bytes, version: int) -> bool:
         """Whether the copy may not be what was there at the call.
@@ -111,7 +140,7 @@ class StagingCopy:
         )
 
     def _fingerprint(self, tensor: torch.Tensor) -> bytes:
-        return _digest(tensor) if self._validate else _spot_check(tensor)
+        return fingerprint.of_host_tensor(tensor, validate=self._validate)
 
 
 def _torn(fqns: Sequence[str]) -> TornSnapshotError:
@@ -122,119 +151,132 @@ def _torn(fqns: Sequence[str]) -> TornSnapshotError:
     )
 
 
-def _spot_check(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous()
-    return bytes(cast("list[int]", picked.view(torch.uint8).tolist()))
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    import ctypes
-
-    nbytes = tensor.numel() * tensor.element_size()
-    return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes in memory are those to be saved."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 class Copier:
-    """Starts the copies of saves; owns the stager thread, which begins with the first copy that needs it."""
+    """Starts the copies of saves; owns the threads in which they go on."""
 
     def __init__(self, *, overlap: bool | None, validate: bool) -> None:
-        """Set the policy: ``overlap`` None overlaps CUDA tensors only, False captures everything at the call."""
+        """Set the policy: ``overlap`` None overlaps tensors of devices only, False captures everything at the call."""
         self._overlap = overlap
         self._validate = validate
-        self._lanes = CudaLanes()
+        self._lanes = Lanes()
         self._memory = MemoryCopier()
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._starter = Worker("sidesave-stager")
+        self._finisher = Worker("sidesave-staged")
+        self.workers = (self._starter, self._finisher)
         self._distrusted: list[Plan] = []
-        if overlap is not False:
-            ownership.install()
+        ownership.install()  # always, and first: a graph in which no hook fired is taken to change nothing
+        devices.watch_graphs()
 
     def copy(
-        self, flat: FlatState, plan: Plan, slot: Slot, done: Callable[[SidesaveError | None], None], *, blocking: bool
-    ) -> None:
+        self,
+        copy: StagingCopy,
+        flat: FlatState,
+        plan: Plan,
+        slot: Slot,
+        done: Callable[[SidesaveError | None], None],
+        *,
+        blocking: bool,
+    ) -> bool:
         """Capture what must be captured and start the rest; returns when the caller may go on training.
 
-        ``done`` is called exactly once, with the error if there is one: before this returns where everything was
-        captured, else from the stager thread.
+        Returns whether all is copied by then. If not, ``done`` is called once with the error, if there is one, from a
+        thread of its own. ``copy`` is a new one; where this raises, it is to be given to :meth:`abandon`. No graph may
+        be being captured (:func:`sidesave.stager.devices.no_capture`).
         """
         regions: list[Region] = []
         jobs: list[Job] = []
         named = itertools.chain.from_iterable(tensors.items() for tensors in flat.containers.values())
         at_once = not self._overlap
         for (fqn, source), target in zip(named, slot.targets, strict=True):
-            if source.is_cpu and target.nbytes and not source.untyped_storage().nbytes():
+            has_memory = source.is_cpu or devices.runtime_of(source.device) is not None
+            if has_memory and target.nbytes and not source.untyped_storage().nbytes():
                 raise UnsupportedValueError(f"{fqn} has no memory: its storage was resized to nothing")  # FSDP does so
             if at_once and source.is_cpu and _is_plain(source):
                 regions.append((target.address, source.data_ptr(), target.nbytes))
             else:
                 jobs.append(Job(fqn, source, target))
-        may_overlap = not (blocking or self._overlap is False or ownership.in_guard() or plan in self._distrusted)
+        may_overlap = not (self._overlap is False or ownership.in_guard() or plan in self._distrusted)
         owned = (
-            ownership.owned_addresses(flat.optimizers, flat.modules)
+            ownership.owned_memory(flat.optimizers, flat.modules)
             if may_overlap and self._wants_overlap(jobs)
-            else set[int]()
+            else dict[int, int]()
         )
-        try:
-            self._start(regions, jobs, owned, plan, slot, done, blocking=blocking)
-        except BaseException:
-            self._lanes.settle()  # no device may still be writing into a slot that is given back
-            raise
+        return self._start(copy, regions, jobs, owned, plan, slot, done, overlap_host=not blocking)
 
     def _start(
         self,
+        copy: StagingCopy,
         regions: list[Region],
         jobs: list[Job],
-        owned: set[int],
+        owned: dict[int, int],
         plan: Plan,
         slot: Slot,
         done: Callable[[SidesaveError | None], None],
         *,
-        blocking: bool,
-    ) -> None:
+        overlap_host: bool,
+    ) -> bool:
         overlapped: list[Job] = []
-        on_cuda: list[Job] = []
+        on_device: list[Job] = []
         for job in jobs:
             source = job.source
-            if source.is_cuda:
-                on_cuda.append(job)
-            elif source.is_cpu and self._overlap and self._may_run_beside(source, owned):
+            if devices.runtime_of(source.device) is not None:
+                on_device.append(job)
+            elif source.is_cpu and self._overlap and overlap_host and self._may_run_beside(source, owned):
                 overlapped.append(job._replace(source=source.detach()))
             elif source.is_cpu and _is_plain(source):
                 regions.append((job.target.address, source.data_ptr(), job.target.nbytes))
-            else:  # to be gathered, resolved, or fetched from another kind of device
-                with torch.no_grad():
-                    job.target.view.copy_(source)
-        later = bool(overlapped or on_cuda)
+            else:  # to be gathered, resolved, or fetched from a kind of device without a runtime
+                if not source.is_cpu:
+                    devices.tell_synchronous(source.device.type)
+                job.target.view.copy_(source.detach())  # `no_grad` would stay on where this is interrupted
+        later = bool(overlapped or on_device)
         # Where this is all there is to copy, the arena tells its reader how far it is.
         arena = None if later else slot.arena
-        self._memory.copy(regions, None if arena is None else lambda address: arena.advance(address - arena.address))
+        copy.pieces = Pieces(regions, None if arena is None else lambda address: arena.advance(address - arena.address))
+        self._memory.copy(copy.pieces)
         if not later:
-            done(None)
-            return
-        with torch.no_grad():
-            copy = StagingCopy(overlapped, validate=self._validate)
-            if on_cuda:
-                copy.cuda = self._lanes.begin(on_cuda, owned, slot, validate=self._validate)
+            return True
+        copy.add_host(overlapped)
+        self._lanes.begin(copy.device, on_device, owned, slot, self._starter.submit, validate=self._validate)
         ownership.add_pending(copy)
 
-        def run() -> None:
-            copy.run()
+        def finish() -> None:
+            copy.finish()
             ownership.remove_pending(copy)
             if isinstance(copy.error, TornSnapshotError):
                 self._distrusted.append(plan)
                 logger.warning("%s", copy.error)
             done(copy.error)
 
-        if blocking:
-            run()
-        else:
-            self._submit(run)
+        def start() -> None:
+            copy.enqueue()
+            self._finisher.submit(finish)
+
+        self._starter.submit(start)
+        return False
+
+    def new_copy(self) -> StagingCopy:
+        """What the next :meth:`copy` will copy."""
+        return StagingCopy(validate=self._validate)
+
+    def abandon(self, copy: StagingCopy) -> None:
+        """End the copies of a call that has failed, in a thread of ours; blocking and idempotent.
+
+        When this returns nothing is written to the slot any more. Not before what the call has handed over is over: see
+        :meth:`when_copied`.
+        """
+        if copy.pieces is not None:
+            copy.pieces.stop()
+        ownership.remove_pending(copy)
+        if copy.device.parts:
+            with devices.no_capture("save()"):
+                copy.device.abandon()
+            copy.device.release()
 
     def captures_all(self, flat: FlatState) -> bool:
         """Whether everything will be captured at the call, so that the writer can follow the copy."""
@@ -243,42 +285,26 @@ class Copier:
         )
 
     def _wants_overlap(self, jobs: list[Job]) -> bool:
-        return bool(self._overlap) or any(job.source.is_cuda for job in jobs)
+        return bool(self._overlap) or any(devices.runtime_of(job.source.device) is not None for job in jobs)
 
     @staticmethod
-    def _may_run_beside(source: torch.Tensor, owned: set[int]) -> bool:
+    def _may_run_beside(source: torch.Tensor, owned: dict[int, int]) -> bool:
         return (
-            source.data_ptr() in owned
+            ownership.is_owned(source, owned)
             and _is_plain(source)
             and not (source.is_shared() or ownership.is_resizable(source))
         )
 
     def when_copied(self, run: Callable[[], None]) -> None:
-        """Call ``run`` once the copies that are under way now are over: at once, or in the stager thread."""
-        if self._thread is None:
+        """Call ``run`` once the copies that are under way now are over: at once, or in the thread that ends them."""
+        if self._starter.is_idle():
             run()
         else:
-            self._queue.put(run)
-
-    def _submit(self, run: Callable[[], None]) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._work, name="sidesave-stager", daemon=True)
-            self._thread.start()
-        self._queue.put(run)
-
-    def is_this_thread(self) -> bool:
-        """Whether the caller runs in the stager thread."""
-        return threading.current_thread() is self._thread
-
-    def _work(self) -> None:
-        while (run := self._queue.get()) is not None:
-            run()
+            self._starter.submit(lambda: self._finisher.submit(run))
 
     def close(self) -> None:
-        """Finish the copies under way and stop the thread; idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive():
-            self._queue.put(None)
-            thread.join(GUARD_TIMEOUT_S)
+        """Finish the copies under way and stop the threads; idempotent."""
+        self._starter.close(GUARD_TIMEOUT_S)
+        self._finisher.close(GUARD_TIMEOUT_S)
         self._memory.close()
         self._lanes.close()

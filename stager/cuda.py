@@ -1,307 +1,188 @@
-"""Copies from CUDA devices: a side stream each, small tensors packed first, the compute stream held back only in order.
+"""What is CUDA's own: contexts, events, page-locked memory, and graphs. ROCm uses the same names in torch.
 
-At the call, on the compute stream: tensors that nothing guards are captured into device scratch (large ones are copied
-out and the stream made to wait), small guarded ones are packed into the same scratch, and an event marks the point in
-time that the save is of. Then the stager thread enqueues, on the side stream behind that event, one copy for each run
-of packed tensors and the large tensors in chunks: a bulk copy holds the copy engine first in, first out, so that a
-short ``.item()`` behind it waits for at most one chunk.
+Nothing here touches a device, or opens a context on one, before it is asked to work on that device.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import ctypes
 import logging
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+import time
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
 
-from sidesave.errors import StagingError, TornSnapshotError
+from sidesave.errors import StagingError
 from sidesave.stager import ownership
-from sidesave.stager.image import SMALL_NBYTES
-from sidesave.stager.pinning import PIECE_NBYTES
-
-if TYPE_CHECKING:
-    from sidesave.stager.copier import Job
-    from sidesave.stager.pool import Slot
+from sidesave.stager.apart import Monitor
+from sidesave.stager.device import DeviceRuntime, exclusions
 
 logger = logging.getLogger(__name__)
 
-CHUNK_NBYTES: Final = 32 << 20
-SCRATCH_NBYTES: Final = 64 << 20
-_SCRATCH_TIMEOUT_S: Final = 300.0
-_NORMED: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+CAPTURE_TIMEOUT_S: Final = 300.0
+"""A save, and memory that is pinned, wait this long for another thread's capture, and a capture for them."""
+_PORTABLE: Final = 1
+_LAST_ERROR: Final = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
 
 
-@dataclass(slots=True)
-class _Run:
-    """Consecutive bytes of the image that were packed consecutively into scratch."""
-
-    scratch_offset: int
-    image_offset: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _Target:
-    """Staging memory as the copies see it; ``base`` is where the image starts in the arena."""
-
-    image: torch.Tensor
-    base: int
-
-    def copy_from(self, source: torch.Tensor, offset: int) -> None:
-        """Enqueue a copy of bytes in chunks, none of which crosses the border of two pinned pieces."""
-        done = 0
-        while done < source.numel():
-            position = offset + done
-            to_border = PIECE_NBYTES - (self.base + position) % PIECE_NBYTES
-            nbytes = min(CHUNK_NBYTES, source.numel() - done, to_border)
-            self.image[position : position + nbytes].copy_(source[done : done + nbytes], non_blocking=True)
-            done += nbytes
-
-
-@dataclass(slots=True)
-class _DeviceCopy:
-    """One device's part of a save; ``guarded`` are the tensors that are read beside training."""
-
-    lane: _Lane
-    target: _Target
-    runs: list[_Run]
-    guarded: list[Job]
-    start: torch.cuda.Event
-    before: list[torch.Tensor]
-    validate: bool
-    after: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    done: torch.cuda.Event | None = None
-
-
-class CudaCopy:
-    """The CUDA part of one save; see ``StagingCopy`` for who calls what."""
-
-    def __init__(self, parts: Sequence[_DeviceCopy]) -> None:
-        """Take the parts that :meth:`CudaLanes.begin` has prepared."""
-        self._parts = list(parts)
-
-    def enqueue(self) -> None:
-        """Enqueue every copy and record the done events; blocks while the driver's queue is full, not on the copies."""
-        for part in self._parts:
-            lane = part.lane
-            torch.cuda.set_device(lane.device)  # a thread that stays on device 0 would open a context there
-            try:
-                with torch.cuda.stream(lane.stream):
-                    lane.stream.wait_event(part.start)
-                    for run in part.runs:
-                        source = lane.scratch[run.scratch_offset : run.scratch_offset + run.nbytes]
-                        part.target.copy_from(source, run.image_offset)
-                    lane.scratch_read = torch.cuda.Event()
-                    lane.scratch_read.record(lane.stream)
-                    lane.scratch_free.set()
-                    for job in part.guarded:
-                        if not job.source.untyped_storage().nbytes():
-                            raise TornSnapshotError(f"changed while being copied: {job.fqn}, whose memory was freed")
-                        part.target.copy_from(_bytes_of(job.source), job.target.offset)
-                    part.after = _fingerprint(part.guarded, validate=part.validate)
-                    part.done = torch.cuda.Event(blocking=True)
-                    part.done.record(lane.stream)
-            except BaseException:
-                for every in self._parts:
-                    every.lane.scratch_free.set()
-                    every.lane.stream.synchronize()  # nothing may still be copying into a slot that is given back
-                raise
-
-    def make_streams_wait(self) -> None:
-        """Let the calling thread's current streams wait for the copies; called after :meth:`enqueue`."""
-        for part in self._parts:
-            if part.done is not None:
-                torch.cuda.current_stream(part.lane.device).wait_event(part.done)
-
-    def finish(self) -> list[str]:
-        """Wait on the host until the bytes are in host memory; returns the FQNs that changed meanwhile."""
-        torn: list[str] = []
-        for part in self._parts:
-            assert part.done is not None
-            part.done.synchronize()
-            for before, after in zip(part.before, part.after, strict=True):
-                with torch.cuda.stream(part.lane.stream):  # not the compute stream, whose queue may be long
-                    same = cast("list[bool]", ((before == after) | (before.isnan() & after.isnan())).tolist())
-                torn += [job.fqn for job, unchanged in zip(part.guarded, same, strict=True) if not unchanged]
-        self._parts = []
-        return torn
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous device tensor as flat bytes; others are gathered, resolved and flattened first."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _fingerprint(jobs: Sequence[Job], *, validate: bool) -> list[torch.Tensor]:
-    """Norms, element i for job i, and with ``validate`` exact checksums as well; enqueued on the current stream.
-
-    ``jobs`` must be sorted by dtype: the fused kernel takes one dtype at a time. Norms of half-precision tensors are
-    accumulated and returned in float32, for a norm of three digits would notice little.
-    """
-    if not jobs:
-        return []
-    norms: list[torch.Tensor] = []
-    for dtype, group in itertools.groupby(jobs, key=lambda job: job.source.dtype):
-        wide = torch.float32 if dtype.itemsize == 2 else None
-        norms.append(torch.stack(torch._foreach_norm([job.source for job in group], 2, wide)).double())
-    prints = [torch.cat(norms)]
-    if validate:
-        prints.append(torch.stack([_bytes_of(job.source).sum(dtype=torch.int64) for job in jobs]).double())
-    return prints
-
-
-class _Lane:
-    """What one device needs: a side stream, scratch, and the turn at the scratch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self.scratch_free = threading.Event()
-        self.scratch_free.set()
-        self.scratch_read: torch.cuda.Event | None = None
-        try:
-            self.scratch = torch.empty(SCRATCH_NBYTES, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            logger.warning("no device memory for 64 MiB of scratch on %s: small tensors are copied one by one", device)
-            self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def begin(self, jobs: Sequence[Job], owned: set[int], slot: Slot, *, validate: bool) -> _DeviceCopy:
-        """Capture and pack on the current stream; the caller's thread, under ``no_grad``."""
-        assert slot.image is not None and slot.arena is not None
-        # The save before this one reads the scratch: wait until its copies are enqueued, then in stream order.
-        if not self.scratch_free.wait(_SCRATCH_TIMEOUT_S):
-            raise StagingError(f"the copies of the save before were not enqueued within {_SCRATCH_TIMEOUT_S:g} s")
-        if self.scratch_read is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.scratch_read)
-        guarded: list[Job] = []
-        packed: list[Job] = []
-        now: list[Job] = []
-        room = self.scratch.numel()
-        for job in sorted(jobs, key=lambda job: job.target.offset):
-            source, nbytes = job.source, job.target.nbytes
-            plain = source.is_contiguous() and not (source.is_conj() or source.is_neg())
-            safe = plain and source.dtype in _NORMED and source.data_ptr() in owned
-            small = nbytes < SMALL_NBYTES
-            if nbytes == 0:
-                continue
-            if safe and not small:
-                # An alias keeps the memory where `p.data = new` would let it go.
-                guarded.append(job._replace(source=source.detach()))
-            elif nbytes + 16 <= room:
-                packed.append(job)
-                room -= nbytes + 16  # at most that much is lost to alignment
-            else:
-                now.append(job)
-        guarded.sort(key=lambda job: str(job.source.dtype))
-        runs = self._pack(packed)
-        stream = torch.cuda.current_stream(self.device)
-        target = _Target(slot.image, slot.arena.data_offset)
-        if now:
-            self._copy_now(now, target, stream)
-        before = _fingerprint(guarded, validate=validate)
-        for job in guarded:
-            job.source.record_stream(self.stream)
-        start = torch.cuda.Event()
-        start.record(stream)
-        self.scratch_free.clear()
-        return _DeviceCopy(self, target, runs, guarded, start, before, validate)
-
-    def _pack(self, jobs: Sequence[Job]) -> list[_Run]:
-        runs: list[_Run] = []
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        position = 0
-        for job in jobs:
-            view, offset, _, nbytes = job.target
-            last = runs[-1] if runs else None
-            if last is not None and last.image_offset + last.nbytes == offset:
-                last.nbytes += nbytes
-            else:
-                # Image offsets are multiples of the element size: the same remainder keeps the scratch views aligned.
-                position += -position % 16
-                runs.append(_Run(position, offset, nbytes))
-            views, sources = by_dtype.setdefault(view.dtype, ([], []))
-            views.append(self.scratch[position : position + nbytes].view(view.dtype).view(view.shape))
-            sources.append(job.source.resolve_conj().resolve_neg())  # which the fused launch might not do
-            position += nbytes
-        for views, sources in by_dtype.values():  # one fused launch per dtype
-            torch._foreach_copy_(views, sources)
-        return runs
-
-    def _copy_now(self, jobs: Sequence[Job], target: _Target, stream: torch.cuda.Stream) -> None:
-        """Unguarded tensors that exceed the scratch: the compute stream waits for their way out."""
-        self.stream.wait_stream(stream)
-        with torch.cuda.stream(self.stream):
-            for job in jobs:
-                target.copy_from(_bytes_of(job.source), job.target.offset)
-        stream.wait_stream(self.stream)
-
-
-class CudaLanes:
-    """The lanes of all devices that a checkpointer has met."""
+class CudaRuntime(DeviceRuntime):
+    """CUDA through ``torch.cuda``, and ROCm, which torch calls so as well."""
 
     def __init__(self) -> None:
-        """Start without any: a process that never saves CUDA tensors touches no CUDA."""
-        self._lanes: dict[torch.device, _Lane] = {}
+        """Touch nothing."""
+        self._captures = _Captures()
 
-    def begin(self, jobs: Sequence[Job], owned: set[int], slot: Slot, *, validate: bool) -> CudaCopy:
-        """Capture and pack the CUDA tensors of a save on the current stream of each device."""
-        if torch.cuda.is_current_stream_capturing():
-            raise StagingError("save() was called while a CUDA graph is captured; call it before or after the capture")
-        _watch_graphs()
-        by_device: dict[torch.device, list[Job]] = {}
-        for job in jobs:
-            by_device.setdefault(job.source.device, []).append(job)
-        parts: list[_DeviceCopy] = []
-        for device, of_device in by_device.items():
-            if device not in self._lanes:
-                with torch.cuda.device(device):
-                    self._lanes[device] = _Lane(device)
-            try:
-                with torch.cuda.device(device):
-                    parts.append(self._lanes[device].begin(of_device, owned, slot, validate=validate))
-            except BaseException:
-                for part in parts:
-                    part.lane.scratch_free.set()
-                raise
-        return CudaCopy(parts)
+    @contextlib.contextmanager
+    def on(self, device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+        """See the base class: torch's own contexts leave a default device alone that has no context yet."""
+        with torch.cuda.device(device):
+            if stream is None:
+                yield
+            else:
+                with torch.cuda.stream(cast("torch.cuda.Stream", stream)):
+                    yield
 
-    def settle(self) -> None:
-        """Wait on the host until nothing is being copied, after a save that went wrong in the middle."""
-        for lane in self._lanes.values():
-            lane.scratch_free.set()
-            lane.stream.synchronize()
+    def new_stream(self, device: torch.device) -> torch.Stream:
+        """See the base class."""
+        return torch.cuda.Stream(device)
 
-    def close(self) -> None:
-        """Drop streams and scratch; no copy may be under way."""
-        self._lanes.clear()
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """See the base class."""
+        return torch.cuda.current_stream(device)
+
+    def new_event(self) -> torch.Event:
+        """See the base class; torch's generic event would have the waiting thread spin."""
+        return torch.cuda.Event(blocking=True)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See the base class; the calling thread's device must be one that is used anyway."""
+        code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
+        if code:
+            _clear_last_error()
+            raise RuntimeError(f"cudaHostRegister failed with error {code}")
+
+    def unregister(self, address: int) -> None:
+        """See the base class."""
+        code = int(_runtime().cudaHostUnregister(address))
+        if code:
+            logger.warning("cudaHostUnregister failed with error %d", code)
+            _clear_last_error()
+
+    def watch_graphs(self) -> None:
+        """See the base class."""
+        self._captures.watch()
+
+    def await_captures(self, what: str) -> None:
+        """See the base class."""
+        self._captures.await_end(what)
 
 
-_watching = False
+def _runtime() -> Any:
+    return cast("Any", torch.cuda.cudart())
 
 
-def _watch_graphs() -> None:
-    """Guard what runs no Python: a replayed graph may hold an optimizer step.
+def _clear_last_error() -> None:
+    """Take the runtime's last error, which torch would otherwise report at its next unrelated call."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        for library, function in _LAST_ERROR.items():
+            if f"/{library}" in path:
+                getattr(ctypes.CDLL(path), function)()
+                return
 
-    A capture waits for pending copies first (nothing may wait for them inside it), and every replay does so in stream
-    order, which costs nothing while no save is in flight.
+
+class _Captures:
+    """The graphs that this process captures: by whom now, and which of them change no parameters when replayed.
+
+    A capture forbids calls that a save needs (pinning, waiting on the host), in every thread; so a capture and a save
+    wait for each other. A replay runs no Python: it waits for copies first, in stream order, unless the graph is known
+    to hold no optimizer's step and no ``guard()``.
     """
-    global _watching
-    if _watching:
-        return
-    _watching = True
-    graph: Any = torch.cuda.CUDAGraph
-    replay, capture_begin = graph.replay, graph.capture_begin
 
-    def guarded_replay(self: Any) -> None:
-        ownership.close_guards()
-        replay(self)
+    def __init__(self) -> None:
+        self._changed = Monitor()
+        self._open: dict[int, int] = {}  # id of a graph that is being captured, to its thread
+        self._harmless: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped: set[int] = set()  # graphs being captured during which a guard closed
+        self._watching = False
 
-    def guarded_capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+    def watch(self) -> None:
+        with self._changed:
+            if self._watching:
+                return
+            self._watching = True
+        graph: Any = torch.cuda.CUDAGraph
+        replay, begin, end = graph.replay, graph.capture_begin, graph.capture_end
+
+        def guarded_replay(this: Any) -> None:
+            if this not in self._harmless:
+                ownership.close_guards()
+            replay(this)
+
+        def guarded_begin(this: Any, *args: Any, **kwargs: Any) -> None:
+            self._enter(this)
+            try:
+                begin(this, *args, **kwargs)
+            except BaseException:
+                self._leave(this)
+                raise
+
+        def guarded_end(this: Any) -> None:
+            try:
+                end(this)
+            finally:
+                if not self._leave(this):
+                    self._harmless.add(this)
+
+        graph.replay, graph.capture_begin, graph.capture_end = guarded_replay, guarded_begin, guarded_end
+        ownership.when_guarded(self._mark)
+
+    def _enter(self, graph: Any) -> None:
+        """A capture begins: saves that are being called end their call, and their copies, first."""
+        deadline = time.monotonic() + CAPTURE_TIMEOUT_S
+        while not self._opened(graph, anyhow=time.monotonic() > deadline):
+            for other in exclusions():
+                if other.acquire(True, max(0.0, deadline - time.monotonic())):
+                    other.release()
         ownership.finish_pending()
-        capture_begin(self, *args, **kwargs)
 
-    graph.replay, graph.capture_begin = guarded_replay, guarded_capture_begin
+    def _opened(self, graph: Any, *, anyhow: bool) -> bool:
+        """Note that a capture begins, unless another thread keeps it out at this moment."""
+        with self._changed:
+            for other in exclusions():
+                if other.acquire(False):
+                    other.release()
+                elif anyhow:
+                    logger.error("a save did not end its call within %g s; the capture is beside it", CAPTURE_TIMEOUT_S)
+                else:
+                    return False
+            self._open[id(graph)] = threading.get_ident()
+            self._harmless.discard(graph)
+            return True
+
+    def _leave(self, graph: Any) -> bool:
+        """A capture is over; says whether something in it may change parameters."""
+        with self._changed:
+            self._open.pop(id(graph), None)
+            stepped = id(graph) in self._stepped
+            self._stepped.discard(id(graph))
+            self._changed.notify_all()
+        return stepped
+
+    def _mark(self) -> None:
+        """A guard closes: of whatever is being captured now, for a step may run in a thread of autograd's."""
+        if self._open:
+            with self._changed:
+                self._stepped.update(self._open)
+
+    def await_end(self, what: str) -> None:
+        with self._changed:
+            if threading.get_ident() in self._open.values():
+                raise StagingError(f"{what} was called while a CUDA graph is captured; call it before or after")
+        if not self._changed.wait_for(lambda: not self._open, CAPTURE_TIMEOUT_S):
+            raise StagingError(f"{what} waited {CAPTURE_TIMEOUT_S:g} s for another thread's capture of a CUDA graph")

@@ -24,6 +24,7 @@ from typing import Final
 
 from sidesave.errors import HostMemoryError
 from sidesave.stager.arena import HUGE_PAGE, PAGE, Arena, madvise
+from sidesave.stager.system_calls import REFUSED, usable_cpus
 
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
@@ -133,7 +134,7 @@ def populate(arena: Arena, cpus: frozenset[int] | None = None) -> None:
         HostMemoryError: Before the first piece or between two, when memory runs short. The arena is then partly
             allocated and should be closed.
     """
-    allowed = os.sched_getaffinity(0)
+    allowed = usable_cpus()
     chosen = (cpus & allowed if cpus else None) or allowed
     offsets = iter(range(0, arena.nbytes, _PIECE_NBYTES))
     failures: list[BaseException] = []
@@ -142,7 +143,8 @@ def populate(arena: Arena, cpus: frozenset[int] | None = None) -> None:
     def work() -> None:
         try:
             if cpus:
-                os.sched_setaffinity(threading.get_native_id(), chosen)
+                with contextlib.suppress(OSError):  # it is slower from there, and works
+                    os.sched_setaffinity(threading.get_native_id(), chosen)
             while not failures:
                 with lock:
                     offset = next(offsets, None)
@@ -181,7 +183,7 @@ def _populate_piece(address: int, nbytes: int) -> None:
         _touch(address, whole, HUGE_PAGE)  # a stretch without any page cannot be collapsed
         madvise(address, whole, _MADV_COLLAPSE)  # what it cannot do, an old kernel or fragmented memory, is done below
     code = madvise(address, nbytes, _MADV_POPULATE_WRITE)
-    if code == errno.EINVAL:  # Linux before 5.14
+    if code == errno.EINVAL or code in REFUSED:  # Linux before 5.14, or madvise is not allowed
         _touch(address, nbytes, PAGE)
     elif code:
         raise HostMemoryError(f"cannot allocate {nbytes >> 20} MiB of staging memory: {os.strerror(code)}")

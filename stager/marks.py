@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from sidesave.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,22 @@ class Replicated:
 class PerRank:
     """Each rank holds its own: all of it is written by every rank, and comes back to the same rank.
 
-    A rank that had none gets what rank 0 had. For modules and optimizers whose plain tensors differ between ranks.
+    For modules and optimizers whose plain tensors differ between ranks, positions in the data, and the like.
+
+    Attributes:
+        value: The item.
+        when_resized: What a rank gets where another number of ranks loads than has saved. None: what all of them had,
+            and a ``StateMismatchError`` where it was not the same; ``"first"``: what rank 0 had; a function: what
+            ``when_resized(values)`` returns on this rank. It is called on every rank with one argument, the list of
+            what each rank had saved, in the order of the ranks: nests as :func:`sidesave.load` returns them, of which a
+            live object takes what comes back with ``load_state_dict``. It has no say in saving.
     """
 
     value: Any
+    when_resized: Callable[[list[Any]], Any] | Literal["first"] | None = None
+
+    def __post_init__(self) -> None:
+        """``InvalidArgumentError`` for another ``when_resized``."""
+        chosen: object = self.when_resized
+        if chosen is not None and chosen != "first" and not callable(chosen):
+            raise InvalidArgumentError(f"when_resized must be 'first', a function or None, not {chosen!r:.80}")

@@ -6,16 +6,18 @@ evenly and waits for the slowest part, which was seen to take 50 times as long o
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
+
+from sidesave.errors import StagingError
+from sidesave.stager.apart import Monitor, Worker
+from sidesave.stager.system_calls import usable_cpus
 
 PIECE_NBYTES: Final = 4 << 20
 _MAX_THREADS: Final = 8
+_END_TIMEOUT_S: Final = 10.0
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.restype = ctypes.c_void_p
@@ -30,51 +32,43 @@ class MemoryCopier:
 
     def __init__(self) -> None:
         """Start nothing yet."""
-        self._helpers = min(len(os.sched_getaffinity(0)), _MAX_THREADS) - 1
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._helpers = [Worker("sidesave-copy") for _ in range(min(len(usable_cpus()), _MAX_THREADS) - 1)]
 
-    def copy(self, regions: list[Region], on_prefix: Callable[[int], None] | None = None) -> None:
-        """Copy all regions, blocking; they must not overlap, and their memory must stay.
+    def copy(self, pieces: Pieces) -> None:
+        """Copy all pieces, blocking; where this raises, :meth:`Pieces.stop` has to follow."""
+        if pieces.nbytes >= 2 * PIECE_NBYTES:
+            for helper in self._helpers:
+                helper.submit(pieces.help)
+        pieces.work()
+        pieces.stop()
+        if pieces.failure is not None or not pieces.all_taken:
+            raise StagingError(f"a thread that copies failed: {pieces.failure!r}")
+
+    def close(self) -> None:
+        """End the helpers; idempotent, and no copy may be under way."""
+        for helper in self._helpers:
+            helper.close(_END_TIMEOUT_S)
+
+
+class Pieces:
+    """The pieces of a copy in the order of their targets, each given to exactly one thread."""
+
+    def __init__(self, regions: list[Region], on_prefix: Callable[[int], None] | None = None) -> None:
+        """Make pieces of ``regions``, which must not overlap, and whose memory must stay.
 
         ``on_prefix``, if given, is called now and then with a target address: all regions below it are copied, in the
         order of their target addresses.
         """
-        regions = sorted(regions)
-        pieces = _Pieces(regions, on_prefix)
-        helpers = self._helpers if sum(nbytes for _, _, nbytes in regions) >= 2 * PIECE_NBYTES else 0
-        try:
-            for _ in range(helpers):
-                self._submit(pieces.work)
-            pieces.work()
-        finally:
-            pieces.stop()  # also when Ctrl-C comes in between: no thread may write to the target after this returns
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="sidesave-copy")
-            with contextlib.suppress(RuntimeError):  # the interpreter is ending: the caller copies alone
-                self._pool.submit(work)
-
-    def close(self) -> None:
-        """Stop the helpers; idempotent."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
-
-
-class _Pieces:
-    """The pieces of a copy in the order of their targets, each given to exactly one thread."""
-
-    def __init__(self, regions: list[Region], on_prefix: Callable[[int], None] | None) -> None:
-        self._pieces = self._cut(regions)
+        self.nbytes = sum(nbytes for _, _, nbytes in regions)
+        self.all_taken = False
+        self._pieces = self._cut(sorted(regions))
         self._on_prefix = on_prefix
-        self._changed = threading.Condition()
+        self._changed = Monitor()
+        self._caller = threading.get_ident()
         self._under_way: dict[int, int] = {}  # target address, ascending, to thread
         self._told = 0
         self._stopped = False
+        self.failure: BaseException | None = None
 
     @staticmethod
     def _cut(regions: list[Region]) -> Iterator[list[Region]]:
@@ -106,26 +100,33 @@ class _Pieces:
             finally:
                 self._finish(piece)
 
+    def help(self) -> None:
+        """The same in a thread of ours."""
+        try:
+            self.work()
+        except BaseException as error:  # noqa: BLE001 - a piece is missing, which the caller has to be told
+            with self._changed:
+                self.failure = error
+                me = threading.get_ident()
+                self._under_way = {at: thread for at, thread in self._under_way.items() if thread != me}
+                self._changed.notify_all()
+
     def stop(self) -> None:
-        """Hand out no more and wait for the other threads' pieces, milliseconds; a second Ctrl-C waits as well."""
-        me = threading.get_ident()
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._stopped = True
-                    while any(thread != me for thread in self._under_way.values()):
-                        self._changed.wait()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        """Hand out no more, and wait for the pieces of the helpers, milliseconds; idempotent.
+
+        The thread that called :meth:`MemoryCopier.copy` is not waited for: it copies nothing any more.
+        """
+        self._stopped = True
+        self._changed.wait_for(lambda: all(thread == self._caller for thread in self._under_way.values()))
 
     def _take(self) -> list[Region] | None:
         with self._changed:
-            piece = None if self._stopped else next(self._pieces, None)
-            if piece is not None:
+            if self._stopped:
+                return None
+            piece = next(self._pieces, None)
+            if piece is None:
+                self.all_taken = True
+            else:
                 self._under_way[piece[0][0]] = threading.get_ident()
                 first = next(iter(self._under_way))
                 if self._on_prefix is not None and first - self._told >= PIECE_NBYTES:

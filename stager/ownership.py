@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +36,7 @@ _lock = threading.Lock()
 _pending: list[Guarded] = []
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _installed = False
+_on_guard: list[Callable[[], None]] = []
 _holds = threading.local()
 
 
@@ -62,8 +63,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     close_guards()
 
 
+def when_guarded(call: Callable[[], None]) -> None:
+    """Have ``call`` called whenever guards are closed, that is before parameters change."""
+    _on_guard.append(call)
+
+
 def close_guards() -> None:
     """Wait, on the host or in stream order, for every copy that reads tensors of this process."""
+    for call in _on_guard:
+        call()
     with _lock:
         pending = list(_pending)
     for copy in pending:
@@ -106,30 +114,41 @@ def in_guard() -> bool:
     return getattr(_holds, "depth", 0) > 0
 
 
-def owned_addresses(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module] = ()) -> set[int]:
-    """Addresses of the tensors that ``optimizers``, and those seen stepping, hold and alone change.
+def owned_memory(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module] = ()) -> dict[int, int]:
+    """Memory that ``optimizers``, and those seen stepping, hold and alone change: addresses, and bytes from there on.
 
-    Weights that ``modules`` themselves write in forward are not among them: embeddings with ``max_norm``.
+    Weights that ``modules`` themselves write in forward are not in it: embeddings with ``max_norm``.
     """
-    addresses: set[int] = set()
+    owned: dict[int, int] = {}
     for optimizer in {*optimizers, *list(_seen)}:
         if not _is_torchs_own(optimizer):
             continue
-        for group in optimizer.param_groups:
-            addresses.update(_address(parameter) for parameter in group["params"])
-        for state in optimizer.state.values():
-            addresses.update(_address(value) for value in state.values() if isinstance(value, torch.Tensor))
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held += [value for state in optimizer.state.values() for value in state.values()]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor):
+                address, nbytes = _place(tensor)
+                owned[address] = max(owned.get(address, 0), nbytes)
     for module in (inner for outer in modules for inner in outer.modules()):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            addresses.discard(module.weight.data_ptr())
-    addresses.discard(0)
-    return addresses
+            owned.pop(module.weight.data_ptr(), None)
+    owned.pop(0, None)
+    return owned
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory is; of a DTensor that of its local part, and 0 for what has no one place."""
+def is_owned(tensor: torch.Tensor, owned: dict[int, int]) -> bool:
+    """Whether all of a contiguous tensor is memory of :func:`owned_memory`.
+
+    The address alone does not tell: a flat buffer begins where the first of its parameters does.
+    """
+    return tensor.nbytes <= owned.get(tensor.data_ptr(), -1)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes of a tensor's memory, of a DTensor those of its local part; 0 for what has no one place."""
     local = getattr(tensor, "_local_tensor", tensor)
-    return local.data_ptr() if type(local) in (torch.Tensor, nn.Parameter) else 0
+    plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
+    return (local.data_ptr(), local.nbytes) if plain else (0, 0)
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:

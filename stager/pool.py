@@ -7,8 +7,6 @@ previous one.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -17,6 +15,7 @@ import torch
 
 from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
 from sidesave.stager import host_memory
+from sidesave.stager.apart import Monitor
 from sidesave.stager.arena import Arena, page_up
 from sidesave.stager.image import Plan
 from sidesave.stager.pinning import PinnedRange
@@ -45,6 +44,9 @@ class Slot:
         arena_id: Names the arena on the wire; never used twice.
         targets: The plan's tensors, container after container, in the order of the state.
         image: The arena's data as bytes.
+        pinned: The arena's memory, page-locked for devices.
+        unpinnable: This arena's memory was refused to be page-locked: it is not tried again.
+        owner: Who has it; None while it is free.
     """
 
     arena: Arena | None = None
@@ -53,7 +55,8 @@ class Slot:
     image: torch.Tensor | None = None
     targets: list[Target] = field(default_factory=list[Target])
     pinned: PinnedRange | None = None
-    busy: bool = False
+    unpinnable: bool = False
+    owner: object | None = None
 
     def lay_out(self, plan: Plan) -> None:
         """Write the plan's headers into the arena and make its views; nothing to do when it is there already."""
@@ -92,9 +95,9 @@ class Slot:
     def unmap(self) -> None:
         """Give the memory back; no copy and no write may be under way."""
         self.plan, self.image, self.targets = None, None, []
-        if self.pinned is not None:
-            self.pinned.close()
-            self.pinned = None
+        pinned, self.pinned, self.unpinnable = self.pinned, None, False
+        if pinned is not None:
+            pinned.close()
         if self.arena is not None:
             self.arena.close()
             self.arena = None
@@ -122,73 +125,74 @@ class SlotPool:
         self._budget_nbytes = budget_nbytes
         self._attach = attach
         self._detach = detach
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._next_arena = 1
         self._closed = False
+        self._told_unpinnable = False
 
     @property
     def nbytes(self) -> int:
         """Host memory that the slots take now, in bytes."""
         return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
 
-    def try_acquire(self) -> Slot | None:
-        """A free slot, or None."""
+    def try_acquire(self, owner: object) -> Slot | None:
+        """A free slot, which is ``owner``'s from here on, or None."""
         with self._changed:
-            return self._take()
+            if self._closed:
+                raise ClosedError("the checkpointer was closed meanwhile")
+            free = [slot for slot in self._slots if slot.owner is None]
+            if not free:
+                return None
+            slot = max(free, key=lambda slot: 0 if slot.arena is None else slot.arena.nbytes)
+            slot.owner = owner
+            return slot
 
-    def acquire(self, timeout_s: float) -> Slot:
-        """A free slot; blocks up to ``timeout_s`` seconds, then raises ``WriteStalledError``."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while True:
-                slot = self._take()
-                if slot is not None:
-                    return slot
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    message = f"all {len(self._slots)} staging slots were still being written after {timeout_s:g} s"
-                    raise WriteStalledError(message)
-                self._changed.wait(left)
-
-    def _take(self) -> Slot | None:
-        if self._closed:
-            raise ClosedError("the checkpointer was closed meanwhile")
-        free = [slot for slot in self._slots if not slot.busy]
-        if not free:
-            return None
-        slot = max(free, key=lambda slot: 0 if slot.arena is None else slot.arena.nbytes)
-        slot.busy = True
+    def acquire(self, owner: object, timeout_s: float) -> Slot:
+        """The same; blocks up to ``timeout_s`` seconds, then raises ``WriteStalledError``."""
+        slot = self._changed.wait_for(lambda: self.try_acquire(owner), timeout_s)
+        if slot is None:
+            message = f"all {len(self._slots)} staging slots were still being written after {timeout_s:g} s"
+            raise WriteStalledError(message)
         return slot
 
-    def release(self, slot: Slot) -> None:
-        """Make a slot free again; after :meth:`close` its memory goes at once."""
+    def release(self, owner: object) -> None:
+        """Make what is ``owner``'s free again, if anything is; after :meth:`close` its memory goes at once."""
         with self._changed:
-            slot.busy = False
-            if self._closed:
-                self._drop(slot)
+            for slot in self._slots:
+                if slot.owner is owner:
+                    slot.owner = None
+                    if self._closed:
+                        self._drop(slot)
             self._changed.notify_all()
 
-    def fit(self, slot: Slot, plan: Plan, parts: Sequence[bytes], *, pin: bool) -> None:
+    def fit(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> None:
         """Give a held slot an arena for ``plan`` and, behind it, ``parts``; lay the plan out in it.
 
-        Blocks while pages are allocated.
+        Blocks while pages are allocated, and page-locked where copies come from a ``device`` beside training.
 
         Raises:
             HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
         """
-        parts_nbytes = sum(page_up(len(part)) for part in parts)
-        data_nbytes = plan.nbytes + parts_nbytes
-        descriptor_nbytes = DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)
+        descriptor_nbytes, data_nbytes, parts_nbytes = _sizes(plan, parts)
+        if not self._has_room(slot, descriptor_nbytes, data_nbytes):
+            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4))
+        if device is not None and slot.pinned is None and not slot.unpinnable:
+            self._pin(slot, device)
+        slot.lay_out(plan)
+
+    def fits(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> bool:
+        """Whether there is nothing left for :meth:`fit` to do."""
+        is_pinned = device is None or slot.pinned is not None or slot.unpinnable
+        return slot.plan is plan and is_pinned and self._has_room(slot, *_sizes(plan, parts)[:2])
+
+    @staticmethod
+    def _has_room(slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> bool:
         arena = slot.arena
-        fits = arena is not None and (
-            data_nbytes <= arena.data_nbytes <= max(2 * data_nbytes, 1 << 20)
+        return (
+            arena is not None
+            and data_nbytes <= arena.data_nbytes <= max(2 * data_nbytes, 1 << 20)
             and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
         )
-        if not fits:
-            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4))
-        if pin and slot.pinned is None:
-            self._pin(slot)
-        slot.lay_out(plan)
 
     def _replace(self, slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> None:
         with self._changed:
@@ -212,12 +216,14 @@ class SlotPool:
             self._next_arena += 1
         self._attach(slot.arena_id, arena)
 
-    def _pin(self, slot: Slot) -> None:
+    def _pin(self, slot: Slot, device: torch.device) -> None:
         assert slot.arena is not None
         try:
-            slot.pinned = PinnedRange(slot.arena.address, slot.arena.nbytes)
+            slot.pinned = PinnedRange(device, slot.arena.address, slot.arena.nbytes)
         except RuntimeError as error:
-            logger.warning("staging memory cannot be pinned, so copies from the GPU will be slow: %s", error)
+            slot.unpinnable = True
+            level, self._told_unpinnable = logging.DEBUG if self._told_unpinnable else logging.WARNING, True
+            logger.log(level, "staging memory cannot be pinned, so copies from %s will be slow: %s", device, error)
 
     def _drop(self, slot: Slot) -> None:
         if slot.arena is not None:
@@ -229,6 +235,13 @@ class SlotPool:
         with self._changed:
             self._closed = True
             for slot in self._slots:
-                if not slot.busy:
+                if slot.owner is None:
                     self._drop(slot)
             self._changed.notify_all()
+
+
+def _sizes(plan: Plan, parts: Sequence[bytes]) -> tuple[int, int, int]:
+    """Bytes for the descriptor, for all data, and of that for ``parts``."""
+    parts_nbytes = sum(page_up(len(part)) for part in parts)
+    descriptor_nbytes = DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)
+    return descriptor_nbytes, plan.nbytes + parts_nbytes, parts_nbytes

@@ -16,7 +16,7 @@ import math
 import pathlib
 import struct
 import zoneinfo
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -63,6 +63,7 @@ class Tag(enum.IntEnum):
     PURE_PATH = 26
     SPARSE = 27  # layout, shape, coalesced, {part: tensor node}
     PICKLE = 28
+    MODULE = 29  # metadata (the version of each submodule), then like DICT or ITEMS
 
 
 FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}
@@ -152,6 +153,18 @@ class Skeleton:
         except Exception as error:
             raise IntegrityError(f"{other._where}: not a skeleton: {error}") from error
 
+    def differences(self, other: Skeleton, is_shared: Callable[[str], bool]) -> list[tuple[str, bool]]:
+        """The FQNs of what two ranks have not saved alike, and whether it is a number; the bytes of tensors aside.
+
+        What only one of them has counts where it is of its rank alone: a shared tensor, as ``is_shared`` tells by the
+        FQN, or anything that holds one, does not. ``IntegrityError`` if one of them is malformed.
+        """
+        merger = _Merger(is_shared, lambda node: _Partial(node, other._where, other._rank))
+        try:
+            return list(merger.differences([Tag.DICT, self._body], [Tag.DICT, other._body], "", 0))
+        except Exception as error:
+            raise IntegrityError(f"{self._where}, {other._where}: not skeletons of one state: {error}") from error
+
     def build(
         self,
         tensor: Callable[[TensorRef], Any],
@@ -177,9 +190,23 @@ class Skeleton:
         return _Builder(self._where, self._rank, tensor, only, unpickle, partial).mapping(self._body, "")
 
 
+def rebuilt(node: Any, tensor: Callable[[TensorRef], Any]) -> Any:
+    """The value of a single node; in the place of one that was pickled an object that equals no other."""
+    return _Builder("", 0, tensor, _everything, lambda data: object(), set()).build(node, "", 0)
+
+
+def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A module's state as torch makes it: its metadata tells ``load_state_dict`` which version of a class it is of."""
+    if not isinstance(cast("object", metadata), dict) or not all(type(each) is dict for each in metadata.values()):
+        raise ValueError("a module's metadata must be a map of maps")
+    found: Any = collections.OrderedDict(state)
+    found._metadata = collections.OrderedDict(metadata)
+    return found
+
+
 # Merging ---------------------------------------------------------------------------------------------------------
 
-_MAPPINGS: Final = (Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT)
+_MAPPINGS: Final = (Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.MODULE)
 _Items = dict[Any, tuple[Any, Any]]
 """Key node and node of each item, by what tells its key from others."""
 
@@ -212,6 +239,26 @@ class _Merger:
             return [tag, dict(pairs)]
         return [Tag.ITEMS if tag == Tag.DICT else tag, *about, pairs]
 
+    def differences(self, first: Any, second: Any, fqn: str, depth: int) -> Iterator[tuple[str, bool]]:
+        """What two nodes have not alike, down to the leaves of dicts and of lists of one length."""
+        if depth > MAX_DEPTH + 5:
+            raise ValueError(f"{fqn} is nested too deep")
+        if _pack(first) == _pack(second):
+            return
+        ours, theirs = _items_of(first), _items_of(second)
+        if ours is not None and theirs is not None:
+            for name, (key, node) in {**theirs, **ours}.items():
+                below = f"{fqn}.{key}" if fqn else str(key)
+                if name in ours and name in theirs:
+                    yield from self.differences(node, theirs[name][1], below, depth + 1)
+                elif not self._holds_shared(node):
+                    yield below, _is_number(node)
+        elif _is_sequence(first) and _is_sequence(second) and len(first) == len(second):
+            for index, (one, other) in enumerate(zip(first[1:], second[1:], strict=True)):
+                yield from self.differences(one, other, f"{fqn}.{index}", depth + 1)
+        else:
+            yield fqn, _is_number(first) and _is_number(second)
+
     def _holds_shared(self, node: Any) -> bool:
         if isinstance(node, dict):  # the parts of a sparse tensor
             return any(map(self._holds_shared, cast("dict[str, Any]", node).values()))
@@ -222,6 +269,17 @@ class _Merger:
         if tag == Tag.TENSOR and parts:
             return self._is_shared(str(parts[0]))
         return any(map(self._holds_shared, parts))
+
+
+def _is_sequence(node: Any) -> bool:
+    return isinstance(node, list) and len(cast("list[Any]", node)) > 1 and node[0] in (Tag.LIST, Tag.TUPLE)
+
+
+def _is_number(node: Any) -> bool:
+    if isinstance(node, list):
+        tag, *parts = cast("list[Any]", node) or [None]
+        return tag in (Tag.INT, Tag.COMPLEX) or (tag == Tag.NUMPY_SCALAR and parts[0][1:2] in tuple("biufc"))
+    return isinstance(node, (bool, int, float))
 
 
 def _items_of(node: Any) -> _Items | None:
@@ -309,6 +367,11 @@ class _Builder:
             case Tag.DEFAULT_DICT:
                 kept = self._items(rest[1], fqn, depth)
                 return kept if kept is _OUT else collections.defaultdict(_FACTORIES_BY_NAME[rest[0]], kept)
+            case Tag.MODULE:
+                metadata, body = rest
+                pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
+                kept = self._items(pairs, fqn, depth)
+                return kept if kept is _OUT else with_metadata(kept, self._whole.build(metadata, fqn, depth + 1))
             case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
                 maxlen = rest.pop(0) if tag is Tag.DEQUE else None
                 items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
@@ -349,7 +412,12 @@ class _Builder:
                     return _from_npy(content)[()]
                 if not isinstance(dtype, str) or np.dtype(dtype).itemsize != len(content):
                     raise ValueError(f"no NumPy scalar of {dtype!r:.80} has {len(content)} bytes")
-                return np.frombuffer(content, dtype=np.dtype(dtype))[0]
+                scalar = np.frombuffer(content, dtype=np.dtype(dtype))[0]
+                if isinstance(scalar, np.bytes_):  # an element of an array ends before its zeros, a scalar does not
+                    return np.bytes_(bytes(content))
+                if isinstance(scalar, np.str_):
+                    return np.str_(bytes(content).decode("utf-32", "surrogatepass"))
+                return scalar
             case Tag.PICKLE:
                 if self._unpickle is None:
                     raise UnsupportedValueError(

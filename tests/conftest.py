@@ -1,15 +1,41 @@
 """What every test may rely on."""
 
 import os
+import resource
+import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 from managers import Manage, managers_of
 from trainers import Orders, Traces
 
+if TYPE_CHECKING:
+    from sidesave import Checkpointer
+
+
+def reset_inherited() -> None:
+    """Undo what the caller has set for its children, which ours would inherit in turn.
+
+    ``nohup``, a job in the background of a script and some CI ignore or block signals. What is killed on purpose would
+    leave a core in the checkout.
+    """
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # which Python ignores, and no child of it
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+_LEFT = pytest.StashKey[set[threading.Thread]]()
+
+reset_inherited()
 settings.register_profile("sidesave", deadline=None)  # a slow machine is no failure
 settings.load_profile("sidesave")
 
@@ -29,6 +55,25 @@ def _cuda_available() -> bool:
     import torch  # only where a test asks for it: it takes seconds
 
     return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """No thread of ours outlives its module, and does in the middle of another test what nobody there expects."""
+    yield
+    if nextitem is not None and nextitem.path == item.path:  # it may be that of a fixture of the module
+        return
+
+    def left() -> set[threading.Thread]:
+        ours = {thread for thread in threading.enumerate() if thread.name.startswith("sidesave")}
+        return ours - item.config.stash.setdefault(_LEFT, set())
+
+    deadline = time.monotonic() + 300
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if found := left():
+        item.config.stash[_LEFT] |= found  # one module is to blame
+        pytest.fail(f"a test of {item.path.name} leaves threads: {sorted(thread.name for thread in found)}")
 
 
 @pytest.fixture
@@ -53,6 +98,37 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 @pytest.fixture
+def end_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No writer, lease or staging memory outlives its test, whoever made it and in whatever state it was left."""
+    from sidesave.stager.pool import SlotPool
+    from sidesave.writer_daemon.lease import Lease
+    from sidesave.writer_daemon.writer import Writer
+
+    made: list[Callable[[], None]] = []
+
+    def note(kind: type, end: Callable[[Any], None]) -> None:
+        init = kind.__init__
+
+        def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            made.append(lambda: end(self))
+
+        monkeypatch.setattr(kind, "__init__", noting)
+
+    def give_back(pool: SlotPool) -> None:
+        for slot in pool._slots:
+            pool.release(slot.owner)
+        pool.close()
+
+    note(Lease, Lease.release)
+    note(Writer, Writer.close)
+    note(SlotPool, give_back)
+    yield
+    for end in reversed(made):
+        end()
+
+
+@pytest.fixture
 def traces() -> Iterator[Traces]:
     """Where trainers and daemons of a test keep their sockets, and how their processes are found."""
     traces = Traces()
@@ -73,3 +149,12 @@ def manage(run: Path) -> Iterator[Manage]:
     """Makes managers of the run directory of a test, one after the other."""
     with managers_of(run) as manage:
         yield manage
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path) -> Iterator["Checkpointer"]:
+    """One with its defaults; tests that want another one make their own."""
+    from sidesave import Checkpointer
+
+    with Checkpointer(tmp_path) as made:
+        yield made
