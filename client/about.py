@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, SupportsFloat, cast
 
 from sidesave.client.handle import CheckpointInfo
-from sidesave.errors import InvalidArgumentError
+from sidesave.errors import InvalidArgumentError, brief
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ def as_numbers(step: int, metrics: Metrics | None, needed: Collection[str]) -> d
         if needed:
             logger.info("step %d is saved without metrics, so it cannot be the best", step)
         return {}
+    if not isinstance(cast("object", metrics), Mapping):
+        raise InvalidArgumentError(f"metrics must be a dict of numbers by name, not {brief(metrics)}")
     missing = set(needed) - metrics.keys()
     if missing:
         raise InvalidArgumentError(
@@ -68,7 +70,10 @@ def _number(name: str, value: SupportsFloat) -> float:
         return float(value.item())
     if isinstance(value, numbers.Real):
         return float(value)
-    raise InvalidArgumentError(f"the metric {name!r} must be one number, not {type(value).__name__} {value!r}")
+    hint = (
+        "leave out what is not known" if cast("object", value) is None else f"not {type(value).__name__} {brief(value)}"
+    )
+    raise InvalidArgumentError(f"the metric {brief(name)} must be one number, {hint}")
 
 
 def metric_of(info: CheckpointInfo, name: str) -> float | None:

@@ -173,7 +173,7 @@ class Agreement:
             while self._ending == _GOING_ON:
                 self._sleep()
                 self._round()
-        except Exception as error:  # noqa: BLE001 - a rank is gone, or its process group; training tells
+        except BaseException as error:  # noqa: BLE001 - a rank is gone, or its process group; training tells
             with self._changed:
                 self._promise = None
                 self._ending = _FAILING

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, SupportsIndex, cast
 
-from sidesave.errors import InvalidArgumentError, write_error
+from sidesave.errors import InvalidArgumentError, brief, write_error
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
@@ -16,10 +17,20 @@ MAX_STEP: Final = 10**18
 _MAX_METADATA_NBYTES: Final = 64 << 10
 
 
-def check_step(step: int) -> None:
+def as_index(value: object) -> int | None:
+    """A number that counts: an int, or what ``operator.index`` takes for one, such as ``np.int64``; None for others."""
+    try:
+        return None if isinstance(value, bool) else operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        return None
+
+
+def check_step(step: object) -> int:
     """A step is an int, 0 or more."""
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
-        raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {step!r}")
+    number = as_index(step)
+    if number is None or not 0 <= number <= MAX_STEP:
+        raise InvalidArgumentError(f"step must be an int from 0 to {MAX_STEP:.0e}, not {brief(step)}")
+    return number
 
 
 def encode_metadata(metadata: object) -> bytes:
@@ -29,13 +40,27 @@ def encode_metadata(metadata: object) -> bytes:
     if not isinstance(metadata, Mapping):
         raise InvalidArgumentError(f"metadata must be a dict, not {type(metadata).__name__}")
     try:
-        data = json.dumps(dict(cast("Mapping[Any, Any]", metadata)), ensure_ascii=False, separators=(",", ":")).encode()
+        facts = dict(cast("Mapping[Any, Any]", metadata))
+        _check_keys(facts)
+        data = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"metadata must be plain JSON data: {error}; call .item() on tensors") from error
     if len(data) > _MAX_METADATA_NBYTES:
         limit = f"over the limit of {_MAX_METADATA_NBYTES:,}"
         raise InvalidArgumentError(f"metadata of {len(data):,} bytes are {limit}; put them into the state")
     return data
+
+
+def _check_keys(value: object) -> None:
+    """JSON has no keys but text, and would make one of ``1`` and ``"1"``."""
+    if isinstance(value, dict):
+        for key, item in cast("dict[Any, Any]", value).items():
+            if not isinstance(key, str):
+                raise TypeError(f"{key!r} is a key, and keys are str")
+            _check_keys(item)
+    elif isinstance(value, (list, tuple)):
+        for item in cast("list[Any]", value):
+            _check_keys(item)
 
 
 def encode_files(files: object) -> bytes:
@@ -75,37 +100,42 @@ def check_options(
     nice: int,
     io_class: str,
     max_host_memory_bytes: int | None,
-    cpus: Sequence[int],
+    cpus: object,
 ) -> None:
     """Options with few legal values, and what concerns the machine."""
     if type(slots) is not int or slots < 1:
-        raise InvalidArgumentError(f"slots must be 1 or more, not {slots!r}")
+        raise InvalidArgumentError(f"slots must be 1 or more, not {brief(slots)}")
     if on_error not in ("raise", "warn"):
-        raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+        raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {brief(on_error)}")
     if on_busy not in ("wait", "skip"):
-        raise InvalidArgumentError(f"on_busy must be 'wait' or 'skip', not {on_busy!r}")
+        raise InvalidArgumentError(f"on_busy must be 'wait' or 'skip', not {brief(on_busy)}")
     if not 0 <= nice <= 19:
         raise InvalidArgumentError(f"nice must be 0 to 19, not {nice}")
     if io_class not in ("", "idle", "best-effort"):
-        raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {io_class!r}")
+        raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {brief(io_class)}")
     if max_host_memory_bytes is not None and max_host_memory_bytes < 1:
         raise InvalidArgumentError(f"max_host_memory_bytes must be positive, not {max_host_memory_bytes}")
-    if not all(type(cpu) is int and cpu >= 0 for cpu in cpus):
-        raise InvalidArgumentError(f"cpus must be numbers of cores, not {cpus!r}")
+    told = brief(cpus)
+    cores = cast("list[Any]", list(cast("Iterable[Any]", cpus)) if isinstance(cpus, Iterable) else [None])
+    if not all(type(core) is int and core >= 0 for core in cores):
+        raise InvalidArgumentError(f"cpus must be numbers of cores in a list, not {told}")
+    last = os.sysconf("SC_NPROCESSORS_CONF") - 1
+    if max(cores, default=0) > last:
+        raise InvalidArgumentError(f"cpus={told}: this machine has cores 0 to {last}")
 
 
 def check_counts(**counts: int) -> None:
     """How often something may happen: 0 or more."""
     for name, count in counts.items():
         if type(count) is not int or count < 0:
-            raise InvalidArgumentError(f"{name} must be an int, 0 or more, not {count!r}")
+            raise InvalidArgumentError(f"{name} must be an int, 0 or more, not {brief(count)}")
 
 
 def check_seconds(**timeouts: float) -> None:
     """Timeouts: positive and finite."""
     for name, seconds in timeouts.items():
         if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
-            raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {seconds!r}")
+            raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {brief(seconds)}")
 
 
 def check_alone(*, fallback_directory: str, on_busy: str) -> None:
@@ -117,9 +147,7 @@ def check_alone(*, fallback_directory: str, on_busy: str) -> None:
 
 
 def check_path(path: str) -> None:
-    """A directory to write to is a local one, and its path can be told to a daemon."""
-    if "://" in path:
-        raise InvalidArgumentError(f"{path}: only local and mounted directories can be written")
+    """The path of a directory to write to can be told to a daemon."""
     if path != path.encode(errors="replace").decode():
         raise InvalidArgumentError(f"the directory's path must be valid UTF-8: {path!r}")
 

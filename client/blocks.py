@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, write_error
-from sidesave.stager import host_memory
+from sidesave.stager import apart, host_memory
 from sidesave.stager.arena import PAGE, madvise, page_up
 from sidesave.stager.dtypes import DTYPES
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.manifest import FileRecord
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage
 from sidesave.writer_daemon.tensor_file import (
     DIGEST_NBYTES,
     TensorFile,
@@ -193,11 +193,15 @@ def join(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 # Reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(open_descriptor: Callable[[str, int], int], stretches: Iterable[Stretch], *, verify: bool) -> int:
-    """Read all stretches and return how many bytes that took; blocking.
+Opener = Callable[[str, int], Descriptor]
+"""``open(2)`` of a file by path and flags."""
+
+
+def read(open_descriptor: Opener, stretches: Iterable[Stretch], *, verify: bool) -> int:
+    """Read all stretches and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
 
     Args:
-        open_descriptor: ``open(2)`` of a file of theirs, by path and flags.
+        open_descriptor: Opens a file of theirs.
         stretches: What to read.
         verify: Compare every block with its digest.
 
@@ -209,21 +213,34 @@ def read(open_descriptor: Callable[[str, int], int], stretches: Iterable[Stretch
     for each in stretches:
         by_file.setdefault(each.file, []).append(each)
     files = list(by_file)
-    return sum(
-        _read_files(open_descriptor, {file: by_file[file] for file in files[first : first + _MAX_OPEN_FILES]}, verify)
-        for first in range(0, len(files), _MAX_OPEN_FILES)
-    )
+    portions = [files[first : first + _MAX_OPEN_FILES] for first in range(0, len(files), _MAX_OPEN_FILES)]
+    unwanted: list[bool] = []
+
+    def work() -> int:
+        return sum(
+            _read_files(open_descriptor, {file: by_file[file] for file in portion}, verify, unwanted)
+            for portion in portions
+            if not unwanted
+        )
+
+    return apart.run(work, "sidesave-read", stop=lambda: unwanted.append(True))
 
 
-def _read_files(open_descriptor: Callable[[str, int], int], files: dict[BlockFile, list[Stretch]], verify: bool) -> int:
+def _read_files(
+    open_descriptor: Opener, files: dict[BlockFile, list[Stretch]], verify: bool, unwanted: list[bool]
+) -> int:
     sources: dict[BlockFile, _Source] = {}
+
+    def read_piece(file: BlockFile, piece: _Piece) -> int:
+        return 0 if unwanted else _read_piece(sources[file], piece, verify)
+
     try:
         for file in files:
             with reading(file.path):
                 sources[file] = _Source(open_descriptor, file.path)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
             work = [
-                pool.submit(_read_piece, sources[file], piece, verify)
+                pool.submit(read_piece, file, piece)
                 for file, stretches in files.items()
                 for piece in _pieces(file, stretches)
             ]
@@ -318,28 +335,27 @@ def _check(file: BlockFile, number: int, block: memoryview) -> None:
 class _Source:
     """A file read from the page cache where it is there, and past it where it is not."""
 
-    def __init__(self, open_descriptor: Callable[[str, int], int], path: str) -> None:
+    def __init__(self, open_descriptor: Opener, path: str) -> None:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
         self._cached = open_descriptor(path, flags)
-        facts = os.fstat(self._cached)
+        facts = os.fstat(self._cached.fileno())
         if not stat.S_ISREG(facts.st_mode):
-            os.close(self._cached)
             raise OSError(errno.ENXIO, "not a file", path)
-        self._direct = -1
+        self._direct: Descriptor | None = None
         with suppress(OSError):  # a file system without O_DIRECT
             self._direct = open_descriptor(path, flags | os.O_DIRECT)
         self._nbytes = facts.st_size
-        address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached, 0)
+        address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0)
         self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
 
     def read_into(self, window: memoryview, offset: int) -> int:
         """Fill ``window`` from ``offset``, a page border; returns how many bytes there were."""
-        fd = self._cached if self._direct < 0 or self._is_cached(offset, len(window)) else self._direct
+        file = self._cached if self._direct is None or self._is_cached(offset, len(window)) else self._direct
         done = 0
         while done < len(window):
-            count = os.preadv(fd, [window[done:]], offset + done)
+            count = os.preadv(file.fileno(), [window[done:]], offset + done)
             done += count
-            if count == 0 or (fd == self._direct and done % PAGE):
+            if count == 0 or (file is self._direct and done % PAGE):
                 break
         return done
 
@@ -357,7 +373,6 @@ class _Source:
         if self._address:
             _libc.munmap(self._address, max(self._nbytes, 1))
             self._address = 0
-        for fd in (self._cached, self._direct):
-            if fd >= 0:
-                os.close(fd)
-        self._cached = self._direct = -1
+        for file in (self._cached, self._direct):
+            if file is not None:
+                file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -18,6 +19,7 @@ from sidesave.errors import (
     WriteError,
     write_error,
 )
+from sidesave.writer_daemon import rollback
 from sidesave.writer_daemon.integrity import NO_SUCH_FILE
 from sidesave.writer_daemon.manifest import (
     MANIFEST,
@@ -28,6 +30,7 @@ from sidesave.writer_daemon.manifest import (
     parse_step_directory,
     step_directory,
 )
+from sidesave.writer_daemon.rollback import Rollbacks
 from sidesave.writer_daemon.storage import PosixStorage
 
 logger = logging.getLogger(__name__)
@@ -38,20 +41,22 @@ _MAX_TRIES: Final = 20
 """A reader that is overtaken this often by a writer that replaces one step again and again gives up."""
 
 
-def scan(directory: str, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
-    """Every committed checkpoint of a run directory, in the order of their commits; read afresh.
+def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | None = None) -> list[CheckpointInfo]:
+    """Every committed checkpoint of a run directory, as :func:`in_order` puts them; read afresh.
 
-    One whose manifest is damaged, or of a newer format, is left out with a warning. A step that is being replaced at
-    this moment is found under its old directory.
+    One whose manifest is damaged or gone, or of a newer format, is left out with a warning. A step that is being
+    replaced at this moment is found under its old directory.
 
     Args:
         directory: The run directory.
         refuse_newer: Raise for a newer format: the order of commits cannot be gone on with when a part of it is not
             known.
+        rollbacks: Where the run has gone back, if that is not written down in this directory.
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
         FormatVersionError: A checkpoint is in a newer format, and ``refuse_newer`` is true.
+        IntegrityError: What is written down of going back is damaged, and ``refuse_newer`` is true.
     """
     try:
         names = os.listdir(directory)
@@ -64,13 +69,17 @@ def scan(directory: str, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
         hidden = parse_hidden_directory(name)
         if hidden is not None and hidden[2] == "replaced" and step_directory(hidden[0]) not in committed:
             committed[name] = hidden[0]
+    if rollbacks is None:
+        rollbacks = read_rollbacks(directory, strict=refuse_newer)
     found: list[CheckpointInfo] = []
     for name, step in committed.items():
         path = os.path.join(directory, name)
         try:
             info = read_settled(path, read_info)
-        except FileNotFoundError:
-            continue  # removed or replaced since it was listed
+        except FileNotFoundError as error:
+            if os.path.isdir(path):  # else removed or replaced since it was listed
+                logger.warning("not listed: %s", error)
+            continue
         except FormatVersionError as error:
             if refuse_newer:
                 raise
@@ -80,10 +89,30 @@ def scan(directory: str, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
             logger.warning("not listed: %s", error)
             continue
         if info.step == step:
-            found.append(info)
+            found.append(dataclasses.replace(info, given_up=not rollbacks.order(info.sequence)[0]))
         else:
             logger.warning("not listed: %s says that it is step %d", path, info.step)
-    return sorted(found, key=lambda info: info.sequence)
+    return in_order(found)
+
+
+def in_order(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """By the order of their commits, but the latest last: one that the run has gone back to since."""
+    ordered = sorted(checkpoints, key=lambda info: info.sequence)
+    if ordered:
+        ordered.append(ordered.pop(ordered.index(max(ordered, key=lambda info: info.order))))
+    return ordered
+
+
+def read_rollbacks(directory: str, *, strict: bool) -> Rollbacks:
+    """Where a run has gone back; if that cannot be known an error, or else a warning and nothing."""
+    try:
+        with contextlib.closing(PosixStorage(directory)) as storage:
+            return rollback.read(storage)
+    except (CheckpointError, WriteError) as error:
+        if strict:
+            raise
+        logger.warning("%s", error)
+        return Rollbacks()
 
 
 def has_leftovers(directory: str) -> bool:
@@ -157,10 +186,9 @@ def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> N
             continue
         try:
             read_info(path)
-        except FileNotFoundError:
-            continue
-        except IntegrityError as error:
-            raise IntegrityError(f"{error}; load(fallback=True) takes the newest that verifies") from error
+        except (FileNotFoundError, IntegrityError) as error:
+            if os.path.isdir(path):
+                raise IntegrityError(f"{error}; load(fallback=True) takes the newest that verifies") from error
 
 
 def read_info(path: str) -> CheckpointInfo:

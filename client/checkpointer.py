@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
+import gc
 import itertools
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -20,33 +23,41 @@ from typing import Any, Final, Literal, Self
 
 import torch
 
-from sidesave import errors
 from sidesave.client import arguments, catalog, loader
 from sidesave.client.connection import Connection, DaemonConfig
-from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
+from sidesave.client.handle import CheckpointInfo, Outcome, SaveHandle, path_text
 from sidesave.client.history import OwnHistory
 from sidesave.client.lineage import Lineage
 from sidesave.client.renaming import Rename
-from sidesave.client.saves import SavesInFlight
+from sidesave.client.saves import SaveInFlight, SavesInFlight
 from sidesave.client.submission import Submission
-from sidesave.client.world import NodeWorld, find_node, find_world, tidy
+from sidesave.client.trigger import forget_requests
+from sidesave.client.world import NodeWorld, World, find_node, find_world, tidy
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
+    DirectoryInUseError,
+    IntegrityError,
     InvalidArgumentError,
     SidesaveError,
     StagingError,
 )
-from sidesave.stager import ownership
+from sidesave.stager import apart, devices, ownership
+from sidesave.stager.apart import Worker
 from sidesave.stager.copier import Copier
-from sidesave.stager.pool import Slot, SlotPool
+from sidesave.stager.pool import SlotPool
+from sidesave.writer_daemon import places, rollback
 from sidesave.writer_daemon.history import SaveRecord
+from sidesave.writer_daemon.lease import current_holder
 from sidesave.writer_daemon.manifest import step_directory
 from sidesave.writer_daemon.protocol import Delete
+from sidesave.writer_daemon.rollback import Rollbacks
+from sidesave.writer_daemon.storage import PosixStorage
 
 logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S: Final = 600.0
+_THREAD_TIMEOUT_S: Final = 10.0
 _FIRST_ID: Final = 1 << 60
 """Of requests that are no saves: a save is known by its place, which is the same on all ranks."""
 
@@ -96,14 +107,16 @@ class Checkpointer:
             overlap: Copy owned tensors beside training. None does so for CUDA tensors, where it pays; True for CPU
                 tensors as well; False captures everything at the call.
             validate: Compare everything, not samples, to find tensors that changed under a copy; for debugging.
-            on_error: ``"raise"`` a failed save again in the next :meth:`save`, :meth:`wait` or :meth:`close`, or
-                ``"warn"`` once. Its futures raise either way.
+            on_error: ``"raise"`` a failed save in the next :meth:`save`, :meth:`wait` or :meth:`close`, unless it was
+                read from a future of its handle; or ``"warn"`` once. With several ranks the next :meth:`save` goes on,
+                for they may have read different things: the failure is logged, and the other two raise it.
             max_consecutive_failures: With ``"warn"``, one failure more than this in a row is raised, and each after
                 it, until a save is committed.
             retries: How often a save is tried again, in the background, after an error that may be gone a second
                 later: a server that does not answer, a failing disk. A full disk is none.
             fallback_directory: A run directory for saves that the first one refuses for good, on another file system;
-                what was saved there is found by this class like the rest. Slots are then held until the commit.
+                what was saved there is found by this class like the rest, also by later sessions without this option,
+                which say so. Slots are then held until the commit.
             on_busy: With all slots busy, ``"wait"`` for one or ``"skip"`` the save.
             busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
             stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds.
@@ -122,13 +135,16 @@ class Checkpointer:
 
         Raises:
             WriteError: The directory cannot be created or is none.
-            DirectoryInUseError: Another live session writes there; the message names it.
+            DirectoryInUseError: Another live session writes there; the message names it, and says if it is one of this
+                very process. (One that nobody refers to any more is closed first, and waited for.)
             DaemonStartError: The daemon did not come up, or another rank did not.
             InvalidArgumentError: An option makes no sense.
             SidesaveError: Whatever kept another rank from starting; the message names it.
         """
         self._directory = path_text(directory)
         self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
+        self._elsewhere: list[str] = []  # fallback directories of earlier sessions
+        self._lost: list[str] = []  # those that are not there
         for path in filter(None, (self._directory, self._fallback)):
             arguments.check_path(path)
         self._world = find_world(self._directory, distributed, process_group, node_local=node_local)
@@ -146,6 +162,7 @@ class Checkpointer:
             if self._fallback and os.path.realpath(self._fallback) == os.path.realpath(self._directory):
                 raise InvalidArgumentError(f"fallback_directory is the run directory itself: {self._fallback}")
             arguments.make_directory(self._directory)
+            _await_dropped(self._directory)
         self._node = find_node(self._world, self._directory, node_local=node_local)
         self._pid = os.getpid()
         self._on_busy = on_busy
@@ -153,8 +170,12 @@ class Checkpointer:
         self._allow_pickle = allow_pickle
         self._ids = itertools.count(_FIRST_ID)
         self._call = threading.RLock()
-        self._saving: int | None = None  # the thread inside save()
+        self._entry: SaveInFlight | None = None  # of the call of save() under way, or of one that was interrupted
         self._closed = False
+        self._parts = parts = _Parts(self._directory)
+        parts.world = self._world
+        self._dropped = weakref.finalize(self, _close_dropped, parts)
+        self._dropped.atexit = False  # _close_all comes first, and waits
         config = DaemonConfig(
             directory=self._directory,
             fallback_directory=self._fallback,
@@ -171,63 +192,98 @@ class Checkpointer:
         )
 
         def start(session: str) -> None:
-            self._start(
-                replace(config, session=session),
-                slots=slots,
-                max_host_memory_bytes=max_host_memory_bytes,
-                bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
+            parts.books.call(
+                lambda: self._start(
+                    replace(config, session=session),
+                    slots=slots,
+                    max_host_memory_bytes=max_host_memory_bytes,
+                    bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
+                )
             )
 
         try:
-            self._copier = Copier(overlap=overlap, validate=validate)
+            self._copier = parts.copier = parts.books.call(lambda: Copier(overlap=overlap, validate=validate))
             self._open(start)
+            for name in self.recovered:
+                logger.info("finished %s, which a dead session had left", name)
+            for name in self.removed:
+                logger.info("removed %s, which a dead session had left", name)
+            self._submission = Submission(
+                self._node,
+                self._session,
+                self._ids,
+                parts.books,
+                self._connection,
+                self._pool,
+                self._copier,
+                self._saves,
+                self._lineage,
+                self._history,
+                allow_pickle=allow_pickle,
+            )
+            for worker in (parts.books, *self._copier.workers):
+                worker.on_failure = self._submission.lose
+            _at_exit(self)
         except BaseException:
-            self._stop()
+            parts.stop()
             raise
-        for name in self.recovered:
-            logger.info("finished %s, which a dead session had left", name)
-        for name in self.removed:
-            logger.info("removed %s, which a dead session had left", name)
-        self._submission = Submission(
-            self._node,
-            self._session,
-            self._ids,
-            self._connection,
-            self._pool,
-            self._copier,
-            self._saves,
-            self._lineage,
-            self._history,
-            allow_pickle=allow_pickle,
-        )
-        self._dropped = weakref.finalize(
-            self, _close_dropped, os.getpid(), self._directory, self._copier, self._saves, self._connection, self._pool
-        )
-        self._dropped.atexit = False  # _close_all comes first, and waits
-        _at_exit(self)
 
     def _open(self, start: Callable[[str], None]) -> None:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
         world, leads = self._world, self._node.rank == 0
         session: str = world.gather("a session", secrets.token_hex(8))[0]
         mine: list[CheckpointInfo] = []
-        leftovers = False
+        leftovers, rollbacks = False, Rollbacks()
         with world.agreeing("cannot open the run directory"):
             if leads:
                 start(session)
-                tidy(self._directory)
-                # The daemon recovers the fallback directory when it first needs it, perhaps in the middle of the run.
-                leftovers = bool(self._connection.left) or catalog.has_leftovers(self._fallback)
-                mine = self._scan(refuse_newer=True)
-        told = world.gather("what is there", [leftovers, [info.to_json() for info in mine]] if leads else None)
+                leftovers, rollbacks, mine = self._parts.books.call(self._look_around)
+        told = world.gather(
+            "what is there", [leftovers, rollbacks.pairs, [info.to_json() for info in mine]] if leads else None
+        )
         views = [answer for answer in told if answer is not None]
+        agreed = Rollbacks(tuple((target, last) for target, last in views[0][1]))
         with world.agreeing("cannot start its daemon"):
             if not leads:
                 start(session)
-        everything = [[CheckpointInfo.from_json(info, self._directory) for info in infos] for _, infos in views]
+            elif rollbacks != agreed:  # nodes that keep their own parts, of which some have crashed on going back
+                rollback.write(self._directory, agreed)
+        everything = [[CheckpointInfo.from_json(info, self._directory) for info in infos] for *_, infos in views]
         complete = _common(everything)
         self._complete = {(info.session, info.sequence) for info in complete}
-        self._lineage.begin(complete, everything, leftovers=any(left for left, _ in views))
+        self._lineage.begin(complete, everything, after=agreed.last, leftovers=any(left for left, *_ in views))
+
+    def _look_around(self) -> tuple[bool, Rollbacks, list[CheckpointInfo]]:
+        """Whether something may still be finished, where the run has gone back, and what is there."""
+        tidy(self._directory)
+        forget_requests(self._directory)
+        # The daemon recovers the fallback directory when it first needs it, perhaps in the middle of the run.
+        self._elsewhere, self._lost = places.remember(self._directory, self._fallback)
+        leftovers = bool(self._connection.left)
+        leftovers |= any(map(catalog.has_leftovers, [self._fallback, *self._elsewhere]))
+        rollbacks = catalog.read_rollbacks(self._directory, strict=True)
+        found = self._scan(refuse_newer=True)
+        self._tell_elsewhere(found)
+        return leftovers, rollbacks, found
+
+    def _tell_elsewhere(self, found: list[CheckpointInfo]) -> None:
+        """Say what an earlier session has left in a fallback directory that this one was not given."""
+        for place in self._lost:
+            logger.warning("%s", _lost(self._directory, place))
+        for place in self._elsewhere:
+            there = [info for info in found if os.path.dirname(info.path) == place]
+            if there and self._world.size > 1:
+                raise InvalidArgumentError(
+                    f"the run has steps {_steps(there)} in {place}, the fallback directory of a session of one rank, "
+                    f"where several ranks do not look: move them to {self._directory}, and remove {place}"
+                )
+            if there:
+                logger.warning(
+                    "the run has steps %s in %s, the fallback directory of an earlier session: they are loaded like "
+                    "the rest; pass fallback_directory to save and delete there as well",
+                    _steps(there),
+                    place,
+                )
 
     def _start(
         self, config: DaemonConfig, *, slots: int, max_host_memory_bytes: int | None, bearable_failures: int
@@ -235,28 +291,29 @@ class Checkpointer:
         self._session = config.session
         lineage = self._lineage = Lineage(self._directory)
 
-        def release_slot(slot: Slot) -> None:  # neither this nor the other may keep a dropped checkpointer alive
-            pool.release(slot)
+        parts = self._parts
+
+        def release_slot(entry: SaveInFlight) -> None:  # neither this nor the other may keep a dropped one alive
+            pool.release(entry)
 
         def on_committed(info: CheckpointInfo) -> None:
             lineage.add(info)
 
-        self._saves = SavesInFlight(
+        self._saves = parts.saves = SavesInFlight(
             self._directory,
             bearable_failures=bearable_failures,
+            logs_failures=self._world.size > 1,
             release_slot=release_slot,
             on_committed=on_committed,
         )
-        self._connection = Connection(config, self._saves.receive, self._saves.lose)
+        self._connection = parts.connection = Connection(config, self._saves.receive, self._saves.lose)
         pool = SlotPool(slots, max_host_memory_bytes, self._connection.attach, self._connection.detach)
-        self._pool = pool
+        self._pool = parts.pool = pool
         self._history = OwnHistory(self._directory, self._fallback, self._session, self._connection)
+        self._connection.start()
+        if parts.stopped:  # by the main thread, which did not see the connection yet
+            self._connection.give_up_starting()
         self._connection.wait_ready()
-
-    def _stop(self) -> None:
-        connection: Connection | None = getattr(self, "_connection", None)
-        if connection is not None:
-            connection.close(5.0)
 
     # Saving ----------------------------------------------------------------------------------------------------
 
@@ -296,70 +353,89 @@ class Checkpointer:
             HostMemoryError: No memory for a staging slot.
             WriteStalledError: All slots stayed busy for ``busy_timeout_s``.
             ClosedError: The checkpointer is closed.
-            SidesaveError: An earlier save failed (``on_error="raise"``).
+            SidesaveError: An earlier save failed, and nobody has been told (``on_error="raise"``, one rank).
         """
         self._check_open()
         self._refuse_reentry("save")
         if blocking:
             self._refuse_in_callback("save")
-        with self._call:
-            self._saving = threading.get_ident()
-            # Every call takes a place, whatever comes of it: by its place other ranks know which save is meant.
-            sequence = self._lineage.next_sequence()
-            earlier = True
+        with devices.exclusion():
+            refusal: StagingError | None = None
             try:
-                self._check_open()  # again: close() may have come first
-                self._saves.raise_failure()
-                earlier = False
-                arguments.check_step(step)
-                with self._history.call(step, sequence):
+                devices.await_captures("save()")
+            except StagingError as error:
+                refusal = error
+            with self._call:
+                self._undo_interrupted()
+                # Every call takes a place, whatever comes of it: by its place other ranks know which save is meant.
+                handle = SaveHandle(step)
+                entry = self._entry = SaveInFlight(step, handle, self._copier.new_copy())
+                try:
+                    self._lineage.give_place(entry)
+                    self._check_open()  # again: close() may have come first
+                    if self._world.size == 1:  # of several ranks some may have read it, and the others go on
+                        self._saves.raise_failure()
+                    if refusal is not None:
+                        raise refusal
+                    step = entry.step = handle.step = arguments.check_step(step)
+                    entry.unrecorded = True
                     told, beside = arguments.encode_metadata(metadata), arguments.encode_files(files)
-                    handle = self._submit(step, state, sequence, told, beside, blocking=blocking, overwrite=overwrite)
-            except BaseException as error:
-                self._submission.refuse(step, sequence, error, earlier=earlier)
-                raise
-            finally:
-                self._saving = None
-        if handle.skipped:
-            return handle
+                    replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.place_of(step))
+                    flat = self._submission.flatten(state)
+                    entry.slot = self._pool.try_acquire(entry)
+                    if entry.slot is None and self._on_busy == "skip":
+                        self._history.came_to_nothing(entry)
+                        self._entry = None
+                        return SaveHandle(step, skipped=True)
+                    entry.slot = entry.slot or self._pool.acquire(entry, self._busy_timeout_s)
+                    self._submission.stage(
+                        entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside
+                    )
+                except BaseException as error:
+                    self._undo(entry, error)
+                    raise
+                self._entry = None
+                self._history.returned(entry)
         if blocking:
-            try:
-                handle.committed.result()
-            except SidesaveError as error:
-                self._saves.was_raised(error)
-                raise
+            handle.committed.result()
         return handle
+
+    def _undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
+        """End a call of :meth:`save` that came to nothing; where this is interrupted, the next call does it again."""
+        undo = functools.partial(self._submission.undo, entry, error)
+        if self._is_in_callback():  # a thread of ours, that nothing interrupts, and that this would wait for
+            self._parts.books.submit(undo)
+        else:
+            self._parts.books.call(undo)
+        self._entry = None
+
+    def _undo_interrupted(self) -> None:
+        """Give back what an interrupted call of :meth:`save` has left; not inside another one."""
+        entry = self._entry
+        if entry is not None and not self._is_saving(entry.thread):
+            with self._call:
+                if self._entry is entry:
+                    self._undo(entry, None)
+
+    def _is_saving(self, thread: int) -> bool:
+        """Whether that thread is inside :meth:`save`, as its frames tell, which no interrupt can leave behind."""
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code is Checkpointer.save.__code__ and frame.f_locals.get("entry") is self._entry:
+                return True
+            frame = frame.f_back
+        return False
 
     def _give_up(self, step: int, error: BaseException) -> None:
         """Take the place of a save that came to nothing before it was called, and tell the other ranks."""
         with self._call:
-            self._submission.refuse(step, self._lineage.next_sequence(), error)
-
-    def _submit(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        sequence: int,
-        metadata: bytes,
-        beside: bytes,
-        *,
-        blocking: bool,
-        overwrite: bool,
-    ) -> SaveHandle:
-        replace = self._lineage.may_replace(step, overwrite=overwrite, pending=self._saves.has_step(step))
-        flat = self._submission.flatten(state)
-        slot = self._pool.try_acquire()
-        if slot is None and self._on_busy == "skip":
-            return self._history.skip(SaveHandle(step, skipped=True))
-        slot = slot or self._pool.acquire(self._busy_timeout_s)
-        handle = SaveHandle(step)
-        self._submission.stage(
-            step, flat, slot, handle, sequence, replace=replace, blocking=blocking, metadata=metadata, beside=beside
-        )
-        return handle
+            self._undo_interrupted()
+            entry = SaveInFlight(step, SaveHandle(step), self._copier.new_copy())
+            self._entry = entry
+            self._undo(entry, error)
 
     def _refuse_reentry(self, what: str) -> None:
-        if self._saving == threading.get_ident():
+        if self._entry is not None and self._is_saving(threading.get_ident()):
             raise StagingError(
                 f"{what}() was called inside this thread's save(), by a signal handler for instance; "
                 "set a flag there and call it from the training loop"
@@ -367,8 +443,12 @@ class Checkpointer:
 
     def _refuse_in_callback(self, what: str) -> None:
         """What waits for our own threads would wait for ever in one of them."""
-        if self._connection.is_this_thread() or self._copier.is_this_thread():
+        if self._is_in_callback():
             raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")
+
+    def _is_in_callback(self) -> bool:
+        threads = (self._parts.books, *self._copier.workers)
+        return self._connection.is_this_thread() or any(worker.is_current() for worker in threads)
 
     def prepare(self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None) -> Future[None]:
         """Allocate, populate and pin the staging memory for states of this structure, in the background.
@@ -378,25 +458,26 @@ class Checkpointer:
         """
         self._check_open()
         beside = arguments.encode_files(files)
-        flat = self._submission.flatten(state)
-        future: Future[None] = Future()
+        with devices.exclusion():
+            devices.await_captures("prepare()")
+            flat = self._submission.flatten(state)
+        future: Future[None] = Outcome()
         future.set_running_or_notify_cancel()
 
         def work() -> None:
-            held: list[Slot] = []
+            failure: BaseException | None = None
             try:
-                while (slot := self._pool.try_acquire()) is not None:
-                    held.append(slot)
+                while (slot := self._pool.try_acquire(future)) is not None:
                     self._submission.fit(flat, slot, beside)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
-                future.set_exception(error)
-            finally:
-                for slot in held:
-                    self._pool.release(slot)
-                if not future.done():
-                    future.set_result(None)
+                failure = error
+            self._pool.release(future)
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
 
-        threading.Thread(target=work, name="sidesave-prepare", daemon=True).start()
+        apart.start(work, "sidesave-prepare")
         return future
 
     @contextlib.contextmanager
@@ -418,6 +499,7 @@ class Checkpointer:
         self._check_process()
         self._refuse_reentry("wait")
         self._refuse_in_callback("wait")
+        self._undo_interrupted()
         self._saves.wait(timeout_s)
         self._saves.raise_failure()
 
@@ -438,15 +520,24 @@ class Checkpointer:
         fallback: bool = False,
         allow_pickle: bool | None = None,
     ) -> dict[str, Any]:
-        """Load ``step``, or the newest checkpoint, and make it the parent of what is saved from now on.
+        """Load ``step``, or the latest checkpoint, and make it the parent of what is saved from now on.
+
+        To load a ``step`` is to go back to it, durably: when this returns, what was saved after it is given up, and
+        ``load()`` gives this step until something is committed, in this session and in later ones. What was given up
+        can be loaded by its step, which takes it up again.
 
         Of several ranks all have to call it, with the same ``step`` and ``fallback``: they load the same checkpoint, or
         none of them does, and the error names the rank that could not. (What a live object raises that is given its
         state is raised on all of them too, and then others may have been given theirs.) See :func:`sidesave.load` for
         the arguments and errors. With ``fallback`` the newest older checkpoint that verifies is taken when this one
         does not; what was passed over is logged.
+
+        Saves of this session that are under way are waited for first, of a ``step`` only its own. One that fails
+        meanwhile is logged as a warning, and raised where it would have been without this call.
         """
         self._check_open()
+        self._refuse_reentry("load")
+        self._refuse_in_callback("load")
         began = time.monotonic()
         candidates, checkpoints = self._candidates(step, fallback=fallback)
         for info in candidates:
@@ -464,8 +555,9 @@ class Checkpointer:
                         verify=verify,
                         allow_pickle=self._allow_pickle if allow_pickle is None else allow_pickle,
                         rank=self._node.rank,
+                        size=self._node.size,
                     )
-            except errors.IntegrityError as error:
+            except IntegrityError as error:
                 if info is candidates[-1]:
                     raise
                 logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
@@ -473,10 +565,41 @@ class Checkpointer:
             with self._world.agreeing(f"cannot give its objects what it has loaded of step {info.step}"):
                 state = loaded.apply()
             self._lineage.go_back_to(info, checkpoints)
+            if step is not None:
+                with self._world.agreeing(f"cannot write down that it goes on from step {info.step}"):
+                    if self._node.rank == 0:
+                        self._give_up_after(info)
             seconds = time.monotonic() - began
             logger.info("loaded step %d: %d bytes read in %.2f s", info.step, loaded.nbytes_read, seconds)
             return state
         raise AssertionError("unreachable: the last candidate returns or raises")
+
+    def _ancestor(self, upto: int) -> int:
+        """The newest step, up to ``upto``, that training descends from; the same on all ranks, which all ask."""
+        found: list[int] = []
+        with self._world.agreeing("finds nothing to go back to"):
+            if self._world.rank == 0:
+                self._saves.settle(None)
+                ancestors = self._lineage.ancestors
+                found = [info.step for info in self._whole() if info.step <= upto and info.step in ancestors][-1:]
+                if not found:
+                    text = f"there is no checkpoint to go back to, up to step {upto}"
+                    raise CheckpointNotFoundError(errno.ENOENT, text, self._directory)
+        return self._world.gather("the step to go back to", found)[0][0]
+
+    def _give_up_after(self, info: CheckpointInfo) -> None:
+        """Write down that the run goes on from ``info``: nothing that was saved after it is the latest any more."""
+        before = catalog.read_rollbacks(self._directory, strict=True)
+        after = before.going_back(info.sequence, self._lineage.sequence)
+        if after == before:
+            return
+        with contextlib.closing(PosixStorage(self._directory)) as storage:
+            holder = current_holder(storage)
+        if holder is None or holder.session != self._session:
+            text = f"the run has passed to {holder or 'nobody'}, so this session can neither go back nor save"
+            raise DirectoryInUseError(errno.EBUSY, text, self._directory)
+        rollback.write(self._directory, after)
+        logger.warning("the run goes on from step %d: what was saved after it is given up", info.step)
 
     def _candidates(self, step: int | None, *, fallback: bool) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
         """What to try to load, best first, and all checkpoints there are; as rank 0 sees them."""
@@ -485,7 +608,8 @@ class Checkpointer:
         mine: list[CheckpointInfo] = []
         with world.agreeing("cannot list the run directory"):
             if step is not None:
-                arguments.check_step(step)
+                step = arguments.check_step(step)
+            self._saves.settle(step)
             if leads:
                 mine = self._scan()
         if world.size > 1:
@@ -507,6 +631,8 @@ class Checkpointer:
     def _refuse_damaged(self, step: int | None, checkpoints: list[CheckpointInfo]) -> None:
         """Raise what is wrong with what is here in the place of ``step``, or of one newer than all ``checkpoints``."""
         if step is None:
+            if self._lost:
+                raise IntegrityError(_lost(self._directory, self._lost[0]))
             for directory in self._directories():
                 catalog.refuse_newer_damaged(directory, checkpoints)
             return
@@ -524,23 +650,28 @@ class Checkpointer:
         return [path for path in paths if path not in listed and os.path.isdir(path)]
 
     def _choose(self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool) -> list[CheckpointInfo]:
-        wanted = [info for info in checkpoints if step is None or info.step == step]
+        wanted = [info for info in checkpoints if info.step == step or (step is None and not info.given_up)]
         left_out = self._left_out(step, checkpoints) if step is not None and not wanted else []
         if left_out and fallback:
             wanted = [info for info in checkpoints if step is None or info.step < step]
         if not wanted:
             elsewhere = left_out and isinstance(self._node, NodeWorld)
+            if step is None and checkpoints:
+                text = "the checkpoint that the run went back to is not there any more; load one of those given up"
+                raise IntegrityError(f"{self._directory}: {text} by its step: {_steps(checkpoints)}")
             text = f"not every node has its part of step {step}" if elsewhere else _not_found(step, checkpoints)
             raise CheckpointNotFoundError(errno.ENOENT, text, self._directory)
-        candidates = [info for info in reversed(checkpoints) if info.sequence <= wanted[-1].sequence]
-        return candidates if fallback else candidates[:1]
+        best = max(wanted, key=lambda info: info.order)
+        older = [info for info in checkpoints if info.sequence < best.sequence and info.given_up <= best.given_up]
+        older.sort(key=lambda info: info.sequence, reverse=True)
+        return [best, *older] if fallback else [best]
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
         return sorted({info.step for info in self._whole()})
 
     def latest_step(self) -> int | None:
-        """The step committed last, which is not the highest one after going back; None when there is none."""
+        """The step committed last, or gone back to since; None when there is none."""
         checkpoints = self._whole()
         return checkpoints[-1].step if checkpoints else None
 
@@ -566,7 +697,7 @@ class Checkpointer:
     def _delete(self, step: int, *, spare_read: bool = False) -> Future[None]:
         """With ``spare_read`` that is refused, with EBUSY, while somebody reads it."""
         self._check_open()
-        arguments.check_step(step)
+        step = arguments.check_step(step)
         lineage = self._lineage
         request = Delete(
             attempt=1,
@@ -576,23 +707,32 @@ class Checkpointer:
             retry=False,
             spare_read=spare_read,
         )
-        future = self._saves.add_deletion(request.save_id)
+        saves, connection, copier = self._saves, self._connection, self._copier
+        future: Future[None] = Outcome()
+        future.set_running_or_notify_cancel()
         future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
-        self._copier.when_copied(lambda: self._connection.submit(request))
+
+        def submit() -> None:
+            saves.add_deletion(request.save_id, future)
+            connection.submit(request)
+
+        self._parts.books.submit(lambda: copier.when_copied(submit))
         return future
 
     def _scan(self, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
-        """The checkpoints of both directories in the order of their commits."""
-        found = catalog.scan(self._directory, refuse_newer=refuse_newer)
+        """The checkpoints of both directories, the latest last."""
+        rollbacks = catalog.read_rollbacks(self._directory, strict=refuse_newer)
+        found = catalog.scan(self._directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
         for directory in self._directories()[1:]:
             known = {(info.session, info.sequence) for info in found}
-            further = catalog.scan(directory, refuse_newer=refuse_newer)
+            further = catalog.scan(directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
             found += [info for info in further if (info.session, info.sequence) not in known]
-        return sorted(found, key=lambda info: info.sequence)
+        return catalog.in_order(found)
 
     def _directories(self) -> list[str]:
         """Where the checkpoints are."""
-        return [self._directory, *([self._fallback] if self._fallback and os.path.isdir(self._fallback) else [])]
+        further = filter(os.path.isdir, [self._fallback, *self._elsewhere])
+        return [self._directory, *further]
 
     def history(self) -> list[SaveRecord]:
         """What became of every save of the run directory, in the order of the calls, those under way included.
@@ -631,23 +771,24 @@ class Checkpointer:
         Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s`` seconds the daemon
         is left to finish what was staged by itself.
         """
-        if self._pid != os.getpid() or self._closed:
+        if self._pid != os.getpid() or self._parts.ended:
             return
         self._refuse_reentry("close")
         self._refuse_in_callback("close")
         self._closed = True
-        self._dropped.detach()
         patience_s = 0.0
         try:
-            if self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s):
-                self._call.release()  # no save() is at work in another thread, and none will begin
-            self._copier.close()
+            try:
+                self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s)
+            finally:
+                with contextlib.suppress(RuntimeError):  # else another thread's save() is still at work
+                    self._call.release()
+            self._undo_interrupted()
             self._saves.wait(timeout_s)
             patience_s = 10.0
         finally:
-            self._connection.close(patience_s)
-            self._saves.abandon()
-            self._pool.close()
+            self._parts.close(patience_s)
+            self._dropped.detach()
             _open.discard(self)
         self._saves.raise_failure()
 
@@ -684,6 +825,8 @@ class Checkpointer:
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_dropped: set[_Parts] = set()
+"""Of checkpointers that were dropped and are being closed."""
 _registered: Callable[[], None] | None = None
 
 
@@ -701,28 +844,82 @@ def _close_all() -> None:
             checkpointer.close(_EXIT_TIMEOUT_S)
         except SidesaveError as error:
             logger.error("a save failed: %s", error)
+    _await_dropped()
 
 
-def _close_dropped(
-    pid: int, directory: str, copier: Copier, saves: SavesInFlight, connection: Connection, pool: SlotPool
-) -> None:
-    """End what a checkpointer that was dropped without ``close()`` has left, in a thread: saves under way finish."""
-    if pid != os.getpid():
-        return
+class _Parts:
+    """What a checkpointer runs on and has to end, in one thread that nothing interrupts. Idempotent."""
 
-    def work() -> None:
-        try:
-            copier.close()
-            saves.wait(_EXIT_TIMEOUT_S)
-            saves.raise_failure()
-        except SidesaveError as error:
-            logger.error("a save to %s failed: %s", directory, error)
-        finally:
-            connection.close(10.0)
-            saves.abandon()
-            pool.close()
+    def __init__(self, directory: str) -> None:
+        """Nothing runs yet."""
+        self.directory, self.pid = directory, os.getpid()
+        self.books = Worker("sidesave-books")
+        self.copier: Copier | None = None
+        self.saves: SavesInFlight | None = None
+        self.connection: Connection | None = None
+        self.pool: SlotPool | None = None
+        self.world: World | None = None
+        self.stopped = self.ended = False
 
-    threading.Thread(target=work, name="sidesave-close").start()
+    def stop(self) -> None:
+        """End what a start that failed has left, and keep the failure short: a daemon that starts is not waited for."""
+        self.stopped = True
+        if self.connection is not None:
+            self.connection.give_up_starting()
+        self.close(5.0)
+
+    def close(self, patience_s: float) -> None:
+        """End everything; the daemon may take ``patience_s`` seconds to finish."""
+        self.books.call(functools.partial(self._end, patience_s))
+        self.books.close(_THREAD_TIMEOUT_S)
+
+    def drop(self) -> None:
+        """The same without waiting, for saves under way to finish first."""
+
+        def work() -> None:
+            try:
+                if self.saves is not None:
+                    self.saves.wait(_EXIT_TIMEOUT_S)
+                    self.saves.raise_failure()
+            except SidesaveError as error:
+                logger.error("a save to %s failed: %s", self.directory, error)
+            finally:
+                self._end(10.0)
+                _dropped.discard(self)
+
+        self.books.submit(work)
+
+    def _end(self, patience_s: float) -> None:
+        if self.copier is not None:
+            self.copier.close()
+        if self.connection is not None:
+            self.connection.close(patience_s)
+        if self.saves is not None:
+            self.saves.abandon()
+        if self.pool is not None:
+            self.pool.close()
+        world, self.world = self.world, None
+        if world is not None:
+            world.close()
+        self.ended = True
+        self.books.end()
+
+
+def _close_dropped(parts: _Parts) -> None:
+    """End what a checkpointer that was dropped without ``close()`` has left: saves under way finish."""
+    if parts.pid == os.getpid() and not parts.ended:
+        _dropped.add(parts)
+        parts.drop()
+
+
+def _await_dropped(directory: str | None = None) -> None:
+    """Wait until checkpointers that nobody refers to any more are closed: those of one directory, or all."""
+    place = None if directory is None else os.path.realpath(directory)
+    if any(os.path.realpath(other._directory) == place for other in _open):
+        gc.collect()  # it may be one that only refers to itself
+    for parts in list(_dropped):
+        if parts.pid == os.getpid() and place in (None, os.path.realpath(parts.directory)):
+            parts.books.close(_EXIT_TIMEOUT_S)
 
 
 def _common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
@@ -734,4 +931,15 @@ def _common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
 def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:
     if step is None or not checkpoints:
         return "there is no checkpoint"
-    return f"there is no step {step}; there are {sorted(info.step for info in checkpoints)[-20:]}"
+    return f"there is no step {step}; there are {_steps(checkpoints)}"
+
+
+def _lost(directory: str, place: str) -> str:
+    return (
+        f"{place}, the fallback directory that this run has saved to, is not there, and perhaps its newest checkpoint "
+        f"is: mount it, or remove {directory}/{places.USED} to go on without it"
+    )
+
+
+def _steps(checkpoints: list[CheckpointInfo]) -> list[int]:
+    return sorted(info.step for info in checkpoints)[-20:]

@@ -294,7 +294,7 @@ def recover(
             place = Rehearsal(storage) if dry_run else storage
             recovery = commit.recover(place, lease, f"recover-{os.getpid()}")
             if not dry_run:
-                with contextlib.closing(HistoryLog(directory)) as log:
+                with contextlib.closing(HistoryLog(storage)) as log:
                     log_recovery(log, storage, me.session, recovery.committed, recovery.removed)
         finally:
             lease.release()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import logging
 import os
 import queue
 import secrets
+import select
 import shutil
 import socket
 import stat
@@ -29,8 +31,18 @@ import zmq
 from sidesave import errors
 from sidesave.client.daemon_process import DaemonProcess
 from sidesave.client.requests import Request, Requests
-from sidesave.errors import ClosedError, DaemonDiedError, DaemonStartError, ProtocolError, SidesaveError, WriteError
+from sidesave.errors import (
+    ClosedError,
+    CommitUnknownError,
+    DaemonDiedError,
+    DaemonStartError,
+    ProtocolError,
+    SidesaveError,
+    WriteError,
+    WriteStalledError,
+)
 from sidesave.stager.arena import Arena, forget_in_child
+from sidesave.stager.system_calls import REFUSED, needs
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Message, Note
 
@@ -41,10 +53,16 @@ START_TIMEOUT_S: Final = 60.0
 SILENCE_TIMEOUT_S: Final = 30.0
 """A ready daemon beats once a second; after this long without a word it is taken for hung, killed and replaced."""
 MAX_DEATHS: Final = 5
-"""Deaths without a save completed in between before respawning is given up."""
+"""A request that has seen more daemons die than this is given up, and so is a start; what died idle harmed nobody."""
+_HEALTHY_S: Final = 60.0
+"""A daemon that lived this long was well: the one after it starts without a pause."""
+_KILL_TIMEOUT_S: Final = 10.0
 _SOCKET_PATH_LIMIT: Final = 107
 _SOCKET_PREFIX: Final = "sidesave-socket-"
 _FIRST_BACKOFF_S: Final = 0.05
+_MAX_BACKOFF_S: Final = 2.0
+_MAX_IDLE_BACKOFF_S: Final = 10.0
+"""Before a further daemon where nothing waits for one: the first request starts it sooner."""
 _DESCRIPTORS: Final = 24
 """That many a connection takes for a moment: sockets, pidfds, those of ZeroMQ's threads, a directory being removed."""
 
@@ -76,7 +94,7 @@ class Connection:
         on_message: Callable[[Message], None],
         on_lost: Callable[[list[int], SidesaveError], None],
     ) -> None:
-        """Start the thread and the first daemon.
+        """Make it; :meth:`start` starts it.
 
         Args:
             config: For every daemon of this connection.
@@ -97,7 +115,8 @@ class Connection:
         self._context = zmq.Context(io_threads=1)
         self._attempt = 0
         self._by_pid = False
-        self._deaths = 0
+        self._restarts = 0
+        self._ready_at = float("inf")
         self._ready = threading.Event()
         self._failure: SidesaveError | None = None
         self._draining = False
@@ -107,6 +126,9 @@ class Connection:
         self.left: tuple[str, ...] = ()
         forget_in_child(self)
         self._thread = threading.Thread(target=self._run, name="sidesave-client", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and the first daemon."""
         self._thread.start()
 
     @property
@@ -156,7 +178,7 @@ class Connection:
         self._drain_by = time.monotonic() + timeout_s
         self._draining = True
         self._wake_up()
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and not self.is_this_thread():
             self._thread.join(timeout_s + 5)
         with self._lock:
             # What another thread had begun before is refused: nobody would answer it.
@@ -164,9 +186,15 @@ class Connection:
             if not self._thread.is_alive():
                 self._forget()
 
+    def give_up_starting(self) -> None:
+        """Have a daemon that is not ready yet ended, and the start fail."""
+        self._drain_by = time.monotonic()
+        self._draining = True
+        self._wake_up()
+
     def is_this_thread(self) -> bool:
         """Whether the caller runs in the connection's thread: a callback of a future does."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident
 
     def _wake_up(self) -> None:
         with self._lock, contextlib.suppress(OSError, ValueError):  # closed
@@ -182,14 +210,12 @@ class Connection:
     def _run(self) -> None:
         try:
             while self._serve_one_daemon():
-                delay = min(2.0, _FIRST_BACKOFF_S * 2 ** (self._deaths - 1))
-                logger.warning("the writer daemon died; starting another in %.2f s", delay)
-                time.sleep(delay)
+                self._pause()
         except SidesaveError as error:
             self._give_up(error)
-        except Exception as error:
+        except BaseException as error:  # whatever it is, saves wait for this thread
             logger.exception("the connection to the writer daemon broke")
-            self._give_up(DaemonDiedError(f"the connection to the writer daemon broke: {error}"))
+            self._give_up(DaemonDiedError(f"the connection to the writer daemon broke: {error!r}"))
         finally:
             self._hang_up()
             self._context.term()
@@ -207,14 +233,32 @@ class Connection:
                 words = self._end(process)
         except DaemonStartError as error:
             words = str(error)
+        self._take_queued()
         if self._draining and not self._requests:
             return False
-        self._deaths += 1
-        if self._deaths > MAX_DEATHS:
-            if not self._ready.is_set():
-                raise DaemonStartError(words)
-            raise DaemonDiedError(f"the writer daemon died {self._deaths} times without finishing a save: {words}")
+        self._restarts = 1 if time.monotonic() - self._ready_at > _HEALTHY_S else self._restarts + 1
+        if self._restarts > MAX_DEATHS and not self._ready.is_set():
+            raise DaemonStartError(words)
+        lost = self._requests.daemon_died(MAX_DEATHS)
+        if lost:
+            text = f"the writer daemon died {MAX_DEATHS + 1} times with this to do, so it is given up: {words}"
+            self._on_lost(lost, DaemonDiedError(text))
         return True
+
+    def _pause(self) -> None:
+        """Wait before the next daemon, longer after each that has died early."""
+        most = _MAX_BACKOFF_S if self._requests else _MAX_IDLE_BACKOFF_S
+        delay_s = min(most, _FIRST_BACKOFF_S * 2.0 ** min(16, self._restarts - 1))
+        logger.warning("the writer daemon died; starting another in %.2f s", delay_s)
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.poll(delay_s * 1000)
+        self._drain_wakeups()  # else a next pause would be none
+
+    def _take_queued(self) -> None:
+        """What was submitted while no daemon listened; the next one is told of it."""
+        while not self._to_send.empty():
+            self._requests.keep(self._to_send.get())
 
     @contextlib.contextmanager
     def _spawned(self) -> Generator[DaemonProcess]:
@@ -237,6 +281,7 @@ class Connection:
                     world_size=self._config.world_size,
                     commit_timeout_s=self._config.commit_timeout_s,
                     trainer_pid=os.getpid(),
+                    resumes=self._ready.is_set(),
                     stall_timeout_s=self._config.stall_timeout_s,
                     takeover_timeout_s=self._config.takeover_timeout_s,
                     nice=self._config.nice,
@@ -306,6 +351,7 @@ class Connection:
             self.recovered, self.removed, self.left = ready.recovered, ready.removed, ready.left
         for message in self._requests.for_successor(self._attempt):
             self._send(message)
+        self._ready_at = time.monotonic()
         self._ready.set()
 
     def _await(self, process: DaemonProcess, timeout_s: float, purpose: str) -> Message:
@@ -317,6 +363,10 @@ class Connection:
             left = deadline - time.monotonic()
             events = dict(poller.poll(max(0, int(left * 1000))))
             self._drain_wakeups()
+            if self._draining and not self._ready.is_set():
+                process.kill()  # nothing was asked of it yet
+                self._end(process)
+                raise ClosedError(f"the checkpointer of {self._config.directory} was closed while it started")
             if self._socket in events:
                 return protocol.decode(self._socket.recv(zmq.NOBLOCK))
             if process.pidfd in events or left <= 0:
@@ -344,7 +394,11 @@ class Connection:
                     request = self._to_send.get_nowait()
                 except queue.Empty:
                     break
-                self._send(self._requests.add(request, self._attempt))
+                try:
+                    self._send(self._requests.add(request, self._attempt))
+                except ProtocolError as error:  # it cannot be told to any daemon; all others can
+                    self._requests.drop(request.save_id)
+                    self._on_lost([request.save_id], error)
             if process.pidfd in events:
                 return
             if self._draining and not drain_sent:
@@ -376,7 +430,7 @@ class Connection:
             logger.warning("ignored a message of an earlier daemon: %s", message.kind)
             return
         if isinstance(message, protocol.Committed):
-            self._deaths = 0
+            self._restarts = 0
         if self._requests.hear(message):
             self._on_message(message)
         elif isinstance(message, protocol.Failed):
@@ -399,26 +453,55 @@ class Connection:
         """Make sure that a daemon is gone, which is what fences it; returns its last words."""
         if process.wait(0.0 if process.poll() is not None else 2.0) is None:
             process.kill()
-            if process.wait(10.0) is None:
-                raise DaemonDiedError(f"the writer daemon {process.pid} cannot be killed: it is stuck in the kernel")
+            if process.wait(_KILL_TIMEOUT_S) is None:
+                self._outwait(process)
         return process.last_words()
+
+    def _outwait(self, process: DaemonProcess) -> None:
+        """Wait for the end of a daemon that is held in the kernel: it may still write, so no other may start before.
+
+        What has waited for ``stall_timeout_s`` fails meanwhile.
+        """
+        text = f"the writer daemon {process.pid} cannot be killed: it is stuck in the kernel until storage answers"
+        if not self._ready.is_set():
+            raise DaemonDiedError(text)
+        logger.error("%s; another one starts when it does", text)
+        fail_at = time.monotonic() + self._config.stall_timeout_s
+        poller = select.poll()
+        poller.register(process.pidfd, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        while process.poll() is None:
+            if self._draining and time.monotonic() > self._drain_by:
+                raise DaemonDiedError(text)
+            if time.monotonic() > fail_at:
+                self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._config.directory))
+            poller.poll(200)
+            self._drain_wakeups()
 
     def _give_up(self, error: SidesaveError) -> None:
         with self._lock:
             self._failure = error  # from here on submit() refuses
+        self._lose(error)
+
+    def _lose(self, error: SidesaveError) -> None:
+        """Fail all that is open; of what was said to be written nobody knows if it will be committed."""
+        self._take_queued()
         lost = self._requests.give_up()
-        while not self._to_send.empty():
-            lost.append(self._to_send.get().save_id)
-        self._on_lost(lost, error)
+        unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._config.directory)
+        self._on_lost([save_id for save_id, written in lost.items() if not written], error)
+        self._on_lost([save_id for save_id, written in lost.items() if written], unknown)
 
 
 def _require_descriptors() -> None:
     """Raise ``DaemonStartError`` where few file descriptors are left: ZeroMQ would end the whole process."""
     spare: list[int] = []
     try:
-        while len(spare) < _DESCRIPTORS:
-            spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+        with needs("eventfd2"):
+            while len(spare) < _DESCRIPTORS:
+                spare.append(os.eventfd(0, os.EFD_CLOEXEC))
     except OSError as error:
+        if error.errno in REFUSED:
+            raise DaemonStartError(f"the writer daemon cannot be reached: {error}") from error
         raise DaemonStartError(f"no {_DESCRIPTORS} file descriptors are left: {error}; raise `ulimit -n`") from error
     finally:
         for fd in spare:

@@ -64,7 +64,10 @@ def size(nbytes: int) -> str:
 
 def when(seconds: float) -> str:
     """A point in time, as the clock here shows it."""
-    return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    try:
+        return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # of a clock that was wrong by thousands of years
+        return f"{seconds:.0f} s after 1970"
 
 
 _abbreviation = reprlib.Repr()

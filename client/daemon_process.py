@@ -21,6 +21,7 @@ from typing import Final
 import sidesave
 from sidesave.errors import DaemonStartError
 from sidesave.stager.arena import forget_in_child
+from sidesave.stager.system_calls import REFUSED, needs
 
 _STDERR_TAIL_NBYTES: Final = 4000
 
@@ -32,21 +33,17 @@ class DaemonProcess:
         """Start it; raises ``DaemonStartError`` when the system refuses. Returns before it has done anything."""
         with contextlib.ExitStack() as stack:
             try:
-                self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with needs("socketpair"):
+                    self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 stack.callback(self.control.close)
                 with theirs:
                     # Anonymous memory: a pipe would block whoever waits for the trainer's, a file would stay behind.
-                    self._stderr = os.memfd_create("sidesave-daemon-stderr", os.MFD_CLOEXEC)
+                    with needs("memfd_create"):
+                        self._stderr = os.memfd_create("sidesave-daemon-stderr", os.MFD_CLOEXEC)
                     stack.callback(os.close, self._stderr)
-                    self._process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "sidesave.writer_daemon", str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=self._stderr,
-                        start_new_session=True,
-                        env=_environment(),
-                    )
+                    with needs("pidfd_open"):  # before there is a process that nobody could watch
+                        os.close(os.pidfd_open(os.getpid()))
+                    self._process = _start(theirs.fileno(), self._stderr)
                 self.pidfd = os.pidfd_open(self._process.pid)
             except OSError as error:
                 raise DaemonStartError(f"the writer daemon cannot be started: {error}") from error
@@ -96,6 +93,38 @@ class DaemonProcess:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._stderr = self.pidfd = -1
+
+
+def _start(control: int, stderr: int) -> subprocess.Popen[bytes]:
+    """Start the process in a session of its own; where ``setsid`` is refused in a process group of its own, if it can.
+
+    Without either a signal to the trainer's group reaches the daemon as well, which then finishes what it has and is
+    replaced.
+    """
+
+    def start(*, session: bool = False, group: int | None = None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "sidesave.writer_daemon", str(control)],
+            pass_fds=[control],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=session,
+            process_group=group,
+            env=_environment(),
+        )
+
+    try:
+        return start(session=True)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+    try:
+        return start(group=0)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+    return start()
 
 
 def _environment() -> dict[str, str]:

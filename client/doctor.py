@@ -17,6 +17,8 @@ import platform
 import re
 import resource
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -27,10 +29,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
+import psutil
+
 from sidesave.errors import SidesaveError
 from sidesave.stager import host_memory
 from sidesave.stager.arena import PAGE, Arena, madvise
+from sidesave.stager.system_calls import CALLS, REFUSED, usable_cpus
 from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage.posix import RENAME_NOREPLACE, renameat2
 
 Status = Literal["ok", "warn", "fail"]
 Verdict = tuple[Status, str, str]
@@ -69,11 +75,10 @@ def examine(directory: Path) -> Iterator[Finding]:
 
     A directory that does not exist yet is not made: its nearest existing parent is checked in its place.
     """
-    seccomp = "use Linux 5.3 or newer; in a container, a runtime and a seccomp profile that allow this call"
     yield from _run("versions", _versions, "pip install -U 'torch>=2.8'")
-    yield from _run("memfd", _memfd, seccomp)
-    yield from _run("pidfd", _pidfd, seccomp)
-    yield from _run("populate", _populate, seccomp)
+    yield from _run("memfd", _memfd, CALLS["memfd_create"].remedy)
+    yield from _run("pidfd", _pidfd, CALLS["pidfd_open"].remedy)
+    yield from _run("populate", _populate, CALLS["memfd_create"].remedy)
     yield from _run("host memory", _host_memory, "see whether /proc and /sys/fs/cgroup are mounted")
     yield from _run("/dev/shm", _shared_memory, "")
     yield from _run("memlock", _locked_memory, "")
@@ -96,6 +101,7 @@ def examine(directory: Path) -> Iterator[Finding]:
 def _in_directory(directory: Path, scratch: Path) -> Iterator[Finding]:
     another = "put the run directory on another file system"
     yield from _run("directory", partial(_file_system, directory.resolve()), another)
+    yield from _run("system calls", partial(_system_calls, scratch), another)
     yield from _run("file locks", partial(_file_locks, scratch), "mount with locks (Lustre: -o flock); " + another)
     yield from _run("direct I/O", partial(_direct_io, scratch), another)
     yield from _run("preallocation", partial(_preallocation, scratch), another)
@@ -222,7 +228,7 @@ def _gpu() -> Iterator[Verdict]:
         host_memory.populate(arena)
         name = torch.cuda.get_device_name()
         started = time.monotonic()
-        PinnedRange(arena.address, arena.nbytes).close()
+        PinnedRange(torch.device("cuda", torch.cuda.current_device()), arena.address, arena.nbytes).close()
         yield "ok", f"{name}; 64 MiB pinned and unpinned in {time.monotonic() - started:.3f} s", ""
     except RuntimeError as error:
         remedy = "saves work, but copies from the GPU are slow; look for the driver's reason in dmesg"
@@ -317,6 +323,67 @@ def _mount(directory: Path) -> tuple[str, str]:
         if directory.is_relative_to(point) and len(point.parts) >= len(best.parts):  # of two in one place the later one
             best, found = point, (right.split()[0], right.split()[1])
     return found
+
+
+def _system_calls(scratch: Path) -> Iterator[Verdict]:
+    """Each call of the list that errors are worded by."""
+    refused: list[Verdict] = []
+    for name, attempt in system_call_attempts(scratch):
+        call = CALLS[name]
+        try:
+            attempt()
+        except (OSError, psutil.Error) as error:
+            if isinstance(error, OSError) and error.errno not in REFUSED:
+                continue
+            found = f"{name} is refused: it {call.purpose}"
+            refused.append(
+                ("warn", f"{found}; without it {call.without}", call.remedy)
+                if call.without
+                else ("fail", found, call.remedy)
+            )
+    yield from refused or [("ok", f"all {len(CALLS)} that sidesave uses are allowed", "")]
+
+
+def system_call_attempts(scratch: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """A use of each call of the list, in an order in which they can be made; what they make is in ``scratch``."""
+    me = psutil.Process()
+    yield "memfd_create", lambda: os.close(os.memfd_create("sidesave"))
+    yield "pidfd_open", lambda: os.close(os.pidfd_open(os.getpid()))
+    yield "eventfd2", lambda: os.close(os.eventfd(0))
+    yield "socketpair", lambda: [end.close() for end in socket.socketpair()]
+    yield "pidfd_send_signal", lambda: signal.pidfd_send_signal(-1, 0)
+    yield "setsid", lambda: subprocess.run(["true"], start_new_session=True, check=True)
+    yield "madvise", lambda: _raise(madvise(0, 0, 0))
+    yield "sched_getaffinity", lambda: os.sched_getaffinity(0)
+    yield "sched_setaffinity", lambda: os.sched_setaffinity(0, usable_cpus())
+    yield "setpriority", lambda: me.nice(me.nice())
+    yield "ioprio_set", lambda: me.ionice(*me.ionice())
+    yield "prlimit64", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+    directory = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    file = os.open("calls", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, dir_fd=directory)
+    here = {"src_dir_fd": directory, "dst_dir_fd": directory}
+    try:
+        yield "flock", lambda: fcntl.flock(file, fcntl.LOCK_UN)
+        yield "fstatfs", lambda: os.fstatvfs(file)
+        yield "fallocate", lambda: _raise(ctypes.get_errno() if _libc.fallocate(file, 0, 0, PAGE) else 0)
+        yield "pwrite64", lambda: os.pwrite(file, b"x", 0)
+        yield "preadv", lambda: os.preadv(file, [bytearray(1)], 0)
+        yield "ftruncate", lambda: os.ftruncate(file, 1)
+        yield "fsync", lambda: os.fsync(file)
+        yield "linkat", lambda: os.link("calls", "linked", **here, follow_symlinks=False)
+        yield "renameat2", lambda: _raise(renameat2(directory, "calls", "renamed", RENAME_NOREPLACE))
+        yield "mkdirat", lambda: os.mkdir("directory", dir_fd=directory)
+        yield "fchmodat", lambda: os.chmod("directory", 0o700, dir_fd=directory)
+        yield "renameat", lambda: os.rename("directory", "other", **here)
+        yield "unlinkat", lambda: os.rmdir("other", dir_fd=directory)
+    finally:
+        os.close(file)
+        os.close(directory)
+
+
+def _raise(code: int) -> None:
+    if code:
+        raise OSError(code, os.strerror(code))
 
 
 def _file_locks(scratch: Path) -> Iterator[Verdict]:

@@ -27,6 +27,7 @@ import torch
 from sidesave.client import boxes
 from sidesave.client.diff import children
 from sidesave.client.handle import path_text
+from sidesave.client.mismatch import few
 from sidesave.client.patterns import selector
 from sidesave.client.reader import CheckpointReader, Wanted, open_checkpoint
 from sidesave.errors import (
@@ -225,7 +226,12 @@ class Weights:
             raise UnsupportedValueError("safetensors files cannot hold all of it:\n  " + "\n  ".join(shown))
         if not self._weights:
             raise InvalidArgumentError(f"nothing to export: no tensor of {item} is selected")
-        apart = self._reader.manifest.apart
+        manifest = self._reader.manifest
+        own = [name for name, _ in names if name not in manifest.table.tensors]
+        if own and manifest.world_size > 1:
+            told = "; ".join(few(own, str, "belong to their ranks"))
+            logger.warning("each of %d ranks has its own, and rank 0's is exported: %s", manifest.world_size, told)
+        apart = manifest.apart
         odd = [name for name, _ in names if name in apart]
         if odd:
             ranks = ", ".join(map(str, apart[odd[0]][:8]))

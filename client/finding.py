@@ -30,6 +30,8 @@ _NOTHING: Final = (*NO_SUCH_FILE, errno.ENAMETOOLONG)
 def find(path: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Every committed checkpoint of a run directory, in the order of their commits; of a checkpoint only itself.
 
+    The last is the latest, also where that is an earlier one, to which the run has gone back since.
+
     Reads one small file each, and needs no daemon and no torch. One that is damaged, or in a newer format, is left out
     with a warning in the log.
 
@@ -191,10 +193,7 @@ def _what_directory(path: str, names: list[str]) -> str:
 
 
 def _local(path: str | os.PathLike[str]) -> str:
-    text = path_text(path)
-    if "://" in text:
-        raise InvalidArgumentError(f"{text}: only local and mounted directories can be searched")
-    return os.path.realpath(text)
+    return os.path.realpath(path_text(path))
 
 
 def _info(place: str) -> CheckpointInfo | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import enum
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -18,13 +21,19 @@ from sidesave.stager.marks import PerRank, Replicated
 from sidesave.stager.skeleton import TensorRef
 from sidesave.stager.tree import Stateful, is_dtensor
 
+DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+SEQUENCES: Final = (list, tuple, collections.deque)
+_PRECISE: Final = re.compile(r"\.step\Z|\.param_groups\.\d+\.")
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """States of an optimizer that have the shape of their parameter."""
 
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """A tensor that will be loaded, known by its entry only; whole, unless its target takes a shard."""
+    """A tensor that will be loaded, known by its entry only; whole, unless its target takes a shard.
+
+    ``is_buffer`` where its target is a buffer of a module.
+    """
 
     ref: TensorRef
     name: str = ""
@@ -32,6 +41,7 @@ class Expected:
     dtype: torch.dtype = torch.float32
     cast_to: torch.dtype | None = None
     shard: Shard | None = None
+    is_buffer: bool = False
 
     def look_up(self, reader: Reader, cast_to: torch.dtype | None) -> None:
         """Take over what the manifest or a record says of the tensor, once it has been cast; raises like the reader."""
@@ -47,8 +57,9 @@ class Expected:
             self.dtype = self.ref.dtype
         if self.ref.sparse_shape is not None:
             self.shape = self.ref.sparse_shape
-        counts = self.ref.fqn.endswith(".step") and not self.shape  # an optimizer's steps: a cast would lose count
-        if cast_to is not None and self.dtype.is_floating_point and not counts:
+        # An optimizer's steps and rates: a cast would lose count, or train at another rate.
+        precise = not self.shape and _PRECISE.search(self.ref.fqn) is not None
+        if cast_to is not None and self.dtype.is_floating_point and not precise:
             self.dtype = self.cast_to = cast_to
 
     @property
@@ -72,9 +83,9 @@ def unwrap(target: Any) -> Any:
 def is_live(target: Any) -> bool:
     """Whether a target takes its state in place; plain data is replaced."""
     target = unwrap(target)
-    if type(target) is dict:
+    if type(target) in DICTS:
         return any(map(is_live, cast("dict[Any, Any]", target).values()))
-    if type(target) in (list, tuple):
+    if type(target) in SEQUENCES:
         return any(map(is_live, target))
     if isinstance(target, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
         return True
@@ -128,9 +139,9 @@ class Fitting:
             return True
         if isinstance(target, nn.Module):
             return any(required(f"{fqn}.{key}") for key in target.state_dict(keep_vars=True))
-        if type(target) is dict and target:
+        if type(target) in DICTS and target:
             return any(self._is_required(f"{fqn}.{key}", item) for key, item in cast("dict[Any, Any]", target).items())
-        if type(cast("object", target)) in (list, tuple) and target:
+        if type(cast("object", target)) in SEQUENCES and target:
             items = cast("list[Any]", target)
             return any(self._is_required(f"{fqn}.{index}", item) for index, item in enumerate(items))
         return required(fqn) or (is_live(target) and required(f"{fqn}.*"))
@@ -146,15 +157,34 @@ class Fitting:
             self._optimizer(target, saved, fqn)
         elif isinstance(target, torch.Tensor):
             self._tensor(target, saved, fqn)
-        elif isinstance(target, dict) and not isinstance(target, Stateful):
+        elif type(target) in DICTS:
             self._keys(cast("dict[Any, Any]", target), saved, fqn)
-        elif isinstance(target, (list, tuple)) and is_live(target):
+        elif type(target) in SEQUENCES and is_live(target):
             self._items(cast("Sequence[Any]", target), saved, fqn)
-        elif isinstance(target, Stateful) and not isinstance(target, type) and may_be_spread():
-            self._follow(target.state_dict(), saved, fqn)
+        elif isinstance(target, Stateful) and not isinstance(target, type):
+            if may_be_spread():
+                self._follow(target.state_dict(), saved, fqn)
+        elif isinstance(target, enum.Enum):
+            try:
+                type(target)(saved)
+            except Exception:  # noqa: BLE001 - whatever the user's class says to a value that is none of its own
+                self._problems.append(f"{fqn}: the checkpoint holds {saved!r:.80}, which is no {type(target).__name__}")
+        elif isinstance(target, (Mapping, list, tuple)):
+            self._refuse_kind(cast("Any", target), saved, fqn)
+
+    def _refuse_kind(self, target: Any, saved: Any, fqn: str) -> None:
+        """A container of a class of the user's: only what was pickled whole can take its place."""
+        kind = cast("type[Any]", type(target))
+        if kind in (*SEQUENCES, torch.Size):
+            return
+        items: list[Any] = list(cast("Mapping[Any, Any]", target).values() if issubclass(kind, Mapping) else target)
+        if isinstance(saved, (Mapping, *SEQUENCES)) or any(map(is_live, items)):
+            self._problems.append(
+                f"{fqn}: a {kind.__name__} is not filled; put a dict or a list of its items in its place"
+            )
 
     def _items(self, target: Sequence[Any], saved: Any, fqn: str) -> None:
-        if not isinstance(saved, (list, tuple)) or len(cast("Sequence[Any]", saved)) != len(target):
+        if type(saved) not in SEQUENCES or len(cast("Sequence[Any]", saved)) != len(target):
             self._problems.append(f"{fqn}: the checkpoint does not hold {len(target)} items here, as the target does")
             return
         for index, (item, found) in enumerate(zip(target, cast("Sequence[Any]", saved), strict=True)):
@@ -169,6 +199,7 @@ class Fitting:
         body = cast("dict[Any, Any]", saved)
         wanted = [key for key, value in target.items() if key in body or self._miss(f"{fqn}.{key}", value)]
         found = sum(key in body for key in wanted)
+        self.mismatches.placed.append((fqn, wanted))
         others: list[str] = []
         for key in body:
             if key in target:
@@ -184,24 +215,29 @@ class Fitting:
         for key, value in target.items():
             if key not in body:
                 continue
+            if is_module and isinstance(body[key], Expected):
+                body[key].is_buffer = not isinstance(value, nn.Parameter)
             if is_module and key.endswith("_extra_state"):  # of the module's own making, and for it to judge
                 self._follow(value, body[key], f"{fqn}.{key}")
             else:
                 self._any(value, body[key], f"{fqn}.{key}")
 
     def _tensor(self, target: torch.Tensor, saved: Any, fqn: str) -> None:
-        if nn.parameter.is_lazy(target):
-            return  # takes any shape
-        if target.is_meta:
+        if isinstance(saved, torch.Tensor):  # of the user's making, for another number of ranks
+            saved = Expected(TensorRef(fqn, None), shape=tuple(saved.shape), dtype=saved.dtype)
+        lazy = nn.parameter.is_lazy(target)  # takes any shape
+        if target.is_meta and not lazy:
             problem = "the target is a meta tensor and cannot hold values; materialize it with to_empty()"
-        elif not isinstance(saved, Expected):
-            problem = f"the checkpoint holds a {type(saved).__name__}, the target is a tensor"
-        elif self._shape(target) != saved.shape:
+        elif not isinstance(saved, Expected) or saved.ref.array:
+            kind = "NumPy array" if isinstance(saved, Expected) else type(saved).__name__
+            problem = f"the checkpoint holds a {kind}, the target is a tensor"
+        elif not lazy and self._shape(target) != saved.shape:
             problem = f"shape {list(saved.shape)} in the checkpoint, {list(self._shape(target))} in the target"
         elif target.dtype != saved.dtype:
             problem = f"{saved.dtype} in the checkpoint, {target.dtype} in the target; pass dtype= to cast"
         else:
-            self._spread(saved, target, fqn)
+            if not lazy:
+                self._spread(saved, target, fqn)
             return
         self._problems.append(f"{fqn}: {problem}")
 
@@ -251,6 +287,7 @@ class Fitting:
             self._problems.append(f"{fqn}: the checkpoint holds malformed optimizer state here")
             return
         states = cast("dict[Any, Any]", states)
+        self._parameter_names(target, groups, fqn)
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
         ids = [number for group in groups for number in group["params"]]
         self.surplus += [
@@ -261,6 +298,19 @@ class Fitting:
             for key, value in states.get(number, {}).items():
                 if isinstance(value, Expected):
                     self._state(parameter, key, current.get(key), value, f"{fqn}.state.{number}.{key}")
+
+    def _parameter_names(self, target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> None:
+        """States go by position: where both sides know the names of their parameters, these must be the same."""
+        for at, (group, saved) in enumerate(zip(target.param_groups, groups, strict=True)):
+            names: Any = group.get("param_names"), saved.get("param_names")
+            if not all(isinstance(each, list) for each in names) or names[0] == names[1]:
+                continue
+            odd = [f"{there} where {here} is here" for here, there in zip(*names, strict=False) if here != there]
+            told = f"{', '.join(odd[:5])}{', ...' if len(odd) > 5 else ''}"
+            self._problems.append(
+                f"{fqn}.param_groups.{at}: the checkpoint has the states of other parameters, or in another order: "
+                f"{told}; if only names have changed, exclude {fqn}.param_groups.{at}.param_names"
+            )
 
     def _state(self, parameter: torch.Tensor, key: Any, have: Any, saved: Expected, fqn: str) -> None:
         if isinstance(have, torch.Tensor):
@@ -295,7 +345,7 @@ def names_of(target: Any, fqn: str) -> Iterator[str]:
     elif isinstance(target, Mapping) and target:
         for key, item in cast("Mapping[Any, Any]", target).items():
             yield from names_of(item, f"{fqn}.{key}")
-    elif isinstance(target, (list, tuple)) and target:
+    elif type(cast("object", target)) in SEQUENCES and target:
         for index, item in enumerate(cast("Sequence[Any]", target)):
             yield from names_of(item, f"{fqn}.{index}")
     else:

@@ -24,6 +24,7 @@ from sidesave.client import blocks, boxes
 from sidesave.client.blocks import BlockFile
 from sidesave.client.finding import INDEX, WEIGHTS
 from sidesave.client.gathering import Gathered, Part, gather
+from sidesave.client.mismatch import few
 from sidesave.client.reader import StoredTensor, Wanted
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager import host_memory
@@ -31,6 +32,7 @@ from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.skeleton import Skeleton, Tag, TensorRef
 from sidesave.writer_daemon.layout import Layout
 from sidesave.writer_daemon.sealed_json import load_json
+from sidesave.writer_daemon.storage import Descriptor
 from sidesave.writer_daemon.tensor_file import (
     BLOCK_NBYTES,
     MAX_HEADER_NBYTES,
@@ -79,7 +81,6 @@ class ForeignReader:
         rank: Whose view it is, which makes no difference.
         skeleton: One item with all tensors by their names.
         nbytes_read: Bytes that have been read so far.
-        apart: Nothing.
     """
 
     def __init__(self, path: str, item: str, rank: int = 0) -> None:
@@ -94,14 +95,18 @@ class ForeignReader:
         self.path = path
         self.rank = rank
         self.nbytes_read = 0
-        self.apart: Mapping[str, tuple[int, ...]] = {}
         self._files: dict[str, _File] = {}
+        self._listed: dict[str, str] = {}  # by an index
         self._prefix = f"{item}."
         self._places = self._survey()
         nodes = {key: [Tag.TENSOR, self._prefix + key] for key in self._places}
         self.skeleton = Skeleton(cast("bytes", msgpack.packb({item: [Tag.DICT, nodes]})), path)
 
     # What there is ---------------------------------------------------------------------------------------------
+
+    def differing(self, fqn: str) -> tuple[int, ...]:
+        """Nobody: there are no ranks."""
+        return ()
 
     def _survey(self) -> dict[str, str]:
         """The file of each tensor."""
@@ -123,7 +128,8 @@ class ForeignReader:
                 )
             return found
         if _WHOLE in files and len(files) > 1:
-            logger.info("of %s, %s is read and no other file", self.path, _WHOLE)
+            others = ", ".join(name for name in files if name != _WHOLE)
+            logger.warning("of %s, %s is read, and not %s", self.path, _WHOLE, others)
             files = [_WHOLE]
         return self._together([os.path.join(self.path, name) for name in files])
 
@@ -139,7 +145,8 @@ class ForeignReader:
         for key, name in cast("dict[str, object]", names).items():
             if not isinstance(name, str) or not _is_plain(name):
                 raise IntegrityError(f"{path}: {key!r:.80} is said to be in {name!r:.80}, which is no file beside it")
-        return {key: os.path.join(folder, name) for key, name in cast("dict[str, str]", names).items()}
+        self._listed = {key: os.path.join(folder, name) for key, name in cast("dict[str, str]", names).items()}
+        return self._listed
 
     def _together(self, paths: Iterable[str]) -> dict[str, str]:
         """Several files without an index."""
@@ -159,6 +166,10 @@ class ForeignReader:
             with blocks.reading(path):
                 self._files[path] = found = _open(path)
             self.nbytes_read += found.header_nbytes
+            extra = [key for key in found.entries if key not in self._listed] if self._listed else []
+            if extra:
+                told = "; ".join(few(extra, str, "are not listed"))
+                logger.warning("%s has what its index does not list, and that is not loaded: %s", path, told)
         return self._files[path]
 
     def _find(self, name: str) -> tuple[_File, TensorEntry]:
@@ -218,13 +229,12 @@ class ForeignReader:
         self.nbytes_read += nbytes
         return dict(zip(plans, tensors, strict=True))
 
-    def _open_again(self, path: str, flags: int) -> int:
+    def _open_again(self, path: str, flags: int) -> Descriptor:
         """Open a file for its tensors; links are followed, as in Hugging Face's cache all files are links."""
-        fd = os.open(path, flags & ~os.O_NOFOLLOW)
-        if _identity(os.fstat(fd)) != self._files[path].identity:
-            os.close(fd)
+        file = Descriptor(path, flags & ~os.O_NOFOLLOW)
+        if _identity(os.fstat(file.fileno())) != self._files[path].identity:
             raise OSError(errno.ESTALE, "another file has taken the place of the one that was opened", path)
-        return fd
+        return file
 
 
 # Files -----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import functools
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -105,7 +105,7 @@ class Gathered:
 
 
 def gather(
-    wanted: Sequence[Gathered], open_descriptor: Callable[[str, int], int], *, verify: bool, purpose: str
+    wanted: Sequence[Gathered], open_descriptor: blocks.Opener, *, verify: bool, purpose: str
 ) -> tuple[list[torch.Tensor], int]:
     """Read boxes; returns them, and how many bytes that took. Arguments and errors are those of :func:`blocks.read`."""
     ranges: dict[BlockFile, list[tuple[int, int]]] = {}

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from sidesave.errors import InvalidArgumentError
+from sidesave.errors import InvalidArgumentError, SidesaveError, brief
+from sidesave.stager.apart import Monitor
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -22,10 +28,11 @@ class CheckpointInfo:
         path: Its directory.
         nbytes: Bytes of tensors and plain data, over all ranks.
         session: The run, a random nonce of 16 hex digits, that wrote it.
-        sequence: Its place in the order of commits; ``latest`` is the highest.
+        sequence: Its place in the order of commits; ``latest`` is the highest that is not given up.
         parent: Step and session of the checkpoint that the run was resumed from, if any.
         created_s: When ``save()`` was called, in seconds since the epoch.
         metadata: What ``save()`` was told about it, metrics for instance.
+        given_up: Whether the run has gone back behind it: it is not the latest then, whatever its sequence.
     """
 
     step: int
@@ -36,6 +43,12 @@ class CheckpointInfo:
     parent: tuple[int, str] | None
     created_s: float
     metadata: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    given_up: bool = field(default=False, compare=False)
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """The key that sorts the checkpoints of a run, the latest last."""
+        return not self.given_up, self.sequence
 
     def to_json(self) -> list[Any]:
         """For another rank, which may see the run directory under another path."""
@@ -48,23 +61,65 @@ class CheckpointInfo:
             self.parent,
             self.created_s,
             self.metadata,
+            self.given_up,
         ]
 
     @classmethod
     def from_json(cls, body: list[Any], directory: str) -> CheckpointInfo:
         """What another rank has told, of a run that this one finds in ``directory``."""
-        step, name, nbytes, session, sequence, parent, created_s, metadata = body
+        step, name, nbytes, session, sequence, parent, created_s, metadata, given_up = body
         path = os.path.join(directory, name)
         parent = None if parent is None else tuple(parent)
-        return cls(step, path, nbytes, session, sequence, parent, created_s, metadata)
+        return cls(step, path, nbytes, session, sequence, parent, created_s, metadata, given_up)
 
     def __fspath__(self) -> str:
         """The directory: an info can be given wherever a path is expected."""
         return self.path
 
 
+class Outcome(Future[T]):
+    """A future of a save. Who reads its failure here has been told of it: no other call raises it again.
+
+    An interrupt in the main thread leaves it whole, and what its callbacks raise ends no thread of ours.
+    """
+
+    def __init__(self) -> None:
+        """Make it open."""
+        super().__init__()
+        self._condition: Any = Monitor()
+
+    def result(self, timeout: float | None = None) -> T:
+        """As of any future."""
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any future."""
+        error = self.peek(timeout)
+        if isinstance(error, SidesaveError):
+            error._was_read = True
+        return error
+
+    def peek(self, timeout: float | None = None) -> BaseException | None:
+        """As :meth:`exception`, for ourselves: the user has still to be told of it."""
+        if not self._condition.wait_for(self.done, timeout):
+            raise TimeoutError
+        return super().exception(0)
+
+    def _invoke_callbacks(self) -> None:
+        callbacks: list[Callable[[Future[T]], object]] = getattr(self, "_done_callbacks")  # noqa: B009 - not in its type
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:
+                logger.exception("a callback of a save's future raised; set a flag there that the training loop reads")
+
+
 class SaveHandle:
     """One save on its way. The futures may be waited for from any thread; cancelling them has no effect on the save.
+
+    A failure is told once: who reads it from one of the futures is not raised it again by the next ``save()``, by
+    ``wait()`` or ``close()``.
 
     Attributes:
         step: The step being saved.
@@ -78,9 +133,9 @@ class SaveHandle:
         """Make a handle with open futures, or with cancelled ones."""
         self.step = step
         self.skipped = skipped
-        self.staged: Future[None] = Future()
-        self.written: Future[None] = Future()
-        self.committed: Future[CheckpointInfo] = Future()
+        self.staged: Outcome[None] = Outcome()
+        self.written: Outcome[None] = Outcome()
+        self.committed: Outcome[CheckpointInfo] = Outcome()
         self._nbytes_written = 0
         self._nbytes_total = 0
         for future in (self.staged, self.written, self.committed):
@@ -103,7 +158,7 @@ class SaveHandle:
         if self.skipped:
             state = "skipped"
         elif self.committed.done():
-            state = "failed" if self.committed.exception() else "committed"
+            state = "failed" if self.committed.peek() else "committed"
         else:
             state = "written" if self.written.done() else "staged" if self.staged.done() else "staging"
         return f"<SaveHandle step={self.step} {state}>"
@@ -120,11 +175,13 @@ class SaveHandle:
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """A path or URL as text, local paths made absolute."""
+    """An absolute path as text; ``InvalidArgumentError`` for what is none."""
     try:
         text: str | bytes = os.fspath(cast("str | bytes", path))
     except TypeError:
         text = b""
-    if isinstance(text, bytes) or "\0" in text:
-        raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {path!r}")
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    if isinstance(text, bytes) or "\0" in text or not text:
+        raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {brief(path)}")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):  # of "://" an os.PathLike leaves one slash
+        raise InvalidArgumentError(f"{text}: only local and mounted directories can be read or written; mount it")
+    return os.path.abspath(os.path.expanduser(text))

@@ -9,10 +9,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo, SaveHandle, path_text
@@ -30,11 +29,11 @@ from sidesave.writer_daemon.manifest import (
     parse_hidden_directory,
     step_directory,
 )
-from sidesave.writer_daemon.protocol import Save
 from sidesave.writer_daemon.storage import PosixStorage
 
 if TYPE_CHECKING:
     from sidesave.client.connection import Connection
+    from sidesave.client.saves import SaveInFlight
 
 logger = logging.getLogger(__name__)
 
@@ -145,71 +144,69 @@ class OwnHistory:
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._under_way: dict[int, _UnderWay] = {}
         self._ended: collections.deque[SaveRecord] = collections.deque(maxlen=_MAX_ENDED)
-        self._step = self._save_id = 0
-        self._begun: _UnderWay | None = None
-        self._called = 0.0
-        self.called_s = 0.0
 
-    @contextlib.contextmanager
-    def call(self, step: int, save_id: int) -> Generator[None]:
-        """Around each ``save()``, one at a time: it has failed if it raises before :meth:`begin`."""
-        self._step, self._save_id, self._begun = step, save_id, None
-        self.called_s, self._called = time.time(), time.monotonic()
-        try:
-            yield
-        except BaseException as error:
-            if self._begun is None:
-                self._end(self._came_to_nothing("failed", error))
-            raise
-        else:
-            entry = self._begun
-            if entry is not None and entry.record.staged_s is None:  # else its stall ended there
-                self._reached(entry, stall_s=_since(entry))
-        finally:
-            self._begun = None
-
-    def begin(self, save: Save, handle: SaveHandle) -> None:
-        """The save of this call is about to be staged."""
+    def begin(self, save: SaveInFlight) -> None:
+        """A save is about to be staged."""
         record = SaveRecord(
             step=save.step,
-            session=save.session,
+            session=self._session,
             outcome="saving",
-            save_id=save.save_id,
+            save_id=save.sequence,
             sequence=save.sequence,
-            called_s=self.called_s,
+            called_s=save.called_s,
         )
-        entry = self._begun = _UnderWay(record, handle, self._called)
-        with self._lock:
-            self._under_way[save.save_id] = entry
-        self._tell(record)
+        entry, handle = _UnderWay(record, save.handle, save.called), save.handle
 
         def staged(future: Future[None]) -> None:
-            if future.exception() is None:
+            if handle.staged.peek() is None:
                 seconds = _since(entry)
                 stall_s = entry.record.stall_s  # of a call that is still under way there is none
                 self._tell(self._reached(entry, staged_s=seconds, stall_s=seconds if stall_s is None else stall_s))
 
         def written(future: Future[None]) -> None:
-            if future.exception() is None:
+            if handle.written.peek() is None:
                 self._reached(entry, written_s=_since(entry))
 
         def committed(future: Future[CheckpointInfo]) -> None:
             with self._lock:
                 record = self._result(entry)
                 entry.ended = True
-                self._under_way.pop(save.save_id, None)
+                self._under_way.pop(save.sequence, None)
                 self._ended.append(record)
-            if isinstance(future.exception(), StagingError):  # the daemon has not heard of it
+            if isinstance(handle.committed.peek(), StagingError):  # the daemon has not heard of it
                 self._tell(record)
 
+        handle.committed.add_done_callback(committed)
         handle.staged.add_done_callback(staged)
         handle.written.add_done_callback(written)
-        handle.committed.add_done_callback(committed)
+        save.unrecorded = False
+        with self._lock:
+            self._under_way[save.sequence] = entry
+        self._tell(record)
 
-    def skip(self, handle: SaveHandle) -> SaveHandle:
-        """This call saves nothing, as all slots are busy."""
-        self._end(self._came_to_nothing("skipped", None))
-        return handle
+    def returned(self, save: SaveInFlight) -> None:
+        """The call has returned: its stall ended there, if not when it was staged."""
+        with self._lock:
+            entry = self._under_way.get(save.sequence)
+            if entry is not None and entry.record.staged_s is None:
+                self._reached(entry, stall_s=_since(entry))
+
+    def came_to_nothing(self, save: SaveInFlight, error: BaseException | None = None) -> None:
+        """The call has failed with ``error`` before :meth:`begin`, or saves nothing, as all slots are busy."""
+        outcome = "skipped" if error is None else "failed"
+        record = SaveRecord(
+            step=save.step,
+            session=self._session,
+            outcome=outcome,
+            save_id=save.sequence,
+            called_s=save.called_s,
+        )
+        if error is not None:
+            name, message, number = describe_error(error)
+            record = replace(record, error=name, message=message, errno=number)
+        with self._lock:
+            self._ended.append(record)
+        self._tell(record)
 
     def records(self) -> list[SaveRecord]:
         """All saves of the run directory, those of this process as it knows them; see :func:`history`."""
@@ -227,24 +224,6 @@ class OwnHistory:
             ]
         )
 
-    def _came_to_nothing(self, outcome: Any, error: BaseException | None) -> SaveRecord:
-        record = SaveRecord(
-            step=self._step,
-            session=self._session,
-            outcome=outcome,
-            save_id=self._save_id,
-            called_s=self.called_s,
-        )
-        if error is None:
-            return record
-        name, message, number = describe_error(error)
-        return replace(record, error=name, message=message, errno=number)
-
-    def _end(self, record: SaveRecord) -> None:
-        with self._lock:
-            self._ended.append(record)
-        self._tell(record)
-
     def _reached(self, entry: _UnderWay, **seconds: float) -> SaveRecord:
         with self._lock:
             entry.record = replace(entry.record, **seconds)
@@ -255,7 +234,7 @@ class OwnHistory:
         future = entry.handle.committed
         if not future.done():
             return entry.record
-        error = future.exception()
+        error = future.peek()
         if error is None:
             info = future.result()
             elsewhere = os.path.dirname(info.path) != self._directory

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from sidesave.errors import InvalidArgumentError
+from sidesave.errors import InvalidArgumentError, brief
 
 _SAMPLES: Final = 15
 """So many of the latest saves count; their median forgives the first ones, which allocate memory."""
@@ -117,4 +117,4 @@ class SaveCost:
 def check_mtbf(mtbf_s: float) -> None:
     """The mean time between failures is a positive, finite number of seconds."""
     if type(mtbf_s) not in (int, float) or not 0 < mtbf_s < math.inf:
-        raise InvalidArgumentError(f"mtbf_s must be the seconds between two failures of the job, not {mtbf_s!r}")
+        raise InvalidArgumentError(f"mtbf_s must be the seconds between two failures of the job, not {brief(mtbf_s)}")

@@ -17,8 +17,7 @@ from typing import Any, Final, TypeGuard, cast
 import torch
 from torch import nn
 
-from sidesave.client.fitting import is_live, names_of, unwrap
-from sidesave.client.renaming import DICTS, SEQUENCES
+from sidesave.client.fitting import DICTS, SEQUENCES, is_live, names_of, unwrap
 from sidesave.stager.tree import Stateful
 
 
@@ -55,7 +54,7 @@ def _targets(into: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
 
     def visit(target: Any, name: str) -> Iterator[tuple[str, Any]]:
         target = unwrap(target)
-        if type(target) is dict:
+        if type(target) in DICTS:
             for key, item in cast("dict[Any, Any]", target).items():
                 yield from visit(item, f"{name}.{key}")
             return
@@ -69,7 +68,7 @@ def _targets(into: Mapping[str, Any] | None) -> Iterator[tuple[str, Any]]:
 
 
 def _is_live_sequence(target: Any) -> bool:
-    return type(target) in (list, tuple) and is_live(target)
+    return type(target) in SEQUENCES and is_live(target)
 
 
 def given(names: Iterable[str], wholes: Mapping[str, Any]) -> set[str]:
@@ -78,11 +77,11 @@ def given(names: Iterable[str], wholes: Mapping[str, Any]) -> set[str]:
 
 
 def broken_lists(into: Mapping[str, Any] | None, there: Iterable[str], chosen: Iterable[str]) -> list[str]:
-    """The sequences of live objects of which some items are chosen and not all that are ``there``.
+    """The sequences of which some items are chosen and not all that are ``there``.
 
-    What is left of a sequence closes up, and would be given to the wrong objects.
+    What is left of a sequence closes up, and would come to stand in the wrong places.
     """
-    lists = {name: target for name, target in _targets(into) if _is_live_sequence(target)}
+    lists = {name: target for name, target in _targets(into) if type(target) in SEQUENCES}
 
     def items(names: Iterable[str]) -> dict[str, set[str]]:
         found: dict[str, set[str]] = {}
@@ -151,12 +150,12 @@ class _Keeping:
         """What a target is to be given, in the place of what is saved for it."""
         target = unwrap(target)
         kind = cast("type[Any]", type(target))
-        if kind is dict and type(saved) in DICTS:
+        if kind in DICTS and type(saved) in DICTS:
             for key, item in cast("dict[Any, Any]", target).items():
                 if key in saved:
                     saved[key] = self.any(item, saved[key], f"{fqn}.{key}")
-        elif kind in (list, tuple) and type(saved) in (list, tuple) and len(saved) == len(target):
-            return type(saved)(self.any(item, saved[at], f"{fqn}.{at}") for at, item in enumerate(target))
+        elif kind in SEQUENCES and type(saved) in SEQUENCES and len(saved) == len(target):
+            return _alike(saved, [self.any(item, saved[at], f"{fqn}.{at}") for at, item in enumerate(target)])
         elif isinstance(target, torch.optim.Optimizer):
             self._optimizer(target.state_dict(), saved, fqn)
         elif _is_stateful(target) and (_is_in(saved) or any(map(self._is_left_out, names_of(target, fqn)))):
@@ -230,7 +229,12 @@ class _Keeping:
             for at, item in enumerate(items)
             if item is _Nothing.HERE
         ]
-        return collections.deque(items, saved.maxlen) if type(saved) is collections.deque else type(saved)(items)
+        return _alike(saved, items)
+
+
+def _alike(sequence: Any, items: list[Any]) -> Any:
+    """Items in a sequence like another one."""
+    return collections.deque(items, sequence.maxlen) if type(sequence) is collections.deque else type(sequence)(items)
 
 
 def _is_stateful(target: object) -> TypeGuard[Stateful]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo
@@ -17,6 +17,9 @@ from sidesave.errors import CheckpointExistsError
 from sidesave.writer_daemon.manifest import (
     step_directory,
 )
+
+if TYPE_CHECKING:
+    from sidesave.client.saves import SaveInFlight
 
 _LEFTOVERS: Final = 1 << 20
 """Places in the order of commits kept free for saves of earlier sessions; no session makes so many."""
@@ -28,24 +31,30 @@ class Lineage:
     def __init__(self, directory: str) -> None:
         """Begin without a past."""
         self._directory = directory
-        self._lock = threading.Lock()
-        self._sequence = 0
+        self._lock = threading.RLock()
+        self._sequence = self._since = 0
         self._on_disk: set[int] = set()
         self._parent: tuple[int, str] | None = None
         self._ancestors: set[int] = set()
 
     def begin(
-        self, existing: list[CheckpointInfo], everything: list[list[CheckpointInfo]], *, leftovers: bool = False
+        self,
+        existing: list[CheckpointInfo],
+        everything: list[list[CheckpointInfo]],
+        *,
+        after: int = 0,
+        leftovers: bool = False,
     ) -> None:
-        """Go on from the newest of the ``existing`` checkpoints, which come in the order of their commits.
+        """Go on from the latest of the ``existing`` checkpoints, which is the last.
 
-        Of ``everything`` that there is some may be in the way, where nodes keep their own parts. With ``leftovers``
-        some of earlier sessions may still be committed one day, behind these and before ours.
+        Of ``everything`` that there is some may be in the way, where nodes keep their own parts. Places up to ``after``
+        in the order of commits are given away already. With ``leftovers`` some of earlier sessions may still be
+        committed one day, behind these and before ours.
         """
         found = [info for infos in everything for info in infos]
-        self._sequence = max((info.sequence for info in found), default=0) + _LEFTOVERS * leftovers
+        self._sequence = max([after, *(info.sequence for info in found)]) + _LEFTOVERS * leftovers
         self._on_disk = {info.step for info in found}
-        if existing:
+        if existing and not existing[-1].given_up:
             self.go_back_to(existing[-1], existing)
 
     @property
@@ -55,27 +64,44 @@ class Lineage:
             return self._parent
 
     @property
+    def ancestors(self) -> frozenset[int]:
+        """The steps that the next save descends from."""
+        with self._lock:
+            return frozenset(self._ancestors)
+
+    @property
     def sequence(self) -> int:
         """The place of the latest save in the order of commits."""
         with self._lock:
             return self._sequence
 
     def next_sequence(self) -> int:
-        """The place of the next save in the order of commits."""
+        """The next place in the order of commits, for a thread that nothing interrupts."""
         with self._lock:
             self._sequence += 1
             return self._sequence
 
+    def give_place(self, entry: SaveInFlight) -> None:
+        """Give a save the next place in the order of commits. Idempotent, so that an interrupted call can be ended."""
+        with self._lock:
+            if not entry.sequence:
+                entry.sequence = self._sequence + 1
+            self._sequence = max(self._sequence, entry.sequence)
+
     def go_back_to(self, info: CheckpointInfo, checkpoints: list[CheckpointInfo]) -> None:
         """Training goes on from ``info``, one of ``checkpoints``."""
+        if not info.given_up:  # then nothing that was given up is an ancestor of it
+            checkpoints = [each for each in checkpoints if not each.given_up]
         with self._lock:
-            self._parent = (info.step, info.session)
-            self._ancestors = catalog.lineage(checkpoints, self._parent)
+            parent = (info.step, info.session)
+            ancestors = catalog.lineage(checkpoints, parent)
+            # At once, as nothing is called in between.
+            self._since, self._parent, self._ancestors = self._sequence, parent, ancestors
 
     def add(self, info: CheckpointInfo) -> None:
         """A save of this session was committed."""
         with self._lock:
-            if info.parent == self._parent:  # else it was called before training went back behind it
+            if info.sequence > self._since:  # else it was called before training went back behind it
                 self._ancestors.add(info.step)
             self._on_disk.add(info.step)
 
@@ -85,16 +111,19 @@ class Lineage:
             self._ancestors.discard(step)
             self._on_disk.discard(step)
 
-    def may_replace(self, step: int, *, overwrite: bool, pending: bool) -> bool:
-        """Whether a save may take the place of a directory of that name; ``pending`` when the step is being saved.
+    def may_replace(self, step: int, *, overwrite: bool, pending: int) -> bool:
+        """Whether a save may take the place of a directory of that name.
+
+        ``pending`` is the place of the last save of that step that is under way, 0 for none.
 
         Raises:
             CheckpointExistsError: The step is taken.
         """
         with self._lock:
-            if overwrite or (step in self._on_disk and step not in self._ancestors and not pending):
+            taken = step in self._ancestors or pending > self._since
+            if overwrite or (not taken and (step in self._on_disk or pending)):
                 return True
-            if step in self._ancestors or pending:
+            if taken:
                 raise CheckpointExistsError(
                     errno.EEXIST,
                     f"step {step} is already saved or being saved; save another step, or pass overwrite=True",

@@ -63,7 +63,7 @@ class Listing:
         console = new_console()
         if self._found or self._unreadable:
             rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", "")
-            for info in self._found:
+            for info in sorted(self._found, key=lambda info: info.sequence):
                 parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
                 about = (when(info.created_s), size(info.nbytes), info.session, parent, str(info.sequence))
                 rows.add_row(str(info.step), *about, self._mark(info))

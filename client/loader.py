@@ -7,21 +7,22 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from sidesave.client import catalog, gifts
-from sidesave.client.fitting import Fitting
+from sidesave.client import catalog, gifts, resized
+from sidesave.client.fitting import DICTS, Fitting
 from sidesave.client.handle import path_text
 from sidesave.client.mismatch import Mismatches, Strangers
 from sidesave.client.reader import open_checkpoint
-from sidesave.client.renaming import DICTS, Rename
+from sidesave.client.renaming import Rename
 from sidesave.client.selection import Choice, Selection, filled
 from sidesave.errors import (
     InvalidArgumentError,
     StateMismatchError,
     WriteError,
+    brief,
 )
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.integrity import Fault
@@ -48,8 +49,10 @@ def load(
 
     It may be of any number of ranks, and be loaded by any other. What is spread over a mesh in ``into`` (``DTensor``)
     takes this rank's part and reads no more than that; everything else comes whole. What ranks have saved each for
-    itself comes back to the same rank, or from rank 0 to one that did not exist. No rank talks to another. In a process
-    with a process group the rank is the one in the world, not that on the node: it is for storage that all ranks share.
+    itself comes back to the same rank. To another number of ranks it comes if it was the same for all; see
+    :class:`sidesave.PerRank` for how to say what each gets. Of plain numbers outside of it that differ, and without
+    ``into`` of all else, rank 0's come, with a warning. No rank talks to another. In a process with a process group the
+    rank is the one in the world, not that on the node: it is for storage that all ranks share.
 
     Args:
         path: A ``step-XXXXXXXX`` directory.
@@ -58,8 +61,9 @@ def load(
             Without it a fresh nest is returned, state dicts in the place of objects.
         map_location: Device for fresh tensors; None is the CPU.
         include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, and of all below them; None is all.
-        exclude: Patterns of FQNs to leave out. What is left out of a live optimizer
-            (``"optimizer.param_groups.*.lr"``), or of another object that takes its state whole, stays as it is.
+        exclude: Patterns of FQNs to leave out; of a list in a fresh nest the rest closes up. What is left out of a live
+            optimizer (``"optimizer.param_groups.*.lr"``), or of another object that takes its state whole, stays as it
+            is.
         rename: From the names in the checkpoint to those of ``into``, or of the nest: a dict of FQNs and what they
             begin with (``{"model.module": "model", "head": None}``), of which the longest counts, or a function of each
             leaf's FQN; None leaves it out. ``include`` and ``exclude`` know the names in the checkpoint.
@@ -70,7 +74,7 @@ def load(
             the checkpoint that a pattern speaks of; ``exclude`` may speak of what only the target of this rank has. An
             old name in a dict ``rename`` that is not there is logged with ``into``, which tells whether that matters,
             else raised.
-        dtype: Cast floating-point tensors to this, except the step counts of optimizers.
+        dtype: Cast floating-point tensors to this, except the step counts and hyperparameters of optimizers.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
 
@@ -97,15 +101,17 @@ def load(
         dtype=dtype,
         verify=verify,
         allow_pickle=allow_pickle,
-        rank=own_rank(),
+        **own_place(),
     )
     return loaded.apply()
 
 
-def own_rank() -> int:
-    """This process's rank in the world, 0 where there is no process group."""
+def own_place() -> dict[str, int]:
+    """This process's rank, and the size of the world; 0 of 1 where there is no process group."""
     distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return {"rank": 0, "size": 1}
+    return {"rank": distributed.get_rank(), "size": distributed.get_world_size()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,29 +163,52 @@ def read(
     verify: bool = True,
     allow_pickle: bool = False,
     rank: int = 0,
+    size: int | None = None,
 ) -> Loaded:
     """The first half of :func:`load`, all that can fail for the checkpoint: for ranks that go on only if all can.
 
-    ``rank`` is the one to load as; see :func:`load` for all else.
+    ``rank`` is the one to load as, of ``size``, None for as many as have saved it; see :func:`load` for all else.
     """
     choice = Choice(include, exclude, rename, dtype, strict=strict)
     check_into(into)
+    device = _device(map_location)
 
     def read(place: str) -> Loaded:
-        with open_checkpoint(place, rank) as reader:
+        with open_checkpoint(place, rank, size) as reader:
             selection = Selection(reader, choice, into, allow_pickle=allow_pickle)
+            resized.settle(reader, selection, choice, into, allow_pickle=allow_pickle)
             found = Mismatches()
             if into is not None:
                 found = fit(into, selection.nest, selection.partial, choice.required, [selection], strict=strict)
             needed = selection.needed(selection.nest)
             selection.check_apart(needed, live=into is not None)
-            values = selection.read(needed, map_location if into is None else None, verify=verify)
+            values = selection.read(needed, device if into is None else None, verify=verify)
             exact = strict and not (found.missing or found.unexpected or found.absent)
             state = filled(selection.nest, values)
+            gifts.refuse_two_for_one(into or {}, state)
             names = tuple(found.missing), tuple(found.unexpected)
             return Loaded(place, reader.nbytes_read, *names, state, into, exact)
 
     return catalog.read_settled(os.path.realpath(path_text(path)), read)
+
+
+def _device(map_location: object) -> torch.device | None:
+    """The device for fresh tensors; ``InvalidArgumentError`` for what is none, or none that this process has."""
+    if map_location is None:
+        return None
+    told = brief(map_location)
+    if callable(map_location) or isinstance(map_location, Mapping):
+        raise InvalidArgumentError(
+            f"map_location must be one device, not {told}: a checkpoint does not say which devices its "
+            "tensors were on, so there is nothing to map; load it to the CPU, and move what you want"
+        )
+    try:
+        device = torch.device(cast("str", map_location))
+        torch.empty(0, device=device)
+    except Exception as error:
+        why = str(error).partition("\n")[0]
+        raise InvalidArgumentError(f"map_location={told} is no device here: {why}") from error
+    return device
 
 
 def check_into(into: object) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import time
@@ -30,6 +31,7 @@ from sidesave.client.retention import (
     KeepPolicy,
     Pins,
     Retention,
+    check_count,
     check_keep_policies,
 )
 from sidesave.client.save_policies import (
@@ -41,11 +43,12 @@ from sidesave.client.save_policies import (
     check_save_policies,
 )
 from sidesave.client.schedule import Schedule
-from sidesave.client.sources import Source
+from sidesave.client.sources import Source, check_sources
 from sidesave.client.stats import SaveStats, SaveSummary
 from sidesave.client.trigger import TriggerWatch
 from sidesave.client.world import NodeWorld
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
+from sidesave.stager import apart
 from sidesave.stager.marks import PerRank
 
 logger = logging.getLogger(__name__)
@@ -83,8 +86,8 @@ class CheckpointManager:
         directory: str | os.PathLike[str],
         state: dict[str, Any],
         *,
-        save: Sequence[SavePolicy] = (),
-        keep: Sequence[KeepPolicy] = (),
+        save: Sequence[SavePolicy] | SavePolicy | int = (),
+        keep: Sequence[KeepPolicy] | KeepPolicy = (),
         names: Naming | None = None,
         random_state: bool = False,
         blocking: bool = False,
@@ -100,8 +103,8 @@ class CheckpointManager:
             directory: Where the checkpoints go.
             state: Named items, as for ``Checkpointer.save``. The dict stays the caller's: a value that is replaced in
                 it is what the next save takes, and :meth:`restore` replaces plain values in it.
-            save: When to save; without a policy only :meth:`save` does.
-            keep: What to keep; without a policy everything but ephemeral checkpoints.
+            save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any only :meth:`save` does.
+            keep: What to keep: policies; without any everything but ephemeral checkpoints.
             names: What to call checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``, or a
                 function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
                 ``directory``, made soon after the commit; of two checkpoints with one name the newer has it.
@@ -116,12 +119,12 @@ class CheckpointManager:
             InvalidArgumentError: Policies make no sense, alone or together; names that would be the same for all
                 steps, or can be none; OnSignal outside the main thread; ranks were given different policies, or ones
                 for which they need a process group.
+            UnsupportedValueError: The state holds what cannot be saved, as far as it can tell before training: all of
+                that is named.
         """
         if type(state) is not dict:
             raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
-        self._policies, self._keep = tuple(save), tuple(keep)
-        check_save_policies(self._policies)
-        check_keep_policies(self._keep)
+        self._policies, self._keep = check_save_policies(save), check_keep_policies(keep)
         if names is not None:
             check_naming(names)
         self._names = names
@@ -142,6 +145,7 @@ class CheckpointManager:
         self._stats = SaveStats() if stats is None else stats
         self._retention: Retention | None = None
         self._trigger: TriggerWatch | None = None
+        self._dropped: weakref.finalize[..., Self] | None = None
         self._schedule = Schedule(self._policies)
         try:
             self._checkpointer = Checkpointer(directory, **options)
@@ -152,6 +156,8 @@ class CheckpointManager:
         except BaseException:
             self._stop(0)
             raise
+        self._dropped = weakref.finalize(self, _end_dropped, os.getpid(), self._schedule, self._trigger)
+        self._dropped.atexit = False  # _close_all comes first, and saves the last step
         _at_exit(self)
 
     def _start(self) -> None:
@@ -161,6 +167,8 @@ class CheckpointManager:
             world.require_alike(
                 save=sorted(map(_name, self._policies)), keep=sorted(map(_name, self._keep)), random=bool(self._random)
             )
+        with world.agreeing("cannot save its state"):
+            self._checkpointer._submission.check(self._state)
         if isinstance(node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in self._keep):
             raise InvalidArgumentError(
                 "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "
@@ -171,7 +179,14 @@ class CheckpointManager:
         if self._is_first_of_node:
             self._retention = self._make_retention()
         if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
-            self._trigger = TriggerWatch(self._checkpointer.directory, self.request_save, self.request_stop)
+            # Not methods of this object: the thread must not keep a dropped manager alive.
+            ask, session = self._schedule.request, self._checkpointer._session
+            self._trigger = TriggerWatch(
+                self._checkpointer.directory,
+                session,
+                functools.partial(ask, stop=False),
+                functools.partial(ask, stop=True),
+            )
 
     def _make_retention(self) -> Retention | None:
         deleting = bool(self._keep) or any(isinstance(policy, Ephemeral) for policy in self._policies)
@@ -183,9 +198,15 @@ class CheckpointManager:
     # Saving ----------------------------------------------------------------------------------------------------
 
     def register(self, name: str, value: Any) -> None:
-        """Add an item to the state, for all saves from now on; ``InvalidArgumentError`` when the name is taken."""
+        """Add an item to the state, for all saves from now on.
+
+        Raises:
+            InvalidArgumentError: The name is taken.
+            UnsupportedValueError: The value cannot be saved.
+        """
         if name in self._state or (self._random is not None and name == RANDOM_STATE):
             raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
+        self._checkpointer._submission.check({name: value})
         self._state[name] = value
 
     def write_file(self, name: str, content: str | bytes) -> None:
@@ -223,7 +244,7 @@ class CheckpointManager:
             return None
         if due.stop:  # there may be no other save
             return self._save_at_last(ephemeral=not due.lasting)
-        return self._save(step, metrics, ephemeral=not due.lasting)
+        return self._save(self._schedule.stepped, metrics, ephemeral=not due.lasting)
 
     def save(
         self,
@@ -236,7 +257,7 @@ class CheckpointManager:
         """Save now, whatever the policies say; of several ranks all have to call it.
 
         Args:
-            step: The step that was finished last.
+            step: The step that was finished last. No earlier one is saved after it, by whatever policy.
             metrics: As for :meth:`step`.
             blocking: Return only when the checkpoint is committed.
             metadata: Facts about this checkpoint, beside those of the run: plain JSON data.
@@ -245,7 +266,7 @@ class CheckpointManager:
             InvalidArgumentError: The step lies before one that was finished or saved.
             SidesaveError: As ``Checkpointer.save``.
         """
-        self._schedule.check(step)
+        step = self._schedule.note_finished(step, metrics)
         return self._save(step, metrics, blocking=blocking, metadata=metadata)
 
     def stats(self) -> SaveSummary:
@@ -315,7 +336,7 @@ class CheckpointManager:
         cost.add_stall(time.perf_counter() - began_s)
 
         def committed(done: object) -> None:
-            if handle.committed.exception() is None:
+            if handle.committed.peek() is None:
                 cost.add_commit(time.perf_counter() - began_s)
 
         handle.committed.add_done_callback(committed)
@@ -325,7 +346,9 @@ class CheckpointManager:
         return handle
 
     def _items(self) -> dict[str, Any]:
-        return self._state if self._random is None else {**self._state, RANDOM_STATE: PerRank(self._random)}
+        if self._random is None:
+            return self._state
+        return {**self._state, RANDOM_STATE: PerRank(self._random, self._random.when_resized)}
 
     # Resuming --------------------------------------------------------------------------------------------------
 
@@ -333,17 +356,18 @@ class CheckpointManager:
         self,
         step: int | None = None,
         *,
-        sources: Sequence[Source] = (),
+        sources: Sequence[Source] | Source = (),
         fallback: bool = True,
         **options: Unpack[LoadOptions],
     ) -> int:
         """Give the state back what was saved, and return the number of the step to train next.
 
         That is 0 when there is no checkpoint, else the one after the step restored. Of several ranks all have to call
-        it. Blocks until everything is read.
+        it. Blocks until everything is read; saves under way are waited for first, of a ``step`` only its own.
 
         Args:
-            step: Which one; None is the newest.
+            step: Which one, as :meth:`rollback` goes back to it; None is the latest: the one committed last, or gone
+                back to since.
             sources: What a new run begins with, in this order: checkpoints of other runs, or parts of them. Where this
                 run has a checkpoint they do not count, so that the same script resumes. An item of the state that no
                 source has begins as it was made.
@@ -358,10 +382,10 @@ class CheckpointManager:
             SystemExit: A signal has asked for the end meanwhile (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.load``.
         """
-        into = self._items()
+        into, sources = self._items(), check_sources(sources)
         world = self._checkpointer._world
         try:
-            with contextlib.nullcontext() if self._retention is None else self._retention.reading():
+            with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
                 self._checkpointer.load(step, into=into, fallback=fallback, **options)
         except CheckpointNotFoundError:
             if step is not None:
@@ -388,6 +412,39 @@ class CheckpointManager:
             self._leave(ending, self._last)
         return self._schedule.stepped + 1
 
+    def rollback(
+        self,
+        step: int | None = None,
+        *,
+        steps_back: int | None = None,
+        fallback: bool = True,
+        **options: Unpack[LoadOptions],
+    ) -> int:
+        """Go back to an earlier checkpoint of this run, and return the number of the step to train next.
+
+        As :meth:`restore` of that step, and as durable: a run that crashes before its next commit goes on from there.
+        What was saved after it is given up; a later ``rollback`` to one of those steps takes it up again. Of several
+        ranks all have to call it. Blocking.
+
+        Args:
+            step: Which one.
+            steps_back: Instead of it: the newest that training descends from, and that lies at least so many steps
+                before the one finished last.
+            fallback: As for :meth:`restore`.
+            **options: As for :meth:`restore`.
+
+        Raises:
+            InvalidArgumentError: Neither ``step`` nor ``steps_back`` is given, or both.
+            CheckpointNotFoundError: There is no such step, or none that far back.
+            SidesaveError: As :meth:`restore`.
+        """
+        if (step is None) == (steps_back is None):
+            raise InvalidArgumentError("rollback takes a step, or steps_back=: one of them")
+        if steps_back is not None:
+            check_count("steps_back of rollback", steps_back)
+            step = self._checkpointer._ancestor(self._schedule.stepped - steps_back)
+        return self.restore(step, fallback=fallback, **options)
+
     # What there is ---------------------------------------------------------------------------------------------
 
     @property
@@ -397,12 +454,12 @@ class CheckpointManager:
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The checkpoint that was committed last, read from the directory; None when there is none."""
+        """The checkpoint committed last, or gone back to since, read from the directory; None when there is none."""
         found = self.checkpoints()
         return found[-1] if found else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints of the run in the order of their commits, with their metrics; read from the directory."""
+        """All checkpoints of the run in the order of :func:`sidesave.find`, with metrics; read from the directory."""
         return self._checkpointer._whole()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
@@ -457,13 +514,13 @@ class CheckpointManager:
 
         May be called by all ranks or by rank 0 alone; of nodes with disks of their own (``node_local``) all have to.
         """
-        arguments.check_step(step)
+        step = arguments.check_step(step)
         if self._is_first_of_node:
             self._pins.change(step, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Leave this step to the policies again."""
-        arguments.check_step(step)
+        step = arguments.check_step(step)
         if self._is_first_of_node:
             self._pins.change(step, pinned=False)
 
@@ -556,6 +613,8 @@ class CheckpointManager:
 
     def _stop(self, timeout_s: float) -> None:
         """End all that works here, and wait for saves and deletions for that long; raises what saves have failed of."""
+        if self._dropped is not None:
+            self._dropped.detach()
         ends: list[Callable[[], object]] = []
         if self._trigger is not None:
             ends.append(self._trigger.close)
@@ -613,6 +672,20 @@ def _at_exit(manager: CheckpointManager) -> None:
     _open.add(manager)
     if _registered is None:
         _registered = atexit.register(_close_all)
+
+
+def _end_dropped(pid: int, schedule: Schedule, trigger: TriggerWatch | None) -> None:
+    """End what a manager that was dropped without ``close()`` has left; its checkpointer does the same for itself."""
+    if pid != os.getpid():
+        return
+
+    def work() -> None:
+        if trigger is not None:
+            trigger.close()
+        schedule.finish(_AGREE_TO_END_S, failing=True)
+
+    schedule.close()
+    apart.start(work, "sidesave-close-manager")
 
 
 def _close_all() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from sidesave.client.names import Names
 
@@ -64,6 +64,7 @@ class Mismatches:
         different: Of names that both have, and of what has no name, what is the matter: shapes, dtypes, kinds.
         strangers: Targets of which hardly a name fits.
         absent: Names of the target that the checkpoint has not, and need not have: they were not asked for.
+        placed: Keys that the target has, with the name of what has them: what is of these is no misspelling of others.
     """
 
     missing: list[str] = field(default_factory=list[str])
@@ -71,6 +72,7 @@ class Mismatches:
     different: list[str] = field(default_factory=list[str])
     strangers: list[Strangers] = field(default_factory=list[Strangers])
     absent: int = 0
+    placed: list[tuple[str, Sequence[Any]]] = field(default_factory=list[tuple[str, Sequence[Any]]])
 
     def text(self, saved: Callable[[], Iterable[str]], *, renamed: bool, strict: bool) -> str:
         """All of it, at most ten lines of each kind, each name with those that are like it.
@@ -85,10 +87,12 @@ class Mismatches:
             lines += [one.text(renamed=renamed) for one in self.strangers[:_SHOWN]]
         lines += few(self.different, lambda line: line, "do not fit")
         if self.missing and strict:
-            unused, everything = Names(self.unexpected), Names(saved())
+            unused = Names(self.unexpected)
+            placed = {f"{fqn}.{key}" for fqn, keys in self.placed for key in keys}
+            others = Names(name for name in saved() if name not in placed)
             lines += few(
                 self.missing,
-                lambda name: f"{name}: missing in the checkpoint{unused.hint(name) or everything.hint(name)}",
+                lambda name: f"{name}: missing in the checkpoint{unused.hint(name) or others.hint(name)}",
                 "are missing",
             )
         if self.unexpected and strict:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final
 
 _NEIGHBOURS: Final = 40
 """So many before and behind are looked at, in the order of the names read forward and in that of them read backward."""
+_LIKE: Final = 0.75
+"""So much of two names must be the same."""
+_NUMBER: Final = re.compile(r"\d+")
 _MAX_LENGTH: Final = 400
 """Comparing two names takes the product of their lengths."""
 
@@ -26,7 +30,9 @@ class Names:
         if len(name) > _MAX_LENGTH:
             return []
         candidates = {*_around(self._forward, name), *(other[::-1] for other in _around(self._backward, name[::-1]))}
-        return difflib.get_close_matches(name, sorted(candidates - {name}), n=count)
+        numbers = _NUMBER.findall(name)  # with others it is another layer, and no misspelling
+        alike = [other for other in candidates if other != name and _NUMBER.findall(other) == numbers]
+        return difflib.get_close_matches(name, sorted(alike), n=count, cutoff=_LIKE)
 
     def hint(self, name: str) -> str:
         """What a message says of names that are like ``name``: in parentheses, or nothing."""

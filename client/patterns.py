@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, cast
 
 from sidesave.client.names import Names
-from sidesave.errors import InvalidArgumentError
+from sidesave.errors import InvalidArgumentError, brief
 
 _SHOWN: Final = 10
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
@@ -36,7 +36,7 @@ def listed(patterns: str | Sequence[str] | None, what: str) -> list[str] | None:
     items = [found] if isinstance(found, str) else list(cast("list[object]", found)) if _is_iterable(found) else [found]
     for item in items:
         if not isinstance(item, str):
-            raise InvalidArgumentError(f"{what} takes patterns of names, not {item!r}")
+            raise InvalidArgumentError(f"{what} takes patterns of names, not {brief(item)}")
     return cast("list[str]", items)
 
 

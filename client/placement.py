@@ -2,49 +2,39 @@
 
 All ranks compute the same from what each of them knows (:mod:`sidesave.stager.sharding`). What none of them can know is
 whether the plain tensors of modules and optimizers are the same everywhere: pipeline stages and experts look the same
-from inside. The first save of a structure therefore stages all of them, the writers compare digests through storage,
-and write the rest only where ranks differ; the saves after it do as the first one found.
+from inside. Where nobody has said so, a save stages all of them, the writers compare all their bytes through storage,
+and write the rest only where ranks differ.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import enum
 import json
+import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
-import xxhash
 
 from sidesave.client.world import NodeWorld, World
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import sharding
-from sidesave.stager.dtypes import NAMES
-from sidesave.stager.image import Plan, Structure, make_plan, structure_of
+from sidesave.stager.dtypes import DTYPES, NAMES
+from sidesave.stager.image import Plan, make_plan, structure_of
 from sidesave.stager.sharding import Box, Grid, Share
 from sidesave.stager.tree import FlatState
 from sidesave.writer_daemon import layout
-from sidesave.writer_daemon.layout import ELSEWHERE, Layout, Part, Table, TensorInfo
+from sidesave.writer_daemon.layout import ELSEWHERE, MORE, Layout, Part, Table, TensorInfo
 
-MORE: Final = "@more"
-"""Behind the name of a container: the file of what is written only where ranks differ."""
 _OF_RANK = re.compile(r"@rank-\d{5,}\Z")
 _MAX_PLACEMENTS: Final = 8
-_WINDOW_NBYTES: Final = 256
-_CUDA_EVERY: Final = 20
-"""Saves after which tensors on a device are compared again: looking at them makes the host wait for the device."""
+_TOLD_FROM_NBYTES: Final = 1 << 20
+"""What it costs to compare less is not worth a word."""
 
-
-class Alike(enum.Enum):
-    """What is known of the plain tensors that ranks are taken to hold alike."""
-
-    UNKNOWN = "unknown"
-    YES = "yes"
-    NO = "no"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +45,7 @@ class Placed:
         flat: The pieces, under the keys that they have in the files.
         plan: Where they go.
         spare: The containers at the end of the plan that are written only where ranks differ.
-        table: What the rank's record says; ``spare_table`` is for that case, and empty where it is not open.
-        claim: A digest of what this rank holds of the plain tensors that are taken to be alike.
+        table: What the rank's record says; ``spare_table`` is for that case, and empty where nothing is compared.
     """
 
     flat: FlatState
@@ -64,8 +53,6 @@ class Placed:
     spare: tuple[str, ...]
     table: bytes
     spare_table: bytes
-    claim: str
-    key: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +73,11 @@ class _Layout:
     plan: Plan
     spare: tuple[str, ...]
     table: Part
-    spare_table: Part
-    assumed: list[tuple[str, str, str | None]]
-    """Container and FQN of each, and what is compared of its structure; None where its content is not."""
+    spare_table: Part | None
 
 
 class Placements:
-    """The placements of one checkpointer, and what it has learned about its structures."""
+    """The placements of one checkpointer."""
 
     def __init__(self, world: World) -> None:
         """Place for this rank of ``world``."""
@@ -103,47 +88,57 @@ class Placements:
         self._ranks = world.ranks
         self._part_of = isinstance(world, NodeWorld)
         self._layouts: dict[Any, _Layout] = {}
-        self._alike: dict[Structure, Alike] = {}
+        self._told = False
 
-    def place(self, flat: FlatState, sequence: int = 0) -> Placed:
-        """What this rank stages of ``flat`` in the save of that place.
+    def place(self, flat: FlatState) -> Placed:
+        """What this rank stages of ``flat``.
 
         Raises:
             UnsupportedValueError: A part of a tensor is held by ranks only that do not save along.
         """
-        structure = structure_of(flat.containers)
-        open_to_doubt = flat.assumed and self._size > 1
-        alike = self._alike.get(structure, Alike.UNKNOWN) if open_to_doubt else Alike.YES
-        key = (structure, tuple(flat.grids), tuple(map(id, flat.grids.values())), tuple(flat.assumed), alike)
+        grids = tuple(flat.grids), tuple(map(id, flat.grids.values()))
+        key = (structure_of(flat.containers), grids, tuple(flat.undeclared))
         found = self._layouts.get(key)
         if found is None:
-            found = self._lay_out(flat, structure, alike)
+            found = self._lay_out(flat)
             while len(self._layouts) >= _MAX_PLACEMENTS:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = found
+            self._tell(found)
         containers: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _, _ in found.plan.structure}
         for piece in found.pieces:
             tensor = flat.containers[piece.container][piece.fqn]
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
-        claim, apart = self._sample(flat, found, alike, sequence)
-        facts = {"skeleton": flat.shared_digest, "replicas": "" if alike is Alike.NO else claim}
-        told = dataclasses.replace(found.table, **facts, apart=apart if alike is Alike.NO else {})
-        spare = dataclasses.replace(found.spare_table, **(facts | {"replicas": ""}), apart=apart)
+        spare, facts = found.spare_table, {"skeleton": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
         return Placed(
             flat=dataclasses.replace(flat, containers=containers),
             plan=found.plan,
             spare=found.spare,
-            table=_encode(told),
-            spare_table=_encode(spare) if alike is Alike.UNKNOWN else b"",
-            claim=claim,
-            key=structure,
+            table=_encode(dataclasses.replace(found.table, **facts)),
+            spare_table=b"" if spare is None else _encode(dataclasses.replace(spare, **facts)),
         )
 
-    def learn(self, key: Structure, alike: Alike) -> None:
-        """What a save of this structure has found out."""
-        self._alike[key] = alike
+    def _tell(self, found: _Layout) -> None:
+        """Say once, on one rank, what is compared, for it need not be."""
+        if found.spare_table is None or self._rank or self._told:
+            return
+        own, undeclared = found.spare_table.own.tensors, list(found.spare_table.apart)
+        nbytes = sum(math.prod(own[fqn].shape) * DTYPES[own[fqn].dtype].itemsize for fqn in undeclared)
+        if nbytes < _TOLD_FROM_NBYTES:
+            return
+        self._told = True
+        items = ", ".join(list(dict.fromkeys(fqn.partition(".")[0] for fqn in undeclared))[:8])
+        logger.warning(
+            "%d plain tensors in %s (%s is one), %.1f MB, may be equal on all ranks or not: every save stages all of "
+            "them on every rank and compares all bytes. Wrap what ranks hold alike in sidesave.Replicated, and what is "
+            "each rank's own in sidesave.PerRank",
+            len(undeclared),
+            items,
+            undeclared[0],
+            nbytes / 1e6,
+        )
 
-    def _lay_out(self, flat: FlatState, structure: Structure, alike: Alike) -> _Layout:
+    def _lay_out(self, flat: FlatState) -> _Layout:
         where = {fqn: (name, tensor) for name, tensors in flat.containers.items() for fqn, tensor in tensors.items()}
         taken = next(filter(_OF_RANK.search, where), None)
         if taken is not None:
@@ -154,32 +149,33 @@ class Placements:
                 here[id(grid)] = self._here(grid, fqn)
         known = {fqn: (here[id(grid)], where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
         shares = self._assign(known)
-        shapes = {tuple(where[fqn][1].shape) for fqn in flat.assumed}
+        shapes = {tuple(where[fqn][1].shape) for fqn in flat.undeclared}
         wholes = {shape: sharding.whole(shape, self._ranks) for shape in shapes}
-        everyone = {fqn: (wholes[tuple(where[fqn][1].shape)], where[fqn][1].element_size()) for fqn in flat.assumed}
-        assumed = sharding.assign(everyone, self._me)
+        everyone = {fqn: (wholes[tuple(where[fqn][1].shape)], where[fqn][1].element_size()) for fqn in flat.undeclared}
+        compared = sharding.assign(everyone, self._me)
         pieces: list[_Piece] = []
         offsets: dict[str, dict[str, tuple[int, ...]]] = {}
         own: dict[str, TensorInfo] = {}
         more: list[str] = []
         for fqn, (container, tensor) in where.items():
             info = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), container)
-            share = shares.get(fqn) or (None if alike is Alike.NO else assumed.get(fqn))
+            share = shares.get(fqn) or compared.get(fqn)
             if share is not None:
                 if share.box is not None:
                     grid = (known.get(fqn) or everyone[fqn])[0]
                     pieces.append(_Piece(container, fqn, container, fqn, _slices(grid, share.box, self._me)))
                     offsets.setdefault(container, {})[fqn] = share.box[0]
-                if fqn in assumed and not (share.box is not None and share.box[1] == tuple(tensor.shape)):
+                if fqn in compared and not (share.box is not None and share.box[1] == tuple(tensor.shape)):
                     more.append(fqn)
                 continue
-            key = fqn if self._rank == 0 or fqn in assumed else f"{fqn}@rank-{self._rank:05d}"
+            key = fqn if self._rank == 0 else f"{fqn}@rank-{self._rank:05d}"
             own[key] = info
             pieces.append(_Piece(container, fqn, container, key, None))
         spare: tuple[str, ...] = ()
         spare_own = dict(own)
-        if alike is Alike.UNKNOWN and assumed:
-            for fqn in flat.assumed:
+        to_compare = compared if self._size > 1 else {}
+        if to_compare:
+            for fqn in compared:
                 container, tensor = where[fqn]
                 place = container + MORE if fqn in more else container
                 spare_own[fqn] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), place)
@@ -192,18 +188,15 @@ class Placements:
             targets.setdefault(piece.target, {})[piece.key] = view
         infos = {fqn: (where[fqn][0], where[fqn][1].dtype) for fqn in where}
         without = self._table(infos, known, shares)
-        whole = layout.merge([without, self._table(infos, everyone, {} if alike is Alike.NO else assumed)])
+        whole = layout.merge([without, self._table(infos, everyone, compared)])
+        apart = dict.fromkeys(to_compare, "")
         return _Layout(
             grids=tuple(flat.grids.values()),
             pieces=pieces,
             plan=make_plan(structure_of(targets), offsets),
             spare=spare,
             table=self._part(whole, own, flat.grids),
-            spare_table=self._part(without, spare_own, flat.grids),
-            assumed=[
-                (where[fqn][0], fqn, f"{where[fqn][1].dtype}{tuple(where[fqn][1].shape)}" if compared else None)
-                for fqn, compared in sorted(flat.assumed.items())
-            ],
+            spare_table=dataclasses.replace(self._part(without, spare_own, flat.grids), apart=apart) if apart else None,
         )
 
     def _assign(self, known: dict[str, tuple[Grid, int]]) -> dict[str, Share]:
@@ -255,20 +248,6 @@ class Placements:
                 mine.append(fqn)
         return Part(table.only(mine), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
 
-    def _sample(self, flat: FlatState, found: _Layout, alike: Alike, sequence: int) -> tuple[str, dict[str, str]]:
-        """A digest of the plain tensors that ranks are taken to hold alike; and one of each, unless they do."""
-        look = alike is not Alike.YES or sequence % _CUDA_EVERY == 0
-        everything = xxhash.xxh3_128(repr([row[1:] for row in found.assumed]).encode("utf-8", "surrogatepass"))
-        each: dict[str, str] = {}
-        for container, fqn, compared in found.assumed:
-            tensor = flat.containers[container][fqn]
-            windows = _windows(tensor) if compared and (tensor.is_cpu or look) else ()
-            for window in windows:
-                everything.update(window)
-            if alike is not Alike.YES:
-                each[fqn] = f"{compared}{xxhash.xxh3_64_hexdigest(b''.join(windows))}"
-        return everything.hexdigest(), each
-
 
 def _is_even(grid: Grid) -> bool:
     """Whether all of a tensor is held here, each cell by as many ranks."""
@@ -286,21 +265,3 @@ def _slices(grid: Grid, box: Box, rank: int) -> tuple[slice, ...] | None:
 
 def _encode(part: Part) -> bytes:
     return json.dumps(part.to_json(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def _windows(tensor: torch.Tensor) -> tuple[bytes | memoryview, ...]:
-    """A tensor's first, middle and last bytes."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes:
-        return ()
-    if not (tensor.is_cpu and tensor.is_contiguous()):
-        flat = tensor.detach().reshape(-1)
-        count = max(1, _WINDOW_NBYTES // tensor.element_size())
-        middle = flat.numel() // 2
-        found = torch.cat([flat[:count], flat[middle : middle + count], flat[-count:]]).cpu()
-        return (bytes(cast("list[int]", found.view(torch.uint8).tolist())),)
-    data = memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
-    if nbytes <= 3 * _WINDOW_NBYTES:
-        return (data,)
-    middle = nbytes // 2
-    return data[:_WINDOW_NBYTES], data[middle : middle + _WINDOW_NBYTES], data[-_WINDOW_NBYTES:]

@@ -50,11 +50,16 @@ class RandomState:
         """Keep what was saved for :meth:`apply`: what else is loaded after it may draw numbers."""
         self._loaded = state
 
+    def when_resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Of a world of another size: what this rank had, or rank 0's where it is new, which is not applied."""
+        return states[self._rank if self._rank < len(states) else 0]
+
     def apply(self) -> None:
         """Set all generators as they were saved; nothing happens if nothing was loaded.
 
-        Of CUDA devices as many are set as there are and were. A rank that is new in a larger world goes on with the
-        generators as they are: rank 0's, which it gets of everything else, would make both draw the same numbers.
+        Of CUDA devices as many are set as there are and were, with a warning where that is not all of them. A rank that
+        is new in a larger world goes on with the generators as they are: rank 0's, which it gets of everything else,
+        would make both draw the same numbers.
         """
         state, self._loaded = self._loaded, None
         if state is None:
@@ -71,6 +76,10 @@ class RandomState:
 
             keys = saved["keys"].numpy().astype("uint32")
             numpy.random.set_state((saved["kind"], keys, saved["position"], saved["has_gauss"], saved["gauss"]))
-        if torch.cuda.is_available():
-            for device, generator in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(generator.cpu(), device)
+        generators = state.get("cuda", [])
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if generators and len(generators) != devices:
+            told = "the generators of %d CUDA devices were saved, and %d are here: only those of the first %d go on"
+            logger.warning(told, len(generators), devices, min(len(generators), devices))
+        for device, generator in enumerate(generators[:devices]):
+            torch.cuda.set_rng_state(generator.cpu(), device)

@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -24,12 +24,13 @@ from sidesave.client import blocks, boxes, catalog, finding
 from sidesave.client.blocks import BlockFile
 from sidesave.client.gathering import Gathered, Part, gather
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, StateMismatchError
+from sidesave.stager import apart
 from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.skeleton import Skeleton, TensorRef
 from sidesave.writer_daemon import integrity
 from sidesave.writer_daemon.layout import ELSEWHERE, Box, Layout
 from sidesave.writer_daemon.manifest import MANIFEST, FileRecord, Manifest, RankRecord
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage
 from sidesave.writer_daemon.tensor_file import TensorEntry
 
 Wanted = tuple[str, Box | None]
@@ -72,9 +73,8 @@ class Reader(Protocol):
     skeleton: Skeleton
     nbytes_read: int
 
-    @property
-    def apart(self) -> Mapping[str, tuple[int, ...]]:
-        """Tensors that differ between the ranks that have saved them, and those ranks."""
+    def differing(self, fqn: str) -> tuple[int, ...]:
+        """The ranks that have saved a tensor, if it differs between them and none of theirs is this rank's."""
         ...
 
     def name_of(self, ref: TensorRef) -> str:
@@ -99,13 +99,16 @@ class CheckpointReader:
         path: The directory.
         rank: Whose view it is.
         manifest: What the checkpoint holds.
-        skeleton: The state without its tensors: that of ``rank``, or of rank 0 where the saving world had no such rank,
-            completed by what only other ranks have.
+        skeleton: The state without its tensors: that of ``rank``, or of rank 0 where another number of ranks has saved
+            it, completed by what only other ranks have.
+        size: How many ranks load it; None is as many as have saved it.
         nbytes_read: Bytes that have been read so far, besides the manifest.
     """
 
-    def __init__(self, path: str, rank: int = 0) -> None:
+    def __init__(self, path: str, rank: int = 0, size: int | None = None) -> None:
         """Open the directory ``path``, reading and checking its manifest and skeletons.
+
+        ``rank`` is one of ``size`` that load it; None is as many as have saved it.
 
         Raises:
             CheckpointNotFoundError: There is no checkpoint.
@@ -118,6 +121,7 @@ class CheckpointReader:
             raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
         self.path = path
         self.rank = rank
+        self.size = size
         self.nbytes_read = 0
         self._storage = PosixStorage(os.path.dirname(path) or "/")
         self._name = os.path.basename(path)
@@ -148,9 +152,40 @@ class CheckpointReader:
     # What there is ---------------------------------------------------------------------------------------------
 
     @property
-    def apart(self) -> Mapping[str, tuple[int, ...]]:
-        """Tensors that ranks have taken for shared and that differ between them, and the ranks that have saved them."""
-        return self.manifest.apart
+    def resized(self) -> bool:
+        """Whether another number of ranks loads it than has saved it."""
+        return self.size not in (None, self.manifest.world_size)
+
+    def differing(self, fqn: str) -> tuple[int, ...]:
+        """The ranks that have saved a tensor, if it differs between them and none of theirs is this rank's."""
+        ranks = self.manifest.apart.get(fqn, ())
+        return ranks if self.resized or self.rank not in ranks else ()
+
+    def differences(self, wanted: Callable[[str], bool]) -> dict[str, bool]:
+        """Of what each rank has saved for itself, the FQNs that are not the same for all, and whether that is numbers.
+
+        Tensors in :attr:`differing` are not among them. Reads all that is ``wanted`` of all ranks.
+        """
+        table, first = self.manifest.table.tensors, self.read_skeleton(0)
+        own = [fqn for fqn in self.record(0).part.own.tensors if fqn not in table and wanted(fqn)]
+        found: dict[str, bool] = {}
+        for rank in range(1, self.manifest.world_size):
+            for fqn, is_number in first.differences(self.read_skeleton(rank), table.__contains__):
+                if wanted(fqn):
+                    found[fqn] = is_number and found.get(fqn, True)
+            others = self.record(rank).part.own.tensors
+            for fqn in own:
+                name = f"{fqn}@rank-{rank:05d}"
+                if fqn not in found and name in others and not self._are_equal(fqn, name):
+                    found[fqn] = False
+        return found
+
+    def _are_equal(self, *names: str) -> bool:
+        one, other = (self.entry(name) for name in names)
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        first, second = (tensor.reshape(-1).view(torch.uint8) for tensor in self.read(names).values())
+        return torch.equal(first, second)
 
     def record(self, rank: int) -> RankRecord:
         """What a rank has written; raises like the constructor."""
@@ -181,14 +216,15 @@ class CheckpointReader:
     def name_of(self, ref: TensorRef) -> str:
         """The name of a tensor that :attr:`skeleton` refers to.
 
-        Of one that ranks have taken for shared, and have saved each for itself because they were not alike, it is this
-        rank's; where it has none, the first one's which has.
+        Of one that was compared and saved by each rank, because not all held the same, it is this rank's; of another
+        number of ranks, and where it has none, the first one's which has.
         """
         if ref.rank:
             name = f"{ref.fqn}@rank-{ref.rank:05d}"
             if name in self.record(ref.rank).part.own.tensors:
                 return name
-        apart = 0 < self.rank < self.manifest.world_size and ref.fqn in self.record(self.rank).part.apart
+        alone = 0 < self.rank < self.manifest.world_size and not self.resized
+        apart = alone and ref.fqn in self.record(self.rank).part.apart
         return f"{ref.fqn}@rank-{self.rank:05d}" if apart else ref.fqn
 
     def entry(self, name: str) -> StoredTensor:
@@ -223,7 +259,7 @@ class CheckpointReader:
         return record
 
     def _read_skeletons(self) -> Skeleton:
-        own = self.rank if self.rank < self.manifest.world_size else 0
+        own = self.rank if self.rank < self.manifest.world_size and not self.resized else 0
         skeleton, *others = (self.read_skeleton(rank) for rank in dict.fromkeys((own, *self.manifest.skeletons)))
         for other in others:
             skeleton.add(other, self.manifest.table.tensors.__contains__)
@@ -256,8 +292,12 @@ class CheckpointReader:
             record = self._records.get(rank) or self._read_record(rank)
             return record, [blocks.open_file(self._storage, self._name, file) for file in record.files]
 
-        with blocks.reading(self.path), ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
-            found = [read(missing[0])] if len(missing) == 1 else list(pool.map(read, missing))
+        def read_all() -> list[tuple[RankRecord, list[BlockFile]]]:
+            with ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
+                return list(pool.map(read, missing))
+
+        with blocks.reading(self.path):
+            found = [read(missing[0])] if len(missing) == 1 else apart.run(read_all, "sidesave-open", stop=lambda: None)
         for rank, (record, files) in zip(missing, found, strict=True):
             self.nbytes_read += self.manifest.records[rank].nbytes if rank not in self._records else 0
             self.nbytes_read += sum(file.nbytes_of_tables for file in files)
@@ -275,7 +315,7 @@ class CheckpointReader:
 
     def _find(self, rank: int, stored: StoredTensor, cell: Box) -> tuple[BlockFile, TensorEntry]:
         """Where a rank has stored a cell."""
-        # There may be a share of it too, in another file: the first save of a structure writes that in any case.
+        # There may be a share of it too, in another file: what is compared is written in any case.
         for file, entry in self._entries[rank][stored.key]:
             if (DTYPES[entry.dtype], entry.shape) == (stored.dtype, cell[1]):
                 return file, entry
@@ -337,11 +377,11 @@ class CheckpointReader:
         assert common is not None
         return Part(file, entry, boxes.within(common, cell[0]), boxes.within(common, box[0])[0])
 
-    def _open_descriptor(self, path: str, flags: int) -> int:
+    def _open_descriptor(self, path: str, flags: int) -> Descriptor:
         return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)
 
 
-def open_checkpoint(path: str, rank: int = 0) -> CheckpointReader:
+def open_checkpoint(path: str, rank: int = 0, size: int | None = None) -> CheckpointReader:
     """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
     path = os.path.realpath(path)
     if not os.path.lexists(os.path.join(path, MANIFEST)):
@@ -351,4 +391,4 @@ def open_checkpoint(path: str, rank: int = 0) -> CheckpointReader:
                 f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
             )
         raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {finding.what(path)}", path)
-    return CheckpointReader(path, rank)
+    return CheckpointReader(path, rank, size)

@@ -13,15 +13,14 @@ from typing import Any, Final, cast
 
 from torch import nn
 
-from sidesave.client.fitting import unwrap
-from sidesave.errors import InvalidArgumentError
+from sidesave.client.fitting import DICTS, SEQUENCES, unwrap
+from sidesave.errors import InvalidArgumentError, brief
+from sidesave.stager.skeleton import with_metadata
 from sidesave.stager.tree import Stateful
 
 Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 """Names in the checkpoint to those of the target, None to leave out: of leaves a function, of whole subtrees a dict."""
 
-DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
-SEQUENCES: Final = (list, tuple, collections.deque)
 _EXTRA: Final = "_extra_state."
 
 
@@ -37,7 +36,8 @@ class Renaming:
         elif isinstance(cast("object", rename), Mapping):
             for old, new in cast("Mapping[Any, Any]", rename).items():
                 if not isinstance(old, str) or not old.strip(".") or not (new is None or isinstance(new, str)):
-                    raise InvalidArgumentError(f"rename must map names to names or to None, not {old!r} to {new!r}")
+                    told = f"not {brief(old)} to {brief(new)}"
+                    raise InvalidArgumentError(f"rename must map names to names or to None, {told}")
                 self._prefixes[old.rstrip(".")] = None if new is None else new.rstrip(".")
         elif rename is not None:
             raise InvalidArgumentError(
@@ -56,7 +56,7 @@ class Renaming:
         if fqn not in self._known:
             name = cast("object", self._rename(fqn))
             if name is not None and (not isinstance(name, str) or not name):
-                raise InvalidArgumentError(f"rename made {name!r} of {fqn}: that is neither a name nor None")
+                raise InvalidArgumentError(f"rename made {brief(name)} of {fqn}: that is neither a name nor None")
             self._known[fqn] = name
         return self._known[fqn]
 
@@ -107,11 +107,23 @@ def leaves(nest: Mapping[str, Any]) -> list[Any]:
 class _Node:
     """A container in the making: of the kind of ``like``, a plain dict where that is None."""
 
-    __slots__ = ("items", "like")
+    __slots__ = ("items", "like", "metadata")
 
     def __init__(self, like: Any) -> None:
         self.like = like
         self.items: dict[Any, Any] = {}
+        self.metadata: dict[str, dict[str, Any]] = {}
+
+    def take_metadata(self, key: Any, holder: Any, old: Any) -> None:
+        """What a module's state said of the submodules that ``old`` was in holds for those that ``key`` is in."""
+        known: dict[str, dict[str, Any]] = getattr(holder, "_metadata", {})
+        while known and isinstance(key, str) and key and old:
+            key, _, last = key.rpartition(".")
+            old, _, before = old.rpartition(".")
+            if last != before:
+                break
+            if old in known:
+                self.metadata.setdefault(key, known[old])
 
     def finished(self) -> Any:
         kind = cast("type[Any]", type(self.like))
@@ -122,7 +134,8 @@ class _Node:
             return collections.deque(ordered, self.like.maxlen) if kind is collections.deque else make(ordered)
         if kind is collections.defaultdict:
             return collections.defaultdict(self.like.default_factory, items)
-        return make(items) if kind in DICTS else items
+        found = make(items) if kind in DICTS else items
+        return with_metadata(found, self.metadata) if self.metadata else found
 
 
 _Steps = list[tuple[Any, Any]]
@@ -163,16 +176,17 @@ class Rearrangement:
             new = steps if name == fqn else self._moved(name, steps)
             if self._old_partial:
                 self._mark(fqn, name, steps)
-            self._put(new, others.get(fqn, value) if others else value, fqn, name)
+            self._put(new, others.get(fqn, value) if others else value, fqn, name, steps[-1])
         return cast("dict[str, Any]", self._root.finished())
 
-    def _put(self, steps: _Steps, value: Any, fqn: str, name: str) -> None:
+    def _put(self, steps: _Steps, value: Any, fqn: str, name: str, origin: tuple[Any, Any]) -> None:
         node, path = self._root, ()
         for at, (_, key) in enumerate(steps):
             path = (*path, key)
             last = at == len(steps) - 1
             if last and key not in node.items:
                 node.items[key] = value
+                node.take_metadata(key, *origin)
                 self._taken[path] = fqn
                 return
             if not last:
@@ -223,7 +237,7 @@ class Rearrangement:
 
     def _step(self, target: Any, name: str, begin: int) -> tuple[Any, int] | None:
         """A key of the target that ``name`` has at ``begin``, the longest, and where what comes behind it begins."""
-        if type(target) in (list, tuple):
+        if type(target) in SEQUENCES:
             index = name[begin:].partition(".")[0]
             known = index.isdecimal() and int(index) < len(cast("list[Any]", target))
             return (int(index), begin + len(index) + 1) if known else None

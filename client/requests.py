@@ -20,10 +20,13 @@ Request = Save | Delete | Refuse
 @dataclass(slots=True)
 class _Open:
     request: Request
-    first_attempt: int
+    first_attempt: int | None = None  # of the first daemon that was told
     written: bool = False
+    deaths: int = 0
 
     def message(self, attempt: int) -> Message:
+        if self.first_attempt is None:
+            self.first_attempt = attempt
         again = attempt > self.first_attempt
         request = dataclasses.replace(self.request, attempt=attempt, retry=again or self.request.retry)
         if self.written and isinstance(request, Save):
@@ -43,8 +46,12 @@ class Requests:
 
     def add(self, request: Request, attempt: int) -> Message:
         """A new request; returns what to send."""
-        self._open[request.save_id] = _Open(request, attempt)
+        self.keep(request)
         return self._open[request.save_id].message(attempt)
+
+    def keep(self, request: Request) -> None:
+        """A new request for the next daemon, as there is none now."""
+        self._open[request.save_id] = _Open(request)
 
     def for_successor(self, attempt: int) -> list[Message]:
         """What to send to a new daemon, in the order in which it was asked."""
@@ -60,9 +67,28 @@ class Requests:
             entry.written = True
         elif isinstance(message, (Committed, Deleted, Failed)):
             del self._open[entry.request.save_id]
+            for other in self._open.values():  # they stood behind it: what daemons died of was not theirs
+                other.deaths = 0
         return True
 
-    def give_up(self) -> list[int]:
-        """Nobody will answer any more: the ids of all that was open."""
-        ids, self._open = list(self._open), {}
+    def drop(self, save_id: int) -> None:
+        """Nobody is asked for this one any more."""
+        del self._open[save_id]
+
+    def daemon_died(self, most: int) -> list[int]:
+        """A daemon died with these open: the ids of those that are given up.
+
+        They have seen more than ``most`` die, and no answer to any request in between.
+        """
+        for entry in self._open.values():
+            entry.deaths += 1
+        ids = [save_id for save_id, entry in self._open.items() if entry.deaths > most]
+        for save_id in ids:
+            self.drop(save_id)
+        return ids
+
+    def give_up(self) -> dict[int, bool]:
+        """Nobody will answer any more: the ids of all that was open, and whether each was said to be written."""
+        ids = {save_id: entry.written for save_id, entry in self._open.items()}
+        self._open = {}
         return ids

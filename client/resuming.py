@@ -46,6 +46,7 @@ def load_bank(
             verify=options.get("verify", True),
             allow_pickle=checkpointer._allow_pickle if pickled is None else pickled,
             rank=world.rank,
+            size=world.size,
         )
         if options.get("strict", True):
             _refuse_half(loaded, into)

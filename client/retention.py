@@ -14,10 +14,10 @@ import logging
 import math
 import os
 import queue
-import secrets
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,12 +28,16 @@ from sidesave.client.handle import CheckpointInfo, SaveHandle
 from sidesave.client.links import Links
 from sidesave.errors import (
     CheckpointError,
+    ClosedError,
     IntegrityError,
     InvalidArgumentError,
     SidesaveError,
     WriteError,
+    brief,
     write_error,
 )
+from sidesave.stager.apart import Latch
+from sidesave.writer_daemon.storage.atomic import replace_file
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
@@ -157,7 +161,7 @@ def to_delete(
         pinned: Steps that are never deleted.
         loading: Steps that somebody reads.
     """
-    ordered = sorted(checkpoints, key=lambda info: info.sequence)
+    ordered = sorted(checkpoints, key=lambda info: info.order)
     lasting = [info for info in ordered if not is_ephemeral(info)]
     kept = {*pinned, *loading, *(info.step for info in ordered[-1:])}
     steps = {info.step for info in lasting}
@@ -170,33 +174,36 @@ def to_delete(
     return list(dict.fromkeys(info.step for info in surplus))
 
 
-def check_keep_policies(policies: Sequence[object]) -> None:
-    """Raise ``InvalidArgumentError`` for what is no policy, or is given twice."""
-    for policy in policies:
+def check_keep_policies(keep: object) -> tuple[KeepPolicy, ...]:
+    """The policies that ``keep=`` means, one or several; ``InvalidArgumentError`` for what is none, or given twice."""
+    items = cast("Iterable[object]", keep) if isinstance(keep, Iterable) else (keep,)
+    policies: list[KeepPolicy] = []
+    for policy in items:
         if not isinstance(policy, KeepPolicy):
-            raise InvalidArgumentError(f"keep takes policies such as sidesave.Latest(3), not {policy!r}")
-    for number, policy in enumerate(policies):
-        if policy in policies[:number]:
+            raise InvalidArgumentError(f"keep takes policies such as sidesave.Latest(3), not {brief(policy)}")
+        if policy in policies:
             raise InvalidArgumentError(f"keep has {policy!r} twice")
+        policies.append(policy)
+    return tuple(policies)
 
 
 def check_count(what: str, n: int) -> None:
     """A number of checkpoints or steps: an int, 1 or more."""
     if type(n) is not int or n < 1:
-        raise InvalidArgumentError(f"{what} takes an int, 1 or more, not {n!r}")
+        raise InvalidArgumentError(f"{what} takes an int, 1 or more, not {brief(n)}")
 
 
 def check_every(what: str, n: int, offset: int) -> None:
     """Every n-th step, counted from an offset."""
     check_count(what, n)
     if type(offset) is not int or not 0 <= offset < n:
-        raise InvalidArgumentError(f"the offset of {what}({n}) must be an int from 0 to {n - 1}, not {offset!r}")
+        raise InvalidArgumentError(f"the offset of {what}({n}) must be an int from 0 to {n - 1}, not {brief(offset)}")
 
 
 def check_positive(what: str, name: str, value: float) -> None:
     """An amount of time: positive and finite."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise InvalidArgumentError(f"{name} of {what} must be a positive number, not {value!r}")
+        raise InvalidArgumentError(f"{name} of {what} must be a positive number, not {brief(value)}")
 
 
 # Pins ------------------------------------------------------------------------------------------------------------
@@ -207,7 +214,6 @@ class Pins:
 
     def __init__(self, directory: str) -> None:
         """Of a run directory."""
-        self._directory = directory
         self._path = os.path.join(directory, PINS)
         self._lock = threading.Lock()
 
@@ -233,22 +239,7 @@ class Pins:
             after = before | {step} if pinned else before - {step}
             if after == before:
                 return
-            draft = f"{self._path}.{secrets.token_hex(4)}"
-            try:
-                with open(draft, "x") as file:
-                    file.write(json.dumps(sorted(after)))
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.rename(draft, self._path)
-                directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    os.fsync(directory)
-                finally:
-                    os.close(directory)
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.unlink(draft)
-                raise write_error(error, "cannot pin a checkpoint", self._path) from error
+            replace_file(self._path, json.dumps(sorted(after)).encode(), "cannot pin a checkpoint")
 
 
 # Doing it --------------------------------------------------------------------------------------------------------
@@ -263,8 +254,11 @@ class Retention:
     def __init__(
         self, checkpointer: Checkpointer, policies: Sequence[KeepPolicy] | None, pins: Pins, links: Links | None = None
     ) -> None:
-        """Work for one checkpointer, which stays the caller's to close; None for ``policies`` is to delete nothing."""
-        self._checkpointer = checkpointer
+        """Work for one checkpointer, which stays the caller's to close; None for ``policies`` is to delete nothing.
+
+        The thread does not keep the checkpointer alive, and ends with it.
+        """
+        self._reference = weakref.ref(checkpointer)
         self._policies = policies
         self._pins = pins
         self._links = links
@@ -272,9 +266,18 @@ class Retention:
         self._handles: dict[int, SaveHandle] = {}
         self._loading: frozenset[int] = frozenset()
         self._deletions: dict[int, Future[None]] = {}
-        self._commits: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._commits: queue.SimpleQueue[bool | Latch] = queue.SimpleQueue()
+        """True for a commit, false for the end; a latch is opened when all before it is looked at."""
         self._thread = threading.Thread(target=self._work, name="sidesave-retention", daemon=True)
         self._thread.start()
+        weakref.finalize(checkpointer, self._commits.put, False).atexit = False
+
+    @property
+    def _checkpointer(self) -> Checkpointer:
+        checkpointer = self._reference()
+        if checkpointer is None:
+            raise ClosedError("the checkpointer is gone")
+        return checkpointer
 
     @contextlib.contextmanager
     def saving(self) -> Generator[None]:
@@ -286,12 +289,16 @@ class Retention:
         """A save was called, within :meth:`saving`; once it is committed, others may go."""
         self._handles[handle.step] = handle
         handle.committed.add_done_callback(
-            lambda done: self._commits.put(True) if not done.cancelled() and done.exception() is None else None
+            lambda done: self._commits.put(True) if not done.cancelled() and handle.committed.peek() is None else None
         )
 
     @contextlib.contextmanager
-    def reading(self) -> Generator[None]:
-        """Around a load: what is there now stays, and what is being deleted has gone before."""
+    def reading(self, step: int | None) -> Generator[None]:
+        """Around a load of ``step``: what is there then stays, and what is being deleted has gone before."""
+        self._checkpointer._saves.settle(step)
+        looked = Latch()
+        self._commits.put(looked)  # after what was committed before
+        looked.wait(_DELETE_TIMEOUT_S)
         with self._turn:
             under_way = list(self._deletions.values())
         concurrent.futures.wait(under_way, _DELETE_TIMEOUT_S)
@@ -305,19 +312,26 @@ class Retention:
 
     def _work(self) -> None:
         self._guarded(lambda: self._link(self._checkpointer._scan()))
-        while self._commits.get():
+        goes_on = True
+        while goes_on:
+            batch = [self._commits.get()]
             while not self._commits.empty():
-                if not self._commits.get():
-                    self._commits.put(False)
-                    break
-            self._guarded(self._run)
+                batch.append(self._commits.get())
+            if True in batch:
+                self._guarded(self._run)
+            for each in batch:
+                if isinstance(each, Latch):
+                    each.open()
+            goes_on = False not in batch
 
     def _guarded(self, operation: Callable[[], None]) -> None:
         try:
             operation()
+        except ClosedError as error:
+            logger.debug("retention has come to its end: %s", error)
         except (SidesaveError, OSError) as error:
             logger.error("no checkpoint is deleted or named now, retention failed: %s", error)
-        except Exception:
+        except BaseException:
             logger.exception("no checkpoint is deleted or named now, retention failed")
 
     def _link(self, checkpoints: Sequence[CheckpointInfo]) -> None:

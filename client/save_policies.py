@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import bisect
 import errno
+import operator
 import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
+from sidesave.client.arguments import as_index
 from sidesave.client.handle import CheckpointInfo, path_text
 from sidesave.client.intervals import Advice, check_mtbf
 from sidesave.client.retention import KeepPolicy, check_every, check_positive
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, write_error
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, brief
+from sidesave.writer_daemon.storage.atomic import replace_file
 
 TRIGGER: Final = ".sidesave.trigger"
 STOP: Final = ".sidesave.stop"
@@ -76,7 +79,11 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(SavePolicy):
-    """Save every ``n`` steps: those with ``step % n == offset``."""
+    """Save every ``n`` steps: those with ``step % n == offset``.
+
+    Step 0 is none of them, unless every step is: ``AtSteps([0])`` asks for it, ``BeforeTraining()`` for what was there
+    before it.
+    """
 
     n: int
     offset: int = 0
@@ -87,7 +94,7 @@ class EverySteps(SavePolicy):
 
     def due(self, moment: Moment) -> bool:
         """By the number."""
-        return moment.occasion == "step" and moment.step % self.n == self.offset
+        return moment.occasion == "step" and moment.step % self.n == self.offset and (moment.step > 0 or self.n == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +125,13 @@ class AtSteps(SavePolicy, KeepPolicy):
 
     def __init__(self, steps: Iterable[int]) -> None:
         """Any number of steps."""
-        listed = tuple(steps)
-        if not listed or not all(type(step) is int and step >= 0 for step in listed):
-            raise InvalidArgumentError(f"AtSteps takes ints, 0 or more, not {listed!r}")
-        object.__setattr__(self, "steps", tuple(sorted(set(listed))))
+        try:
+            listed = sorted({operator.index(step) for step in steps})
+        except TypeError:
+            listed = []
+        if not listed or listed[0] < 0:
+            raise InvalidArgumentError(f"AtSteps takes ints, 0 or more, in a list, not {brief(steps)}")
+        object.__setattr__(self, "steps", tuple(listed))
 
     def due(self, moment: Moment) -> bool:
         """By the number."""
@@ -219,7 +229,7 @@ class OnSignal(SavePolicy):
             try:
                 name = signal.Signals(number).name
             except ValueError:
-                raise InvalidArgumentError(f"{number!r} is no signal") from None
+                raise InvalidArgumentError(f"{brief(number)} is no signal") from None
             if number in _NOT_FOR_US:
                 raise InvalidArgumentError(f"{name} cannot ask for a save: no handler may answer it")
         if len(set(signals)) < len(signals):
@@ -325,13 +335,13 @@ class Ephemeral(SavePolicy):
     def __post_init__(self) -> None:
         """Check."""
         if not isinstance(self.policy, SavePolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgumentError(f"Ephemeral takes a policy such as EverySteps(50), not {self.policy!r}")
+            raise InvalidArgumentError(f"Ephemeral takes a policy such as EverySteps(50), not {brief(self.policy)}")
         if isinstance(self.policy, _ONCE):
             raise InvalidArgumentError(
                 f"Ephemeral takes a policy that comes due again and again, such as EverySteps(50), not {self.policy!r}"
             )
         if type(self.cool_down_steps) is not int or self.cool_down_steps < 0:
-            raise InvalidArgumentError(f"cool_down_steps must be an int, 0 or more, not {self.cool_down_steps!r}")
+            raise InvalidArgumentError(f"cool_down_steps must be an int, 0 or more, not {brief(self.cool_down_steps)}")
         if self.cool_down_s:
             check_positive("Ephemeral", "cool_down_s", self.cool_down_s)
 
@@ -353,12 +363,14 @@ _ONCE: Final = (BeforeTraining, Ephemeral, FirstStep, LastStep, OnException, OnR
 """What comes due for a reason, and not again and again."""
 
 
-def check_save_policies(policies: Sequence[object]) -> None:
-    """Raise ``InvalidArgumentError`` for what is no policy, is given twice, or contradicts another."""
+def check_save_policies(save: object) -> tuple[SavePolicy, ...]:
+    """The policies that ``save=`` means: one or several, or a number of steps, which is ``EverySteps``.
+
+    Raises ``InvalidArgumentError`` for what is no policy, is given twice, or contradicts another.
+    """
+    policies = _listed(save)
     signals: set[int] = set()
     for number, policy in enumerate(policies):
-        if not isinstance(policy, SavePolicy):
-            raise InvalidArgumentError(f"save takes policies such as sidesave.EverySteps(500), not {policy!r}")
         if policy in policies[:number]:
             raise InvalidArgumentError(f"save has {policy!r} twice")
         if isinstance(policy, OnSignal):
@@ -368,6 +380,20 @@ def check_save_policies(policies: Sequence[object]) -> None:
             signals.update(policy.signals)
         if isinstance(policy, Ephemeral):
             _refuse_never(policy, [other for other in policies if isinstance(other, EverySteps)])
+    return policies
+
+
+def _listed(save: object) -> tuple[SavePolicy, ...]:
+    items = cast("Iterable[object]", save) if isinstance(save, Iterable) else (save,)
+    found: list[SavePolicy] = []
+    for item in items:
+        steps = as_index(item)
+        policy = item if steps is None else EverySteps(steps)
+        if not isinstance(policy, SavePolicy):
+            what = "a policy such as sidesave.EverySteps(500), several in a list, or a number of steps"
+            raise InvalidArgumentError(f"save takes {what}, not {brief(item)}")
+        found.append(policy)
+    return tuple(found)
 
 
 def _refuse_never(ephemeral: Ephemeral, lasting: Iterable[EverySteps]) -> None:
@@ -399,13 +425,13 @@ def _names(signals: Iterable[int]) -> str:
     return ", ".join(signal.Signals(number).name for number in signals)
 
 
-def request_save(directory: str | os.PathLike[str], *, stop: bool = False) -> str:
+def request_save(directory: str | os.PathLike[str], *, stop: bool = False, session: str = "") -> str:
     """Ask the run in ``directory`` for a save at its next step, from any process; returns the file that says so.
 
-    With ``stop`` the loop is asked to end there as well (``manager.stopping``).
-
-    A run with the policy :class:`OnRequest` removes the file when it has seen it, within about a second. Of a run that
-    is not there at the moment it waits for the next start.
+    With ``stop`` the loop is asked to end there as well (``manager.stopping``). A run with the policy
+    :class:`OnRequest` removes the file when it has seen it, within about a second. The request ends with the session
+    that is there now, or is made for ``session`` alone; :class:`~sidesave.client.save_request.SaveRequest` finds out
+    first whether there is one that listens.
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
@@ -415,8 +441,5 @@ def request_save(directory: str | os.PathLike[str], *, stop: bool = False) -> st
     if not os.path.isdir(directory):
         raise CheckpointNotFoundError(errno.ENOENT, "there is no run directory", directory)
     path = os.path.join(directory, STOP if stop else TRIGGER)
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
-    except OSError as error:
-        raise write_error(error, "cannot ask for a save", path) from error
+    replace_file(path, session.encode(), "cannot ask for a save")
     return path

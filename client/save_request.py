@@ -15,12 +15,14 @@ from sidesave.client import catalog
 from sidesave.client.handle import CheckpointInfo
 from sidesave.client.history import is_live
 from sidesave.client.save_policies import request_save
+from sidesave.client.trigger import listens
 from sidesave.errors import ClosedError, WriteError, WriteStalledError
-from sidesave.writer_daemon.history import read_history
+from sidesave.writer_daemon.history import read_history, wall_clock_s
 from sidesave.writer_daemon.lease import Observer
 from sidesave.writer_daemon.storage import PosixStorage
 
 _POLL_S: Final = 0.5
+_BEGINNING_S: Final = 2.0
 
 
 class SaveRequest:
@@ -32,7 +34,7 @@ class SaveRequest:
         With ``stop`` its loop is asked to end there.
 
         Raises:
-            ClosedError: No session that lives has the directory open, so nobody would obey.
+            ClosedError: No session that lives has the directory open, or it does not listen, so nobody would obey.
             WriteError: The request cannot be left there.
         """
         self._run = os.fspath(run)
@@ -46,8 +48,16 @@ class SaveRequest:
         self._session = "" if holder is None else holder.session
         self._clock_is_ours = holder is not None and holder.lives() is not None
         self._before = max(self._sequences(), default=0)
-        self._asked_s = time.time()
-        self._path = request_save(self._run, stop=stop)
+        self._asked_s = wall_clock_s()
+        deadline = time.monotonic() + _BEGINNING_S  # a session that has just begun does not listen yet
+        while self._session and not listens(self._run, self._session):
+            if time.monotonic() >= deadline:
+                raise ClosedError(
+                    f"the session that has {self._run} open does not listen to requests: its CheckpointManager needs "
+                    "the policy OnRequest()"
+                )
+            time.sleep(_POLL_S / 10)
+        self._path = request_save(self._run, stop=stop, session=self._session)
 
     def wait(self, timeout_s: float) -> CheckpointInfo:
         """Block until a checkpoint is committed whose save was called after the request.

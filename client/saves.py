@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -16,9 +15,12 @@ from typing import Any
 
 from sidesave import errors
 from sidesave.client.handle import CheckpointInfo, SaveHandle
-from sidesave.errors import CommitUnknownError, SidesaveError, WriteError, WriteStalledError
+from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
+from sidesave.stager.apart import Monitor
+from sidesave.stager.copier import StagingCopy
 from sidesave.stager.pool import Slot
 from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.history import wall_clock_s
 from sidesave.writer_daemon.protocol import Message, Save
 
 logger = logging.getLogger(__name__)
@@ -26,17 +28,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SaveInFlight:
-    """One save; its slot goes back once it is neither filled by the trainer nor needed by the writer any more."""
+    """One save, from the first moment of its call, so that whatever is taken for it has an owner.
 
-    save: Save
+    Its slot goes back once it is neither filled by the trainer nor needed by the writer any more.
+    """
+
+    step: int
     handle: SaveHandle
-    slot: Slot | None
+    copy: StagingCopy
+    sequence: int = 0  # no place yet
+    thread: int = field(default_factory=threading.get_ident)
+    called_s: float = field(default_factory=wall_clock_s)
+    called: float = field(default_factory=time.monotonic)
+    unrecorded: bool = False
+    save: Save = field(init=False)
+    slot: Slot | None = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     filling: bool = True
     released: bool = False
     failed: bool = False
     abandoned: bool = False
-    apart: bool = False
 
 
 class SavesInFlight:
@@ -47,7 +58,8 @@ class SavesInFlight:
         directory: str,
         *,
         bearable_failures: int,
-        release_slot: Callable[[Slot], None],
+        logs_failures: bool,
+        release_slot: Callable[[SaveInFlight], None],
         on_committed: Callable[[CheckpointInfo], None],
     ) -> None:
         """Start with none.
@@ -55,39 +67,46 @@ class SavesInFlight:
         Args:
             directory: The run directory, for the paths of checkpoints.
             bearable_failures: So many in a row are only warned of; others are kept for :meth:`raise_failure`.
-            release_slot: Takes a slot back.
+            logs_failures: Log those others as well, as they may be raised much later.
+            release_slot: Takes the slot of a save back, if it has one.
             on_committed: Told of each checkpoint before its future is.
         """
         self._directory = directory
         self._bearable_failures = bearable_failures
+        self._logs_failures = logs_failures
         self._failures_in_a_row = 0
         self._release_slot = release_slot
         self._on_committed = on_committed
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._entries: dict[int, SaveInFlight] = {}
         self._deletions: dict[int, Future[None]] = {}
         self._failures: list[SidesaveError] = []
+        self.on_misaligned: Callable[[Save, int], None] = lambda save, step: None
+        """Told of a save that failed as another rank has saved that step at the same turn."""
 
-    def add(self, save: Save, handle: SaveHandle, slot: Slot, metadata: dict[str, Any]) -> SaveInFlight:
+    def add(self, entry: SaveInFlight) -> None:
         """A save whose staging begins now."""
-        entry = SaveInFlight(save, handle, slot, metadata)
         with self._changed:
-            self._entries[save.save_id] = entry
-        return entry
+            self._entries[entry.sequence] = entry
 
-    def add_deletion(self, request_id: int) -> Future[None]:
+    def drop(self, entry: SaveInFlight, error: SidesaveError) -> None:
+        """Of a save whose call raises; idempotent. A copy that fills its slot must have ended."""
+        with self._changed:
+            entry.failed, entry.filling = True, False
+        self._release(entry)
+        entry.handle._fail(error)
+        self._forget(entry)
+
+    def add_deletion(self, request_id: int, future: Future[None]) -> None:
         """A deletion that is asked for now."""
-        future: Future[None] = Future()
-        future.set_running_or_notify_cancel()
         with self._changed:
             self._deletions[request_id] = future
-        return future
 
-    def has_step(self, step: int) -> bool:
-        """Whether this step is on its way."""
+    def place_of(self, step: int) -> int:
+        """The place in the order of commits of the last save of a step that is on its way, 0 for none."""
         with self._changed:
             entries = list(self._entries.values())
-        return any(entry.save.step == step and not entry.handle.done() for entry in entries)
+        return max((each.sequence for each in entries if each.step == step and not each.handle.done()), default=0)
 
     # Outcomes --------------------------------------------------------------------------------------------------
 
@@ -119,8 +138,7 @@ class SavesInFlight:
         match message:
             case protocol.Progress(nbytes=nbytes, total_nbytes=total):
                 handle._nbytes_written, handle._nbytes_total = nbytes, total
-            case protocol.Written(apart=apart):
-                entry.apart = apart
+            case protocol.Written():
                 self._release(entry)
                 handle._resolve(handle.written, None)
             case protocol.Committed(name=name, nbytes=nbytes):
@@ -141,7 +159,9 @@ class SavesInFlight:
                 handle._resolve(handle.written, None)
                 handle._resolve(handle.committed, info)
                 self._forget(entry)
-            case protocol.Failed(error=name, message=text, errno=code, path=path):
+            case protocol.Failed(error=name, message=text, errno=code, path=path, saved_instead=other):
+                if other is not None:  # first: who has seen the failure saves again
+                    self.on_misaligned(save, other)
                 self.fail(entry, errors.from_wire(name, text, code, path))
             case _:
                 pass
@@ -157,17 +177,14 @@ class SavesInFlight:
             if deletion is not None:
                 deletion.set_exception(error)
 
-    def fail(self, entry: SaveInFlight, error: SidesaveError, *, report: bool = True) -> None:
-        """Give a save its failure; with ``report`` false the caller raises it itself.
+    def being_staged(self) -> list[SaveInFlight]:
+        """The saves whose slots are still being filled."""
+        return [entry for entry in list(self._entries.values()) if entry.filling and not entry.failed]
 
-        That another rank has saved nothing because it raised an earlier failure is not raised again: of that failure
-        this rank has been told as well, and so the ranks would go on for ever telling each other.
-        """
-        if isinstance(error, WriteError) and error.errno == errno.ECANCELED:
-            logger.error("step %d is not saved: %s", entry.save.step, error)
-            report = False
+    def fail(self, entry: SaveInFlight, error: SidesaveError, *, report: bool = True) -> None:
+        """Give a save its failure; with ``report`` false the caller raises it itself."""
         with self._changed:
-            if entry.save.save_id not in self._entries:
+            if entry.sequence not in self._entries:
                 return
             entry.failed = True
             self._failures_in_a_row += report
@@ -177,11 +194,13 @@ class SavesInFlight:
                     error.add_note(f"{self._failures_in_a_row} saves in a row have failed")
                 self._failures.append(error)
         if report and bearable:
-            text = f"the save of step {entry.save.step} failed: {error}"
+            text = f"the save of step {entry.step} failed: {error}"
             try:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             except RuntimeWarning:  # under -W error it would end this thread, which is none of the user's
                 logger.error("%s", text)
+        elif report and self._logs_failures:
+            logger.error("the save of step %d failed: %s", entry.save.step, error)
         self._release(entry)
         entry.handle._fail(error)
         self._forget(entry)
@@ -196,51 +215,49 @@ class SavesInFlight:
             deletion.set_exception(CommitUnknownError(errno.ETIMEDOUT, text, self._directory))
         for entry in entries:
             entry.abandoned = True
-            text = (
-                f"the checkpointer was closed before step {entry.save.step} was committed; its daemon may still do so"
-            )
+            text = f"the checkpointer was closed before step {entry.step} was committed; its daemon may still do so"
             self.fail(entry, CommitUnknownError(errno.ETIMEDOUT, text, self._directory), report=False)
 
     def _release(self, entry: SaveInFlight) -> None:
         with self._changed:
             entry.released = True
-            slot = None
-            if not entry.filling:
-                slot, entry.slot = entry.slot, None
-        if slot is not None:
-            if not entry.abandoned:
-                slot.void()
-            self._release_slot(slot)
+            if entry.filling:
+                return
+            slot, entry.slot = entry.slot, None
+        if slot is not None and not entry.abandoned:
+            slot.void()
+        self._release_slot(entry)
 
     def _forget(self, entry: SaveInFlight) -> None:
         with self._changed:
-            self._entries.pop(entry.save.save_id, None)
+            self._entries.pop(entry.sequence, None)
             self._changed.notify_all()
 
     # Waiting ---------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float | None) -> None:
         """Block until every save that is in flight now has its outcome; ``WriteStalledError`` after ``timeout_s``."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            waiting = set(self._entries)
-            while open_ids := waiting & self._entries.keys():
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    steps = sorted(self._entries[save_id].save.step for save_id in open_ids)
-                    raise WriteStalledError(f"steps {steps} were not committed within {timeout_s:g} s")
-                self._changed.wait(left)
+        waiting = set(self._entries)
+        if not self._changed.wait_for(lambda: not waiting & self._entries.keys(), timeout_s):
+            steps = sorted(entry.step for entry in list(self._entries.values()) if entry.sequence in waiting)
+            raise WriteStalledError(f"steps {steps} were not committed within {timeout_s:g} s")
+
+    def settle(self, step: int | None) -> None:
+        """Block until the saves of ``step``, or all, have their outcomes; those that failed are logged, not raised."""
+        entries = [entry for entry in list(self._entries.values()) if step is None or entry.step == step]
+        self._changed.wait_for(lambda: not any(entry.sequence in self._entries for entry in entries))
+        for entry in entries:
+            if entry.failed:
+                logger.warning("step %d was not saved, so it is not there to be loaded", entry.step)
 
     def raise_failure(self) -> None:
-        """Raise the first failure that has not been raised yet, and log the others."""
-        with self._changed:
-            failures, self._failures = self._failures, []
-        for further in failures[1:]:
-            logger.error("another save failed: %s", further)
-        if failures:
-            raise failures[0]
-
-    def was_raised(self, error: SidesaveError) -> None:
-        """The caller has seen this failure."""
-        with self._changed, contextlib.suppress(ValueError):
-            self._failures.remove(error)
+        """Raise the first failure that the user has not been told of yet, and log the others."""
+        count = len(self._failures)
+        failures = [error for error in self._failures[:count] if not error._was_read]
+        try:
+            for further in failures[1:]:
+                logger.error("another save failed: %s", further)
+            if failures:
+                raise failures[0]
+        finally:
+            del self._failures[:count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 from sidesave.client import arguments
 from sidesave.client.about import Metrics
@@ -53,7 +53,7 @@ class Schedule:
     """The policies of a run at work. Requests may come from any thread or signal handler, the rest from one thread.
 
     Attributes:
-        stepped: The step that was finished last, -1 before the first.
+        stepped: The step that was finished last, be it passed or saved; -1 before the first.
         metrics: Those of that step.
         saved_step: The step that was saved or restored last, if any.
         cost: What saves cost.
@@ -63,7 +63,7 @@ class Schedule:
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
         """Begin to catch the signals of ``policies``; ``InvalidArgumentError`` outside the main thread."""
-        self.stepped = -1
+        self.stepped = self._passed = -1
         self.metrics: Metrics | None = None
         self.saved_step: int | None = None
         self.cost = SaveCost()
@@ -108,11 +108,12 @@ class Schedule:
             InvalidArgumentError: The number does not grow.
             SidesaveError: Ranks could not agree.
         """
-        if type(step) is not int or step <= self.stepped:
+        step = arguments.check_step(step)
+        if step <= self._passed or step < self.stepped:
             self.refuse(step)
         agreement = self._agreement
         agreed = None if agreement is None else agreement.pass_step(step)
-        self.stepped, self.metrics = step, metrics
+        self.stepped, self._passed, self.metrics = step, step, metrics
         moment = self._moment("step")
         self._is_first = False
         lasting = moment.requested and agreed is None
@@ -139,25 +140,23 @@ class Schedule:
             self.stopping |= stop
         return Due(lasting, ephemeral, self.stopping)
 
-    def check(self, step: int) -> None:
-        """Raise ``InvalidArgumentError`` for a step before the last one."""
-        arguments.check_step(step)
-        if step < self._done:
+    def note_finished(self, step: int, metrics: Metrics | None) -> int:
+        """A step is about to be saved, so it was finished; ``InvalidArgumentError`` where a later one was."""
+        step = arguments.check_step(step)
+        if step < self.stepped:
             self.refuse(step)
+        if step > self.stepped or metrics is not None:
+            self.stepped, self.metrics = step, metrics
+        return step
 
-    def refuse(self, step: object) -> None:
+    def refuse(self, step: int) -> None:
         """Raise ``InvalidArgumentError``: the step does not come after those before."""
-        arguments.check_step(cast("int", step))
         hint = (
             "count on from what restore() returns"
             if self._resumed
             else "steps have to grow; to go on from an earlier checkpoint, call restore() first"
         )
-        raise InvalidArgumentError(f"step {step} does not come after step {self._done}: {hint}")
-
-    @property
-    def _done(self) -> int:
-        return max(self.stepped, -1 if self.saved_step is None else self.saved_step)
+        raise InvalidArgumentError(f"step {step} does not come after step {self.stepped}: {hint}")
 
     def is_due(self, occasion: Occasion) -> bool:
         """Whether a policy wants a save for what happens beside the steps."""
@@ -241,12 +240,12 @@ class Schedule:
 
     def begin_anew(self) -> None:
         """There was nothing to go on with."""
-        self.stepped, self.saved_step, self._saved_s = -1, None, time.monotonic()
+        self.stepped, self._passed, self.saved_step, self._saved_s = -1, -1, None, time.monotonic()
 
     def go_on(self, loaded: Resumed) -> None:
         """Training goes on from a checkpoint."""
         self._saved_s = time.monotonic()
-        self.stepped = loaded.step - loaded.is_seed
+        self.stepped = self._passed = loaded.step - loaded.is_seed
         self.saved_step = None if loaded.is_seed else loaded.step
         self._lasting = None if loaded.is_ephemeral else (loaded.step, self._saved_s)
 

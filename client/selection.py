@@ -12,12 +12,12 @@ from typing import Any, Final, NoReturn, cast
 import torch
 
 from sidesave.client import keeping, patterns
-from sidesave.client.fitting import Expected, names_of
+from sidesave.client.fitting import DICTS, Expected, names_of
 from sidesave.client.keeping import Stays
 from sidesave.client.mismatch import few
 from sidesave.client.patterns import Word, listed, selector
 from sidesave.client.reader import CheckpointReader, Reader, Wanted
-from sidesave.client.renaming import DICTS, Rearrangement, Rename, Renaming, leaves
+from sidesave.client.renaming import Rearrangement, Rename, Renaming, leaves
 from sidesave.client.shards import Local
 from sidesave.errors import (
     IntegrityError,
@@ -113,7 +113,7 @@ class Selection:
             everything = (self.renaming(fqn) or fqn for fqn in self._fqns)
             broken = keeping.broken_lists(into, everything, names.values())
             if broken:
-                hint = "of a list of live objects no single item can be left out; put them into a dict, by names"
+                hint = "of a list in into= no single item can be left out; put them into a dict, by names"
                 self._refuse([f"{name}: {hint}" for name in broken])
         staying = dict(keeping.left_out(self._fqns, names, wholes))
         self.incomplete = {name for name in wholes if any(each.startswith(f"{name}.") for each in staying.values())}
@@ -212,18 +212,22 @@ class Selection:
         return {leaf: None for leaf in leaves(nest) if isinstance(leaf, (Expected, Pickled)) and leaf in mine}
 
     def check_apart(self, needed: Iterable[Expected | Pickled], *, live: bool) -> None:
-        """Tensors that are not the same on the ranks that have saved them, and that this rank has not."""
-        apart, rank = self._reader.apart, self._reader.rank
-        fqns = [leaf.ref.fqn for leaf in needed if isinstance(leaf, Expected)]
-        odd = {fqn: apart[fqn] for fqn in fqns if rank not in apart.get(fqn, (rank,))}
-        if not odd:
-            return
-        told = "\n  ".join(f"{fqn} differs between ranks {_brief(ranks)}" for fqn, ranks in list(odd.items())[:20])
-        if live:
-            raise StateMismatchError(
-                f"nothing was loaded:\n  {told}\nload with as many ranks, or leave it out with exclude="
-            )
-        logger.warning("%s; of each the first rank's is taken", told)
+        """Tensors that are not the same on the ranks that have saved them, and of which none is this rank's.
+
+        Of buffers, and where no live object takes them, the first rank's are taken, with a warning.
+        """
+        found = [(leaf, leaf.ref.fqn) for leaf in needed if isinstance(leaf, Expected)]
+        odd = {fqn: (leaf, ranks) for leaf, fqn in found if (ranks := self._reader.differing(fqn))}
+        strict = {fqn: ranks for fqn, (leaf, ranks) in odd.items() if live and not leaf.is_buffer}
+        told = strict or {fqn: ranks for fqn, (_, ranks) in odd.items()}
+        lines = [f"{fqn} differs between ranks {_brief(ranks)}" for fqn, ranks in list(told.items())[:20]]
+        lines += [f"and {len(told) - 20} more"] if len(told) > 20 else []
+        if strict:
+            text = "\n  ".join(["nothing was loaded:", *lines])
+            raise StateMismatchError(f"{text}\nload with as many ranks, or leave it out with exclude=")
+        if odd:
+            where = "and this is another number of ranks, or one that had none"
+            logger.warning("loading %s: %s, %s; of each the first rank's is taken", self.where, "; ".join(lines), where)
 
     def read(
         self, needed: Iterable[Expected | Pickled], device: str | torch.device | None, *, verify: bool

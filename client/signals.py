@@ -44,6 +44,7 @@ class SignalCatcher:
         self._pid = os.getpid()
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
+        self._closed = False
         if self._policies and threading.current_thread() is not threading.main_thread():
             raise InvalidArgumentError("OnSignal needs the main thread: make the manager there")
         for number in self._policies:
@@ -60,8 +61,9 @@ class SignalCatcher:
         return None if policy is None else policy.deadline_s
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child has inherited this, and is none of ours
-            signal.signal(number, signal.SIG_DFL)
+        if os.getpid() != self._pid or self._closed:  # a forked child has inherited this; or a later one put it back
+            before = signal.SIG_DFL if os.getpid() != self._pid else self._before.pop(number, None)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
             return
         if not self._policies[number].ends(number):
@@ -88,10 +90,14 @@ class SignalCatcher:
         return handle.done()
 
     def close(self) -> None:
-        """Put the handlers back that were there before; idempotent."""
+        """Put the handlers back that were there before; idempotent, and without a lock.
+
+        What cannot be put back now, outside the main thread or under a later handler, is when its signal comes.
+        """
+        self._closed = True
         if threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid:
             return
-        for number, before in self._before.items():
+        for number, before in list(self._before.items()):
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before = {}
+                del self._before[number]

@@ -12,16 +12,17 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from sidesave.client import arguments, catalog, finding
-from sidesave.client.fitting import Fitting, unwrap
+from sidesave.client import arguments, catalog, finding, gifts, resized
+from sidesave.client.fitting import DICTS, Fitting, unwrap
 from sidesave.client.foreign import ForeignReader
 from sidesave.client.handle import path_text
-from sidesave.client.loader import Loaded, check_into, fit, own_rank
+from sidesave.client.loader import Loaded, check_into, fit, own_place
 from sidesave.client.mismatch import Mismatches, Strangers
 from sidesave.client.reader import Reader, open_checkpoint
-from sidesave.client.renaming import DICTS, Rename
+from sidesave.client.renaming import Rename
 from sidesave.client.selection import Choice, Selection, filled
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
+from sidesave.stager.skeleton import with_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,10 @@ class Source:
     def __post_init__(self) -> None:
         """Check what can be checked without looking."""
         if self.step is not None:
-            arguments.check_step(self.step)
+            object.__setattr__(self, "step", arguments.check_step(self.step))
         if self.item is not None:
             if not isinstance(cast("object", self.item), str) or self.item.strip(".") != self.item or not self.item:
-                raise InvalidArgumentError(f"item must be the name of an item of the state, not {self.item!r}")
+                raise InvalidArgumentError(f"item must be the name of an item of the state, not {brief(self.item)}")
             if self.step is not None:
                 raise InvalidArgumentError("step= chooses a checkpoint of a run, item= is for plain weights: not both")
         self.choice()
@@ -83,7 +84,7 @@ class Source:
 
 
 def load_sources(
-    sources: Iterable[Source],
+    sources: Iterable[Source] | Source,
     into: dict[str, Any],
     *,
     strict: bool = True,
@@ -110,26 +111,24 @@ def load_sources(
         CheckpointNotFoundError: A source is no checkpoint; the message says what it is.
         StateMismatchError: Something is missing in all sources, has no place, or does not fit; nothing was touched.
     """
-    loaded = read_sources(sources, into, strict=strict, verify=verify, allow_pickle=allow_pickle, rank=own_rank())
+    loaded = read_sources(sources, into, strict=strict, verify=verify, allow_pickle=allow_pickle, **own_place())
     return loaded.apply()
 
 
 def read_sources(
-    sources: Iterable[Source],
+    sources: Iterable[Source] | Source,
     into: dict[str, Any],
     *,
     strict: bool = True,
     verify: bool = True,
     allow_pickle: bool = False,
     rank: int = 0,
+    size: int | None = None,
 ) -> Loaded:
-    """The first half of :func:`load_sources`, all that can fail for the checkpoints; as ``rank``."""
-    wanted = list(sources)
+    """The first half of :func:`load_sources`, all that can fail for the checkpoints; as ``rank`` of ``size``."""
+    wanted = check_sources(sources)
     if not wanted:
         raise InvalidArgumentError("there are no sources to load from")
-    for source in wanted:
-        if not isinstance(cast("object", source), Source):
-            raise InvalidArgumentError(f"sources must be sidesave.Source, not {type(source).__name__}")
     if cast("object", into) is None:
         raise InvalidArgumentError("sources are loaded into something: into must be a dict of named items")
     check_into(into)
@@ -147,10 +146,22 @@ def read_sources(
         return bank.read(strict=strict, verify=verify)
 
     def read_next(place: str, readers: list[Reader]) -> Loaded:
-        with open_checkpoint(place, rank) as reader:
+        with open_checkpoint(place, rank, size) as reader:
             return read([*readers, reader])
 
     return read([])
+
+
+def check_sources(sources: object) -> list[Source]:
+    """Sources as a list, be it several or one; ``InvalidArgumentError`` for what is none."""
+    several = isinstance(sources, Iterable) and not isinstance(sources, (str, Mapping))
+    found: list[Source] = []
+    for source in cast("Iterable[object]", sources if several else (sources,)):
+        if not isinstance(source, Source):
+            hint = "sidesave.Source(path, ...), or several in a list"
+            raise InvalidArgumentError(f"sources must be {hint}, not {type(source).__name__} {brief(source)}")
+        found.append(source)
+    return found
 
 
 def _check_item(source: Source, into: Mapping[str, Any]) -> None:
@@ -179,7 +190,9 @@ class _Bank:
         self._selections: list[Selection] = []
         self._given: set[str] = set()
         for source, reader in zip(sources, readers, strict=True):
-            selection = Selection(reader, source.choice(), into, allow_pickle=allow_pickle)
+            choice = source.choice()
+            selection = Selection(reader, choice, into, allow_pickle=allow_pickle)
+            resized.settle(reader, selection, choice, into, allow_pickle=allow_pickle)
             self._selections.append(selection)
             _tie(into, selection.nest)
             self._check(source, selection)
@@ -210,7 +223,7 @@ class _Bank:
         for holder, key in fitting.surplus:
             del holder[key]
         if odd.unexpected:
-            logger.info("of %s, %s", selection.where, odd.summary())
+            logger.warning("loading what has a place here: of %s, %s", selection.where, odd.summary())
         if source.strict and all(type(item) in DICTS and not item for item in selection.nest.values()):
             hints = Mismatches(strangers=found.strangers).text(list, renamed=bool(selection.renaming), strict=True)
             items = ", ".join(map(repr, selection.items()))
@@ -230,6 +243,7 @@ class _Bank:
         for selection, leaves in zip(self._selections, needed, strict=True):
             values.update(selection.read(leaves, None, verify=verify))
         state = filled(self._nest, values)
+        gifts.refuse_two_for_one(self._into, state)
         nbytes = sum(reader.nbytes_read for reader in self._readers)
         exact = strict and not (found.missing or found.unexpected or found.absent)
         return Loaded(
@@ -246,7 +260,7 @@ class _Bank:
 def _tie(target: Any, nest: dict[Any, Any]) -> None:
     """Where names of a module share a tensor, of which weights often have but one, give all of them what there is."""
     target = unwrap(target)
-    if type(target) is dict:
+    if type(target) in DICTS:
         for key, item in cast("dict[Any, Any]", target).items():
             if type(nest.get(key)) in DICTS:
                 _tie(item, nest[key])
@@ -265,11 +279,12 @@ def _is_tensor(value: object) -> bool:
 def _merged(target: Any, first: Any, second: Any) -> Any:
     """What ``target`` takes of two values for it: of dicts and modules item by item, else the second."""
     target = unwrap(target)
-    is_dict = type(target) is dict
+    is_dict = type(target) in DICTS
     if not (is_dict or isinstance(target, nn.Module)) or type(first) not in DICTS or type(second) not in DICTS:
         return second
     below = cast("dict[Any, Any]", target) if is_dict else {}
     found = dict(cast("dict[Any, Any]", first))
     for key, value in cast("dict[Any, Any]", second).items():
         found[key] = _merged(below.get(key), found[key], value) if key in found else value
-    return found
+    metadata = {**getattr(first, "_metadata", {}), **getattr(second, "_metadata", {})}
+    return with_metadata(found, metadata) if metadata else found

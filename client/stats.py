@@ -14,13 +14,12 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from sidesave.client.handle import SaveHandle
+from sidesave.client.handle import Outcome, SaveHandle
 from sidesave.errors import CommitUnknownError, DaemonDiedError
-from sidesave.writer_daemon.history import describe_error
+from sidesave.writer_daemon.history import describe_error, wall_clock_s
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +180,7 @@ class SaveStats:
         def ended() -> None:
             with self._lock:
                 self._under_way -= 1
-            error = handle.committed.exception()
+            error = handle.committed.peek()
             # A daemon that died may have made it durable before it did.
             unknown = isinstance(error, (CommitUnknownError, DaemonDiedError))
             self._end(save.event("committed" if error is None else "unknown" if unknown else "failed", error))
@@ -248,7 +247,7 @@ class _Watched:
         self._handle = handle
         self._called = called
         self._returned = returned
-        self._called_s = time.time() - (time.monotonic() - called)
+        self._called_s = wall_clock_s() - (time.monotonic() - called)
         self._reached: dict[str, float] = {}
 
     def follow(self, ended: Callable[[], None]) -> None:
@@ -262,9 +261,9 @@ class _Watched:
         for phase, future in (("staged", handle.staged), ("written", handle.written), ("committed", handle.committed)):
             early = future.done()  # reached within the call, whose end is the closest that is known
 
-            def note(future: Future[Any], phase: str = phase, early: bool = early) -> None:
+            def note(_: object, future: Outcome[Any] = future, phase: str = phase, early: bool = early) -> None:
                 at = self._returned if early else time.monotonic()
-                if future.exception() is None:
+                if future.peek() is None:
                     self._reached[phase] = at
                 if next(left) == 0:
                     ended()

@@ -1,25 +1,55 @@
-"""Looks for the files by which other processes ask a run for a save (``save_policies.request_save`` makes them)."""
+"""Looks for the files by which other processes ask a run for a save (``save_policies.request_save`` makes them).
+
+A session that listens says so, by a file with its name. Requests end with the session that they were made for.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from sidesave.client.save_policies import STOP, TRIGGER
+from sidesave.errors import WriteError
+from sidesave.writer_daemon.storage.atomic import replace_file
 
 logger = logging.getLogger(__name__)
 
+LISTENING: Final = ".sidesave.listening"
+_SEEN: Final = ".seen"
 _PERIOD_S: Final = 1.0
+
+
+def listen(directory: str, session: str) -> None:
+    """Say that a session of the run in ``directory`` listens to requests; ``WriteError`` where that cannot be said."""
+    replace_file(os.path.join(directory, LISTENING), session.encode(), "cannot say that requests are listened to")
+
+
+def listens(directory: str, session: str) -> bool:
+    """Whether a session has said so."""
+    try:
+        return (Path(directory) / LISTENING).read_bytes() == session.encode()
+    except OSError:
+        return False
+
+
+def forget_requests(directory: str) -> None:
+    """Remove what was asked of earlier sessions; for who holds the directory."""
+    for name in (LISTENING, TRIGGER, STOP, TRIGGER + _SEEN, STOP + _SEEN):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, name))
 
 
 class TriggerWatch:
     """A thread that removes a file when it is there, once a second, and tells of it."""
 
-    def __init__(self, directory: str, on_save: Callable[[], None], on_stop: Callable[[], None]) -> None:
-        """Start to look for requests for a save, and for such as are to be the last."""
+    def __init__(self, directory: str, session: str, on_save: Callable[[], None], on_stop: Callable[[], None]) -> None:
+        """Start to look for requests to ``session`` for a save, and for such as are to be the last."""
+        self._directory, self._session = directory, session
         self._answers = {os.path.join(directory, TRIGGER): on_save, os.path.join(directory, STOP): on_stop}
         self._complained = False
         self._end = threading.Event()
@@ -27,6 +57,10 @@ class TriggerWatch:
         self._thread.start()
 
     def _work(self) -> None:
+        try:
+            listen(self._directory, self._session)
+        except WriteError as error:
+            logger.warning("%s; sidesave trigger will be refused", error)
         while True:
             for path, answer in self._answers.items():
                 self._look(path, answer)
@@ -35,7 +69,9 @@ class TriggerWatch:
 
     def _look(self, path: str, answer: Callable[[], None]) -> None:
         try:
-            os.unlink(path)
+            os.rename(path, path + _SEEN)  # first: another request may come in its place at any moment
+            asked = Path(path + _SEEN).read_bytes()
+            os.unlink(path + _SEEN)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -43,10 +79,14 @@ class TriggerWatch:
                 logger.warning("requests for a save are not seen: %s", error)
             self._complained = True
             return
+        if asked not in (b"", self._session.encode()):
+            logger.info("%s was a request to an earlier session, which has ended", path)
+            return
         logger.info("a save was asked for by %s", path)
         answer()
 
     def close(self) -> None:
-        """Stop looking; idempotent."""
+        """Stop looking, and say so; idempotent."""
         self._end.set()
         self._thread.join(2 * _PERIOD_S)
+        forget_requests(self._directory)

@@ -17,7 +17,7 @@ from typing import Final
 
 from sidesave.client import catalog, finding
 from sidesave.client.handle import CheckpointInfo
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, write_error
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, brief, write_error
 from sidesave.writer_daemon.integrity import NO_SUCH_FILE
 from sidesave.writer_daemon.manifest import MANIFEST
 from sidesave.writer_daemon.storage import PosixStorage
@@ -64,9 +64,9 @@ def watch(
     if finding.is_checkpoint(place):
         raise InvalidArgumentError(f"{place} is a checkpoint; watch the run directory that it is in")
     if timeout_s is not None and not (type(timeout_s) in (int, float) and timeout_s >= 0):
-        raise InvalidArgumentError(f"timeout_s must be a number, 0 or more, or None, not {timeout_s!r}")
+        raise InvalidArgumentError(f"timeout_s must be a number, 0 or more, or None, not {brief(timeout_s)}")
     if not (type(poll_s) in (int, float) and 0 < poll_s < math.inf):
-        raise InvalidArgumentError(f"poll_s must be a positive number, not {poll_s!r}")
+        raise InvalidArgumentError(f"poll_s must be a positive number, not {brief(poll_s)}")
     return _watch(place, after, math.inf if timeout_s is None else timeout_s, poll_s)
 
 

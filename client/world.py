@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import secrets
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
@@ -37,9 +39,13 @@ RENDEZVOUS: Final = ".sidesave.rendezvous"
 HERE: Final = "here."
 AGREE_TIMEOUT_S: Final = 300.0
 """How long ranks wait for each other in storage; a process group has its own timeout."""
+TOLD_AFTER_S: Final = 5.0
+"""After this long a rank says whom it waits for, as it may be that nobody else is to come."""
 _MAX_POLL_S: Final = 0.25
 _VISIBLE_WITHIN_S: Final = 20.0
 """How long a network file system may take to show to one rank what another has written."""
+
+logger = logging.getLogger(__name__)
 
 
 class World(ABC):
@@ -55,6 +61,10 @@ class World(ABC):
 
     @abstractmethod
     def _exchange(self, value: Any) -> list[Any]: ...
+
+    def close(self) -> None:
+        """Leave: nothing is exchanged afterwards. Waits for nobody."""
+        return
 
     def gather(self, about: str, value: Any) -> list[Any]:
         """Exchange a value of plain JSON types with all ranks; blocking, and to be called by all of them.
@@ -133,6 +143,12 @@ class Alone(World):
         return [value]
 
 
+def _tell_waiting(whom: str) -> None:
+    logger.warning(
+        "waiting for %s to make a Checkpointer too; pass distributed=False where this process is to save alone", whom
+    )
+
+
 class GroupWorld(World):
     """The ranks of a process group."""
 
@@ -144,11 +160,19 @@ class GroupWorld(World):
         if rank < 0:
             raise InvalidArgumentError("this process is not part of process_group")
         self.rank = rank
+        self._have_met = False
 
     def _exchange(self, value: Any) -> list[Any]:
         """One collective of the group, with its timeout."""
         values: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(values, json.dumps(value), group=self._group)
+        told = threading.Timer(TOLD_AFTER_S, _tell_waiting, (f"all {self.size} ranks of the process group",))
+        if not self._have_met:
+            told.start()
+        try:
+            torch.distributed.all_gather_object(values, json.dumps(value), group=self._group)
+        finally:
+            told.cancel()
+        self._have_met = True
         return [json.loads(each) for each in values]
 
 
@@ -172,7 +196,8 @@ class StorageWorld(World):
             mine = f"join.{rank}.{self._nonce}"
             self._put(mine, b"")
             prefix = f"met.{rank}.{self._nonce}."
-            met = self._until(lambda names: [name for name in names if name.startswith(prefix)], "rank 0")
+            names = self._until(lambda names: [] if any(name.startswith(prefix) for name in names) else [0])
+            met = [name for name in names if name.startswith(prefix)]
             self._meeting = met[0].removeprefix(prefix)
             self._remove([mine, *met])
 
@@ -181,14 +206,13 @@ class StorageWorld(World):
         prefix = f"{self._meeting}.{self._round}."
         self._round += 1
         self._put(f"{prefix}{self.rank}", json.dumps(value).encode())
-        wanted = {f"{prefix}{rank}" for rank in self.ranks}
 
-        def all_there(names: list[str]) -> list[str]:
+        def missing(names: list[str]) -> list[int]:
             if self.rank == 0:
                 self._welcome(names)
-            return sorted(wanted) if wanted <= set(names) else []
+            return [rank for rank in self.ranks if f"{prefix}{rank}" not in names]
 
-        self._until(all_there, "the other ranks")
+        self._until(missing)
         values = [self._read(f"{prefix}{rank}") for rank in self.ranks]
         # Whoever has written for this round has read all of the one before.
         self._remove([f"{self._meeting}.{self._round - 2}.{self.rank}"])
@@ -198,6 +222,15 @@ class StorageWorld(World):
             self._remove([name for name in names if not name.removeprefix(".").startswith(ours)])
         return values
 
+    def close(self) -> None:
+        """Leave; the last rank to do so takes along all that was exchanged, as only then everybody has read it."""
+        with contextlib.suppress(OSError):
+            self._put(f"{self._meeting}.left.{self.rank}", b"")
+            names = self._storage.list_directory(RENDEZVOUS)
+            if {f"{self._meeting}.left.{rank}" for rank in self.ranks} <= set(names):
+                self._remove([name for name in names if name.removeprefix(".").startswith(f"{self._meeting}.")])
+        self._storage.close()
+
     def _welcome(self, names: list[str]) -> None:
         answered = {name.rpartition(".")[0].removeprefix("met.") for name in names if name.startswith("met.")}
         for name in names:
@@ -205,18 +238,24 @@ class StorageWorld(World):
             if name != joining and joining.count(".") == 1 and joining not in answered:
                 self._put(f"met.{joining}.{self._meeting}", b"")
 
-    def _until(self, find: Callable[[list[str]], list[str]], whom: str) -> list[str]:
-        deadline, delay_s = time.monotonic() + AGREE_TIMEOUT_S, 0.002
-        while not (found := find(self._storage.list_directory(RENDEZVOUS))):
-            if time.monotonic() > deadline:
+    def _until(self, missing: Callable[[list[str]], list[int]]) -> list[str]:
+        """What there is once nobody is ``missing`` in it."""
+        start, delay_s, told = time.monotonic(), 0.002, self._round > 1
+        while ranks := missing(names := self._storage.list_directory(RENDEZVOUS)):
+            waited_s = time.monotonic() - start
+            whom = f"ranks {', '.join(map(str, ranks[:8]))}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+            if waited_s > AGREE_TIMEOUT_S:
                 raise DaemonStartError(
                     f"{whom} did not come to {self._storage.root} within {AGREE_TIMEOUT_S:g} s: all {self.size} ranks "
                     "that the launcher has told of must open the same, shared directory; pass distributed=False for a "
                     "process that saves alone"
                 )
+            if waited_s > TOLD_AFTER_S and not told:
+                told = True
+                _tell_waiting(f"{whom} of {self.size} that the launcher has told of, in {self._storage.root}")
             time.sleep(random.uniform(0.5, 1) * delay_s)
             delay_s = min(_MAX_POLL_S, 1.5 * delay_s)
-        return found
+        return names
 
     def _put(self, name: str, data: bytes) -> None:
         self._storage.publish_bytes(RENDEZVOUS, name, data, self._nonce)

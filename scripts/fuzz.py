@@ -467,8 +467,8 @@ def messages() -> tuple[bytes, ...]:
             made["offset"] = 8192
         if "world_size" in made:
             made["rank"] = 0
-        if "claim" in made:
-            made["claim"], made["files"][0]["name"] = "0" * 32, "spare"
+        if kind is protocol.Spare:
+            made["files"][0]["name"] = "spare"
         return made
 
     return tuple(

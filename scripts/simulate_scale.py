@@ -212,7 +212,7 @@ class Inputs:
         return min(sizes, key=lambda size: sum(self.tree(ranks, size).values()))
 
     def others(self, ranks: int) -> Terms:
-        """Seconds until another rank knows of a commit, and longer at a first save; the load of the metadata server."""
+        """Seconds until another rank knows of a commit, more if it asks first; the load of the metadata server."""
         now, pause_s, load = self.polled(ranks)
         look_s, claims_s = now.listing_s(now.steps_kept), ranks / self.create_rate
         entries = ranks * (self.containers + 1)  # unfinished tensor files, and a claim of each rank

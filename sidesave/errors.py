@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os
+import reprlib as _reprlib
 
 __all__ = [
     "CheckpointError",
@@ -63,6 +64,9 @@ __all__ = [
 
 class SidesaveError(Exception):
     """Base of every error that sidesave raises on purpose."""
+
+    _was_read = False
+    """Whether the user has read it from a future of the save that failed of it: it is then not raised again."""
 
 
 class InvalidArgumentError(SidesaveError, ValueError):
@@ -142,11 +146,25 @@ class FormatVersionError(CheckpointError, ValueError):
 
 
 class StateMismatchError(CheckpointError, ValueError):
-    """Keys, shapes or dtypes of a checkpoint differ from those of the target."""
+    """Keys, shapes or dtypes of a checkpoint differ from those of the target, or what ranks save together differs."""
+
+    saved_instead: int | None = None
+    """The step that another rank has saved at the same turn, where that is what differs."""
 
 
 class DirectoryInUseError(CheckpointError, OSError):
     """Another live session holds the run directory; the message names it."""
+
+
+def brief(value: object) -> str:
+    """A value as messages show it: one line of at most 100 characters, whatever its ``repr`` is."""
+    text = " ".join(_REPR.repr(value).split())
+    return text if len(text) <= _BRIEF else f"{text[: _BRIEF - 3]}..."
+
+
+_BRIEF = 100
+_REPR = _reprlib.Repr()
+_REPR.maxother = _REPR.maxstring = _REPR.maxlong = _BRIEF
 
 
 def write_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> WriteError:

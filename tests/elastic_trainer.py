@@ -121,12 +121,18 @@ class Training:
     def resume(self, ckpt: sidesave.Checkpointer) -> int:
         """Go on from the newest checkpoint, if there is one; its step, or 0."""
         own: dict[str, Any] = {"torch": torch.get_rng_state(), "of": -1}
+
+        def choose(values: list[Any]) -> Any:
+            """Of another number of ranks: what this rank had, and what rank 0 had if it is new."""
+            rank = int(os.environ["RANK"])
+            return values[rank if rank < len(values) else 0]
+
         into: dict[str, Any] = {
             "step": 0,
             "model": self.model,
             "optimizer": self.optimizer,
-            "data": self.data,
-            "random": own,
+            "data": sidesave.PerRank(self.data, choose),
+            "random": sidesave.PerRank(own, choose),
         }
         try:
             ckpt.load(into=into)

@@ -69,7 +69,8 @@ class ManagedTrainer(Trainer):
         """Block until it has ended; with that exit status."""
         for _ in self.lines():
             pass
-        assert self.end() == status, self.complaints()
+        ended = self.end()
+        assert ended == status, (self, ended, self.complaints())
 
 
 def train(
@@ -164,7 +165,7 @@ def train(
 
 
 def tell(done: Any, step: int) -> None:
-    say("saved" if done.exception() is None else "lost", step)
+    say("saved" if done.peek() is None else "lost", step)  # which does not count as read
 
 
 class Gate:

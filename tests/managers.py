@@ -37,6 +37,14 @@ def steps(run: Path) -> list[int]:
     return [info.step for info in catalog.scan(str(run))]
 
 
+def damage(run: Path, step: int) -> None:
+    """Change a bit of a checkpoint's plain data."""
+    file = run / f"step-{step:08d}" / "objects.rank-00000.msgpack"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not is_so():

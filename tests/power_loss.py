@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sidesave.writer_daemon.storage import posix
+from sidesave.writer_daemon.storage import descriptor, posix
 
 _PAGE = 4096
 _SECTOR = 512
@@ -186,7 +186,8 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(posix, "os", _Os(self))
+            for module in (posix, descriptor):
+                patch.setattr(module, "os", _Os(self))
             patch.setattr(posix, "_libc", _Libc(self, posix._libc))
             yield self
 

@@ -6,6 +6,8 @@ obeys one command after another, each a method of :class:`Actor`, in its main th
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -192,8 +194,8 @@ def orders_to(folder: Path) -> Iterator[tuple[Orders, dict[str, str]]]:
 
 
 def leftovers(run: str | os.PathLike[str]) -> list[str]:
-    """What a run directory holds beside committed steps, lease, history and the place where ranks met."""
-    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rendezvous")
+    """What a run directory holds beside steps, lease, history, going back, and where ranks met."""
+    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rendezvous", ".sidesave.rollback")
     names = (path.name for path in Path(run).iterdir())
     return sorted(name for name in names if name not in own and not name.startswith("step-"))
 
@@ -332,6 +334,7 @@ class Actor:
         self.state: dict[str, Any] = {}
         self.handles: dict[int, sidesave.SaveHandle] = {}
         self.deletions: dict[int, Future[None]] = {}
+        self.logged: list[str] = []
         self._ckpt: sidesave.Checkpointer | None = None
 
     @property
@@ -381,6 +384,37 @@ class Actor:
         with torch.no_grad():
             dict(_tensors(self.state))[fqn].fill_(number)
 
+    def listen(self, path: str = os.devnull) -> None:
+        """Keep what is logged at WARNING from now on, and append it to a file at once."""
+        import logging
+
+        def emit(record: logging.LogRecord) -> None:
+            self.logged.append(record.getMessage())
+            with Path(path).open("a") as file:
+                file.write(record.getMessage() + "\n")
+
+        listener = logging.Handler(logging.WARNING)
+        listener.emit = emit
+        logging.getLogger("sidesave").addHandler(listener)
+
+    def heard(self) -> list[str]:
+        """What was logged since the last call."""
+        heard, self.logged = self.logged, []
+        return heard
+
+    def number(self, fqn: str) -> float:
+        """What a tensor is filled with."""
+        tensor = dict(_tensors(self.state))[fqn]
+        assert (tensor == tensor.flatten()[0]).all()
+        return float(tensor.flatten()[0])
+
+    def data(self) -> Any:
+        """The item of that name, as numbers."""
+        value = self.state["data"]
+        value = getattr(value, "value", value)
+        value = getattr(value, "state", value)
+        return {key: item.tolist() if hasattr(item, "tolist") else item for key, item in value.items()}
+
     def zero(self) -> None:
         """Forget what the tensors hold."""
         import torch
@@ -409,9 +443,9 @@ class Actor:
 
         self.state[name] = torch.zeros(2)
 
-    def spoil(self) -> None:
+    def spoil(self, name: str = "spoilt") -> None:
         """Add an item that cannot be saved."""
-        self.state["spoilt"] = object()
+        self.state[name] = object()
 
     def save(self, step: int, **options: Any) -> None:
         self.handles[step] = self.ckpt.save(step, self.state, **options)
@@ -424,15 +458,13 @@ class Actor:
 
     def committed(self, step: int) -> dict[str, Any]:
         """Wait for the outcome; whoever has heard of a failure here does not hear of it again."""
-        try:
-            info = self.handles[step].committed.result(DEADLINE_S)
-            return {"step": info.step, "path": info.path, "nbytes": info.nbytes, "sequence": info.sequence}
-        finally:
-            self.forgive()
+        info = self.handles[step].committed.result(DEADLINE_S)
+        return {"step": info.step, "path": info.path, "nbytes": info.nbytes, "sequence": info.sequence}
 
     def outcome(self, step: int) -> str:
         """Wait for the outcome and leave a failure to be raised by the next call."""
-        error = self.handles[step].committed.exception(DEADLINE_S)
+        concurrent.futures.wait([self.handles[step].committed], DEADLINE_S)
+        error = self.handles[step].committed.peek()
         return "committed" if error is None else type(error).__name__
 
     def forgive(self) -> None:
@@ -546,15 +578,18 @@ def _mesh(*shape: int, names: tuple[str, ...]) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def plain(rank: int, size: int, mib: float = 0.1) -> dict[str, Any]:
-    """The same on all ranks: a module, most of which is one tensor, and its optimizer; a bit of each rank's own."""
+def plain(rank: int, size: int, mib: float = 0.1, declared: bool = False) -> dict[str, Any]:
+    """The same on all ranks, said so or not: a module, most of which is one tensor, and its optimizer."""
     import torch
     from torch import nn
+
+    from sidesave import Replicated
 
     torch.manual_seed(1)
     rows = max(1, int(mib * (1 << 20)) // 4 // 64)
     model = nn.ModuleDict({"giant": nn.Linear(64, rows), "head": _model()})
-    return {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "seed": 7}
+    optimizer = torch.optim.SGD(model.parameters())
+    return {"model": Replicated(model) if declared else model, "optimizer": optimizer, "seed": 7}
 
 
 def small(rank: int, size: int, mark: int = 0) -> dict[str, Any]:
@@ -619,6 +654,90 @@ def experts(rank: int, size: int, alike: bool = False) -> dict[str, Any]:
     return {"model": model, "optimizer": _adam(model)}
 
 
+def rows(rank: int, size: int, alike: bool = False) -> dict[str, Any]:
+    """Some rows in the middle of an embedding that each rank has trained alone, as sparse data has it."""
+    import torch
+    from torch import nn
+
+    from sidesave import Replicated
+
+    torch.manual_seed(0)
+    model = nn.Embedding(4096, 64)
+    if alike:
+        return {"model": Replicated(model)}
+    with torch.no_grad():
+        model.weight[1000:1010] += rank
+    return {"model": model}
+
+
+def ddp_apart(rank: int, size: int, broadcast_buffers: bool = True) -> dict[str, Any]:
+    """What ``DistributedDataParallel`` was told to leave alone, and buffers, are another on each rank."""
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    norm, last = nn.BatchNorm1d(6), nn.Linear(6, 1500, bias=False)
+    model = nn.Sequential(nn.Linear(5, 6), norm, last)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
+    parallel = DistributedDataParallel(model)
+    parallel.broadcast_buffers = broadcast_buffers  # as an argument it is deprecated from torch 2.11 on
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    for parameter in parallel.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with torch.no_grad():
+        norm.running_mean.fill_(rank)  # type: ignore[union-attr]
+        last.weight[700:800] += rank
+        last.weight.grad[700:800] += rank  # type: ignore[index]
+    optimizer.step()
+    return {"model": parallel, "optimizer": optimizer}
+
+
+def fsdp_apart(rank: int, size: int) -> dict[str, Any]:
+    """Plain tensors beside ``DTensor``s, in a module and in what an optimizer keeps for one, another on each rank."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    shared, expert, norm = nn.Linear(23, 30), nn.Linear(40, 50), nn.BatchNorm1d(6)
+    with torch.no_grad():
+        expert.weight[20:30] += rank
+        norm.running_mean[2:4] += rank  # type: ignore[index]
+    model = nn.Sequential(collections.OrderedDict(shared=shared, expert=expert, norm=norm))
+    fully_shard(model, mesh=_mesh(size, names=("dp",)), ignored_params=set(expert.parameters()))
+    optimizer = _adam(model)
+    for state in optimizer.state.values():
+        state["scale"] = torch.full((2000,), 1.0)
+        state["scale"][900:1000] += rank
+    return {"model": model, "optimizer": optimizer}
+
+
+def positions(rank: int, size: int, *, when: str | None = None, where: str = "per rank", same: bool = False) -> Any:
+    """Where each rank is in its data, in a place that says more or less of whose it is; and a number of each rank."""
+    import torch
+
+    from sidesave import PerRank
+
+    class Loader:
+        def __init__(self) -> None:
+            self.state = state
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    at = 7 if same else 10 * (rank + 1)
+    state: dict[str, Any] = {"pos": at, "order": torch.full((3,), at)}
+    chosen: Any = {"first": "first", "all": lambda states: states[min(rank, 1)] | {"of": [s["pos"] for s in states]}}
+    item: Any = {"object": Loader(), "number": {"pos": at}, "tensor": {"order": state["order"]}}.get(where, state)
+    if where == "per rank":
+        item = PerRank(Loader() if when == "all" else state, chosen.get(when))
+    return {"data": item, "step": torch.ones(2)}
+
+
 def batchnorm(rank: int, size: int) -> dict[str, Any]:
     """The same everywhere but for running statistics."""
     import torch
@@ -654,7 +773,10 @@ def marks(rank: int, size: int) -> dict[str, Any]:
 
 STATES: dict[str, Callable[..., dict[str, Any]]] = {
     state.__name__: state
-    for state in (plain, small, fsdp, hsdp, tp_fsdp, ddp, pipeline, experts, batchnorm, partial, marks)
+    for state in (
+        *(plain, small, fsdp, hsdp, tp_fsdp, ddp, pipeline, experts, batchnorm, partial, marks),
+        *(rows, ddp_apart, fsdp_apart, positions),
+    )
 }
 
 

@@ -337,7 +337,7 @@ def test_verify_all_takes_every_checkpoint_of_a_run_and_nothing_else(tmp_path: P
 def test_verify_shows_progress_on_a_terminal_only(run: Path):
     ours, theirs = pty.openpty()
     try:
-        subprocess.run([*MODULE, "verify", run], stdout=theirs, stderr=theirs, timeout=60, check=True)
+        subprocess.run([*MODULE, "verify", run], stdout=theirs, stderr=theirs, timeout=300, check=True)
         assert b"\x1b[" in os.read(ours, 65536)
     finally:
         os.close(ours)
@@ -601,7 +601,7 @@ def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
         while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM
     assert list(tmp_path.iterdir()) == []
 
@@ -610,9 +610,9 @@ def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
 
 
 def test_the_command_runs_as_a_process(run: Path):
-    done = subprocess.run([*MODULE, "ls", run, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([*MODULE, "ls", run, "--json"], capture_output=True, text=True, timeout=300, check=True)
     assert [row["step"] for row in json.loads(done.stdout)["checkpoints"]] == [10, 20, 30]
-    done = subprocess.run([*MODULE, "show", run / "nothing"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*MODULE, "show", run / "nothing"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"sidesave: there is no such directory: {run}/nothing\n"
 
@@ -620,14 +620,14 @@ def test_the_command_runs_as_a_process(run: Path):
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
     code = "import sys\nfrom sidesave.client import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_which_to_install(missing: str):
     code = f"import sys; sys.modules['{missing}'] = None; from sidesave.client.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install 'sidesave[cli]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1

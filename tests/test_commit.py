@@ -39,6 +39,8 @@ from sidesave.writer_daemon.protocol import Extent, Parent, Save
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
 from sidesave.writer_daemon.writer import Writer
 
+pytestmark = pytest.mark.usefixtures("end_all")
+
 OLD, NEW = "0" * 16, "f" * 16
 """Sessions: one that is dead, and this one."""
 
@@ -73,12 +75,12 @@ class Session:
         self.attempt = f"1-{os.getpid()}-{id(self)}"
         self.writer = self._writer()
         self._pool = SlotPool(1, None, lambda number, arena: None, lambda number: None)
-        self._slot = self._pool.acquire(0.0)
+        self._slot = self._pool.acquire(self, 0.0)
 
     def stage(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Save:
         flat = tree.flatten(state)
         plan = make_plan(structure_of(flat.containers))
-        self._pool.fit(self._slot, plan, [flat.objects], pin=False)
+        self._pool.fit(self._slot, plan, [flat.objects], None)
         tensors = [tensor for tensors in flat.containers.values() for tensor in tensors.values()]
         for tensor, target in zip(tensors, self._slot.targets, strict=True):
             target.view.copy_(tensor)
@@ -135,6 +137,12 @@ class Session:
         self.lease.release()
         self._lease_storage.close()
         self.storage.close()
+
+    def close(self) -> None:
+        """As if the trainer had died as well."""
+        self.end()
+        self._pool.release(self)
+        self._pool.close()
 
     def respawn(self) -> None:
         """A daemon in the place of a dead one, on the same staging memory."""

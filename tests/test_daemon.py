@@ -10,11 +10,12 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from states import wait_until
 from trainers import (
     DEADLINE_S,
     LAST_WORDS,
@@ -36,9 +37,11 @@ from sidesave.errors import (
     DaemonStartError,
     DirectoryInUseError,
     NoSpaceError,
+    ProtocolError,
     WriteError,
     WriteStalledError,
 )
+from sidesave.writer_daemon.protocol import Delete
 
 
 @pytest.fixture
@@ -61,6 +64,12 @@ def failure(handle: sidesave.SaveHandle, future: str = "committed") -> BaseExcep
 def daemon(ckpt: sidesave.Checkpointer) -> int:
     assert ckpt.daemon_pid is not None
     return ckpt.daemon_pid
+
+
+def next_daemon(ckpt: sidesave.Checkpointer, before: int | None) -> int:
+    """Wait for the daemon that follows ``before``; its pid."""
+    wait_until(lambda: ckpt.daemon_pid not in (None, before), "a daemon follows", DEADLINE_S)
+    return daemon(ckpt)
 
 
 # Killed ----------------------------------------------------------------------------------------------------------
@@ -230,10 +239,8 @@ def test_stopped_daemon_is_noticed_killed_and_replaced(run: Path, orders: Orders
 
 def test_daemon_that_cannot_start_is_given_up_with_its_last_words(run: Path, orders: Orders, traces: Traces):
     orders.give("exit", starting_at="", keep=True)
-    began = time.monotonic()
     with pytest.raises(DaemonStartError, match=rf"exit status 7.*{LAST_WORDS}"):
         sidesave.Checkpointer(run)
-    assert time.monotonic() - began < DEADLINE_S
     assert orders.withdraw()
     traces.check()
     with sidesave.Checkpointer(run) as ckpt:
@@ -244,15 +251,11 @@ def test_daemon_that_dies_again_and_again_is_given_up_and_says_why(run: Path, or
     ckpt = sidesave.Checkpointer(run)
     commit(ckpt, 1)
     orders.give("exit", keep=True)
-    began = time.monotonic()
     handle = ckpt.save(2, a_state(2))
     for future in (handle.written, handle.committed):
         error = future.exception(DEADLINE_S)
         assert isinstance(error, DaemonDiedError)
         assert LAST_WORDS in str(error)
-    assert time.monotonic() - began < DEADLINE_S
-    with pytest.raises(DaemonDiedError, match=LAST_WORDS):
-        ckpt.save(3, a_state(3))
     error = failure(ckpt.save(3, a_state(3)))
     assert isinstance(error, DaemonDiedError)
     with contextlib.suppress(DaemonDiedError):
@@ -263,6 +266,32 @@ def test_daemon_that_dies_again_and_again_is_given_up_and_says_why(run: Path, or
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 2)
     check(run, 1, 2)
+
+
+def test_request_that_kills_every_daemon_is_given_up_alone(run: Path, orders: Orders):
+    with sidesave.Checkpointer(run, slots=1) as ckpt:
+        commit(ckpt, 1)
+        orders.give("exit", keep=True)
+        error = failure(ckpt.save(2, a_state(2)))
+        assert isinstance(error, DaemonDiedError)
+        assert "died 6 times" in str(error)
+        orders.withdraw()
+        ckpt.wait()
+        commit(ckpt, 3)
+    check(run, 1, 3)
+
+
+def test_daemons_that_die_idle_are_replaced_as_often_as_it_takes(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "_MAX_IDLE_BACKOFF_S", 0.1)
+    with sidesave.Checkpointer(run) as ckpt:
+        pid = None
+        for _ in range(connection.MAX_DEATHS + 3):
+            pid = next_daemon(ckpt, pid)
+            with pidfd_of(pid) as pidfd:
+                os.kill(pid, signal.SIGKILL)
+                await_end(pidfd)
+        commit(ckpt, 1)
+    check(run, 1)
 
 
 def test_daemon_lets_go_of_staging_memory_that_was_replaced(run: Path):
@@ -419,8 +448,6 @@ def test_full_disk_fails_that_save_and_the_next_one_works_once_there_is_space(sm
             assert re.search(r"step 2 needs [\d,]+ bytes, [\d,]+ are free", str(error))
         assert entries(small) == ["step-00000001"], "partial bytes are reclaimed"
         shutil.rmtree(small / "step-00000001")
-        with pytest.raises(NoSpaceError):  # told once more where the user looks
-            ckpt.save(3, a_state(3, 15))
         commit(ckpt, 3, 15)
     check(small, 3, mib=15)
 
@@ -437,8 +464,6 @@ def test_daemon_killed_on_a_full_disk_comes_back(small: Path):
         assert isinstance(failure(ckpt.save(2, a_state(2))), NoSpaceError)
         assert daemon(ckpt) != first
         (small.parent / "filler").unlink()
-        with pytest.raises(NoSpaceError):
-            ckpt.save(3, a_state(3))
         commit(ckpt, 3)
     check(small, 1, 3)
 
@@ -467,8 +492,7 @@ def test_directory_made_unwritable_fails_the_saves_until_it_is_writable_again(ru
         assert isinstance(error, WriteError)
         assert error.errno in (errno.EPERM, errno.EACCES)
         assert str(error.filename).startswith(f"{run}/")
-        with pytest.raises(WriteError):
-            ckpt.wait()
+        ckpt.wait()
         commit(ckpt, 3)
     check(run, 1, 3)
 
@@ -492,8 +516,7 @@ def test_file_system_that_goes_read_only_under_way_is_a_typed_error(disk: Path):
         error = failure(ckpt.save(2, a_state(2)))
         assert isinstance(error, WriteError)
         assert error.errno in (errno.EROFS, errno.EIO, errno.ESHUTDOWN)
-        with pytest.raises(WriteError):
-            ckpt.wait()
+        ckpt.wait()
     check(disk, 1)
 
 
@@ -523,8 +546,8 @@ def test_storage_that_hangs_fails_all_that_wait_for_it_and_works_again_afterward
             for handle in handles:
                 handle.staged.result(DEADLINE_S)
                 assert isinstance(failure(handle), WriteStalledError)
-            with pytest.raises(WriteStalledError, match="no byte of step 2 has moved for 2 s"):
-                ckpt.wait(DEADLINE_S)
+            assert "no byte of step 2 has moved for 2 s" in str(failure(handles[0]))
+            ckpt.wait(DEADLINE_S)
         finally:
             subprocess.run(["fsfreeze", "-u", disk.parent], check=True)
         commit(ckpt, 4)
@@ -557,12 +580,36 @@ def test_error_of_the_medium_fails_that_save_at_most_and_not_the_next(
             assert isinstance(error, WriteError)
             assert error.errno == errno.EIO
             assert str(error.filename).startswith(str(run))
-            with pytest.raises(WriteError):
-                ckpt.wait()
+            ckpt.wait()
             assert entries(run) == ["step-00000001"]
             handle = ckpt.save(2, a_state(2))
         handle.committed.result(DEADLINE_S)
     check(run, 1, 2)
+
+
+def test_request_that_cannot_be_encoded_fails_alone(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        future: Future[None] = Future()
+        ckpt._saves.add_deletion(1 << 61, future)
+        ckpt._connection.submit(Delete(attempt=1, save_id=1 << 61, step=1 << 70, sequence=0, retry=False))
+        assert isinstance(future.exception(DEADLINE_S), ProtocolError)
+        commit(ckpt, 1)
+
+
+def test_thread_of_the_daemon_that_dies_takes_the_daemon_along_and_a_successor_goes_on(run: Path, orders: Orders):
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        orders.give("break", starting_at="os.rename", keep=True)
+        handle = ckpt.save(2, a_state(2))
+        with pidfd_of(daemon(ckpt)) as pidfd:
+            orders.obeyed()  # of the commit
+            orders.obeyed()  # and of what removes the rest: nobody is left to catch that
+            orders.withdraw()
+            await_end(pidfd)
+        handle.committed.exception(DEADLINE_S)  # the first error was the save's, or a successor has finished it
+        commit(ckpt, 3)
+        with contextlib.suppress(sidesave.SidesaveError):
+            ckpt.wait()
 
 
 def test_run_directory_deleted_under_way_is_a_typed_error(run: Path):
@@ -573,9 +620,113 @@ def test_run_directory_deleted_under_way_is_a_typed_error(run: Path):
         assert isinstance(error, WriteError)
         assert error.errno in (errno.ENOENT, errno.ESTALE)
         assert str(error.filename).startswith(str(run))
-        with pytest.raises(WriteError):
-            ckpt.wait()
+        ckpt.wait()
     assert not run.exists(), "nobody makes it again behind the user's back"
+
+
+def _put_away(run: Path) -> None:
+    shutil.rmtree(run)
+    run.mkdir()
+
+
+def _rename(run: Path) -> None:
+    run.rename(run.with_name("elsewhere"))
+
+
+def _replace(run: Path) -> None:
+    _rename(run)
+    run.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (shutil.rmtree, "was removed, and its path leads to nothing"),
+        (_put_away, "was removed, and its path leads to another directory"),
+        (_rename, "is .*/elsewhere now, and its path leads to nothing"),
+        (_replace, "is .*/elsewhere now, and its path leads to another directory"),
+    ],
+    ids=["removed", "made again", "renamed", "replaced"],
+)
+@pytest.mark.parametrize("moment", ["before the save", "before its commit"])
+def test_run_directory_that_is_another_one_is_noticed_before_a_commit(
+    run: Path, orders: Orders, change: Callable[[Path], None], said: str, moment: str
+):
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        if moment == "before the save":
+            change(run)
+            handle = ckpt.save(2, a_state(2))
+        else:
+            orders.give("stop", starting_at="os.chmod")  # it is opened to readers: the next is its name
+            handle = ckpt.save(2, a_state(2))
+            pid, _ = orders.obeyed()
+            change(run)
+            os.kill(pid, signal.SIGCONT)
+        error = failure(handle)
+        assert isinstance(error, WriteError)
+        if moment == "before the save" or change in (_rename, _replace):
+            assert re.search(said, str(error))
+        assert not run.exists() or entries(run) == []
+    if (run.parent / "elsewhere").exists():
+        check(run.parent / "elsewhere", 1)
+        assert entries(run.parent / "elsewhere") == ["step-00000001"]
+
+
+def test_link_to_the_run_directory_that_is_re_pointed_is_noticed_before_a_commit(run: Path):
+    for name in ("one", "other"):
+        run.with_name(name).mkdir()
+    run.symlink_to("one")
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        run.unlink()
+        run.symlink_to("other")
+        with pytest.raises(WriteError, match=r"is .*/one now, and its path leads to another directory"):
+            ckpt.save(2, a_state(2), blocking=True)
+        assert list(run.iterdir()) == []
+        run.unlink()
+        run.symlink_to("one")
+        commit(ckpt, 3)
+    check(run, 1, 3)
+
+
+def test_daemon_that_follows_another_does_not_go_on_in_the_directory_of_another_run(run: Path):
+    other = run.with_name("other")
+    with sidesave.Checkpointer(other) as ckpt:
+        commit(ckpt, 1)
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        run.rename(run.with_name("kept"))
+        other.rename(run)
+        with pidfd_of(daemon(ckpt)) as pidfd:
+            os.kill(daemon(ckpt), signal.SIGKILL)
+            await_end(pidfd)
+        error = failure(ckpt.save(2, a_state(2)))
+        assert isinstance(error, DaemonDiedError)
+        assert "has had this directory since, or it is not the one that the run began in" in str(error)
+        assert entries(run) == ["step-00000001"]
+        run.rename(other)
+        run.with_name("kept").rename(run)
+        commit(ckpt, 3)
+    check(run, 1, 3)
+
+
+def test_daemon_that_follows_another_does_not_begin_in_a_directory_made_meanwhile(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        run.rename(run.with_name("kept"))
+        run.mkdir()
+        with pidfd_of(daemon(ckpt)) as pidfd:
+            os.kill(daemon(ckpt), signal.SIGKILL)
+            await_end(pidfd)
+        error = failure(ckpt.save(2, a_state(2)))
+        assert isinstance(error, DaemonDiedError)
+        assert "not the directory that the run began in" in str(error)
+        assert list(run.iterdir()) == []
+        run.rmdir()
+        run.with_name("kept").rename(run)
+        commit(ckpt, 3)
+    check(run, 1, 3)
 
 
 def test_run_directory_deleted_during_a_save_is_a_typed_error(run: Path, orders: Orders):
@@ -588,5 +739,4 @@ def test_run_directory_deleted_during_a_save_is_a_typed_error(run: Path, orders:
         error = failure(handle)
         assert isinstance(error, WriteError)
         assert error.errno in (errno.ENOENT, errno.ESTALE)
-        with pytest.raises(WriteError):
-            ckpt.wait()
+        ckpt.wait()

@@ -124,7 +124,6 @@ def campaign(tmp_path: Path, traces: Traces, seed: int) -> Iterator[Campaign]:
     campaign.story.close()
 
 
-@pytest.mark.timeout(300)
 def test_killed_workers_and_daemons_are_resumed_bit_for_bit_by_fewer_ranks_too(campaign: Campaign, traces: Traces):
     campaign.train(4, "worker", "daemon of 0")
     campaign.train(3, "job")
@@ -133,7 +132,6 @@ def test_killed_workers_and_daemons_are_resumed_bit_for_bit_by_fewer_ranks_too(c
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ranks_without_a_process_group_meet_again_after_each_death(campaign: Campaign, traces: Traces):
     campaign.train(3, "worker", "daemon", "both", until=300)
     campaign.train(2, until=310)

@@ -1,5 +1,7 @@
 """However a trainer ends, forks or is misused: staged saves are committed, nothing is left, errors say what to do."""
 
+import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import gc
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from interrupts import dropped_by_python
 from trainers import (
     DEADLINE_S,
     Orders,
@@ -339,6 +342,8 @@ def test_directory_that_cannot_be_made_is_refused(tmp_path: Path):
         ({"takeover_timeout_s": float("nan")}, "takeover_timeout_s must be"),
         ({"cpus": [-1]}, "cpus must be"),
         ({"cpus": ["0"]}, "cpus must be"),
+        ({"cpus": [9999]}, r"cpus=\[9999\]: this machine has cores 0 to \d+"),
+        ({"cpus": 0}, "cpus must be"),
     ],
     ids=str,
 )
@@ -348,7 +353,11 @@ def test_option_that_makes_no_sense_is_refused_before_anything_is_done(run: Path
     assert not run.exists()
 
 
-@pytest.mark.parametrize("directory", ["s3://bucket/run", b"bytes", 7, None, "nul\0byte", "odd\udcff name"], ids=repr)
+@pytest.mark.parametrize(
+    "directory",
+    ["", "s3://bucket/run", Path("gs://bucket"), b"bytes", 7, None, "nul\0byte", "odd\udcff name"],
+    ids=repr,
+)
 def test_directory_that_is_no_path_is_refused(directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgumentError, match=r"director|path"):
@@ -362,9 +371,11 @@ class _Opaque:
 
 def test_misused_calls_raise_errors_that_say_what_to_do(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
-        for step in (-1, True, 1.0, "1", None, 10**19, torch.tensor(1)):
+        for step in (-1, True, 1.0, "1", None, 10**19, torch.nn.Linear(9, 9)):
             with pytest.raises(InvalidArgumentError, match=r"step must be an int from 0 to 1e\+18"):
                 ckpt.save(step, a_state(1))  # type: ignore[arg-type]
+            with pytest.raises(InvalidArgumentError, match=r"^step must be an int from 0 to 1e\+18, not .{1,100}$"):
+                ckpt.load(step or "")  # type: ignore[arg-type]
         for state in (None, [torch.ones(1)], torch.ones(1), torch.nn.Linear(1, 1), {1: torch.ones(1)}, "state"):
             with pytest.raises(InvalidArgumentError, match=r"dict|named|str"):
                 ckpt.save(1, state)  # type: ignore[arg-type]
@@ -421,11 +432,7 @@ def test_failed_save_raises_where_the_user_looks_next_and_once(run: Path, blocke
     ckpt = sidesave.Checkpointer(run)
     blocked(1)
     handle = ckpt.save(1, a_state(1))
-    for future in (handle.written, handle.committed):
-        with contextlib.suppress(SidesaveError):
-            future.result(DEADLINE_S)
-    error = handle.committed.exception()
-    assert isinstance(error, CheckpointExistsError)
+    concurrent.futures.wait([handle.committed], DEADLINE_S)
     assert handle.staged.result() is None
     assert "failed" in repr(handle)
     look: dict[str, Callable[[], object]] = {
@@ -436,12 +443,60 @@ def test_failed_save_raises_where_the_user_looks_next_and_once(run: Path, blocke
     }
     with pytest.raises(CheckpointExistsError) as caught:
         look[place]()
-    assert caught.value is error
+    assert caught.value is handle.committed.exception()
     ckpt.wait()
     if place in ("save", "wait"):
         ckpt.save(2, a_state(2))
         ckpt.close()
         assert "step-00000002" in entries(run)
+
+
+async def awaited(future: concurrent.futures.Future[Any]) -> None:
+    await asyncio.wrap_future(future)
+
+
+READS: dict[str, Callable[[sidesave.SaveHandle], object]] = {
+    "exception": lambda handle: handle.committed.exception(DEADLINE_S),
+    "result": lambda handle: handle.written.result(DEADLINE_S),
+    "in a callback": lambda handle: handle.written.add_done_callback(lambda future: future.exception()),
+    "by asyncio": lambda handle: asyncio.run(awaited(handle.committed)),
+}
+
+
+@pytest.mark.parametrize("place", ["save", "wait", "close"])
+@pytest.mark.parametrize("read", READS)
+def test_failure_that_was_read_from_the_handle_is_not_raised_again(
+    run: Path, blocked: Callable[[int], None], read: str, place: str
+):
+    with sidesave.Checkpointer(run) as ckpt:
+        blocked(1)
+        handle = ckpt.save(1, a_state(1))
+        with contextlib.suppress(CheckpointExistsError):
+            READS[read](handle)
+        concurrent.futures.wait([handle.committed], DEADLINE_S)
+        if place == "save":
+            ckpt.save(2, a_state(2)).committed.result(DEADLINE_S)
+        elif place == "wait":
+            ckpt.wait()
+    assert ("step-00000002" in entries(run)) is (place == "save")
+
+
+def test_of_several_failures_those_that_were_not_read_are_told(
+    run: Path, blocked: Callable[[int], None], caplog: pytest.LogCaptureFixture
+):
+    with sidesave.Checkpointer(run, slots=3) as ckpt:
+        for step in (1, 2, 3):
+            blocked(step)
+        pid = daemon(ckpt)
+        os.kill(pid, signal.SIGSTOP)
+        handles = [ckpt.save(step, a_state(step)) for step in (1, 2, 3)]
+        os.kill(pid, signal.SIGCONT)
+        assert handles[0].committed.exception(DEADLINE_S) is not None
+        concurrent.futures.wait([handle.committed for handle in handles], DEADLINE_S)
+        with pytest.raises(CheckpointExistsError, match="step-00000002"):
+            ckpt.wait()
+        assert "another save failed" in caplog.text and "step-00000003" in caplog.text
+        ckpt.wait()
 
 
 def test_failure_of_a_blocking_save_is_raised_by_that_call_alone(run: Path, blocked: Callable[[int], None]):
@@ -493,11 +548,10 @@ def test_failed_step_can_be_saved_again_as_soon_as_the_failure_is_known(run: Pat
         blocked(1)
         handle = ckpt.save(1, a_state(1))
 
-        def save_again(_: object) -> None:
+        def save_again(future: concurrent.futures.Future[Any]) -> None:
             blocked(1)
             try:
-                with pytest.raises(CheckpointExistsError, match="overwrite=True to replace it"):  # told once more
-                    ckpt.save(1, a_state(1))
+                assert "overwrite=True to replace it" in str(future.exception())
                 again.append(ckpt.save(1, a_state(1)))
             except BaseException as error:  # noqa: BLE001 - looked at below
                 again.append(error)
@@ -557,7 +611,7 @@ def test_interrupted_save_leaves_nothing_that_writes_into_the_next_one(tmp_path:
     """Ctrl-C in the middle of the copy, then the usual last save into the same slot."""
     large = {"w": [torch.rand(1 << 22) for _ in range(24)]}
     small = {"w": torch.arange(1 << 20, dtype=torch.float32)}
-    with sidesave.Checkpointer(tmp_path, slots=1) as checkpointer:
+    with dropped_by_python(KeyboardInterrupt), sidesave.Checkpointer(tmp_path, slots=1) as checkpointer:
         checkpointer.prepare(large).result()
         for attempt in range(10):
             timer = threading.Timer(0.002 * (1 + attempt), signal.raise_signal, [signal.SIGINT])
@@ -568,7 +622,7 @@ def test_interrupted_save_leaves_nothing_that_writes_into_the_next_one(tmp_path:
                 signal.raise_signal(signal.SIGINT)
             except KeyboardInterrupt:
                 timer.cancel()
-            info = checkpointer.save(2 * attempt + 1, small).committed.result(60)
+            info = checkpointer.save(2 * attempt + 1, small).committed.result(300)
             assert sidesave.verify(info).ok
             assert torch.equal(sidesave.load(info)["w"], small["w"])
 
@@ -593,7 +647,7 @@ def test_wait_from_a_signal_handler_inside_save_is_refused_at_once(tmp_path: Pat
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         before = signal.signal(signal.SIGUSR1, handler)
         try:
-            checkpointer.save(1, {"item": Item()}).committed.result(60)
+            checkpointer.save(1, {"item": Item()}).committed.result(300)
         finally:
             signal.signal(signal.SIGUSR1, before)
         assert len(raised) == 3
@@ -610,8 +664,8 @@ def test_commit_that_ends_after_going_back_is_no_obstacle(tmp_path: Path) -> Non
         abandoned = checkpointer.save(100, state)
         checkpointer.load(50)
         os.kill(pid, signal.SIGCONT)
-        abandoned.committed.result(60)
-        again = checkpointer.save(100, state).committed.result(60)
+        abandoned.committed.result(300)
+        again = checkpointer.save(100, state).committed.result(300)
         assert again.parent is not None
         assert again.parent[0] == 50
         assert checkpointer.latest_step() == 100

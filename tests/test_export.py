@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from states import difference, noise
 from test_cli import output, sidesave_cli
-from test_tree import difference, noise
 from torch import nn
 from trainers import DEADLINE_S
 from worlds import Apart, Own, Spread, cut, write_world
@@ -205,6 +205,16 @@ def test_what_safetensors_does_not_know_is_refused_by_name(tmp_path: Path, tenso
     assert load_as_transformers(tmp_path / "out").keys() == {"w"}
 
 
+def test_tensors_that_each_rank_has_for_itself_are_named_for_rank_0s_are_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    states = [{"ema": {"w": torch.full((3,), float(rank))}} for rank in range(2)]
+    path = write_world(tmp_path / "run", states, lambda fqn, tensor: Own())
+    export(path, tmp_path / "out", item="ema")
+    assert "each of 2 ranks has its own, and rank 0's is exported: ema.w" in caplog.text
+    assert torch.equal(load_as_transformers(tmp_path / "out")["w"], torch.zeros(3))
+
+
 def test_what_has_no_arithmetic_is_not_cast(tmp_path: Path):
     packed = torch.zeros(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     path = save(tmp_path / "run", {"model": {"w": packed}})
@@ -343,7 +353,6 @@ print(peak() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", ["", "float64"])
 def test_memory_stays_bounded_however_large_a_tensor_is(tmp_path: Path, dtype: str):
     """A tensor of 800 MB, cut in columns, and many of which several fit in a batch."""

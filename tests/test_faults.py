@@ -26,10 +26,11 @@ from typing import Self
 
 import psutil
 import pytest
+from states import wait_until
 from trainers import DEADLINE_S, ROOT, Traces, a_state, await_end, check, pidfd_of, same
 
 import sidesave
-from sidesave.client import catalog
+from sidesave.client import catalog, connection
 from sidesave.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -37,6 +38,7 @@ from sidesave.errors import (
     NoSpaceError,
     SidesaveError,
     WriteError,
+    WriteStalledError,
 )
 
 MIB = 1 << 20
@@ -256,8 +258,7 @@ class Campaign:
             assert path and whole(path, step), what
             return
         assert isinstance(error, WriteError), f"{what}: {error!r}"
-        with pytest.raises(type(error)):
-            self.ckpt.wait()
+        self.ckpt.wait()
         assert error.errno == code, f"{what}: {error!r}"
         assert str(error.filename).startswith(str(self.run)), f"{what}: {error!r}"
         assert os.strerror(code) in str(error), f"{what}: {error}"
@@ -320,7 +321,6 @@ def test_short_write_in_a_save_goes_on_where_it_stopped(run: Path, faults: Fault
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_any_call_of_a_save_may_fail_in_any_way(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
         for call, code in itertools.product(campaign.calls, (*CODES, errno.EINTR)):
@@ -328,7 +328,6 @@ def test_any_call_of_a_save_may_fail_in_any_way(run: Path, faults: Faults):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", ["once", "until it heals", "its work done"])
 def test_any_call_of_an_overwriting_save_may_fail_and_the_old_step_stays(run: Path, faults: Faults, way: str):
     with Campaign(run, faults, overwrite=True) as campaign:
@@ -340,7 +339,6 @@ def test_any_call_of_an_overwriting_save_may_fail_and_the_old_step_stays(run: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_any_call_of_a_save_may_fail_for_a_moment_and_the_save_is_committed(run: Path, faults: Faults):
     with Campaign(run, faults, retries=1) as campaign:
         for call in campaign.calls:
@@ -494,7 +492,6 @@ def test_any_call_of_a_start_may_fail_and_nothing_written_is_lost(run: Path, fau
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "until it heals"])
 def test_any_call_of_a_start_may_fail_in_any_way(run: Path, faults: Faults, template: Path, lasting: bool):
     starts = Starts(run, faults, template)
@@ -516,8 +513,7 @@ def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(run: Pa
         assert faults.withdraw() == 1
         assert isinstance(error, NoSpaceError)
         assert ckpt.steps() == []
-        with pytest.raises(NoSpaceError):
-            ckpt.wait()
+        ckpt.wait()
         ckpt.save(1, a_state(1, 100)).committed.result(DEADLINE_S)
     check(run, 1, mib=100)
 
@@ -530,8 +526,7 @@ def test_one_error_of_the_medium_does_not_break_the_saves_that_follow(run: Path,
         faults.order(Call(function, "*.step-*" if function != "rename" else "step-*"), errno.EIO)
         assert isinstance(ckpt.save(1, a_state(1)).committed.exception(DEADLINE_S), WriteError)
         assert faults.withdraw() == 1
-        with pytest.raises(WriteError):
-            ckpt.wait()
+        ckpt.wait()
         for step in (1, 2, 3):
             ckpt.save(step, a_state(step)).committed.result(DEADLINE_S)
         assert ckpt.daemon_pid == pid
@@ -560,8 +555,7 @@ def test_step_whose_name_is_taken_by_something_else_is_refused_and_nothing_nests
             path for path in before if ".sidesave" not in str(path)
         ]
         assert list(other.iterdir()) == []
-        with pytest.raises(CheckpointExistsError):
-            ckpt.wait()
+        ckpt.wait()
         ckpt.save(6, a_state(6)).committed.result(DEADLINE_S)
 
 
@@ -581,7 +575,7 @@ state = {f"item{n:03}": {"weight": torch.full((3, 5), float(n))} for n in range(
 SAVE_AND_LOAD = """
 with sidesave.Checkpointer(run) as ckpt:
     for step in (1, 2):
-        ckpt.save(step, state).committed.result(60)
+        ckpt.save(step, state).committed.result(300)
     found = ckpt.load()
 names = lambda state: {(item, name) for item in state for name in state[item]}
 assert names(found) == names(state)
@@ -598,7 +592,7 @@ def limited(
     code = LIMITED + "".join(parts)
     arguments = [sys.executable, "-W", "error", "-c", code, kind, str(soft), str(soft if hard is None else hard), run]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=100, input=said, env=environment)
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, input=said, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -616,15 +610,15 @@ def test_few_file_descriptors_are_enough_for_many_tensors(run: Path, state: str,
 
 LARGE_FILE = """
 with sidesave.Checkpointer(run, retries=0) as ckpt:
-    ckpt.save(1, {"w": torch.arange(1000)}).committed.result(60)
+    ckpt.save(1, {"w": torch.arange(1000)}).committed.result(300)
     resource.prlimit(ckpt.daemon_pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    error = ckpt.save(2, {"w": torch.rand(1 << 20)}).committed.exception(60)
+    error = ckpt.save(2, {"w": torch.rand(1 << 20)}).committed.exception(300)
     print(type(error).__name__, error.errno, error.filename, error)
     try:
         ckpt.wait()
     except OSError:
         pass
-    ckpt.save(3, {"w": torch.arange(1000)}).committed.result(60)
+    ckpt.save(3, {"w": torch.arange(1000)}).committed.result(300)
     print(ckpt.steps())
 """
 
@@ -645,7 +639,7 @@ with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, {"w": torch.rand(1 << 20)})
     except sidesave.SidesaveError as error:
         print(type(error).__name__, "--", error)
-    ckpt.save(2, {"w": torch.arange(1000)}).committed.result(60)
+    ckpt.save(2, {"w": torch.arange(1000)}).committed.result(300)
     print(ckpt.steps())
 """
     done = limited(run, "RLIMIT_FSIZE", 1 << 20, code)
@@ -675,7 +669,7 @@ assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 <
         ["unshare", "--mount", *mounted],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "saved\n", done.stderr[-3000:]
@@ -715,14 +709,14 @@ with open(os.environ["CGROUP"], "w") as file:
     file.write(str(os.getpid()))
 with sidesave.Checkpointer(run) as ckpt:
     pid = ckpt.daemon_pid
-    ckpt.save(1, {"w": torch.arange(1000)}).committed.result(60)
+    ckpt.save(1, {"w": torch.arange(1000)}).committed.result(300)
     large = torch.zeros(120 << 20)  # 480 MiB, and once more in staging memory
     try:
         ckpt.save(2, {"w": large})
     except sidesave.HostMemoryError as error:
         print(error)
     del large
-    ckpt.save(3, {"w": torch.arange(1 << 20)}).committed.result(60)
+    ckpt.save(3, {"w": torch.arange(1 << 20)}).committed.result(300)
     print(ckpt.steps(), pid == ckpt.daemon_pid)
 """
     with pytest.MonkeyPatch.context() as patch:
@@ -743,7 +737,7 @@ run, what = run.split(":")
 state, steps = {"w": torch.arange(1000)}, iter(range(1, 1000))
 
 def save(ckpt, size=10):
-    ckpt.save(next(steps), {"w": torch.zeros(size)}).committed.result(60)
+    ckpt.save(next(steps), {"w": torch.zeros(size)}).committed.result(300)
 
 def respawn(ckpt):
     os.kill(ckpt.daemon_pid, signal.SIGKILL)
@@ -825,8 +819,7 @@ def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> None:
 def failure(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> WriteError:
     error = ckpt.save(step, a_state(step, mib)).committed.exception(DEADLINE_S)
     assert isinstance(error, WriteError), repr(error)
-    with pytest.raises(type(error)):
-        ckpt.wait()
+    ckpt.wait()
     return error
 
 
@@ -966,6 +959,26 @@ def frozen(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.root
+def test_overlay_that_cannot_rename_a_directory_of_its_image_says_so(mount: Callable[..., Path], tmp_path: Path):
+    for name in ("image", "upper", "work"):
+        (tmp_path / name).mkdir()
+    with sidesave.Checkpointer(tmp_path / "image/run") as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+    layers = f"lowerdir={tmp_path / 'image'},upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
+    run = mount("-t", "overlay", "-o", f"{layers},redirect_dir=off", "none") / "run"
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 3)
+        with pytest.raises(WriteError, match=r"renameat commits a checkpoint.*overlay.*volume") as caught:
+            ckpt.delete(1).result(DEADLINE_S)
+        assert caught.value.errno == errno.EXDEV
+        with pytest.raises(WriteError, match=r"overlay"):
+            ckpt.save(2, a_state(2), overwrite=True).committed.result(DEADLINE_S)
+        commit(ckpt, 4)
+    check(run, 1, 2, 3, 4)
+
+
+@pytest.mark.root
 def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(ext4: Path):
     with sidesave.Checkpointer(ext4, stall_timeout_s=600) as ckpt:
         commit(ckpt, 1)
@@ -983,6 +996,35 @@ def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(
         commit(ckpt, 3)
     check(ext4, 1, 2, 3)
     assert list(ext4.glob(".step-*")) == []
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("patience_s", [1.0, 600.0])
+def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
+    ext4: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience_s: float
+):
+    monkeypatch.setattr(connection, "_KILL_TIMEOUT_S", 0.1)
+    with sidesave.Checkpointer(ext4, stall_timeout_s=patience_s) as ckpt:
+        commit(ckpt, 1)
+        pid = ckpt.daemon_pid
+        assert pid is not None
+        with pidfd_of(pid) as pidfd:
+            with frozen(ext4.parent):
+                handle = ckpt.save(2, a_state(2))
+                handle.staged.result(DEADLINE_S)
+                _await_stuck(pid)
+                os.kill(pid, signal.SIGKILL)
+                wait_until(lambda: f"daemon {pid} cannot be killed" in caplog.text, "it is told", DEADLINE_S)
+                if patience_s == 1.0:
+                    for failed in (handle, ckpt.save(3, a_state(3), overwrite=True)):
+                        with pytest.raises(WriteStalledError, match="stuck in the kernel"):
+                            failed.committed.result(DEADLINE_S)
+            await_end(pidfd)
+        if patience_s == 600.0:
+            handle.committed.result(DEADLINE_S)
+        commit(ckpt, 4)
+        assert ckpt.daemon_pid != pid
+    check(ext4, *([1, 4] if patience_s == 1.0 else [1, 2, 4]))
 
 
 @pytest.mark.root

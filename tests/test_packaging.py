@@ -23,14 +23,19 @@ PACKAGE_DIR: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
 # What a room may import of sidesave; a name stands for everything beneath it.
 MAY_IMPORT = {
     "stager": ("sidesave.errors", "sidesave.stager"),
-    "writer_daemon": ("sidesave.errors", "sidesave.stager.arena", "sidesave.writer_daemon"),
+    "writer_daemon": (
+        "sidesave.errors",
+        "sidesave.stager.arena",
+        "sidesave.stager.system_calls",
+        "sidesave.writer_daemon",
+    ),
 }
 
 
 def python(code: str, cwd: Path, **env: str) -> str:
     """Runs code in a fresh interpreter, away from the checkout, and returns what it prints."""
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,7 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("sidesave", *ROOMS):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", base, tree]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = base.glob("*.whl")
     return path
@@ -102,7 +107,7 @@ def test_the_wheel_installs_on_linux_only(wheel: Path):
 def test_the_rooms_import_from_an_installed_wheel(wheel: Path, tmp_path: Path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     names = ["sidesave", *(f"sidesave.{room}" for room in ROOMS)]
     code = f"import importlib\nfor name in {names}: print(importlib.import_module(name).__file__)"
     files = python(code, tmp_path, PYTHONPATH=str(site)).split()

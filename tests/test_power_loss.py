@@ -256,7 +256,7 @@ def record(folder: Path, scenario: Callable[[Run], object], *, hard_links: bool 
             try:
                 scenario(run)
             finally:
-                run.session.end()
+                run.session.close()
         disk = Disk(recorder.trace)
         for event in recorder.trace.events:
             disk.apply(event)
@@ -565,7 +565,7 @@ def test_power_loss_while_the_lease_is_taken_or_given_up(folder: Path, judge: Ju
             run.save(100, 1)
             run.session.end()
             run.session.respawn()
-            run.session.end()
+            run.session.close()
     judge.replay(recorder.trace, FEW // 2)
 
 

@@ -200,7 +200,7 @@ def test_sigterm_saves_even_if_the_save_before_has_failed(
 def test_sigterm_saves_even_if_all_slots_are_busy_and_saves_may_be_skipped(
     orders: Orders, start: Start, run: Path, undisturbed: dict[int, str]
 ):
-    trainer = start(save="[OnSignal(), EverySteps(3)]", options={"on_busy": "skip", "slots": 1})
+    trainer = start(save="[OnSignal(), FirstStep()]", options={"on_busy": "skip", "slots": 1})
     trainer.expect("restored")
     orders.give("hold", starting_at="os.mkdir")
     trainer.train(1)
@@ -335,7 +335,7 @@ def test_ranks_that_are_apart_neither_skip_the_step_nor_wait_for_ever(
 
 
 def test_a_rank_that_dies_keeps_nobody(start_ranks: Callable[..., list[ManagedTrainer]], run: Path):
-    save = "[EverySteps(4), OnSignal(deadline_s=5)]"
+    save = "[FirstStep(), OnSignal(deadline_s=5)]"
     ranks = start_ranks(3, save=save, paced=True, total=100)
     for trainer in ranks:
         trainer.expect("restored")

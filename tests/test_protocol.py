@@ -1,6 +1,7 @@
 """The wire: what is sent arrives as it was, and nothing else gets in."""
 
 import dataclasses
+import errno
 import types
 import typing
 from typing import Any, cast
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidesave.errors import ProtocolError
+from sidesave.errors import ProtocolError, WriteError
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import (
     Extent,
@@ -39,7 +40,6 @@ def saves(draw: st.DrawFn) -> Save:
     rank = draw(st.just(0) | st.integers(0, world_size - 1))
     files = draw(st.lists(EXTENTS, max_size=6, unique_by=lambda extent: extent.name))
     cut = draw(st.integers(0, len(files)))
-    claims = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
     return Save(
         attempt=draw(INT),
         save_id=draw(INT),
@@ -61,7 +61,7 @@ def saves(draw: st.DrawFn) -> Save:
         table=draw(st.none() | EXTENTS),
         metadata=draw(st.none() | EXTENTS),
         beside=draw(EXTENTS) if rank == 0 and draw(st.booleans()) else None,
-        spare=draw(st.none() | st.builds(Spare, claim=claims, files=st.just(tuple(files[cut:])), table=EXTENTS)),
+        spare=draw(st.none() | st.builds(Spare, files=st.just(tuple(files[cut:])), table=EXTENTS)),
     )
 
 
@@ -328,3 +328,16 @@ def test_whole_number_arrives_as_a_float_where_one_is_due():
     arrived = decode(pack(raw(a_save()) | {"created_s": 3}))
     assert isinstance(arrived, Save)
     assert type(arrived.created_s) is float
+
+
+def test_error_in_words_that_are_no_text_is_told_with_escapes():
+    failed = protocol.failure(1, 2, WriteError(errno.EIO, "broken \udcff", "/run/\udcff"))
+    assert (failed.message, failed.path) == (r"broken \udcff", r"/run/\udcff")
+    told = decode(encode(dataclasses.replace(failed, message="broken \udcff")))
+    assert isinstance(told, protocol.Failed)
+    assert told.message == r"broken \udcff"
+
+
+def test_what_cannot_be_encoded_is_a_typed_error():
+    with pytest.raises(ProtocolError, match="DELETE cannot be encoded"):
+        encode(protocol.Delete(attempt=1, save_id=1, step=1 << 70, sequence=0, retry=False))

@@ -243,8 +243,21 @@ def test_a_written_save_is_only_watched_for_its_slot_may_hold_another_one_by_the
     save = dataclasses.replace(a_save(1), attempt=1)
     assert requests.add(save, 1) == save
     assert requests.for_successor(2) == [dataclasses.replace(save, attempt=2, retry=True)]
-    assert requests.hear(Written(attempt=2, save_id=1, nbytes=1, seconds=1.0, apart=False))
+    assert requests.hear(Written(attempt=2, save_id=1, nbytes=1, seconds=1.0))
     assert requests.for_successor(3) == [Watch(attempt=3, save=dataclasses.replace(save, attempt=3, retry=True))]
     committed = Committed(attempt=3, save_id=1, name="step", nbytes=1)
     assert [requests.hear(committed), requests.hear(committed)] == [True, False]
     assert requests.for_successor(4) == []
+
+
+def test_deaths_count_for_what_nothing_was_answered_in_between():
+    requests = Requests()
+    for save_id in (1, 2, 3):
+        requests.add(dataclasses.replace(a_save(save_id), attempt=1), 1)
+    for _ in range(5):
+        assert requests.daemon_died(5) == []
+    assert requests.hear(Committed(attempt=6, save_id=1, name="step", nbytes=1))
+    for _ in range(5):
+        assert requests.daemon_died(5) == [], "what stood behind the first begins anew"
+    assert requests.daemon_died(5) == [2, 3]
+    assert len(requests) == 0

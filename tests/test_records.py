@@ -24,7 +24,7 @@ WORLD = 512
 class Distant(PosixStorage):
     """A server so far away that a record comes only once so many are asked for."""
 
-    asked = threading.Barrier(32, timeout=60)
+    asked = threading.Barrier(32, timeout=300)
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
         self.asked.wait()

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_tree import difference, noise
+from states import difference, noise
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -636,7 +636,6 @@ def load_in_turn(rank: int, world: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [4])
 def test_sharded_targets_take_their_part_and_no_rank_waits_for_another(tmp_path: Path, world: int):
     model = Net()

@@ -324,7 +324,7 @@ def test_fsdp_over_tensor_parallelism_holds_what_the_grid_says(tmp_path: Path) -
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as ranks:
         try:
-            output, _ = ranks.communicate(timeout=100)
+            output, _ = ranks.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             os.killpg(ranks.pid, signal.SIGKILL)
             output, _ = ranks.communicate()

@@ -1,6 +1,5 @@
 """Thousands of saves whose structures and sizes change, with daemons that die and saves that fail: nothing grows."""
 
-import contextlib
 import gc
 import os
 import shutil
@@ -16,7 +15,7 @@ import torch
 from trainers import DEADLINE_S, Orders, Traces, entries, staging_memory
 
 import sidesave
-from sidesave.errors import CheckpointExistsError, NoSpaceError, SidesaveError
+from sidesave.errors import CheckpointExistsError, NoSpaceError
 
 STRUCTURES = 10
 """More than there are places for plans, so that plans are made again and again."""
@@ -125,8 +124,7 @@ class Soak:
 
     def _failure(self) -> BaseException | None:
         error = self._ckpt.save(self._step, state_of(self._step)).committed.exception(DEADLINE_S)
-        with contextlib.suppress(SidesaveError):  # told once more where the user looks
-            self._ckpt.wait(DEADLINE_S)
+        self._ckpt.wait(DEADLINE_S)
         return error
 
     def watch(self, saves: int, *, fail_every: int = 0) -> dict[str, float]:
@@ -181,7 +179,6 @@ def test_hundred_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_three_thousand_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
     run: Path, traces: Traces, orders: Orders, capsys: pytest.CaptureFixture[str]
 ):

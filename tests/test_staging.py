@@ -4,14 +4,11 @@ Where a copy runs beside training (``overlap=True`` on the CPU), it is held at i
 worst, so that no test depends on who is quicker.
 """
 
-import contextlib
-import copy
 import itertools
 import logging
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +16,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from test_tree import difference
+from states import assert_torn, difference, frozen, held, scramble, swap_back, swap_in, wait_until, waits_at_the_guard
 from torch import nn
 
 import sidesave
 from sidesave import Checkpointer, HostMemoryError, TornSnapshotError
-from sidesave.stager import ownership
-from sidesave.stager.memcopy import MemoryCopier
+from sidesave.stager.apart import Worker
+from sidesave.stager.memcopy import MemoryCopier, Pieces
 
 MIB = 1 << 20
 
@@ -44,53 +41,6 @@ steps = itertools.count(1)
 def overlapping(tmp_path: Path) -> Iterator[Checkpointer]:
     with Checkpointer(tmp_path, overlap=True) as checkpointer:
         yield checkpointer
-
-
-@contextlib.contextmanager
-def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
-    """Copies of saves that begin inside wait at their start: until the block ends, or the event is set."""
-    go_on = threading.Event()
-
-    def wait() -> None:
-        go_on.wait(60)
-
-    checkpointer._copier._submit(wait)
-    try:
-        yield go_on
-    finally:
-        go_on.set()
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.001)
-
-
-def waits_at_the_guard(thread: threading.Thread) -> bool:
-    """Whether a thread is inside the guard, as its stack says."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code is ownership.close_guards.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def frozen(state: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of ``state`` must hold, copied now."""
-
-    def freeze(value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return {key: tensor.detach().clone() for key, tensor in value.state_dict().items()}
-        if isinstance(value, torch.Tensor):
-            return value.detach().clone()
-        if isinstance(value, dict):
-            return {key: freeze(item) for key, item in value.items()}
-        return copy.deepcopy(value.state_dict() if hasattr(value, "state_dict") else value)
-
-    return {key: freeze(value) for key, value in state.items()}
 
 
 def network(width: int = 64, layers: int = 4) -> nn.Sequential:
@@ -115,22 +65,8 @@ def trained(
 
 
 def assert_holds(checkpointer: Checkpointer, handle: sidesave.SaveHandle, expected: dict[str, Any]) -> None:
-    info = handle.committed.result(60)
+    info = handle.committed.result(300)
     assert difference(expected, sidesave.load(info)) == ""
-
-
-def assert_torn(checkpointer: Checkpointer, handle: sidesave.SaveHandle, names: str) -> None:
-    for future in (handle.staged, handle.written, handle.committed):
-        with pytest.raises(TornSnapshotError, match=f"changed while being copied: {names}"):
-            future.result(60)
-    with pytest.raises(TornSnapshotError):
-        checkpointer.wait()
-
-
-def scramble(tensors: Any) -> None:
-    """Changes memory in the way that nothing notices: no version counter, no hook."""
-    for tensor in tensors:
-        tensor.data.view(torch.uint8 if tensor.dim() else tensor.dtype).random_()
 
 
 # Optimizers ------------------------------------------------------------------------------------------------------
@@ -170,7 +106,7 @@ def test_a_step_waits_for_the_copy_and_the_copy_is_what_was_there(shared: Checkp
         wait_until(lambda: waits_at_the_guard(stepping), "the step at the guard")
         assert difference(expected, frozen(state)) == "", "nothing has changed yet"
         go_on.set()
-        stepping.join(60)
+        stepping.join(300)
     assert difference(expected, frozen(state)) != "", "the step has been taken"
     assert_holds(shared, handle, expected)
 
@@ -275,7 +211,7 @@ with sidesave.Checkpointer(sys.argv[1], overlap=True) as checkpointer:
         optimizer.step()
         assert (checkpointer.load(handle.committed.result().step)["weight"] == step + 1).all()
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
 
 
 def test_a_compiled_training_step_is_not_compiled_again_by_saves(shared: Checkpointer):
@@ -413,22 +349,10 @@ def test_views_into_larger_memory_are_copied_at_the_call(shared: Checkpointer):
     with held(shared):
         handle = shared.save(next(steps), {"weight": weight, "optimizer": optimizer})
         flat.untyped_storage().resize_(0)
-    assert difference(expected["weight"], sidesave.load(handle.committed.result(60))["weight"]) == ""
+    assert difference(expected["weight"], sidesave.load(handle.committed.result(300))["weight"]) == ""
 
 
 # What changes owned tensors all the same -------------------------------------------------------------------------
-
-
-def swap_in(model: nn.Module, average: nn.Module) -> list[torch.Tensor]:
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    for parameter, averaged in zip(model.parameters(), average.parameters(), strict=True):
-        parameter.data.copy_(averaged.data)
-    return before
-
-
-def swap_back(model: nn.Module, before: list[torch.Tensor]) -> None:
-    for parameter, tensor in reversed(list(zip(model.parameters(), before, strict=True))):
-        parameter.data.copy_(tensor)
 
 
 def test_averages_swapped_in_for_a_save_are_what_it_holds(tmp_path: Path):
@@ -488,7 +412,7 @@ def test_averages_swapped_in_and_back_while_a_copy_runs_are_noticed(tmp_path: Pa
                 go_on.set()
                 for weight, tensor in reversed(list(zip(weights, before, strict=True))):
                     weight.data.copy_(tensor)
-            if handle.committed.exception(60) is None:
+            if handle.committed.exception(300) is None:
                 assert_holds(checkpointer, handle, expected)
             else:
                 assert_torn(checkpointer, handle, "model")
@@ -512,14 +436,14 @@ weight = torch.nn.Parameter(torch.ones(1 << 20))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 with sidesave.Checkpointer(sys.argv[1], overlap=True, on_error="warn") as checkpointer:
     go_on = threading.Event()
-    checkpointer._copier._submit(go_on.wait)
+    checkpointer._copier._starter.submit(go_on.wait)
     handle = checkpointer.save(1, {"weight": weight, "optimizer": optimizer})
     weight.untyped_storage().resize_(0)
     go_on.set()
     print(type(handle.committed.exception()).__name__)
 """
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "TornSnapshotError\n"), done.stderr
 
 
@@ -569,7 +493,7 @@ def test_a_failed_save_is_only_warned_of_on_request(
             with held(checkpointer):
                 handle = checkpointer.save(1, state)
                 scramble([state["weight"]])
-            assert isinstance(handle.committed.exception(60), TornSnapshotError)
+            assert isinstance(handle.committed.exception(300), TornSnapshotError)
             if action == "always":
                 wait_until(lambda: any(text in str(one.message) for one in caught), "the warning")
             else:  # which must not end the thread that it comes from
@@ -597,7 +521,7 @@ def test_guard_holds_a_hand_written_update_back_until_the_copy_is_done(shared: C
         wait_until(lambda: waits_at_the_guard(updating), "the update at the guard")
         assert difference(expected, frozen(state)) == ""
         go_on.set()
-        updating.join(60)
+        updating.join(300)
     assert_holds(shared, handle, expected)
 
 
@@ -622,9 +546,9 @@ def test_a_guard_is_this_threads_alone(shared: Checkpointer):
     with held(shared), shared.guard():
         saving = threading.Thread(target=lambda: handles.append(shared.save(next(steps), state)))
         saving.start()
-        saving.join(60)
+        saving.join(300)
         assert not handles[0].staged.done(), "copied beside training"
-    handles[0].committed.result(60)
+    handles[0].committed.result(300)
 
 
 # By default ------------------------------------------------------------------------------------------------------
@@ -691,14 +615,11 @@ def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is(helpers: int):
         marks.append(done)
 
     copier = MemoryCopier()
-    copier._helpers = helpers
-    copier.copy(
-        [
-            (target.data_ptr(), source.data_ptr(), source.nbytes)
-            for target, source in zip(targets, sources, strict=True)
-        ],
-        on_prefix,
-    )
+    copier._helpers = [Worker("helper") for _ in range(helpers)]
+    regions = [
+        (target.data_ptr(), source.data_ptr(), source.nbytes) for target, source in zip(targets, sources, strict=True)
+    ]
+    copier.copy(Pieces(regions, on_prefix))
     copier.close()
     assert torch.equal(image, expected)
     assert marks == sorted(set(marks))
@@ -779,7 +700,7 @@ def test_a_prepared_checkpointer_allocates_nothing_at_the_first_save(tmp_path: P
     state = trained()
     with Checkpointer(tmp_path) as checkpointer:
         before = len(arenas_nbytes())
-        checkpointer.prepare(state).result(60)
+        checkpointer.prepare(state).result(300)
         prepared = arenas_nbytes()
         assert len(prepared) == before + 2
         for step in range(4):
@@ -806,7 +727,7 @@ def test_the_budget_counts_all_slots_together(tmp_path: Path):
     with Checkpointer(tmp_path, slots=2, max_host_memory_bytes=12 * MIB) as checkpointer:
         future = checkpointer.prepare({"weights": torch.ones(2 * MIB)})
         with pytest.raises(HostMemoryError, match=r"beside 8\.\d MiB already taken"):
-            future.result(60)
+            future.result(300)
         assert_holds(checkpointer, checkpointer.save(1, {"x": torch.ones(2 * MIB)}), {"x": torch.ones(2 * MIB)})
 
 
@@ -822,7 +743,7 @@ def test_closing_gives_all_staging_memory_back(tmp_path: Path):
 def test_staged_copies_grow_no_autograd_graph(shared: Checkpointer):
     state = trained()
     state["no leaf"] = state["model"][0].weight * 2
-    shared.save(next(steps), state).committed.result(60)
+    shared.save(next(steps), state).committed.result(300)
     targets = [target.view for slot in shared._pool._slots for target in slot.targets]
     assert targets
     assert not any(view.requires_grad or view.grad_fn for view in targets)

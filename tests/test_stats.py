@@ -408,7 +408,7 @@ except ModuleNotFoundError as error: assert "pip install 'sidesave[metrics]'" in
 else: raise AssertionError
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -27,6 +27,8 @@ from sidesave.writer_daemon.manifest import (
     Manifest,
 )
 
+pytestmark = pytest.mark.usefixtures("end_all")
+
 LAST = "e" * 16
 SEEDS = itertools.count()
 BEFORE, AFTER = a_state(1), a_state(2)

@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 import torch
 from rank_trainers import RankZygote
+from states import wait_until
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, pidfd_of
 from typer.testing import CliRunner, Result
 
 import sidesave
 from sidesave.client.cli import app
-from sidesave.client.save_policies import TRIGGER
+from sidesave.client.save_policies import STOP, TRIGGER, request_save
 from sidesave.client.top import DaemonView, Top, _RunLog, _written
+from sidesave.client.trigger import LISTENING, listen
 
 MODULE = [sys.executable, "-m", "sidesave.client.cli"]
 STATE = {"x": torch.zeros(3)}
@@ -57,8 +59,8 @@ def test_a_daemon_is_seen_with_its_run_its_trainer_and_the_last_commit_until_it_
         before = time.time()
         for step in (7, 3):
             checkpointer.save(step, STATE).committed.result()
+        wait_until(lambda: seen(tmp_path)[0].last_step == 3, "the log has the commit, which it follows")
         [view] = seen(tmp_path)
-        assert view.last_step == 3
         assert view.last_commit_s is not None and before <= view.last_commit_s <= time.time()
         assert view.pid is not None
         with pidfd_of(view.pid) as pidfd:
@@ -308,7 +310,7 @@ def test_plot_refuses_what_it_cannot_draw_in_one_line(run: Path, tmp_path: Path)
 def test_plot_without_its_extra_says_which_to_install(run: Path):
     code = f"import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = ['plot', {str(run)!r}]\n"
     code += "from sidesave.client.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install 'sidesave[plot]'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -320,6 +322,7 @@ def test_plot_without_its_extra_says_which_to_install(run: Path):
 @contextlib.contextmanager
 def obeying(checkpointer: sidesave.Checkpointer, run: Path, obey: Callable[[], object]) -> Iterator[None]:
     """A trainer's loop: it does as it is told when the request is there."""
+    listen(str(run), checkpointer._session)
     end = threading.Event()
 
     def train() -> None:
@@ -338,7 +341,8 @@ def obeying(checkpointer: sidesave.Checkpointer, run: Path, obey: Callable[[], o
 
 
 def test_trigger_leaves_a_request_for_a_live_session_however_often(tmp_path: Path):
-    with sidesave.Checkpointer(tmp_path):
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        listen(str(tmp_path), checkpointer._session)
         for _ in range(2):
             assert "asked to save" in output("trigger", tmp_path)
             assert (tmp_path / TRIGGER).exists()
@@ -352,6 +356,30 @@ def test_trigger_is_refused_where_nobody_would_save(tmp_path: Path):
     assert "one checkpoint" in output("trigger", tmp_path / "step-00000001", status=2)
     assert "no such directory" in output("trigger", tmp_path / "nowhere", status=2)
     assert not (tmp_path / TRIGGER).exists()
+
+
+def test_trigger_is_refused_where_the_run_does_not_listen(tmp_path: Path):
+    with sidesave.CheckpointManager(tmp_path, dict(STATE), save=[sidesave.EverySteps(1)]):
+        assert "needs the policy OnRequest()" in output("trigger", tmp_path, "--stop", status=1)
+        assert not (tmp_path / STOP).exists()
+
+
+def test_requests_end_with_the_session_that_they_were_made_for(tmp_path: Path):
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        listen(str(tmp_path), checkpointer._session)
+        output("trigger", tmp_path, "--stop")
+        earlier = (tmp_path / STOP).read_bytes()
+    with sidesave.CheckpointManager(tmp_path, dict(STATE), save=[sidesave.OnRequest()]) as manager:
+        assert not (tmp_path / STOP).exists()
+        request_save(tmp_path, stop=True, session=earlier.decode())  # asked by who had looked before
+        deadline = time.monotonic() + DEADLINE_S
+        while (tmp_path / STOP).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        manager.step(0)
+        request_save(tmp_path)
+        assert not manager.stopping
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((STOP, TRIGGER, LISTENING))]
 
 
 def test_trigger_is_refused_while_a_daemon_only_finishes_for_a_dead_trainer(
@@ -423,6 +451,7 @@ def test_trigger_can_have_the_loop_stop_as_well(tmp_path: Path):
 def test_trigger_that_waits_in_vain_says_whether_the_request_was_seen(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, STATE).committed.result()
+        listen(str(tmp_path), checkpointer._session)
         text = output("trigger", tmp_path, "--wait", "--timeout", 0, status=1)
         assert "within 0 s; the trainer has not seen the request" in text
         assert (tmp_path / TRIGGER).exists()
@@ -441,6 +470,7 @@ def test_trigger_reports_the_failure_of_the_save(tmp_path: Path):
 
 def test_trigger_ends_with_the_session_and_takes_back_what_was_not_seen(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
+        listen(str(tmp_path), checkpointer._session)
         command = [*MODULE, "trigger", tmp_path, "--wait"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             deadline = time.monotonic() + DEADLINE_S
@@ -473,11 +503,12 @@ def test_commands_for_runs_under_way_do_without_torch(command: list[str], tmp_pa
     pytest.importorskip("matplotlib")
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, STATE).committed.result()
+        listen(str(tmp_path), checkpointer._session)
         code = (
             "import sys\nfrom sidesave.client import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
         )
         arguments = [str(tmp_path) if word == "RUN" else word for word in command]
         done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=300
         )
     assert done.returncode == 0, done.stderr

@@ -1,15 +1,16 @@
 """A state taken apart and put together again: every value comes back with its own type, and what cannot is refused."""
 
+import argparse
 import collections
+import dataclasses
 import datetime
 import enum
 import io
 import pathlib
 import pickle
+import random
 import resource
-import warnings
-import zoneinfo
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,83 +20,19 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from numpy._core._rational_tests import rational  # NumPy's own example of a dtype of somebody else's
+from states import TENSORS, difference
 from torch import nn
 
 import sidesave
 from sidesave.client import selection
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager import tree
-from sidesave.stager.dtypes import CARRIERS, NAMES
 from sidesave.stager.skeleton import Skeleton, Tag, TensorRef
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
 )  # torch: complex32, sparse CSR and quantization are "beta"
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The values of a dense tensor as bytes, whatever its strides."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-
-
-def _pairs(a: Iterable[Any], b: Iterable[Any], at: str) -> str:
-    return next(filter(None, (difference(x, y, f"{at}[{n}]") for n, (x, y) in enumerate(zip(a, b, strict=True)))), "")
-
-
-def difference(a: Any, b: Any, at: str = "") -> str:
-    """Where ``b`` is not ``a`` in type, bits, order, or what else the type has; "" when nowhere."""
-    if type(a) is nn.Parameter:
-        a = a.detach()
-    if type(a) is not type(b):
-        return f"{at}: {type(a)} became {type(b)}"
-    match a:
-        case torch.Tensor():
-            if (a.dtype, a.shape, a.layout, a.device) != (b.dtype, b.shape, b.layout, b.device):
-                return f"{at}: {a.dtype} {a.shape} {a.layout} became {b.dtype} {b.shape} {b.layout}"
-            if a.layout is not torch.strided:
-                if a.layout is torch.sparse_coo and a.is_coalesced() != b.is_coalesced():
-                    return f"{at}: coalesced or not"
-                return _pairs(_parts(a), _parts(b), at)
-            return "" if bits(a) == bits(b) else f"{at}: other bits"
-        case np.ndarray() | np.generic():
-            same = a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-            return "" if same else f"{at}: {a!r} became {b!r}"
-        case dict():
-            if len(a) != len(b):
-                return f"{at}: {len(a)} keys became {len(b)}"
-            if isinstance(a, collections.defaultdict) and a.default_factory is not b.default_factory:
-                return f"{at}: other factory"
-            return _pairs(a, b, at) or _pairs(a.values(), b.values(), at)
-        case set() | frozenset():
-            gone = [x for x in a if all(difference(x, y) for y in b)]
-            return "" if len(a) == len(b) and not gone else f"{at}: {a!r} became {b!r}"
-        case list() | tuple() | collections.deque():
-            if len(a) != len(b) or getattr(a, "maxlen", None) != getattr(b, "maxlen", None):
-                return f"{at}: {a!r} became {b!r}"
-            return _pairs(a, b, at)
-        case io.BytesIO():
-            return "" if (a.getvalue(), a.tell()) == (b.getvalue(), b.tell()) else f"{at}: other stream"
-        case datetime.datetime() | datetime.time():
-            same = a.replace(tzinfo=None) == b.replace(tzinfo=None) and a.fold == b.fold and _zone(a) == _zone(b)
-            return "" if same else f"{at}: {a!r} became {b!r}"
-        case float() | complex():
-            return _pairs([repr(a)], [repr(b)], at)  # nan is nan, and -0.0 is not 0.0
-        case _:
-            return "" if a == b else f"{at}: {a!r} became {b!r}"
-
-
-def _zone(value: datetime.datetime | datetime.time) -> Any:
-    zone = value.tzinfo
-    return zone.key if isinstance(zone, zoneinfo.ZoneInfo) else zone and zone.utcoffset(None)
 
 
 def round_trip(value: Any, *, allow_pickle: bool = False) -> Any:
@@ -183,6 +120,16 @@ def test_the_ends_of_the_64_bit_range_and_what_lies_beyond_come_back():
     assert_comes_back(dict.fromkeys(edges, "key"))
 
 
+@pytest.mark.parametrize(
+    "value", [np.bytes_(b"ab\0"), np.bytes_(b"\0\0"), np.str_("ab\0\0"), np.str_("\0"), np.str_("\ud800")]
+)
+def test_text_scalars_of_numpy_keep_the_zeros_at_their_end(value: Any):
+    again = round_trip(value)
+    assert type(again) is type(value)
+    assert again == value
+    assert len(again) == len(value)
+
+
 def test_enums_come_back_by_value():
     class Color(enum.Enum):
         RED = "red"
@@ -267,60 +214,6 @@ def test_a_numpy_array_that_is_saved_can_be_written_to_afterwards(tmp_path: Path
 # Tensors ---------------------------------------------------------------------------------------------------------
 
 
-def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any bit patterns at all, nan payloads included."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    generator = torch.Generator().manual_seed(count + dtype.itemsize)
-    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
-
-
-def _sparse(layout: torch.layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    dense = torch.zeros(4, 6, dtype=dtype)
-    dense[0, 1], dense[2, 2:4], dense[3, 5] = 1, 2, 3
-    if layout in (torch.sparse_bsr, torch.sparse_bsc):
-        return dense.to_sparse(layout=layout, blocksize=(2, 3))
-    return dense.to_sparse(layout=layout)
-
-
-def _tensors() -> dict[str, torch.Tensor]:
-    floats = noise(torch.float32, 6, 8)
-    return {
-        **{str(dtype): noise(dtype, 3, 4) for dtype in (*NAMES, *CARRIERS)},
-        **{f"0-dim {dtype}": noise(dtype, 1)[0] for dtype in (*NAMES, *CARRIERS)},
-        "empty": torch.empty(0),
-        "empty with dimensions": torch.empty(3, 0, 2, dtype=torch.complex128),
-        "transposed": floats.t(),
-        "slice": floats[1:4, 2:7],
-        "every other": floats[::2, ::3],
-        "expanded": torch.tensor([1.5]).expand(5, 3),
-        "channels last": noise(torch.float32, 2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "overlapping windows": torch.arange(8.0).unfold(0, 4, 1),
-        "conjugate complex64": noise(torch.complex64, 3, 2).conj(),
-        "conjugate complex128": noise(torch.complex128, 3, 2).conj(),
-        "conjugate complex128, transposed": noise(torch.complex128, 3, 2).mH,
-        "imaginary part of a conjugate, a negated view": noise(torch.complex64, 3, 2).conj().imag,
-        "negated view": torch._neg_view(torch.arange(5.0)),
-        "requires grad": torch.arange(3.0, requires_grad=True),
-        "no leaf": torch.arange(3.0, requires_grad=True) * 2,
-        "parameter": nn.Parameter(torch.arange(4.0)),
-        "COO": _sparse(torch.sparse_coo),
-        "COO, not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), [1.0, 2.0, 3.0], (4,)),
-        "COO, hybrid": torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.arange(6.0).view(2, 3), (4, 3)),
-        "COO without a value": torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0), (4, 3)),
-        "COO, complex128": _sparse(torch.sparse_coo, torch.complex128),
-        "CSR": _sparse(torch.sparse_csr),
-        "CSC": _sparse(torch.sparse_csc, torch.float64),
-        "BSR": _sparse(torch.sparse_bsr),
-        "BSC": _sparse(torch.sparse_bsc, torch.int16),
-    }
-
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch: complex32 is experimental, sparse layouts are beta
-    TENSORS = _tensors()
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every kind of value above, saved by a daemon and loaded from disk."""
@@ -396,20 +289,40 @@ class _Zone(datetime.tzinfo):
     pass
 
 
+class Phase(enum.Enum):
+    WARM = 1
+    MAIN = 2
+
+
 class Pair(NamedTuple):
     a: int
     b: int
 
 
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+
+
+class Endless:
+    def state_dict(self) -> dict[str, Any]:
+        return {"more": Endless()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: torch.empty(2, device="meta"), "x.y: a meta tensor has no values"),
-    "meta module": (lambda: nn.Linear(2, 2, device="meta"), "x.y.weight: a meta tensor has no values"),
+    "meta module": (
+        lambda: nn.Linear(2, 2, device="meta"),
+        r"2 values.*\n  x.y.weight: a meta tensor has no v",
+    ),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), "x.y: torch.quint8"),
     "raw bits": (lambda: torch.empty(2, dtype=torch.bits8), "x.y: torch.bits8"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "x.y: a nested tensor"),
     "mkldnn": (lambda: torch.ones(2, 2).to_mkldnn(), "x.y: tensors of layout torch._mkldnn"),
     "sparse meta": (lambda: torch.ones(2, 2).to_sparse().to("meta"), "x.y: tensors of layout torch.sparse_coo on meta"),
-    "lazy parameter": (lambda: nn.LazyLinear(2), "x.y.weight: a lazy parameter"),
+    "lazy parameter": (lambda: nn.LazyLinear(2), r"2 values.*\n  x.y.weight: a lazy parameter"),
     "tensor subclass": (lambda: torch.ones(1).as_subclass(type("Odd", (torch.Tensor,), {})), r"x.y: a .*Odd is not"),
     "object": (lambda: Opaque(1), r"x.y: a .*Opaque cannot be saved; .*allow_pickle"),
     "class with state_dict": (lambda: nn.Linear, "x.y: a builtins.type cannot be saved"),
@@ -417,12 +330,42 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "object array": (lambda: np.array([object()]), "x.y: a numpy.ndarray"),
     "masked array": (lambda: np.ma.array([1], mask=[True]), "x.y: a numpy.ma.*MaskedArray"),
     "record scalar": (lambda: np.rec.array([(1,)], dtype=[("a", "i4")])[0], "x.y: a numpy.*record"),
-    "named tuple": (lambda: Pair(1, 2), "x.y: a .*Pair"),
-    "dict subclass": (lambda: type("Bag", (dict,), {})(a=1), "x.y: a .*Bag"),
+    "named tuple": (lambda: Pair(1, 2), r"x.y: a .*Pair cannot be saved; save x\._asdict\(\) of it$"),
+    "dict subclass": (lambda: type("Bag", (dict,), {})(a=1), r"x.y: a .*Bag cannot be saved; save dict\(x\) of it$"),
+    "dataclass": (lambda: Settings(), r"x.y: a .*Settings cannot be saved; save dataclasses\.asdict\(x\) of it$"),
+    "namespace": (
+        lambda: argparse.Namespace(lr=1),
+        r"x.y: a argparse.Namespace cannot be saved; save vars\(x\)",
+    ),
+    "generator of torch": (torch.Generator, r"x.y: a .*Generator cannot be saved; save x\.get_state\(\) of it, "),
+    "generator of Python": (random.Random, r"x.y: a random.Random cannot be saved; save x\.getstate\(\) of it, "),
+    "generator of NumPy": (
+        np.random.default_rng,
+        r"x.y: a numpy.*Generator cannot be saved; save x\.bit_generator",
+    ),
+    "data loader": (
+        lambda: torch.utils.data.DataLoader([1]),  # pyright: ignore[reportArgumentType]
+        r"x.y: a .*DataLoader cannot be saved; .*torchdata's StatefulDataLoader((?!pickle).)*$",
+    ),
+    "iterator": (lambda: iter([1]), "x.y: a builtins.list_iterator cannot be saved; it does not tell where it is"),
     "defaultdict": (lambda: collections.defaultdict(lambda: 3), "x.y: a defaultdict with factory"),
     "time zone": (lambda: datetime.datetime(2026, 1, 1, tzinfo=_Zone()), "x.y: a time zone of type _Zone"),
-    "list cycle": (_list_cycle, r"x.y.0.again.0.*nested deeper .* or in a cycle"),
+    "list cycle": (_list_cycle, r"x.y: it contains itself, as x.y.0.again$"),
+    "endless state": (Endless, r"x.y.more.{60,80}\.\.\..{60,80}more: nested deeper than 100 levels$"),
     "tensor as a key": (lambda: {torch.ones(1): 2}, "x.y: a tensor cannot be a key"),
+    "tensor within a key": (lambda: {(torch.ones(1), 1): 2}, "x.y: a tuple cannot be a key"),
+    "tensor in a set": (lambda: {torch.ones(1)}, "x.y: a tensor cannot be a key, nor in a set"),
+    "tensor in a frozen set": (lambda: frozenset({torch.ones(1)}), "x.y: a tensor cannot be a key, nor in a set"),
+    "module as a key": (lambda: {nn.Linear(1, 1): 2}, "x.y: a Linear cannot be a key"),
+    "module in a set": (lambda: {nn.ReLU()}, "x.y: a ReLU cannot be a key, nor in a set"),
+    "enum of a list as a key": (lambda: {enum.Enum("Odd", {"A": [1]})["A"]: 2}, "x.y: a Odd cannot be a key"),
+    "enum and its value as keys": (lambda: {Phase.WARM: "a", 1: "b"}, "x.y: <Phase.WARM: 1> and 1 would come back as"),
+    "enum beside what equals its value": (lambda: {Phase.WARM: "a", True: "b"}, "x.y: <Phase.WARM: 1> and True would"),
+    "enum within a key": (lambda: {(Phase.WARM, 0): "a", (1, 0): "b"}, r"x.y: \(<Phase.WARM: 1>, 0\) and \(1, 0\)"),
+    "enum and its value in a set": (lambda: {Phase.WARM, 1}, "x.y: .* would come back as one"),
+    "zeros without memory": (lambda: torch._efficientzerotensor(3), "x.y: a tensor of zeros without memory"),
+    "array of a dtype without a name": (lambda: np.zeros(2, rational), "x.y: NumPy cannot save the dtype rational"),
+    "scalar of a dtype without a name": (lambda: np.zeros(2, rational)[0], "x.y: NumPy cannot save the dtype rational"),
 }
 
 
@@ -431,6 +374,36 @@ def test_what_cannot_be_saved_is_refused_by_name(name: str):
     make, message = REFUSED[name]
     with pytest.raises(UnsupportedValueError, match="^" + message):
         tree.flatten({"x": {"y": make()}})
+
+
+def test_all_that_cannot_be_saved_is_told_at_once_and_briefly():
+    odd = [Opaque(number) for number in range(40)]
+    with pytest.raises(UnsupportedValueError) as caught:
+        tree.flatten({"a": iter([]), "b": _list_cycle(), "c": odd, "d": {"e": torch.ones(1), "f": print}})
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "43 values of the state cannot be saved:"
+    assert [line.strip().partition(":")[0] for line in lines[1:4]] == ["a", "b.0", "c.0"]
+    assert (len(lines), lines[-1]) == (22, "  ... and 23 more")
+    assert all(len(line) < 250 for line in lines)
+
+
+def test_a_cycle_with_many_ways_is_told_once():
+    round_about: dict[str, Any] = {}
+    round_about |= {"left": round_about, "right": round_about}
+    with pytest.raises(UnsupportedValueError, match=r"^x: it contains itself, as x\.left$"):
+        tree.flatten({"x": round_about})
+
+
+def test_before_training_only_what_will_never_be_saved_is_refused():
+    class NotReady:
+        def state_dict(self) -> dict[str, Any]:
+            raise AttributeError("not yet")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    tree.check({"lazy": nn.LazyLinear(2), "meta": nn.Linear(2, 2, device="meta"), "later": NotReady()})
+    with pytest.raises(UnsupportedValueError, match=r"^odd: a .*Opaque cannot be saved"):
+        tree.check({"lazy": nn.LazyLinear(2), "later": NotReady(), "odd": Opaque(1)})
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from sidesave.writer_daemon.storage import PosixStorage
 from sidesave.writer_daemon.worker import Place, Worker
 from sidesave.writer_daemon.writer import Writer
 
+pytestmark = pytest.mark.usefixtures("end_all")
+
 LATE = 1 << 40
 """A place in the order of commits behind every save of a test."""
 
@@ -209,7 +211,7 @@ def test_history_knows_a_save_that_ended_in_the_fallback(run: Path, other: Path)
     with_one.end()
     with_two.end()
     begun = SaveRecord(step=2, session=OLD, outcome="saving", save_id=2, sequence=2, called_s=1.0)
-    HistoryLog(str(run)).append(begun)
+    HistoryLog(PosixStorage(str(run))).append(begun)
     with sidesave.Checkpointer(run, fallback_directory=other) as ckpt:
         assert ckpt.history()[-1].outcome == "committed"
 

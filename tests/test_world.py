@@ -122,6 +122,18 @@ def test_rank_that_cannot_load_keeps_all_from_it_though_its_error_is_none_of_our
     close(ranks, traces, run)
 
 
+def test_all_ranks_go_back_and_the_next_job_goes_on_from_there(start: Start, run: Path, traces: Traces):
+    for ranks in (start(2), start(3)):
+        ranks.do("build", "fragile")
+        ranks.open(run)
+        if len(ranks) == 2:
+            save(ranks, 1, 2, 3)
+            assert ranks.do("load", 1) == [1, 1]
+        assert ranks.do("steps") == [[[1, 2, 3], 1]] * len(ranks)
+        assert ranks.do("load") == [1] * len(ranks)
+        close(ranks, traces, run)
+
+
 def test_rank_whose_object_does_not_take_its_state_is_named_by_all(start: Start, run: Path, traces: Traces):
     ranks = start(2)
     ranks.do("build", "fragile")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 """For everything that takes a moment: nothing waits without an end, and a busy machine is no failure."""
 
 
@@ -75,8 +75,8 @@ def check(run: str | os.PathLike[str], *steps: int, mib: float = 1) -> None:
 
 
 def entries(run: str | os.PathLike[str]) -> list[str]:
-    """What a run directory holds beside lease and history."""
-    own = (".sidesave.lease", ".sidesave.history")
+    """What a run directory holds beside lease, history, and what it remembers of going back and of other places."""
+    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rollback", ".sidesave.fallback")
     return sorted(path.name for path in Path(run).iterdir() if path.name not in own)
 
 
@@ -179,7 +179,8 @@ class Orders:
 
         Args:
             what: "report", "hold" (that thread, until :meth:`release`), "stop" (SIGSTOP to itself), "exit" (with last
-                words), "kill" (SIGKILL), or the name of an errno, as in "ENOSPC", with which that operation fails.
+                words), "kill" (SIGKILL), "break" (an error that nobody expects), or the name of an errno, as in
+                "ENOSPC", with which that operation fails.
             after: Steps that still happen.
             starting_at: The kind from which they are counted; "" is the first of any kind. A save begins with os.mkdir.
             keep: Whether every later daemon gets the same order.
@@ -284,6 +285,8 @@ def follow_orders(role: str) -> None:
             elif what in ("kill", "stop"):  # to this thread: it does not even return from the call
                 signal.pthread_kill(threading.get_ident(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
             os.close(release)
+            if what == "break":
+                raise RuntimeError(LAST_WORDS)
             if what.startswith("E"):  # raised by an audit hook, it is what the operation raises
                 raise OSError(getattr(errno, what), os.strerror(getattr(errno, what)))
         finally:
@@ -610,6 +613,66 @@ def save_and_wait(run: str, step: str, mib: str = "1") -> None:
     ckpt.save(int(step), a_state(int(step), float(mib))).staged.result()
     say("staged")
     wait_to_go_on()
+
+
+def save_without(run: str, calls: str, code: str) -> None:
+    """Saves and loads where these system calls are refused, and says what it came to."""
+    import traceback
+
+    from denied import deny
+
+    import sidesave
+
+    cpus = list(os.sched_getaffinity(0))
+    try:
+        deny(calls.split(","), int(code))
+    except OSError as error:
+        say("skipped", error)
+        os._exit(0)
+    try:
+        with sidesave.Checkpointer(run, nice=1, io_class="idle", cpus=cpus[:1], stall_timeout_s=20) as ckpt:
+            for step in (1, 2):
+                ckpt.save(step, a_state(step, 0.1)).committed.result(DEADLINE_S)
+                say("committed", step)
+                assert same(ckpt.load(step), a_state(step, 0.1))
+            ckpt.save(2, a_state(2, 0.1), overwrite=True, blocking=True)
+            ckpt.delete(1).result(DEADLINE_S)
+        report = sidesave.verify(f"{run}/step-00000002")
+        assert report.ok, report.faults
+        say("fine")
+    except sidesave.SidesaveError as error:
+        say("refused", type(error).__name__, json.dumps(str(error)))
+    except BaseException:  # noqa: BLE001 - it is the test's to judge
+        say("broke", json.dumps(traceback.format_exc()))
+    os._exit(0)
+
+
+def examine_without(folder: str, calls: str, code: str) -> None:
+    """Says what the doctor finds where these system calls are refused."""
+    from denied import deny
+
+    from sidesave.client import doctor
+
+    try:
+        deny(calls.split(","), int(code))
+    except OSError as error:
+        say("skipped", error)
+        os._exit(0)
+    for status, finding, remedy in doctor._system_calls(Path(folder)):
+        say(status, finding, "|", remedy)
+    os._exit(0)
+
+
+def save_at(run: str, seconds: str) -> None:
+    """Saves a step while the clock shows another time, and says what the history has of it."""
+    import sidesave
+
+    assert abs(time.time() - float(seconds)) < 3600
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, a_state(1), blocking=True)
+        ckpt.wait()
+    for record in sidesave.history(run):
+        say(record.outcome, record.called_s, record.committed_s)
 
 
 def keep_saving(run: str, first: str, count: str, follow: str) -> None:

@@ -6,6 +6,9 @@ import logging
 import os
 import socket
 import sys
+import threading
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -15,9 +18,24 @@ def main() -> None:
         sys.exit("this is the writer daemon of sidesave; sidesave.Checkpointer starts it")
     from sidesave.writer_daemon.server import Server
 
-    status = Server(socket.socket(fileno=int(sys.argv[1]))).run()
+    threading.excepthook = _end_process
+    try:
+        status = Server(socket.socket(fileno=int(sys.argv[1]))).run()
+    except BaseException:
+        logger.exception("the loop of the daemon failed")
+        status = 1
     sys.stderr.flush()
     os._exit(status)
+
+
+def _end_process(failed: threading.ExceptHookArgs) -> None:
+    """A thread that died would leave a daemon that beats for ever and does nothing: a successor can do better."""
+    try:
+        name = failed.thread.name if failed.thread is not None else "a thread"
+        logger.error("%s of the daemon died", name, exc_info=failed.exc_value)
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":

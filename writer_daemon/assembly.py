@@ -81,8 +81,7 @@ def _check_replicas(records: Iterable[RankRecord]) -> None:
     if len(by_digest) > 1:
         ranks = sorted(by_digest.values())
         raise StateMismatchError(
-            f"ranks {ranks[:8]} hold different plain tensors in modules or optimizers that were alike before, so one "
-            "copy would not do; the next save keeps a copy of each"
+            f"ranks {ranks[:8]} disagree on whether plain tensors of modules and optimizers are alike; save again"
         )
 
 
@@ -90,15 +89,15 @@ def _add_apart(table: Table, records: Iterable[RankRecord]) -> tuple[Table, dict
     """Let the first holder of a tensor that ranks hold each for themselves stand for all; and which are not alike."""
     holders: dict[str, list[tuple[str, int, TensorInfo]]] = {}
     for record in records:
-        for fqn, sample in record.part.apart.items():
-            holders.setdefault(fqn, []).append((sample, record.rank, record.part.own.tensors[fqn]))
+        for fqn, content in record.part.apart.items():
+            holders.setdefault(fqn, []).append((content, record.rank, record.part.own.tensors[fqn]))
     tables = [table]
     apart: dict[str, tuple[int, ...]] = {}
     by_rank: dict[int, dict[str, TensorInfo]] = {}
     for fqn, found in holders.items():
         _, rank, tensor = found[0]
         by_rank.setdefault(rank, {})[fqn] = tensor
-        if len({(sample, one.dtype, one.shape) for sample, _, one in found}) > 1:
+        if len({content for content, _, _ in found}) > 1:
             apart[fqn] = tuple(rank for _, rank, _ in found)
     tables += [layout.whole(tensors, rank) for rank, tensors in by_rank.items()]
     try:

@@ -29,6 +29,7 @@ from sidesave.writer_daemon.manifest import (
     RankRecord,
 )
 from sidesave.writer_daemon.protocol import Save
+from sidesave.writer_daemon.rollback import Rollbacks
 from sidesave.writer_daemon.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ def _publish_manifest(storage: Storage, directory: str, content: Manifest, attem
 
 
 def _give_name(storage: Storage, lease: Lease, partial: str, target: str, attempt: str, *, replace: bool) -> None:
+    storage.check_root()
     lease.check()
     step = manifest.parse_step_directory(target)
     assert step is not None
@@ -188,17 +190,18 @@ def delete(
     others: Iterable[Storage] = (),
     *,
     spare_read: bool = False,
+    rollbacks: Rollbacks = Rollbacks(),  # noqa: B008 - it is frozen
 ) -> str | None:
     """Make a step disappear in one step, durably; returns the hidden directory that is to be removed later.
 
     None, and nothing is done, where this session has saved the step again after ``sequence``.
 
     Readers that have opened it can go on until then; :func:`is_read` tells of them. With ``spare_read`` there must be
-    none. ``others`` are further run directories of the same run.
+    none. ``others`` are further run directories of the same run, and ``rollbacks`` says where it has gone back.
 
     Raises:
         CheckpointNotFoundError: There is no such step.
-        InvalidArgumentError: No checkpoint was committed after it, so it may be the last good one.
+        InvalidArgumentError: It is the latest checkpoint, so it may be the last good one.
         WriteError: Storage refused.
     """
     target = manifest.step_directory(step)
@@ -208,7 +211,8 @@ def delete(
     if content is not None and content.session == lease.session and content.sequence > sequence:
         return None
     rest = (other for place in (storage, *others) for other in _checkpoints(place) if other.step != step)
-    if not any(content is None or other.sequence > content.sequence for other in rest):
+    order = rollbacks.order
+    if not any(content is None or order(other.sequence) > order(content.sequence) for other in rest):
         raise InvalidArgumentError(f"step {step} is the newest checkpoint; it can be deleted once a newer one is there")
     with _unread(storage, target) if spare_read else contextlib.nullcontext():
         lease.check()

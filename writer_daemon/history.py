@@ -25,7 +25,7 @@ import xxhash
 from sidesave.errors import ProtocolError, SidesaveError, WriteError
 from sidesave.writer_daemon import manifest
 from sidesave.writer_daemon.protocol import Committed, Failed, Message, Note, Save, Written
-from sidesave.writer_daemon.storage import Storage
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,12 @@ _MAX_MESSAGE_LENGTH: Final = 500
 _MAX_PENDING: Final = 1000
 _LAST_SECOND: Final = 253_402_300_799  # of the year 9999
 _SESSION: Final = re.compile(r"[0-9a-f]{16}")
+
+
+def wall_clock_s() -> float:
+    """Seconds since the epoch, of a moment that a record can name in every time zone, whatever the clock says."""
+    return min(max(time.time(), 0.0), _LAST_SECOND - 86_400.0)
+
 
 Outcome = Literal["saving", "unknown", "skipped", "failed", "removed", "committed", "recovered"]
 
@@ -167,11 +173,14 @@ def combine(records: Iterable[SaveRecord]) -> list[SaveRecord]:
 
 def read_history(root: str) -> list[SaveRecord]:
     """What the log of a run directory tells, as :func:`combine` puts it; nothing where there is no log to be read."""
-    path = f"{root}/{HISTORY_FILE}"
+    return _read(f"{root}/{HISTORY_FILE}")
+
+
+def _read(path: str, directory: int | None = None) -> list[SaveRecord]:
     records: list[SaveRecord] = []
     damaged = 0
     try:
-        lines = _read_tail(path).split(b"\n")
+        lines = _read_tail(path, directory).split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -187,29 +196,27 @@ def read_history(root: str) -> list[SaveRecord]:
     return combine(records)
 
 
-def _read_tail(path: str) -> bytes:
-    with os.fdopen(_open_regular(path, os.O_RDONLY), "rb") as file:
+def _read_tail(path: str, directory: int | None) -> bytes:
+    with _open_regular(path, os.O_RDONLY, directory) as regular, open(regular.fileno(), "rb", closefd=False) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4 * MAX_NBYTES))
         return file.read(4 * MAX_NBYTES)
 
 
-def _open_regular(path: str, flags: int) -> int:
+def _open_regular(path: str, flags: int, directory: int | None) -> Descriptor:
     """Open a file that is nothing else: a pipe or a link in its place must neither block nor lead elsewhere."""
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
+    file = Descriptor(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, directory=directory)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
     raise OSError(errno.EINVAL, "it is no regular file", path)
 
 
 class HistoryLog:
     """The log of a run directory, for its one writer."""
 
-    def __init__(self, root: str) -> None:
-        """Nothing is opened before the first line."""
-        self._root = root
-        self._path = f"{root}/{HISTORY_FILE}"
-        self._fd = -1
+    def __init__(self, storage: PosixStorage) -> None:
+        """Nothing is opened before the first line, and then where ``storage`` is, wherever that has been moved to."""
+        self._storage = storage
+        self._file: Descriptor | None = None
         self._pending: collections.deque[SaveRecord] = collections.deque(maxlen=_MAX_PENDING)
         self._limit = MAX_NBYTES
         self._complained = False
@@ -218,49 +225,55 @@ class HistoryLog:
         """Add a line, together with those that could not be written before; never raises ``OSError``."""
         self._pending.append(record)
         try:
-            self._open()
+            fd = self._open()
             while self._pending:
                 line = self._pending[0].to_line()
-                if os.write(self._fd, line) < len(line):
+                if os.write(fd, line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._pending.popleft()
-            if os.fstat(self._fd).st_size > self._limit:
+            if os.fstat(fd).st_size > self._limit:
                 self._drop_older_half()
         except OSError as error:
             level = logging.DEBUG if self._complained else logging.WARNING
             self._complained = True
-            logger.log(level, "%s cannot be kept, which does no harm to saves: %s", self._path, error.strerror)
+            path, why = f"{self._storage.root}/{HISTORY_FILE}", error.strerror
+            logger.log(level, "%s cannot be kept, which does no harm to saves: %s", path, why)
 
-    def _open(self) -> None:
-        if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:  # somebody has removed the file
+    def records(self) -> list[SaveRecord]:
+        """What it tells, as :func:`combine` puts it."""
+        return _read(HISTORY_FILE, self._storage.descriptor)
+
+    def _open(self) -> int:
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:  # somebody has removed the file
             self.close()
-        if self._fd < 0:
-            self._fd = _open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if self._file is None:
+            self._file = _open_regular(HISTORY_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, self._storage.descriptor)
+        return self._file.fileno()
 
     def _drop_older_half(self) -> None:
-        lines = [record.to_line() for record in read_history(self._root)]
+        lines = [record.to_line() for record in self.records()]
         kept, room = len(lines), MAX_NBYTES // 2
         while kept and room >= len(lines[kept - 1]):
             kept -= 1
             room -= len(lines[kept])
-        temporary = f"{self._path}.new"
+        temporary, directory = f"{HISTORY_FILE}.new", self._storage.descriptor
         self._limit = 2 * MAX_NBYTES  # not with every line again where this fails
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # of a daemon that was killed
+            os.unlink(temporary, dir_fd=directory)  # of a daemon that was killed
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(_open_regular(temporary, flags), "wb") as file:
+        with _open_regular(temporary, flags, directory) as regular, open(regular.fileno(), "wb", closefd=False) as file:
             file.write(b"".join(lines[kept:]))
             file.flush()
             os.fsync(file.fileno())  # else a power failure may leave the new name without its content
-        os.rename(temporary, self._path)
+        os.rename(temporary, HISTORY_FILE, src_dir_fd=directory, dst_dir_fd=directory)
         self._limit = MAX_NBYTES
         self.close()
 
     def close(self) -> None:
         """Release the file; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class Recorder:
@@ -301,7 +314,7 @@ class Recorder:
         if record is None:
             return
         assert record.save_id is not None
-        seconds = None if record.called_s is None else max(0.0, round(time.time() - record.called_s, 6))
+        seconds = None if record.called_s is None else max(0.0, round(wall_clock_s() - record.called_s, 6))
         match message:
             case Written(nbytes=nbytes):
                 self._open[record.save_id] = replace(record, written_s=seconds, nbytes=nbytes)
@@ -341,7 +354,7 @@ def log_recovery(
     try:
         for record in _found_by_recovery(storage, committed, removed):
             log.append(record)
-        for record in _found_out_since(storage, session, fallback_directory):
+        for record in _found_out_since(log, storage, session, fallback_directory):
             log.append(record)
     except WriteError as error:
         logger.warning("the history lacks what was recovered: %s", error)
@@ -359,11 +372,11 @@ def _found_by_recovery(storage: Storage, committed: Iterable[str], removed: Iter
             yield SaveRecord(step=parsed[0], session=parsed[1].partition("-")[0], outcome="removed")
 
 
-def _found_out_since(storage: Storage, session: str, fallback_directory: str) -> Iterator[SaveRecord]:
+def _found_out_since(log: HistoryLog, storage: Storage, session: str, fallback_directory: str) -> Iterator[SaveRecord]:
     names = storage.list_directory("")
     hidden = filter(None, map(manifest.parse_hidden_directory, names))
     left = {(step, attempt.partition("-")[0]) for step, attempt, _ in hidden}
-    for record in read_history(storage.root):
+    for record in log.records():
         is_open = record.outcome in ("saving", "unknown") and record.sequence is not None
         if not is_open or record.session == session or (record.step, record.session) in left:
             continue

@@ -75,6 +75,11 @@ class Holder:
     def __str__(self) -> str:
         return f"session {self.session} (trainer {self.trainer_pid}, daemon {self.pid} on {self.host})"
 
+    def serves_trainer_of(self, other: Holder) -> bool:
+        """Whether both serve one and the same process."""
+        mine, theirs = ((it.boot_id, it.pid_namespace, it.trainer_pid, it.trainer_started) for it in (self, other))
+        return mine == theirs
+
     def lives(self) -> bool | None:
         """Whether the holding daemon runs; None when that cannot be told from here."""
         return _lives(self.pid, self.started) if self._is_of_this_system() else None

@@ -77,7 +77,6 @@ class WriteEnded:
     nbytes: int
     seconds: float
     error: Failed | None = None
-    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,17 +270,14 @@ class Jobs:
                 if not self._answered(save_id):
                     progress = Progress(attempt=self.attempt, save_id=save_id, nbytes=nbytes, total_nbytes=total_nbytes)
                     actions.append(Send(progress))
-            case WriteEnded(save_id, nbytes, seconds, error, apart):
+            case WriteEnded(save_id, nbytes, seconds, error):
                 job = self._expect(save_id, Phase.WRITING)
                 if error is not None or job.answered:
                     if error is None and job.failure is not None:
                         actions.append(Reclaim(job.save, job.failure))
                     self._finish(job, error, actions)
                 else:
-                    written = Written(
-                        attempt=self.attempt, save_id=save_id, nbytes=nbytes, seconds=seconds, apart=apart
-                    )
-                    actions.append(Send(written))
+                    actions.append(Send(Written(attempt=self.attempt, save_id=save_id, nbytes=nbytes, seconds=seconds)))
                     job.phase = Phase.WRITTEN
             case CommitEnded(save_id, name, nbytes, error):
                 job = self._expect(save_id, Phase.COMMITTING)

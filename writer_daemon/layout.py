@@ -21,6 +21,8 @@ from sidesave.errors import IntegrityError
 from sidesave.writer_daemon.sealed_json import are_whole, get
 
 ELSEWHERE: Final = -1
+MORE: Final = "@more"
+"""Behind the name of a container: the file of what is written only where ranks differ."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape of a part of a tensor."""
 
@@ -201,8 +203,9 @@ class Part:
         own: Tensors that belong to this rank and to no other, by the keys they have in its files.
         cells: What :meth:`Table.sums` gives for this rank, of everything it knows of.
         skeleton: A digest of what the skeleton says of items that all ranks share.
-        replicas: A digest of samples of plain tensors that all ranks are taken to hold alike, written or not.
-        apart: Where they were found not to be alike: the FQNs in ``own`` of which this is true, with a sample each.
+        replicas: A digest of all plain tensors that were compared and are the same on all ranks, written here or not.
+        apart: Where they are not: those tensors, all in ``own``, each with a digest of all that it is.
+        per_rank: The FQNs of items that each rank has for itself, and not as plain numbers.
     """
 
     table: Table = Table()
@@ -211,6 +214,7 @@ class Part:
     skeleton: str = ""
     replicas: str = ""
     apart: dict[str, str] = field(default_factory=dict[str, str])
+    per_rank: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
@@ -221,6 +225,7 @@ class Part:
             "skeleton": self.skeleton,
             "replicas": self.replicas,
             "apart": self.apart,
+            **({"per_rank": list(self.per_rank)} if self.per_rank else {}),
         }
 
     @classmethod
@@ -239,5 +244,8 @@ class Part:
         apart = cast("dict[str, Any]", get(body, "apart", dict, path))
         if not (apart.keys() <= own.tensors.keys() and all(isinstance(sample, str) for sample in apart.values())):
             raise IntegrityError(f"{path}: what it says of tensors that differ between ranks is malformed")
+        per_rank = cast("list[Any]", get({"per_rank": [], **body}, "per_rank", list, path))
+        if not all(isinstance(fqn, str) for fqn in per_rank):
+            raise IntegrityError(f"{path}: what it says of items of one rank is malformed")
         skeleton, replicas = get(body, "skeleton", str, path), get(body, "replicas", str, path)
-        return cls(table, own, int(cells, 16), skeleton, replicas, apart)
+        return cls(table, own, int(cells, 16), skeleton, replicas, apart, tuple(per_rank))

@@ -42,6 +42,9 @@ _TAKEOVER_SHARE: Final = 0.8
 """Of the time until it is fenced a daemon is asked to use this much, so that it can leave by itself."""
 _REREAD_S: Final = (0.0, 0.01, 0.1)
 _SPARE: Final = ".spare"
+_OWN: Final = (
+    "that is another Checkpointer or CheckpointManager of this very process: go on with that one, or close() it first"
+)
 _NO_RECORD: Final = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EFBIG)
 """What reading says of a link, a directory, a device and a large file: no lease was ever one of them."""
 
@@ -152,17 +155,20 @@ class Lease:
         takeover_timeout_s: float,
         keep_waiting: Callable[[], bool],
         period_s: float = PERIOD_S,
+        *,
+        resumes: bool = False,
     ) -> None:
         """Take the lease of ``storage``; blocking.
 
         Where the present holder's trainer is dead, its daemon is finishing what was staged: it is asked to leave
         within ``takeover_timeout_s`` and waited for, while ``keep_waiting()``. Then it is killed or, where that cannot
         be done from here, left behind without the lease. An earlier daemon of the same session is not waited for. A
-        holder on another system that may be dead is watched for up to three of its periods.
+        holder on another system that may be dead is watched for up to three of its periods. With ``resumes`` a daemon
+        of the same session has held it before.
 
         Raises:
             DirectoryInUseError: The holder and its trainer live; the message names them, and how that was judged.
-            WriteError: Storage refused.
+            WriteError: Storage refused; or this session ``resumes``, and another one was here last.
         """
         self._storage = storage
         self._record = replace(holder, token=secrets.token_hex(8), period_s=float(period_s))
@@ -173,7 +179,7 @@ class Lease:
         self.lost = False
         """Whether :meth:`check` has found another holder."""
         self._page = mmap.mmap(-1, RECORD_NBYTES)
-        self._take(takeover_timeout_s, keep_waiting)
+        self._take(takeover_timeout_s, keep_waiting, resumes=resumes)
         self._tidy()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="sidesave-lease", daemon=True)
@@ -209,13 +215,16 @@ class Lease:
 
     # Taking ----------------------------------------------------------------------------------------------------
 
-    def _take(self, takeover_timeout_s: float, keep_waiting: Callable[[], bool]) -> None:
+    def _take(self, takeover_timeout_s: float, keep_waiting: Callable[[], bool], *, resumes: bool) -> None:
         self._storage.make_directory(LEASE_DIRECTORY, 0o770)  # to lock a file takes the right to read it
         observer = Observer(self._storage, self._record.period_s)
         asked, fence_at, killed = 0, math.inf, False
         while True:
             view, now = observer.look(), time.monotonic()
             holder, free = view.holder, view.alive is False
+            if resumes and holder is not None and holder.session != self.session:  # nor is its daemon asked to leave
+                text = f"{holder} has had this directory since, or it is not the one that the run began in"
+                raise WriteError(errno.ESTALE, f"{text}: put that back, or restart", self._storage.root)
             if holder is not None and not free and (holder.session == self.session or holder.trainer_is_gone()):
                 if asked != view.epoch:
                     patience_s = 0.0 if holder.session == self.session else takeover_timeout_s
@@ -226,7 +235,8 @@ class Lease:
                     killed, fence_at = True, now + _KILL_TIMEOUT_S
                 free = now >= fence_at
             elif view.alive:
-                raise self._in_use(view, "is using it", "use another directory, or stop that run")
+                own = holder is not None and holder.serves_trainer_of(self._record)
+                raise self._in_use(view, "is using it", _OWN if own else "use another directory, or stop that run")
             if free and self._claim(view.epoch + 1, observer):
                 return
             if not keep_waiting():
@@ -335,11 +345,11 @@ class Lease:
 
     def _keep(self) -> None:
         """The lease's own thread: storage that hangs holds up nobody else."""
-        period_s = None if self._has_lock else self._record.period_s
+        period_s = self._record.period_s  # with a lock as well: who watches may not be allowed to ask for it
         counter = 0
         while True:
             leaving = self._record.trainer_gone
-            self._wake.wait(min(_SLOW_POLL_S, period_s or _SLOW_POLL_S) if leaving else period_s)
+            self._wake.wait(min(_SLOW_POLL_S, period_s) if leaving else period_s)
             self._wake.clear()
             record = self._record
             counter += 1

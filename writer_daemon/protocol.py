@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, cast
 
 import msgpack
 
-from sidesave.errors import ProtocolError, SidesaveError
+from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -112,19 +112,14 @@ class Parent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spare:
-    """The rest of what a rank holds of plain tensors that all ranks are taken to hold alike, and one writes for all.
+    """The rest of what a rank holds of plain tensors of which nobody has said that ranks hold them alike.
 
-    ``claim`` is a digest of what this rank holds of them. Only where the claims of the ranks differ the ``files`` are
-    written, and ``table`` stands in the place of the other one.
+    ``table`` names them as its ``apart``. Only where they differ between ranks the ``files`` are written, and ``table``
+    stands in the place of the other one.
     """
 
-    claim: str
     files: tuple[Extent, ...]
     table: Extent
-
-    def __post_init__(self) -> None:
-        if re.fullmatch(r"[0-9a-f]{32}", self.claim) is None:
-            raise ProtocolError(f"{self.claim!r:.80} is no claim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +134,8 @@ class Message:
 class Boot(Message):
     """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
 
-    ``token`` comes back in HELLO. An empty ``fallback_directory`` means none, no ``cpus`` all. ``io_class`` is ``""``,
-    ``"idle"`` or ``"best-effort"``.
+    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory. An empty
+    ``fallback_directory`` means none, no ``cpus`` all. ``io_class`` is ``""``, ``"idle"`` or ``"best-effort"``.
     """
 
     kind: ClassVar[str] = "BOOT"
@@ -152,6 +147,7 @@ class Boot(Message):
     world_size: int
     fallback_directory: str
     trainer_pid: int
+    resumes: bool
     retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
@@ -328,13 +324,12 @@ class Progress(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written(Message):
-    """This rank's bytes and its record are durable; the arena may be reused. ``apart``: its spare was needed."""
+    """This rank's bytes and its record are durable; the arena may be reused."""
 
     kind: ClassVar[str] = "WRITTEN"
     save_id: int
     nbytes: int
     seconds: float
-    apart: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,7 +344,10 @@ class Committed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Message):
-    """A save failed, or, with ``save_id`` None, the daemon itself; ``error`` is a name of ``sidesave.errors``."""
+    """A save failed, or, with ``save_id`` None, the daemon itself; ``error`` is a name of ``sidesave.errors``.
+
+    ``saved_instead`` is the step that another rank has saved at the same turn, where that is why.
+    """
 
     kind: ClassVar[str] = "FAILED"
     save_id: int | None
@@ -357,6 +355,7 @@ class Failed(Message):
     message: str
     errno: int | None
     path: str | None
+    saved_instead: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,19 +389,33 @@ def failure(attempt: int, save_id: int | None, error: Exception) -> Failed:
         attempt=attempt,
         save_id=save_id,
         error=type(error).__name__,
-        message=(error.strerror if isinstance(error, OSError) and error.strerror else str(error))[:4000],
+        message=_utf8(error.strerror if isinstance(error, OSError) and error.strerror else str(error))[:4000],
         errno=code if isinstance(code, int) else None,
-        path=path if isinstance(path, str) else None,
+        path=_utf8(path) if isinstance(path, str) else None,
+        saved_instead=error.saved_instead if isinstance(error, StateMismatchError) else None,
     )
+
+
+def _utf8(text: str) -> str:
+    """What people are told of a name that is no UTF-8, such as that of a file: its odd bytes as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 _KINDS: Final[dict[str, type[Message]]] = {cls.kind: cls for cls in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message."""
+    """The bytes of a message; raises ``ProtocolError`` where a field has none.
+
+    Half a surrogate pair, which no UTF-8 can hold, becomes its escape: only words for people may have one, names and
+    paths are checked before.
+    """
     fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
-    return cast("bytes", msgpack.packb({"kind": message.kind, "version": VERSION, **fields}, use_bin_type=True))
+    body = {"kind": message.kind, "version": VERSION, **fields}
+    try:
+        return cast("bytes", msgpack.packb(body, use_bin_type=True, unicode_errors="backslashreplace"))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ProtocolError(f"{message.kind} cannot be encoded: {error}") from error
 
 
 def decode(data: bytes | memoryview) -> Message:

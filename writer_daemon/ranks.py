@@ -115,7 +115,13 @@ def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> Side
             refusal = Refusal.from_bytes(data, aborted)
     if refusal is None:
         return WriteError(errno.ECONNABORTED, "rank 0 has given up this save", aborted)
-    return refusal.as_error()
+    error = refusal.as_error()
+    if refusal.step != save.step and isinstance(error, (StateMismatchError, WriteStalledError)):
+        if isinstance(error, WriteStalledError):
+            text = f"rank 0 saved step {refusal.step} where rank {save.rank} saves step {save.step}"
+            error = StateMismatchError(f"{text}; every rank has to save the same steps in the same order. {error}")
+        error.saved_instead = refusal.step
+    return error
 
 
 # Rank 0 ----------------------------------------------------------------------------------------------------------
@@ -124,7 +130,7 @@ def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> Side
 def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiting) -> list[RankRecord]:
     """The records of all ranks of an attempt, once they are there; blocking.
 
-    A rank that still has to ask whether plain tensors are alike, though rank 0 knows it by now, is answered.
+    A rank that asks whether plain tensors are alike, though rank 0 has none, is answered.
 
     Raises:
         GivenUp: For what a rank has refused with; ``DaemonDiedError``: its daemon has left and will not write its
@@ -141,7 +147,9 @@ def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiti
         found |= _read_records(storage, save, [rank for rank in missing if manifest.record_file(rank) in names])
         missing -= found.keys()
         if save.rank in found and not answered:
-            answered = _answer_claims(storage, save, names, found[save.rank])
+            answered = save.spare is not None or bool(_claims(names))
+            if answered and save.spare is None:  # rank 0 has nothing to compare, so others hold other tensors
+                storage.make_directory(_verdict(save, alike=False), 0o700)
         if not missing:
             return [found[rank] for rank in range(save.world_size)]
         lookout.look(missing)
@@ -211,7 +219,9 @@ def _refuse_misaligned(storage: Storage, save: Save) -> None:
             if all(entry.startswith(".rank-") for entry in entries):  # nothing yet, or a refusal on its way
                 continue
             text = f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank has to save the same"
-            raise GivenUp(StateMismatchError(f"{text} steps in the same order"))
+            error = StateMismatchError(f"{text} steps in the same order")
+            error.saved_instead = parsed[0]
+            raise GivenUp(error)
 
 
 def _refuse_refused(storage: Storage, path: str) -> None:
@@ -370,18 +380,17 @@ def _read_head(storage: Storage, target: str) -> Head | None:
 # What plain tensors the ranks hold -------------------------------------------------------------------------------
 
 
-def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, publish: Publish) -> bool:
-    """Whether all ranks hold the same plain tensors with the same values, by the claims of all; blocking.
+def are_alike(storage: Storage, save: Save, digest: str, timeout_s: float, waiting: Waiting, publish: Publish) -> bool:
+    """Whether all ranks hold the same plain tensors with the same values, by the digests of all; blocking.
 
     Rank 0's daemon compares, and its verdict is a directory beside the attempt's, so that the others need not list all
-    that is in there. A rank that knew the answer before makes no claim, and its record tells.
+    that is in there. A rank that has none, or has seen the verdict of an earlier daemon, tells in its record.
 
     Raises:
         GivenUp: As in :func:`await_records`, or by rank 0.
     """
-    assert save.spare is not None
     directory = partial_of(save)
-    claim = f"{CLAIM}rank-{save.rank:05d}.{save.spare.claim}"
+    claim = f"{CLAIM}rank-{save.rank:05d}.{digest}"
     publish(claim)
     recorded: dict[int, str] = {}
     lookout = _Lookout(storage, save, waiting)
@@ -404,7 +413,7 @@ def are_alike(storage: Storage, save: Save, timeout_s: float, waiting: Waiting, 
                 if rank not in claims and rank not in recorded and manifest.record_file(rank) in names:
                     recorded[rank] = _read_record(storage, save, rank).part.replicas
             found = {**recorded, **claims}
-            alike = set(found.values()) == {save.spare.claim}
+            alike = set(found.values()) == {digest}
             if not alike or len(found) == save.world_size:
                 storage.make_directory(_verdict(save, alike=alike), 0o700)
                 return alike
@@ -428,13 +437,6 @@ def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
 
 def _verdict(save: Save | Refuse, *, alike: bool) -> str:
     return manifest.hidden_directory(save.step, attempt_of(save), VERDICTS[not alike])
-
-
-def _answer_claims(storage: Storage, save: Save, names: set[str], own: RankRecord) -> bool:
-    claims = set(_claims(names).values())
-    if claims and save.spare is None:
-        storage.make_directory(_verdict(save, alike=claims == {own.part.replicas}), 0o700)
-    return bool(claims)
 
 
 def _claims(names: set[str]) -> dict[int, str]:

@@ -27,11 +27,11 @@ from typing import Final
 import psutil
 import zmq
 
-from sidesave.errors import ProtocolError, SidesaveError, WriteStalledError
+from sidesave.errors import ProtocolError, SidesaveError, WriteError, WriteStalledError
 from sidesave.stager.arena import Arena
-from sidesave.writer_daemon import commit, history, jobs, protocol
+from sidesave.writer_daemon import commit, history, jobs, places, protocol
 from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import Lease
+from sidesave.writer_daemon.lease import Lease, current_holder
 from sidesave.writer_daemon.membership import Membership
 from sidesave.writer_daemon.protocol import Message, Save
 from sidesave.writer_daemon.storage import PosixStorage
@@ -88,9 +88,12 @@ class Server:
             name = f"{boot.rank}-{name}"
         try:
             storage = PosixStorage(boot.directory)
+            if boot.resumes and current_holder(storage) is None:
+                text = "this is not the directory that the run began in, as no lease is here: put that back, or restart"
+                raise WriteError(errno.ENOENT, text, boot.directory)
             if boot.rank == 0:
                 holder = Holder.current(boot.session, boot.trainer_pid)
-                lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
+                lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there, resumes=boot.resumes)
                 recovery = commit.recover(storage, lease, name)
             else:
                 lease = Membership(storage, boot.session, boot.rank)
@@ -105,7 +108,7 @@ class Server:
             attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed, left=recovery.left
         )
         self._send(ready)
-        log = history.HistoryLog(boot.directory)
+        log = history.HistoryLog(storage)
         found = recovery.committed, recovery.removed
         if boot.rank == 0:
             self._history = history.Recorder(boot.session, lambda record: self._work.put(lambda: log.append(record)))
@@ -148,6 +151,7 @@ class Server:
         try:
             lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
             commit.recover(storage, lease, name)
+            places.mark_used(boot.directory)
         except BaseException:  # the next save tries again
             if lease is not None:
                 lease.release()
@@ -338,7 +342,11 @@ class Server:
 
     def _send(self, message: Message) -> None:
         try:
-            self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+            data = protocol.encode(message)
+        except ProtocolError as error:
+            data = protocol.encode(protocol.failure(self._boot.attempt, getattr(message, "save_id", None), error))
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:  # the trainer is stopped or gone; what matters is on disk
             logger.warning("the trainer does not take %s", message.kind)
 
@@ -389,8 +397,8 @@ def _ignore(number: int, frame: object) -> None:
 
 def _allow_many_files() -> None:
     """Raise the limit of open files as far as it goes: a save keeps one open for each of its containers."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

@@ -26,7 +26,7 @@ from sidesave.errors import (
     WriteError,
 )
 from sidesave.stager.arena import Arena
-from sidesave.writer_daemon import commit, jobs, manifest, protocol, ranks
+from sidesave.writer_daemon import commit, jobs, manifest, protocol, ranks, rollback
 from sidesave.writer_daemon.lease import Lease, closed_ranks, current_holder
 from sidesave.writer_daemon.manifest import RankRecord, step_directory
 from sidesave.writer_daemon.membership import Membership
@@ -116,10 +116,9 @@ class Worker:
                 failure = self._give_up(save, failure)
             self._post(jobs.WriteEnded(save.save_id, 0, 0.0, failure))
         else:
-            seconds, apart = time.monotonic() - started, bool(record.part.apart)
             if save.rank:
                 self._written[save.save_id] = time.monotonic()
-            self._post(jobs.WriteEnded(save.save_id, record.nbytes, seconds, apart=apart))
+            self._post(jobs.WriteEnded(save.save_id, record.nbytes, time.monotonic() - started))
 
     def _write(self, save: Save, arena: Arena | None) -> RankRecord:
         if arena is None:
@@ -203,6 +202,9 @@ class Worker:
         content = commit.commit(place.storage, place.lease, save, place.attempt, records)
         if save.world_size > 1:
             ranks.forget_verdict(place.storage, save)
+            # Not before: a rank that has missed a save finds out by these, however late it comes.
+            while self._tombstones and self._tombstones[0][0] < time.monotonic():
+                self._remove_tombstone(self._tombstones.popleft()[1])
         return name if place is self._primary else os.path.join(place.storage.root, name), content.nbytes
 
     def _await_records(self, place: Place, save: Save) -> list[RankRecord]:
@@ -287,8 +289,6 @@ class Worker:
         self._others = frozenset(range(1, save.world_size))
         if tombstone is not None:
             self._tombstones.append((time.monotonic() + ranks.TOMBSTONE_S, tombstone))
-        while self._tombstones and self._tombstones[0][0] < time.monotonic():
-            self._remove_tombstone(self._tombstones.popleft()[1])
         return failure
 
     def _remove_tombstone(self, name: str) -> None:
@@ -369,6 +369,7 @@ class Worker:
                     request.sequence,
                     others,
                     spare_read=request.spare_read,
+                    rollbacks=rollback.read(self._primary.storage),
                 )
                 if trash is None:  # a save that was asked for later has taken its place, so it is gone
                     continue

@@ -20,8 +20,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
+
+import xxhash
 
 from sidesave.errors import IntegrityError, NoSpaceError, ProtocolError, WriteError
 from sidesave.stager.arena import Arena, page_up
@@ -40,6 +42,7 @@ from sidesave.writer_daemon.tensor_file import (
 )
 
 CHUNK_NBYTES: Final = 16 << 20
+UTF_8: Final = ("utf-8", "surrogatepass")
 _FOLLOW_POLL_S: Final = 0.0005
 _FOLLOW_FROM: Final = 2
 """Writing begins when 1 / this of the state is copied. For 1.4 GB, starting at once made the call 84 ms long and the
@@ -116,6 +119,7 @@ class Writer:
         """
         self._tries += 1  # what an earlier try has left, and could not remove, has other names
         directory = ranks.partial_of(save)
+        self._storage.check_root()
         alone = save.world_size == 1
         if not alone:
             ranks.refuse_aborted(self._storage, save)
@@ -129,14 +133,23 @@ class Writer:
         total = save.nbytes
         if not save.retry:  # what is there already needs no more room
             self._check_space(save, total)
-        images = self._write_images(save, save.files, arena, directory, total, on_progress)
+        images = [self._plan(save, arena, directory, extent) for extent in save.files]
+        self._write_images(save, images, arena, total, on_progress)
         self._await_filled(save, arena, arena.nbytes)
-        table = save.table
-        if save.spare is not None and not self._are_alike(save, waiting or self._check_lease):
-            table = save.spare.table
-            rest = sum(extent.nbytes for extent in save.spare.files)
-            self._check_space(save, rest)
-            images += self._write_images(save, save.spare.files, arena, directory, rest, lambda done, total: None)
+        part = None if save.table is None else _read_part(save, arena, save.table)
+        if save.spare is not None:
+            rest = [self._plan(save, arena, directory, extent) for extent in save.spare.files]
+            apart = _read_part(save, arena, save.spare.table)
+            apart = replace(apart, apart=self._digest_tensors([*images, *rest], arena, apart))
+            claim = tensor_file.digest("".join(map("\0".join, sorted(apart.apart.items()))).encode(*UTF_8)).hex()
+            if part is not None and self._are_alike(save, claim, waiting or self._check_lease):
+                part = replace(part, replicas=claim)
+            else:
+                part = apart
+                nbytes = sum(image.extent.nbytes for image in rest)
+                self._check_space(save, nbytes)
+                self._write_images(save, rest, arena, nbytes, lambda done, total: None)
+                images += rest
         objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
         small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
         small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
@@ -150,10 +163,9 @@ class Writer:
             self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
         for name, data in every:
             self._publish_small(directory, name, data)
-        told = None if table is None else bytes(arena.view(table.offset, table.nbytes))
         about = save.metadata
         metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
-        record = _record(save, images, small, beside, told, metadata)
+        record = _record(save, images, small, beside, part or _whole_part(save, images), metadata)
         content, name = record.to_bytes(), manifest.record_file(save.rank)
         self._write_small(directory, name, content)
         self._publish_small(directory, name, content)
@@ -164,13 +176,11 @@ class Writer:
     def _write_images(
         self,
         save: Save,
-        extents: tuple[Extent, ...],
+        images: list[_TensorImage],
         arena: Arena,
-        directory: str,
         total: int,
         on_progress: Callable[[int, int], None],
-    ) -> list[_TensorImage]:
-        images = [self._plan(save, arena, directory, extent) for extent in extents]
+    ) -> None:
         done = 0
         for first in range(0, len(images), MAX_OPEN):
             some = images[first : first + MAX_OPEN]
@@ -182,13 +192,35 @@ class Writer:
                 for image in some:
                     if image.output is not None:
                         image.output.close()
-        return images
 
-    def _are_alike(self, save: Save, waiting: Callable[[], None]) -> bool:
+    def _digest_tensors(self, images: list[_TensorImage], arena: Arena, part: Part) -> dict[str, str]:
+        """For each tensor of ``part.apart`` 128 bits of its name, container, dtype, shape and all its bytes."""
+        places = {
+            (image.extent.name, entry.name): (image.extent.offset + entry.offset, entry)
+            for image in images
+            for entry in image.layout.entries
+        }
+
+        def digest(fqn: str) -> str:
+            container = part.own.tensors[fqn].container
+            if (container, fqn) not in places:
+                raise ProtocolError(f"{fqn} is not in the memory for {container}")
+            offset, entry = places[container, fqn]
+            about = f"{fqn}\0{container.removesuffix(layout.MORE)}\0{entry.dtype}\0{entry.shape}\0"
+            found = xxhash.xxh3_128(about.encode(*UTF_8))
+            for begin in range(offset, offset + entry.nbytes, CHUNK_NBYTES):
+                nbytes = min(CHUNK_NBYTES, offset + entry.nbytes - begin)
+                found.update(arena.view(begin, nbytes))
+                arena.drop_pages(begin, nbytes)
+            return found.hexdigest()
+
+        return dict(zip(part.apart, self._pool.map(digest, part.apart), strict=True))
+
+    def _are_alike(self, save: Save, claim: str, waiting: Callable[[], None]) -> bool:
         def publish(name: str) -> None:
             self._storage.publish_bytes(ranks.partial_of(save), name, b"", f"{self._attempt}.{self._tries}")
 
-        return ranks.are_alike(self._storage, save, self._commit_timeout_s, waiting, publish)
+        return ranks.are_alike(self._storage, save, claim, self._commit_timeout_s, waiting, publish)
 
     def _check_space(self, save: Save, nbytes: int) -> None:
         """Refuse what does not fit before a byte is written; the file system then reserves file by file."""
@@ -347,7 +379,7 @@ def _record(
     images: list[_TensorImage],
     small: list[tuple[str, bytes]],
     beside: dict[str, bytes],
-    told: bytes | None,
+    part: Part,
     metadata: str,
 ) -> RankRecord:
     def plain(name: str, data: bytes) -> FileRecord:
@@ -372,20 +404,24 @@ def _record(
         torch_version=save.torch_version,
         files=files,
         objects=plain(objects_name, objects),
-        part=_part(save, images, told),
+        part=part,
         metadata=metadata,
         beside=tuple(plain(name, data) for name, data in beside.items()),
     )
 
 
-def _part(save: Save, images: list[_TensorImage], told: bytes | None) -> Part:
-    """What the trainer tells of the tensors; alone it need not: all of them are whole, and its own."""
-    if told is not None:
-        where = f"the table of step {save.step}"
-        try:
-            return Part.from_json(load_json(told, where), save.rank, save.world_size, where)
-        except IntegrityError as error:
-            raise ProtocolError(str(error)) from error
+def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
+    """What the trainer tells of the tensors."""
+    where = f"the table of step {save.step}"
+    try:
+        told = load_json(bytes(arena.view(table.offset, table.nbytes)), where)
+        return Part.from_json(told, save.rank, save.world_size, where)
+    except IntegrityError as error:
+        raise ProtocolError(str(error)) from error
+
+
+def _whole_part(save: Save, images: list[_TensorImage]) -> Part:
+    """What need not be told of one rank alone: all tensors are whole, and its own."""
     tensors = {
         entry.name: TensorInfo(entry.dtype, entry.shape, image.extent.name)
         for image in images

@@ -4,7 +4,7 @@
     python -m scripts.bench.ranks commit --json runs.json    and `python -m scripts.simulate_scale --validate runs.json`
 
     calls    does a save of the same bytes a rank cost a rank more where there are more of them?
-    bytes    how much of a state that all ranks hold alike goes to disk, and how evenly do they share the work?
+    bytes    what does it cost to compare what nobody has declared, beside sidesave.Replicated?
     commit   how long after the last rank has written is the checkpoint there, and how large is its manifest?
     reshard  how fast does it come back on another number of ranks, beside torch.distributed.checkpoint?
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -52,7 +53,7 @@ from sidesave.client import loader
 
 MIB = 1 << 20
 BASE = 2  # the world size that the others are compared with: one rank alone has nobody to think of
-REPLICAS = 8  # ranks that hold the same
+REPLICAS = 4  # ranks that hold the same
 STEP = 1  # of what is saved to be loaded
 Seconds = defaultdict[int, list[float]]
 Prepare = Callable[[Rank, Path], Callable[[], object]]
@@ -170,22 +171,87 @@ def shares(checkpoint: Path) -> list[int]:
     return found
 
 
+def declare(rank: Rank) -> None:
+    """Say that all ranks hold the same."""
+    rank.state = {name: sidesave.Replicated(item) for name, item in rank.state.items()}
+
+
+def differ(rank: Rank) -> None:
+    """Hold another number than the other ranks, in the midst of the largest tensor."""
+    flat = max(rank.tensors, key=lambda tensor: tensor.nbytes).view(-1)
+    flat[len(flat) // 3] += rank.number
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a save takes of a rank: staging memory, seconds of the call, of its writer's processors, until written."""
+
+    staged: int
+    call_s: float
+    processor_s: float
+    held_s: float
+    path: Path
+
+
+def time_cost(rank: Rank, step: int, late_s: float) -> Cost:
+    """Save, the last rank so late."""
+    writer = psutil.Process(rank.checkpointer.daemon_pid)
+    dist.barrier()
+    if rank.number == rank.size - 1:
+        time.sleep(late_s)
+    before, start = sum(writer.cpu_times()[:2]), time.monotonic()
+    rank.handle = rank.checkpointer.save(step, rank.state)
+    call_s, written = time.monotonic() - start, moment_of(rank.handle.written)
+    path = await_commit(rank)
+    used_s = sum(writer.cpu_times()[:2]) - before
+    staged = sum(slot.arena.data_nbytes for slot in rank.checkpointer._pool._slots if slot.arena is not None)
+    return Cost(staged, call_s, used_s, written.result() - start, path)
+
+
 def measure_bytes(args: argparse.Namespace, folder: Path, report: Report) -> None:
-    """Save states that all ranks hold alike, twice: the first save of a structure finds out that they are."""
+    """Save what all ranks hold: compared and found equal, compared and found different, declared."""
     rows: list[list[str]] = []
+    sizes: dict[str, str] = {}
     for name, build in {"model and AdamW": build_replicated, "one giant tensor": build_giant}.items():
-        with worlds([REPLICAS], folder) as (world,):
-            nbytes = world.all(build, args.size)[0]
-            world.all(open_run, folder / build.__name__, 1)
-            for step, which in enumerate(("first", "second")):
-                checkpoint = world.all(save_and_wait, step)[0]
-                parts = shares(checkpoint)
-                files = sum(path.stat().st_size for path in checkpoint.iterdir())
-                of_state = f"{nbytes / 1e6:.1f}", f"{sum(parts) / nbytes:.4f}", f"{files / nbytes:.4f}"
-                rows.append([f"{name}, {which} save", *of_state, f"{max(parts) * REPLICAS / sum(parts):.3f}"])
-                discard(checkpoint.parent)
-    report.note(f"Bytes: {REPLICAS} ranks that hold the same. State: MB of tensors in one rank.")
-    report.table(("", "state", "tensors on disk / state", "all files / state", "largest share / mean"), rows)
+        for how, change in {"compared, equal": None, "compared, different": differ, "Replicated": declare}.items():
+            with worlds([REPLICAS], folder) as (world,):
+                nbytes = world.all(build, args.size)[0]
+                sizes[name] = f"{nbytes / 1e6:.1f} MB"
+                if change is not None:
+                    world.all(change)
+                run = folder / f"{build.__name__}-{how}"
+                world.all(open_run, run, 1)
+                world.all(save_and_wait, 0)
+                costs: list[Cost] = []
+                parts: list[int] = []
+                late: list[float] = []
+                for turn in range(args.rounds):
+                    discard(run)
+                    costs += world.all(time_cost, 2 * turn + 1, 0.0)
+                    parts = shares(costs[-1].path)
+                    discard(run)
+                    late.append(world.all(time_cost, 2 * turn + 2, args.late)[0].held_s)
+                rows.append(
+                    [
+                        f"{name}: {how}",
+                        f"{max(cost.staged for cost in costs) / nbytes:.2f}",
+                        median([cost.call_s for cost in costs], 1e3, 0),
+                        median([cost.processor_s for cost in costs], 1e3, 0),
+                        median([cost.held_s for cost in costs], 1e3, 0),
+                        median(late, 1e3, 0),
+                        f"{sum(parts) / nbytes:.4f}",
+                        f"{max(parts) * REPLICAS / sum(parts):.3f}",
+                    ]
+                )
+                discard(run)
+    report.note(
+        f"Bytes: {sizes}; {REPLICAS} ranks, {args.rounds} rounds, medians over all. Staged and on disk: over the "
+        "bytes of one rank's tensors. Writer: its processor time. Held: milliseconds from the call until the slot is "
+        f"free; late: rank 0's, the last rank {args.late} s after the others."
+    )
+    report.table(
+        ("", "staged", "call, ms", "writer, ms", "held, ms", "held, late", "on disk", "largest share / mean"), rows
+    )
 
 
 # commit ----------------------------------------------------------------------------------------------------------
@@ -440,7 +506,9 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=64, help="calls: MiB a rank (default 64)")
     parser.add_argument("--step", type=float, default=0.3, help="calls: seconds of a training step (default 0.3)")
     parser.add_argument("--saves", type=int, default=12, help="commit: saves a world (default 12)")
-    parser.add_argument("--late", type=float, default=0.3, help="commit: seconds that one rank is late (default 0.3)")
+    parser.add_argument(
+        "--late", type=float, default=0.3, help="bytes and commit: seconds that one rank is late (default 0.3)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="commit: also write what simulate_scale validates")
     args = parser.parse_args()
     if unknown := sorted(set(args.what) - MEASUREMENTS.keys()):

@@ -23,12 +23,11 @@ class Size:
     batch: int
     steps: int
     save_every: int
-    deadline_s: float
 
 
 SIZES = {
     # 1.8 million parameters, 22 MB with the state of the optimizer.
-    "quick": Size(layers=4, width=192, heads=6, context=64, batch=4, steps=100, save_every=10, deadline_s=120.0),
+    "quick": Size(layers=4, width=192, heads=6, context=64, batch=4, steps=100, save_every=10),
     # 6.2 million parameters, 74 MB.
-    "full": Size(layers=5, width=320, heads=8, context=64, batch=10, steps=200, save_every=20, deadline_s=900.0),
+    "full": Size(layers=5, width=320, heads=8, context=64, batch=10, steps=200, save_every=20),
 }

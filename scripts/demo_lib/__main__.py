@@ -24,7 +24,7 @@ from demo_lib.trainer import LOG_NAME
 
 STARTED_S = time.monotonic()
 KILLED_SAVES_AT_MOST = 3
-DAEMON_END_S = 30.0
+DAEMON_END_S = 120.0
 
 
 def say(message: str) -> None:
@@ -34,9 +34,8 @@ def say(message: str) -> None:
 class Demo:
     """One demonstration in the folder `out`."""
 
-    def __init__(self, out: Path, size_name: str, seed: int) -> None:
-        self.out, self.size_name, self.size = out, size_name, SIZES[size_name]
-        self.deadline_s = time.monotonic() + self.size.deadline_s
+    def __init__(self, out: Path, size_name: str, device: str, seed: int) -> None:
+        self.out, self.size_name, self.size, self.device = out, size_name, SIZES[size_name], device
         # A save of the middle of the run loses its daemon part way through the write. The trainer falls before the next
         # save, so that it must resume from the very checkpoint that another daemon finished.
         chance = random.Random(seed)
@@ -55,8 +54,8 @@ class Demo:
     def trainer(self, run: Path, *options: str) -> Trainer:
         name = f"stderr-{len(list(run.glob('stderr-*'))) + 1}.txt"
         arguments = ["--run", str(run), "--corpus", str(self.out / "corpus.txt"), "--size", self.size_name]
-        arguments += ["--threads", str(self.threads), *options]
-        return Trainer(arguments, stderr=run / name, deadline_s=self.deadline_s)
+        arguments += ["--device", self.device, "--threads", str(self.threads), *options]
+        return Trainer(arguments, stderr=run / name)
 
     def fresh(self, name: str) -> Path:
         run = self.out / name
@@ -74,6 +73,7 @@ class Demo:
         say("first run: no saving, nobody is killed")
         with self.trainer(run, "--no-save") as trainer:
             for event in trainer.events():
+                self.check_order(event)
                 if event["event"] == "step":
                     self.say_step(event)
             trainer.finish()
@@ -94,6 +94,11 @@ class Demo:
                 else:
                     trainer.finish()
                     return run
+
+    def check_order(self, event: Event) -> None:
+        """A simulated device tells of accesses that nothing orders, whatever came of them this time."""
+        if found := event.get("violations"):
+            raise DemoError("\n    ".join(["the simulated GPU has found:", *found]))
 
     def time_for_trainer(self, event: Event) -> bool:
         if event["event"] != "step" or self.killed_save is None or self.newest_committed < self.killed_save:
@@ -124,6 +129,8 @@ class Demo:
                     self.kill_daemon(self.daemons[event["daemon_pid"]], step, checkpoints)
             case "written":
                 self.write_times_s.append(event["after_s"] - self.staged_s[step])
+            case "done":
+                self.check_order(event)
             case "committed":
                 self.newest_committed = step
                 if step == self.killed_save:
@@ -135,7 +142,7 @@ class Demo:
 
     def kill_daemon(self, daemon: Process, step: int, checkpoints: Path) -> None:
         """Kill it part way through a write; where it was quicker, say so and leave the next save to try again."""
-        time.sleep(self.write_fraction * min(self.write_times_s))
+        time.sleep(self.write_fraction * min(self.write_times_s, default=0.0))
         daemon.kill()
         if not daemon.ended(DAEMON_END_S):
             raise DemoError(f"daemon {daemon.pid} lives on after SIGKILL")
@@ -189,6 +196,8 @@ class Demo:
         self.check_checkpoints(run / "checkpoints")
         if self.killed_save is None:
             raise DemoError("no save was in flight when the daemon was killed; another --seed may meet one")
+        if not any(who == "trainer" for who, _ in self.kills):
+            raise DemoError("the trainer was through before it could be killed; another --seed may be in time")
         picture = self.out / "step-times.png"
         draw(picture, plain, saving, self.kills)
         print(f"\n{table(plain, saving, self.killed_save)}\n\npicture: {picture}")
@@ -202,14 +211,19 @@ class Demo:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/demo", description="Train, save, kill, resume, compare.")
     parser.add_argument("--quick", action="store_true", help="a smaller model, under 40 s on two cores")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="simulated where it is not there")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "demo-output", metavar="DIR")
     parser.add_argument("--seed", type=int, help="choose the moments of the killings as an earlier demo did")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10_000) if options.seed is None else options.seed
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    demo = Demo(out, "quick" if options.quick else "full", seed)
+    demo = Demo(out, "quick" if options.quick else "full", options.device, seed)
     say(f"kill moments are drawn from --seed {seed}")
+    if options.device == "cuda" and (schedule := os.environ.get("SIMULATED_GPU")):
+        # What a device does when is drawn as well, unless it was told.
+        os.environ["SIMULATED_GPU"] = schedule = f"random:{seed}" if schedule == "random" else schedule
+        say(f"no GPU was found, or none was wanted: it is simulated on the CPU, with the schedule {schedule}")
     try:
         demo.run()
     except DemoError as error:

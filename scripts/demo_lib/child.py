@@ -16,7 +16,12 @@ from types import TracebackType
 
 from demo_lib import DemoError, Event
 
-SILENCE_S = 60.0
+# What is limited is silence, not the whole: each line is progress, and how many there can be is known. The limit grows
+# with the slowest line so far, for a machine that is busy with other things is no failure.
+START_SILENCE_S = 300.0
+SILENCE_S = 120.0
+TIMES_THE_SLOWEST = 50.0
+END_S = 120.0
 STDERR_TAIL_LINES = 25
 
 
@@ -41,9 +46,9 @@ class Process:
 class Trainer:
     """One trainer process. Its lines come as dicts from `events()`; leaving the `with` block ends it."""
 
-    def __init__(self, arguments: list[str], *, stderr: Path, deadline_s: float) -> None:
-        """Start `python -m demo_lib.trainer` with `arguments`; `deadline_s` is an instant of `time.monotonic()`."""
-        self._stderr, self._deadline_s = stderr, deadline_s
+    def __init__(self, arguments: list[str], *, stderr: Path) -> None:
+        """Start `python -m demo_lib.trainer` with `arguments`."""
+        self._stderr = stderr
         with stderr.open("wb") as errors:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "demo_lib.trainer", *arguments], stdout=subprocess.PIPE, stderr=errors
@@ -53,24 +58,33 @@ class Trainer:
     def events(self) -> Iterator[Event]:
         """What the trainer says, until it closes its end; `DemoError` when it is silent for too long."""
         assert self._popen.stdout is not None
-        output, pending = self._popen.stdout.fileno(), b""
+        output, pending, slowest_s = self._popen.stdout.fileno(), b"", None
         while True:
-            patience_s = min(SILENCE_S, self._deadline_s - time.monotonic())
-            if not select.select([output], [], [], max(0.0, patience_s))[0]:
-                raise self.failure(f"said nothing for {patience_s:.0f} s, or ran past the demo's deadline")
+            limit_s = START_SILENCE_S if slowest_s is None else max(SILENCE_S, TIMES_THE_SLOWEST * slowest_s)
+            asked_s = time.monotonic()
+            if not select.select([output], [], [], limit_s)[0]:
+                after = "its start" if slowest_s is None else f"its last line, the slowest came after {slowest_s:.1f} s"
+                raise self.failure(f"said nothing for {limit_s:.0f} s, the limit on silence after {after}")
             if not (chunk := os.read(output, 1 << 16)):
                 return
+            slowest_s = max(slowest_s or 0.0, time.monotonic() - asked_s)
             *lines, pending = (pending + chunk).split(b"\n")
             yield from map(json.loads, lines)
 
     def kill(self) -> None:
         self._popen.kill()
-        self._popen.wait(SILENCE_S)
+        self._wait()
 
     def finish(self) -> None:
         """Wait for a good end, or raise `DemoError` with the last lines of its standard error."""
-        if code := self._popen.wait(SILENCE_S):
+        if code := self._wait():
             raise self.failure(f"ended with status {code}")
+
+    def _wait(self) -> int:
+        try:
+            return self._popen.wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise self.failure(f"is still there {END_S:.0f} s, the limit on ending, after its last line") from None
 
     def failure(self, what: str) -> DemoError:
         tail = self._stderr.read_text(errors="replace").splitlines()[-STDERR_TAIL_LINES:]

@@ -56,7 +56,30 @@ def reached(log: EventLog, ckpt: Checkpointer, event: str, step: int, began_s: f
     log.write(event, step=step, after_s=after_s, daemon_pid=ckpt.daemon_pid, error=error and repr(error))
 
 
-def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
+def set_up_cuda() -> None:
+    """Makes CUDA repeat its sums bit for bit, and is to be called before it is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Attention by plain operators: of all its forms it is deterministic in every precision, and can be simulated.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if os.environ.get("SIMULATED_GPU"):
+        import simulated_gpu
+
+        simulated_gpu.install()
+
+
+def violations(device: str) -> list[str]:
+    """Accesses to the memory of a simulated device that nothing orders."""
+    if device != "cuda" or not os.environ.get("SIMULATED_GPU"):
+        return []
+    import simulated_gpu
+
+    torch.cuda.synchronize()
+    return simulated_gpu.violations()
+
+
+def train(run: Path, corpus: Path, size_name: str, device: str, *, save: bool) -> None:
     size = SIZES[size_name]
     log = EventLog(run / LOG_NAME)
     text = corpus.read_text()
@@ -64,8 +87,10 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
     tokens = torch.tensor([place[character] for character in text])
 
     torch.manual_seed(MODEL_SEED)
-    model = CharTransformer(size, characters=len(place))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    model = CharTransformer(size, characters=len(place)).to(device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=device == "cuda"
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     sampler = BlockSampler(tokens, batch=size.batch, context=size.context, seed=MODEL_SEED)
 
@@ -86,7 +111,7 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
 
         for step in range(first, size.steps + 1):
             began_s = time.monotonic()
-            inputs, targets = sampler.next_batch()
+            inputs, targets = (part.to(device) for part in sampler.next_batch())
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -109,7 +134,7 @@ def train(run: Path, corpus: Path, size_name: str, *, save: bool) -> None:
                 future.add_done_callback(partial(reached, log, manager.checkpointer, event, step, began_s))
         if manager is not None:
             manager.wait()
-    log.write("done")
+    log.write("done", violations=violations(device))
 
 
 def main() -> None:
@@ -117,14 +142,17 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--no-save", dest="save", action="store_false")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(options.threads)
+    if options.device == "cuda":
+        set_up_cuda()
     options.run.mkdir(parents=True, exist_ok=True)
-    train(options.run, options.corpus, options.size, save=options.save)
+    train(options.run, options.corpus, options.size, options.device, save=options.save)
 
 
 if __name__ == "__main__":

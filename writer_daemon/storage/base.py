@@ -49,6 +49,10 @@ class Storage(ABC):
     root: str
     """Full path or URL of the run directory, for messages."""
 
+    def check_root(self) -> None:
+        """Raise ``WriteError``, saying what happened, where :attr:`root` does not lead to what was opened any more."""
+        return
+
     @abstractmethod
     def free_nbytes(self) -> int:
         """Bytes that an unprivileged user can still write, as far as the system tells."""

@@ -12,27 +12,24 @@ import functools
 import os
 from collections.abc import Callable
 
+from sidesave.writer_daemon.storage.descriptor import Descriptor
 
-def take(fd: int, kind: int) -> Callable[[], None]:
+
+def take(file: Descriptor, kind: int) -> Callable[[], None]:
     """Lock the file and give back what unlocks and closes it; it is closed as well where that is refused.
 
     Raises ``BlockingIOError`` where another lock is in the way, and else plain ``OSError``.
     """
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BaseException:
-        _close(fd)
+        file.close()
         raise
-    return functools.partial(_give_back, fd, os.getpid())
+    return functools.partial(_give_back, file, os.getpid())
 
 
-def _give_back(fd: int, owner: int) -> None:
+def _give_back(file: Descriptor, owner: int) -> None:
     if os.getpid() == owner:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-    _close(fd)
-
-
-def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.close(fd)
+        with contextlib.suppress(OSError, ValueError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()

@@ -14,22 +14,26 @@ import functools
 import logging
 import mmap
 import os
+import secrets
 import stat
 import time
 from collections.abc import Callable, Generator
 from typing import Final
 
 from sidesave.errors import NoSpaceError, WriteError, write_error
+from sidesave.stager import system_calls
+from sidesave.stager.system_calls import REFUSED
 from sidesave.writer_daemon.storage import locks
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
+from sidesave.writer_daemon.storage.descriptor import DIRECTORY, Descriptor
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT: Final = 4096
-_RENAME_NOREPLACE: Final = 1
-_NO_PREALLOCATION: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+RENAME_NOREPLACE: Final = 1
+_NO_PREALLOCATION: Final = (*REFUSED, errno.EINVAL)
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
-_NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NO_LINKS: Final = (*REFUSED, errno.EMLINK)
 _LOCAL: Final = frozenset(
     {
         *("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "jfs", "nilfs2", "reiserfs"),
@@ -43,6 +47,8 @@ _READING: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # 
 _PATIENCE_S: Final = 0.1
 """For a lock that only asks whether there is another, or that covers a deletion: each is gone in less."""
 _LOCK_POLL_S: Final = 0.002
+_UNKNOWN_NBYTES: Final = 1 << 62
+"""What is free where the file system does not say."""
 _TRIES: Final = 4
 """How often a call that moved less than a block, and so got nowhere, is made again before that counts as an error."""
 
@@ -66,12 +72,9 @@ def make_run_directory(path: str) -> None:
         except FileExistsError:
             if not os.path.isdir(each):
                 raise
-        with contextlib.suppress(PermissionError):  # of a directory that may be passed through and not be read
-            fd = os.open(os.path.dirname(each), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                _close(fd)
+        # One that may be passed through and not be read cannot be synced.
+        with contextlib.suppress(PermissionError), Descriptor(os.path.dirname(each), DIRECTORY) as parent:
+            os.fsync(parent.fileno())
 
 
 class PosixStorage(Storage):
@@ -81,10 +84,10 @@ class PosixStorage(Storage):
         """Open ``root``."""
         self.root = root
         try:
-            self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._directory = Descriptor(root, DIRECTORY)
         except OSError as error:
             raise write_error(error, "cannot open the run directory", root) from error
-        self._held, self._held_fd = "", -1
+        self._held, self._held_directory = "", self._directory
         self._unshare: Callable[[], None] | None = None
         self._direct: bool | None = None  # unknown until the first file
 
@@ -92,21 +95,38 @@ class PosixStorage(Storage):
         unshare, self._unshare = self._unshare, None
         if unshare is not None:
             unshare()
-        held, self._held_fd = self._held_fd, -1
-        fd, self._fd = self._fd, -1
-        for each in (held, fd):
-            if each >= 0:
-                _close(each)
+        self._held_directory.close()
+        self._directory.close()
+
+    @property
+    def descriptor(self) -> int:
+        """The open run directory; -1 once closed."""
+        return self._directory.fileno()
+
+    def check_root(self) -> None:
+        with self._doing("cannot look at the run directory", ""):
+            ours = os.fstat(self.descriptor)
+            try:
+                if os.path.samestat(os.stat(self.root), ours):
+                    return
+                there = "another directory"
+            except (FileNotFoundError, NotADirectoryError):
+                there = "nothing"
+            now = os.readlink(f"/proc/self/fd/{self.descriptor}")
+        became = "was removed" if ours.st_nlink == 0 or now.endswith(" (deleted)") else f"is {now} now"
+        text = f"the run directory opened here {became}, and its path leads to {there}: put it back, or restart"
+        raise WriteError(errno.ENOENT, text, self.root)
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}" if path else self.root
 
     @contextlib.contextmanager
-    def _doing(self, what: str, path: str) -> Generator[None]:
+    def _doing(self, what: str, path: str, call: str = "") -> Generator[None]:
+        """Make a ``WriteError`` of what fails; ``call`` is the one that ``system_calls`` has something to say of."""
         try:
             yield
         except OSError as error:
-            raise _storage_error(error, what, self._full(path), self._fd) from error
+            raise _storage_error(error, what, self._full(path), self.descriptor, call) from error
 
     def hold(self, name: str, marker: str) -> None:
         """Keep a directory open, so that reading in it goes on when it is renamed: deletion begins with that.
@@ -115,18 +135,18 @@ class PosixStorage(Storage):
         is possible here.
         """
         with self._doing("cannot open", name):
-            self._held_fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            self._held_directory = Descriptor(name, DIRECTORY, directory=self.descriptor)
         self._held = name
         with contextlib.suppress(WriteError):
             self._unshare = self.share(f"{name}/{marker}")
 
-    def open_descriptor(self, path: str, flags: int) -> int:
+    def open_descriptor(self, path: str, flags: int) -> Descriptor:
         """``open(2)`` of a path in this run directory, for reading; raises plain ``OSError`` with the full path."""
         head, _, rest = path.partition("/")
         try:
-            if self._held_fd >= 0 and head == self._held:
-                return os.open(rest or ".", flags, dir_fd=self._held_fd)
-            return os.open(path, flags, dir_fd=self._fd)
+            if self._held and head == self._held:
+                return Descriptor(rest or ".", flags, directory=self._held_directory.fileno())
+            return Descriptor(path, flags, directory=self.descriptor)
         except OSError as error:
             error.filename = self._full(path)
             raise
@@ -135,67 +155,67 @@ class PosixStorage(Storage):
 
     def free_nbytes(self) -> int:
         with self._doing("cannot ask for free space", ""):
-            facts = os.fstatvfs(self._fd)
-        return facts.f_bavail * facts.f_frsize if facts.f_blocks else 1 << 62  # some file systems do not say
+            try:
+                facts = os.fstatvfs(self.descriptor)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                return _UNKNOWN_NBYTES
+        return facts.f_bavail * facts.f_frsize if facts.f_blocks else _UNKNOWN_NBYTES
 
     def list_directory(self, name: str) -> list[str]:
         with self._doing("cannot list", name):
             try:
-                fd = self.open_descriptor(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                directory = self.open_descriptor(name or ".", DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
                 return []
-            try:
-                return os.listdir(fd)
-            finally:
-                _close(fd)
+            with directory:
+                return os.listdir(directory.fileno())
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
         with self._doing("cannot read", path):
             try:
-                fd = self.open_descriptor(path, _READING)
+                file = self.open_descriptor(path, _READING)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            try:
-                nbytes = _file_nbytes(fd)
+            with file:
+                nbytes = _file_nbytes(file.fileno())
                 if nbytes > max_nbytes:
                     raise OSError(errno.EFBIG, "over the limit")
                 parts: list[bytes] = []
-                while part := os.read(fd, nbytes + 1):  # memory is taken for so much at once
-                    parts.append(part)
-                return b"".join(parts)
-            except MemoryError as error:
-                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
-            finally:
-                _close(fd)
+                try:
+                    while part := os.read(file.fileno(), nbytes + 1):  # memory is taken for so much at once
+                        parts.append(part)
+                    return b"".join(parts)
+                except MemoryError as error:
+                    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
 
     @contextlib.contextmanager
     def open(self, path: str) -> Generator[InputFile]:
-        with self._doing("cannot read", path):
+        with self._doing("cannot read", path, "preadv"):
             try:
-                fd = self.open_descriptor(path, _READING | os.O_DIRECT)
+                file = self.open_descriptor(path, _READING | os.O_DIRECT)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     raise
-                fd = self.open_descriptor(path, _READING)
-            try:
-                yield _PosixInput(fd)
-            finally:
-                _close(fd)
+                file = self.open_descriptor(path, _READING)
+            with file:
+                yield _PosixInput(file.fileno())
 
     # Writing ---------------------------------------------------------------------------------------------------
 
     def make_directory(self, name: str, mode: int) -> bool:
-        with self._doing("cannot create", name):
+        with self._doing("cannot create", name, "mkdirat"):
             try:
-                os.mkdir(name, mode, dir_fd=self._fd)
+                os.mkdir(name, mode, dir_fd=self.descriptor)
             except FileExistsError:
-                if not stat.S_ISDIR(os.lstat(name, dir_fd=self._fd).st_mode):
+                if not stat.S_ISDIR(os.lstat(name, dir_fd=self.descriptor).st_mode):
                     raise
                 return False
             return True
 
     def create(self, path: str, nbytes: int) -> OutputFile:
-        with self._doing(f"cannot create a file of {nbytes:,} bytes", path):
+        with self._doing(f"cannot create a file of {nbytes:,} bytes", path, "pwrite64"):
             fd = self._open_new(path)
         file = _PosixFile(fd, self._full(path), direct=bool(self._direct))
         try:
@@ -211,14 +231,14 @@ class PosixStorage(Storage):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         if self._direct is None:
             self._direct = self._probe_direct(path)
-        return os.open(path, flags | (os.O_DIRECT if self._direct else 0), 0o666, dir_fd=self._fd)
+        return os.open(path, flags | (os.O_DIRECT if self._direct else 0), 0o666, dir_fd=self.descriptor)
 
     def _probe_direct(self, path: str) -> bool:
         """Find out by a real aligned write: what a file system announces and what it takes are two things."""
         probe = f"{path}.probe"
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
-            fd = os.open(probe, flags, 0o600, dir_fd=self._fd)
+            fd = os.open(probe, flags, 0o600, dir_fd=self.descriptor)
             try:
                 with mmap.mmap(-1, _ALIGNMENT) as page:
                     os.pwrite(fd, page, 0)
@@ -230,8 +250,7 @@ class PosixStorage(Storage):
             logger.warning("%s does not take O_DIRECT (%s): writing through the page cache", self.root, error.strerror)
             return False
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(probe, dir_fd=self._fd)
+            self.remove(probe)
         return True
 
     def _preallocate(self, fd: int, path: str, nbytes: int) -> None:
@@ -253,36 +272,37 @@ class PosixStorage(Storage):
             return
 
     def publish(self, temporary: str, final: str) -> bool:
-        with self._doing("cannot publish", final):
+        with self._doing("cannot publish", final, "linkat"):
             try:
-                os.link(temporary, final, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+                os.link(temporary, final, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False)
             except FileExistsError:
                 return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
                 return self._rename_noreplace(temporary, final)
-            os.unlink(temporary, dir_fd=self._fd)
-            return True
+        self.remove(temporary)
+        return True
 
     def _rename_noreplace(self, source: str, target: str) -> bool:
-        code = _renameat2(self._fd, source, target, _RENAME_NOREPLACE)
+        code = renameat2(self.descriptor, source, target, RENAME_NOREPLACE)
         if code == errno.EEXIST:
             return False
         if code:
+            code = errno.EOPNOTSUPP if code == errno.EINVAL else code  # it does not know the flag
             raise OSError(code, os.strerror(code))
         return True
 
     def rename_directory(self, source: str, target: str) -> None:
-        with self._doing("cannot rename to", target):
+        with self._doing("cannot rename to", target, "renameat"):
             # rename(2) replaces an empty directory without a word, so the name is checked first; the lease keeps
             # others from taking it in between.
             with contextlib.suppress(FileNotFoundError):
-                os.lstat(target, dir_fd=self._fd)
+                os.lstat(target, dir_fd=self.descriptor)
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            before = os.lstat(source, dir_fd=self._fd)
+            before = os.lstat(source, dir_fd=self.descriptor)
             try:
-                os.rename(source, target, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+                os.rename(source, target, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             except OSError:
                 # A network file system that repeats a lost request fails though the first one had succeeded.
                 if not self._is_at(target, before):
@@ -290,38 +310,43 @@ class PosixStorage(Storage):
 
     def _is_at(self, name: str, facts: os.stat_result) -> bool:
         try:
-            return os.path.samestat(os.lstat(name, dir_fd=self._fd), facts)
+            return os.path.samestat(os.lstat(name, dir_fd=self.descriptor), facts)
         except OSError:
             return False
 
     def open_to_readers(self, name: str) -> None:
         with self._doing("cannot change the mode of", name):
-            shared = os.stat(name, dir_fd=self._fd).st_mode & stat.S_ISGID
-            os.chmod(name, 0o777 & ~_umask() | shared, dir_fd=self._fd)
+            mode = stat.S_IMODE(os.stat(name, dir_fd=self.descriptor).st_mode)
+            wanted = 0o777 & ~_umask() | mode & stat.S_ISGID
+            try:
+                os.chmod(name, wanted, dir_fd=self.descriptor)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                if mode != wanted:
+                    text = "%s stays readable by this user alone, as its mode cannot be changed: %s"
+                    logger.warning(text, self._full(name), error.strerror)
 
     def sync_directory(self, name: str) -> None:
-        with self._doing("cannot sync", name):
-            fd = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
-            try:
-                os.fsync(fd)
-            finally:
-                _close(fd)
+        doing = self._doing("cannot sync", name, "fsync")
+        with doing, Descriptor(name or ".", DIRECTORY, directory=self.descriptor) as directory:
+            os.fsync(directory.fileno())
 
     # Locks -----------------------------------------------------------------------------------------------------
 
     def lock(self, path: str) -> Callable[[], None] | None:
-        if not self._is_local:
+        if not self._has_locks:
             return None
         with self._doing("cannot lock", path):
             return self._flock(path, fcntl.LOCK_EX)
 
     def is_locked(self, path: str) -> bool | None:
-        if not self._is_local:
+        if not self._has_locks:
             return None
         return self._refuses(path, fcntl.LOCK_SH)  # shared: two that ask do not see each other
 
     def share(self, path: str) -> Callable[[], None] | None:
-        if not self._is_local:
+        if not self._has_locks:
             return None
         deadline = time.monotonic() + _PATIENCE_S
         with self._doing("cannot lock", path):
@@ -336,7 +361,7 @@ class PosixStorage(Storage):
                 time.sleep(_LOCK_POLL_S)
 
     def is_shared(self, path: str) -> bool | None:
-        if not self._is_local:
+        if not self._has_locks:
             return None
         return self._refuses(path, fcntl.LOCK_EX) and not self._refuses(path, fcntl.LOCK_SH)
 
@@ -355,33 +380,54 @@ class PosixStorage(Storage):
         return locks.take(self.open_descriptor(path, _READING), kind)
 
     @functools.cached_property
-    def _is_local(self) -> bool:
-        return _file_system(self._fd) in _LOCAL
+    def _has_locks(self) -> bool:
+        if _file_system(self.descriptor) not in _LOCAL:
+            return False
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # which has no lock, and gives none back
+        except OSError as error:
+            logger.warning("%s: without file locks pids and counters tell who uses it: %s", self.root, error.strerror)
+            return False
+        return True
 
     # Removing --------------------------------------------------------------------------------------------------
 
     def remove(self, path: str) -> None:
-        with self._doing("cannot remove", path), contextlib.suppress(FileNotFoundError):
-            os.unlink(path, dir_fd=self._fd)
+        with self._doing("cannot remove", path, "unlinkat"), contextlib.suppress(FileNotFoundError):
+            os.unlink(path, dir_fd=self.descriptor)
 
     def remove_tree(self, name: str) -> None:
-        try:
-            entries = self.list_directory(name)
-        except WriteError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            self.remove(name)  # a link or a file in a directory's place
-            return
-        for entry in entries:
-            path = f"{name}/{entry}"
+        left = [name]
+        while left:
+            directory = left.pop()
             try:
-                self.remove(path)
+                entries = self.list_directory(directory)
             except WriteError as error:
-                if error.errno not in (errno.EISDIR, errno.EPERM):
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
                     raise
-                self.remove_tree(path)
-        with self._doing("cannot remove", name), contextlib.suppress(FileNotFoundError):
-            os.rmdir(name, dir_fd=self._fd)
+                self.remove(directory)  # a link or a file in a directory's place
+                continue
+            deeper: list[str] = []
+            for path in (f"{directory}/{entry}" for entry in entries):
+                try:
+                    self.remove(path)
+                except WriteError as error:
+                    if error.errno not in (errno.EISDIR, errno.EPERM):
+                        raise
+                    deeper.append(path if directory == name else self._lift(path, name))
+            if deeper and directory == name:
+                left.append(name)  # once more, when they are gone
+            else:
+                with self._doing("cannot remove", directory, "unlinkat"), contextlib.suppress(FileNotFoundError):
+                    os.rmdir(directory, dir_fd=self.descriptor)
+            left += deeper
+
+    def _lift(self, path: str, into: str) -> str:
+        """Move a nested directory up, so that neither paths nor a stack grow with the depth; its new path."""
+        lifted = f"{into}/.{secrets.token_hex(8)}"
+        with self._doing("cannot move up, to remove it,", path):
+            os.rename(path, lifted, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        return lifted
 
 
 class _PosixInput(InputFile):
@@ -433,15 +479,17 @@ class _PosixFile(OutputFile):
                 offset += count
         except OSError as error:
             doing = f"cannot write {len(data):,} bytes at byte {offset:,}"
-            raise _storage_error(error, doing, self._path, self._fd) from error
+            raise _storage_error(error, doing, self._path, self._fd, "pwrite64") from error
 
     def finish(self, nbytes: int) -> None:
+        call = "ftruncate"
         try:
             os.ftruncate(self._fd, nbytes)
+            call = "fsync"
             os.fsync(self._fd)
         except OSError as error:
             # Never fsync this file again: the error is reported once, and the lost pages look clean afterwards.
-            raise _storage_error(error, f"cannot make {nbytes:,} bytes durable", self._path, self._fd) from error
+            raise _storage_error(error, f"cannot make {nbytes:,} bytes durable", self._path, self._fd, call) from error
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -474,8 +522,10 @@ def _file_system(fd: int) -> str:
     return ""
 
 
-def _storage_error(error: OSError, doing: str, path: str, fd: int) -> WriteError:
-    """:func:`write_error`, with what is still free where that is the matter."""
+def _storage_error(error: OSError, doing: str, path: str, fd: int, call: str) -> WriteError:
+    """:func:`write_error`, with what is still free, or what the refused ``call`` is needed for, where that matters."""
+    hint = system_calls.hint(call, error)
+    doing += f" ({hint})" if hint else ""
     if error.errno in _NO_SPACE:
         with contextlib.suppress(OSError):
             facts = os.fstatvfs(fd)
@@ -491,6 +541,7 @@ def _umask() -> int:
         return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), 0o077)
 
 
-def _renameat2(directory_fd: int, source: str, target: str, flags: int) -> int:
+def renameat2(directory_fd: int, source: str, target: str, flags: int) -> int:
+    """``renameat2(2)`` within one directory; returns 0 or the errno."""
     failed = _libc.renameat2(directory_fd, os.fsencode(source), directory_fd, os.fsencode(target), flags)
     return ctypes.get_errno() if failed else 0

@@ -1,0 +1,493 @@
+"""Ctrl-C at any moment, and threads and callbacks that end as they should not: the next calls work, nothing is left.
+
+The campaign of real signals runs for three minutes; ``SIDESAVE_CAMPAIGN_S=600`` makes it ten.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from interrupts import Interrupts, dropped_by_python
+from states import held, wait_until
+from trainers import DEADLINE_S, Traces
+
+import sidesave
+from sidesave.client import blocks, catalog
+from sidesave.errors import ClosedError, DaemonDiedError, SidesaveError, StagingError
+from sidesave.stager import apart, device
+from sidesave.stager.apart import Worker
+from sidesave.stager.arena import Arena
+from sidesave.stager.copier import StagingCopy
+from sidesave.stager.device_copy import DeviceCopy
+
+CAMPAIGN_S = float(os.environ.get("SIDESAVE_CAMPAIGN_S", "180"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run directory, whose daemons and sockets are gone in the end."""
+    monkeypatch.setenv("TMPDIR", traces.folder)
+    yield tmp_path / "run"
+    traces.check()
+
+
+class Subject:
+    """A checkpointer with one slot, its calls, and what has to hold after each, however it was left."""
+
+    def __init__(self, run: Path) -> None:
+        self.ckpt = sidesave.Checkpointer(run, slots=1)
+        self.state: dict[str, Any] = {"model": torch.nn.Linear(3, 3), "w": torch.arange(256.0), "into": torch.zeros(9)}
+        self.large = {"w": torch.zeros(1 << 22)}
+        self.step = 0
+
+    def save(self, *, blocking: bool = False) -> sidesave.SaveHandle:
+        self.step += 1
+        return self.ckpt.save(self.step, self.state, blocking=blocking)
+
+    def save_large(self) -> None:
+        self.step += 1
+        self.ckpt.save(self.step, self.large)
+
+    def save_blocking(self) -> None:
+        self.save(blocking=True)
+
+    def wait(self) -> None:
+        self.save()
+        self.ckpt.wait()
+
+    def load(self) -> None:
+        self.ckpt.load(into={"model": self.state["model"], "w": self.state["w"]}, strict=False)
+
+    def check(self) -> None:
+        """Another thread saves and waits, and so does this one; nothing is taken, held or under way."""
+        other = threading.Thread(target=self.wait, daemon=True)
+        other.start()
+        other.join(DEADLINE_S)
+        assert not other.is_alive(), "a lock is held"
+        self.save().committed.result(DEADLINE_S)
+        self.ckpt.wait(DEADLINE_S)
+        assert [slot.owner for slot in self.ckpt._pool._slots] == [None]
+        assert not self.ckpt._saves._entries
+        assert not self.ckpt._history._under_way
+        assert torch.is_grad_enabled()
+        assert not device.exclusion()._is_owned()  # type: ignore[attr-defined]
+
+
+CALLS = ["save", "save_large", "save_blocking", "wait", "load"]
+
+
+def interrupt_at_every(subject: Subject, call: Callable[[], object], count: int | None) -> None:
+    """Interrupt ``call`` at ``count`` of its points, evenly spread, or at all."""
+    subject.check()
+    counting = Interrupts()
+    counting.run(call)
+    subject.check()
+    hits = 0
+    for at in range(1, counting.count, max(1, counting.count // count) if count else 1):
+        interrupts = Interrupts(at)
+        try:
+            interrupts.run(call)
+        except KeyboardInterrupt:
+            hits += 1
+        try:
+            subject.check()
+        except BaseException as error:
+            error.add_note(f"after an interrupt at point {at}: {interrupts.where}")
+            raise
+    assert hits, "nothing was interrupted"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_interrupted_at_any_point_leaves_nothing(run: Path, name: str):
+    subject = Subject(run)
+    interrupt_at_every(subject, getattr(subject, name), 24)
+    subject.ckpt.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_interrupted_at_every_point_leaves_nothing(run: Path, name: str):
+    subject = Subject(run)
+    interrupt_at_every(subject, getattr(subject, name), None if name != "load" else 1000)
+    subject.ckpt.close()
+
+
+def _there() -> tuple[list[str], list[str], list[str]]:
+    """The children, threads and open files of this process."""
+    files = Path("/proc/self/fd")
+    links = [f"{each.name} {each.readlink()}" for each in files.iterdir() if each.is_symlink()]
+    return [str(child) for child in psutil.Process().children()], [t.name for t in threading.enumerate()], links
+
+
+def _await_nothing_left(before: tuple[list[str], list[str], list[str]], interrupts: Interrupts) -> None:
+    def is_as_before() -> bool:
+        return [len(each) for each in _there()] == [len(each) for each in before]
+
+    if not is_as_before():
+        gc.collect()  # an interrupt may have left a cycle of frames
+    try:
+        wait_until(is_as_before, "nothing is left")
+    except AssertionError as error:
+        error.add_note(f"of an interrupt at {interrupts.count}, {interrupts.where}: before {before}, after {_there()}")
+        raise
+
+
+def _interrupt_ends(run: Path, count: int) -> None:
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(9)})
+    gc.collect()
+    before = _there()
+
+    def end(interrupts: Interrupts) -> None:
+        ckpt = sidesave.Checkpointer(run)
+        ckpt.save(2, {"w": torch.zeros(9)}, overwrite=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupts.run(ckpt.close)
+        ckpt.close()
+        with pytest.raises(ClosedError):
+            ckpt.save(3, {})
+
+    def begin(interrupts: Interrupts) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupts.run(lambda: sidesave.Checkpointer(run)).close()
+
+    for action in (begin, end):
+        counting = Interrupts()
+        action(counting)
+        for at in range(1, counting.count, max(1, counting.count // count)):
+            interrupts = Interrupts(at)
+            action(interrupts)
+            _await_nothing_left(before, interrupts)
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(4, {"w": torch.zeros(9)}, blocking=True)
+
+
+def test_a_start_or_an_end_interrupted_at_any_point_leaves_no_daemon_thread_or_descriptor(run: Path):
+    _interrupt_ends(run, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_start_or_an_end_interrupted_at_many_points_leaves_no_daemon_thread_or_descriptor(run: Path):
+    _interrupt_ends(run, 120)
+
+
+def _reading(run: Path) -> dict[str, Callable[[], object]]:
+    step = run / "step-00000001"
+    return {
+        "load": lambda: sidesave.load(step),
+        "load_into": lambda: sidesave.load(step, into={"w": torch.zeros(1 << 20)}, strict=False),
+        "steps": lambda: catalog.scan(str(run)),
+        "history": lambda: sidesave.history(run),
+        "verify": lambda: sidesave.verify(step),
+    }
+
+
+def _interrupt_reading(run: Path, name: str, count: int) -> None:
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(1 << 20), "model": torch.nn.Linear(3, 3), "plain": [1, 2]}, blocking=True)
+    call = _reading(run)[name]
+    counting = Interrupts()
+    call()
+    counting.run(call)
+    gc.collect()
+    before = _there()
+    for at in range(1, counting.count, max(1, counting.count // count)):
+        interrupts = Interrupts(at)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupts.run(call)
+        _await_nothing_left(before, interrupts)
+
+
+READING = ["load", "load_into", "steps", "history", "verify"]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python has closed it
+@pytest.mark.parametrize("name", READING)
+def test_reading_interrupted_at_any_point_leaves_no_descriptor_or_thread(run: Path, name: str):
+    _interrupt_reading(run, name, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python has closed it
+@pytest.mark.parametrize("name", READING)
+def test_reading_interrupted_at_many_points_leaves_no_descriptor_or_thread(run: Path, name: str):
+    _interrupt_reading(run, name, 200)
+
+
+class _Interrupter:
+    """Sends SIGINT to this process at a chosen moment of a call; only the call itself is interrupted."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self._before: Any = None
+
+    def __enter__(self) -> "_Interrupter":
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._armed:
+            self._armed = False
+            raise KeyboardInterrupt
+
+    def interrupt(self, call: Callable[[], object], delay_s: float) -> bool:
+        def fire() -> None:
+            time.sleep(delay_s)  # the moment is what the campaign samples
+            os.kill(os.getpid(), signal.SIGINT)
+
+        firing = threading.Thread(target=fire)
+        firing.start()
+        try:
+            self._armed = True
+            call()
+            self._armed = False
+        except KeyboardInterrupt:
+            return True
+        finally:
+            firing.join()
+        return False
+
+
+def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_more(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, {str(n): torch.ones(1 << 20) for n in range(40)}, blocking=True)
+    read_piece, run_apart = blocks._read_piece, apart.run
+    entered, stopped = threading.Event(), threading.Event()
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def held(*arguments: Any) -> int:
+        begun.append(1)
+        entered.set()
+        assert stopped.wait(DEADLINE_S)
+        time.sleep(0.05)  # somebody who did not wait would be gone
+        ended.append(1)
+        return read_piece(*arguments)
+
+    def interrupted(call: object) -> None:
+        assert entered.wait(DEADLINE_S)
+        raise KeyboardInterrupt
+
+    def run_noting(work: Callable[[], Any], name: str, stop: Callable[[], object]) -> Any:
+        monkeypatch.setattr(apart._Call, "result", interrupted)
+        return run_apart(work, name, lambda: (stop(), stopped.set()))
+
+    monkeypatch.setattr(blocks, "_read_piece", held)
+    monkeypatch.setattr(apart, "run", run_noting)
+    into = {str(n): torch.zeros(1 << 20) for n in range(40)}
+    with pytest.raises(KeyboardInterrupt):
+        sidesave.load(run / "step-00000001", into=into)
+    assert len(ended) == len(begun) < 40, "what is waiting to be read is dropped, and what is being read is awaited"
+
+
+def _campaign(run: Path, seed: int, seconds: float) -> None:
+    rng = random.Random(seed)
+    subject = Subject(run)
+    subject.check()
+    until = time.monotonic() + seconds
+    tried = hits = 0
+    with dropped_by_python(KeyboardInterrupt), _Interrupter() as interrupter:
+        while time.monotonic() < until or not hits:
+            name = rng.choice([*CALLS, "close", "start"])
+            began = tried
+            delay_s = rng.random() * {"start": 0.3, "close": 0.05, "save": 0.002}.get(name, 0.02)
+            tried += 1
+            try:
+                if name == "start":
+                    subject.ckpt.close()
+                    hits += interrupter.interrupt(lambda: setattr(subject, "ckpt", _open(run)), delay_s)
+                    if subject.ckpt._parts.ended:
+                        subject.ckpt = _open(run)
+                elif name == "close":
+                    subject.save()
+                    hits += interrupter.interrupt(subject.ckpt.close, delay_s)
+                    subject.ckpt.close()
+                    subject.ckpt = _open(run)
+                else:
+                    hits += interrupter.interrupt(getattr(subject, name), delay_s)
+                subject.check()
+            except BaseException as error:
+                error.add_note(f"seed {seed}, try {began}: {name} interrupted after {delay_s:.6f} s")
+                raise
+    subject.ckpt.close()
+    assert hits
+
+
+def _open(run: Path) -> sidesave.Checkpointer:
+    return sidesave.Checkpointer(run, slots=1)
+
+
+def test_a_real_interrupt_leaves_nothing(run: Path):
+    _campaign(run, 1, 3.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * CAMPAIGN_S + 300)
+def test_a_campaign_of_real_interrupts_leaves_nothing(run: Path):
+    _campaign(run, random.SystemRandom().randrange(1 << 30), CAMPAIGN_S)
+
+
+# Callbacks and threads ---------------------------------------------------------------------------------------------
+
+
+def _owned() -> dict[str, Any]:
+    weight = torch.nn.Parameter(torch.zeros(1 << 16))
+    return {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
+@pytest.mark.parametrize("phase", ["staged", "written", "committed", "deleted"])
+def test_a_callback_that_raises_anything_ends_no_thread(
+    run: Path, caplog: pytest.LogCaptureFixture, kind: type[BaseException], phase: str
+):
+    def callback(_: object) -> None:
+        raise kind(1)
+
+    called: list[object] = []
+    state = _owned()
+    with sidesave.Checkpointer(run, overlap=True) as ckpt:
+        ckpt.save(1, state, blocking=True)
+        ckpt.save(2, state, blocking=True)
+        with held(ckpt):
+            handle = ckpt.save(3, state)
+            future = ckpt.delete(1) if phase == "deleted" else getattr(handle, phase)
+            future.add_done_callback(callback)
+            future.add_done_callback(called.append)
+        wait_until(lambda: called, "the callback behind it is called")
+        ckpt.save(4, state).committed.result(DEADLINE_S)
+        ckpt.wait(DEADLINE_S)
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "callback" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[0] is kind
+
+
+def test_a_callback_that_ends_the_program_when_a_save_failed_ends_no_thread(run: Path):
+    failed: list[BaseException | None] = []
+
+    def callback(done: Any) -> None:
+        failed.append(done.exception())
+        raise SystemExit(1)
+
+    state = _owned()
+    with sidesave.Checkpointer(run, overlap=True) as ckpt:
+        with held(ckpt):
+            handle = ckpt.save(1, state)
+            handle.committed.add_done_callback(callback)
+            state["weight"].untyped_storage().resize_(0)
+        assert isinstance(handle.committed.exception(DEADLINE_S), SidesaveError)
+        ckpt.wait(DEADLINE_S)
+        ckpt.save(2, _owned()).committed.result(DEADLINE_S)
+    assert len(failed) == 1
+
+
+def _end_thread(ident: int) -> None:
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit)) == 1
+
+
+def test_when_the_thread_of_the_connection_ends_what_is_open_fails_and_later_calls_raise(run: Path):
+    ckpt = sidesave.Checkpointer(run)
+    pid = ckpt.daemon_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        handle = ckpt.save(1, {"w": torch.zeros(9)})
+        ident = ckpt._connection._thread.ident
+        assert ident is not None
+        _end_thread(ident)
+        assert isinstance(handle.committed.peek(DEADLINE_S), DaemonDiedError)
+        with pytest.raises(DaemonDiedError, match="connection"):
+            ckpt.wait(DEADLINE_S)
+        later = ckpt.save(2, {"w": torch.zeros(9)})
+        assert isinstance(later.committed.peek(DEADLINE_S), DaemonDiedError)
+        with pytest.raises(DaemonDiedError, match="connection"):
+            ckpt.save(3, {"w": torch.zeros(9)})
+        ckpt.close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("which", ["books", "starter", "finisher"])
+@pytest.mark.parametrize("at_work", [False, True])
+def test_a_thread_that_stages_survives_what_would_end_it(
+    run: Path, caplog: pytest.LogCaptureFixture, which: str, at_work: bool
+):
+    state = _owned()
+    with sidesave.Checkpointer(run, overlap=True) as ckpt:
+        ckpt.save(1, state).committed.result(DEADLINE_S)
+        workers = {"books": ckpt._parts.books, "starter": ckpt._copier._starter, "finisher": ckpt._copier._finisher}
+        worker = workers[which]
+        if at_work:
+            worker.submit(_refuse)
+        else:
+            _end_thread(worker._ident)  # which it notices when it has something to do
+        with contextlib.suppress(SidesaveError):
+            handle = ckpt.save(2, state)
+            handle.committed.exception(DEADLINE_S)
+        with contextlib.suppress(SidesaveError):
+            ckpt.wait(DEADLINE_S)
+        ckpt.save(3, state).committed.result(DEADLINE_S)
+        ckpt.wait(DEADLINE_S)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+def test_a_thread_that_is_started_for_what_another_has_done_ends():
+    worker = Worker("too-late")
+    worker.call(lambda: None)
+    worker.close(DEADLINE_S)
+    wait_until(worker.is_idle, "the first one ends")
+    # As where the main thread was held up between handing something over and looking whether somebody works.
+    thread = threading.Thread(target=worker._work, daemon=True)
+    thread.start()
+    thread.join(300)
+    assert not thread.is_alive()
+    assert worker.call(lambda: 7) == 7
+
+
+def _refuse() -> None:
+    raise SystemExit
+
+
+@pytest.mark.parametrize("which", ["books", "starter", "finisher", "lost"])
+def test_a_save_whose_staging_ends_in_a_thread_fails_loudly(run: Path, monkeypatch: pytest.MonkeyPatch, which: str):
+    state: dict[str, Any] = _owned()
+    with sidesave.Checkpointer(run, overlap=which != "books", slots=1) as ckpt:
+        ckpt.save(1, state, blocking=True)
+        target = {
+            "books": (Arena, "mark_staged"),
+            "starter": (DeviceCopy, "enqueue"),
+            "finisher": (DeviceCopy, "finish"),
+            "lost": (StagingCopy, "finish"),
+        }[which]
+
+        def refuse(*_: object) -> None:
+            monkeypatch.undo()
+            raise SystemExit
+
+        monkeypatch.setattr(*target, refuse)
+        handle = ckpt.save(2, state)
+        assert isinstance(handle.committed.peek(DEADLINE_S), StagingError)
+        with pytest.raises(StagingError, match="SystemExit"):
+            ckpt.wait(DEADLINE_S)
+        for step in (3, 4, 5):
+            ckpt.save(step, state).committed.result(DEADLINE_S)
+        assert [slot.owner for slot in ckpt._pool._slots] == [None]

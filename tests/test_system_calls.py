@@ -1,0 +1,115 @@
+"""Without the system calls that containers, old kernels and file systems refuse: it works, or says what is missing."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from denied import NUMBERS
+from trainers import DEADLINE_S, Traces, Zygote, a_state, same
+
+import sidesave
+from sidesave.client import catalog, doctor
+from sidesave.stager.system_calls import CALLS, hint, needs
+
+QUICK = [
+    ("eventfd2", errno.ENOSYS),
+    ("setsid", errno.EPERM),
+    ("flock", errno.ENOSYS),
+    ("fallocate", errno.EPERM),
+    ("linkat", errno.ENOSYS),
+    ("fchmodat", errno.EPERM),
+    ("fsync", errno.EPERM),
+]
+
+
+@pytest.fixture(scope="module")
+def traces() -> Iterator[Traces]:
+    traces = Traces()
+    yield traces
+    traces.close()
+
+
+@pytest.fixture(scope="module")
+def zygote(traces: Traces) -> Iterator[Zygote]:
+    if not NUMBERS:
+        pytest.skip(f"the numbers of system calls on {os.uname().machine} are not known here")
+    with Zygote(traces) as zygote:
+        yield zygote
+
+
+def attempt(zygote: Zygote, traces: Traces, run: Path, names: str, code: int) -> str:
+    """Save and load without these calls; what is wrong with what it came to, if anything."""
+    run.mkdir()
+    with zygote.fork("save_without", run, names, code) as trainer:
+        lines = list(trainer.lines(2 * DEADLINE_S))
+    traces.await_ends(sparing=[zygote.pid])
+    committed = {int(line.split()[1]) for line in lines if line.startswith("committed")}
+    for info in catalog.scan(str(run)):
+        assert sidesave.verify(info.path).ok
+        assert same(sidesave.load(info.path), a_state(info.step, 0.1))
+        committed.discard(info.step)
+    outcome = lines[-1] if lines else "it ended without a word"
+    if outcome.startswith("skipped"):
+        pytest.skip(f"seccomp is not allowed here: {outcome}")
+    if outcome == "fine":
+        return "" if committed <= {1} else "a checkpoint that was committed is not there"
+    if committed:
+        return f"steps {committed} were committed and are not there"
+    can_do_without = all(CALLS[name].without for name in names.split(",")) and "," not in names
+    names_it = any(hint(name, OSError(code, "")).replace('"', '\\"') in outcome for name in names.split(","))
+    return "" if outcome.startswith("refused") and names_it and not can_do_without else outcome
+
+
+def campaign(zygote: Zygote, traces: Traces, folder: Path, cases: list[tuple[str, int]]) -> None:
+    wrong: dict[str, str] = {}
+    for names, code in cases:
+        case = f"{names}-{errno.errorcode[code]}"
+        fault = attempt(zygote, traces, folder / case, names, code)
+        if fault:
+            wrong[case] = fault
+    assert not wrong, "\n".join(f"{case}: {fault}" for case, fault in wrong.items())
+
+
+def test_what_is_refused_is_done_without_or_named(zygote: Zygote, traces: Traces, tmp_path: Path):
+    campaign(zygote, traces, tmp_path, QUICK)
+
+
+@pytest.mark.slow
+def test_each_system_call_that_is_refused_is_done_without_or_named(zygote: Zygote, traces: Traces, tmp_path: Path):
+    cases = [(name, code) for name in CALLS for code in (errno.ENOSYS, errno.EPERM)]
+    campaign(zygote, traces, tmp_path, [*cases, ("linkat,renameat2", errno.EPERM)])
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "setsid", "flock", "madvise", "fsync", "renameat2"])
+def test_doctor_finds_what_is_refused(zygote: Zygote, tmp_path: Path, name: str):
+    with zygote.fork("examine_without", tmp_path, name, errno.EPERM) as trainer:
+        [line] = trainer.lines(DEADLINE_S)
+    if line.startswith("skipped"):
+        pytest.skip(f"seccomp is not allowed here: {line}")
+    call = CALLS[name]
+    assert line.startswith(f"{'warn' if call.without else 'fail'} {name} is refused: it {call.purpose}")
+    assert call.without in line and line.endswith(call.remedy)
+
+
+def test_doctor_tries_every_call_of_the_list(tmp_path: Path):
+    assert {name for name, _ in doctor.system_call_attempts(tmp_path)} == CALLS.keys()
+
+
+def test_every_call_of_the_list_can_be_taken_away():
+    if NUMBERS:
+        assert NUMBERS.keys() == CALLS.keys()
+
+
+def test_error_of_a_refused_call_names_it_what_needs_it_and_what_to_do():
+    with (
+        pytest.raises(PermissionError, match=r"memfd_create holds staging memory.*seccomp") as caught,
+        needs("memfd_create"),
+    ):
+        raise PermissionError(errno.EPERM, "no")
+    assert caught.value.errno == errno.EPERM
+    with pytest.raises(OSError, match=r"^\[Errno 24\] many$"), needs("memfd_create"):
+        raise OSError(errno.EMFILE, "many")
+    assert "overlay" in hint("renameat", OSError(errno.EXDEV, ""))
+    assert hint("fsync", OSError(errno.EXDEV, "")) == ""

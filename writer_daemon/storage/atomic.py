@@ -1,0 +1,27 @@
+"""The one way to replace a small file of a run directory: whole or not at all, and durably."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+
+from sidesave.errors import write_error
+from sidesave.writer_daemon.storage.descriptor import DIRECTORY, Descriptor
+
+
+def replace_file(path: str, data: bytes, doing: str) -> None:
+    """Give ``path`` a new content, durable when this returns; ``WriteError`` says what was being ``doing``."""
+    draft = f"{path}.{secrets.token_hex(4)}"
+    try:
+        with open(draft, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(draft, path)
+        with Descriptor(os.path.dirname(path), DIRECTORY) as directory:
+            os.fsync(directory.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise write_error(error, doing, path) from error
