@@ -23,7 +23,7 @@ class Interrupt(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def dropped_by_python(kind: type[BaseException]) -> Iterator[None]:
-    """Within, ``kind`` is no failure where Python drops it: in a destructor, a collection's callback, a generator's end."""
+    """No failure is ``kind`` where Python drops it: in a destructor, a callback of the collector, or a generator's end."""
     before = sys.unraisablehook
 
     def tell(hooked: sys.UnraisableHookArgs) -> None:
