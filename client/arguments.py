@@ -6,11 +6,13 @@ import errno
 import json
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, SupportsIndex, cast
 
 from sidesave.errors import InvalidArgumentError, brief, write_error
-from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.format.names import MAX_BESIDE, MAX_BESIDE_NBYTES, NAMES_BESIDE, may_stand_beside
+from sidesave.writer_daemon.protocol import pack_files
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
 MAX_STEP: Final = 10**18
@@ -72,14 +74,14 @@ def encode_files(files: object) -> bytes:
     found: dict[str, bytes] = {}
     nbytes = 0
     for name, content in cast("Mapping[Any, Any]", files).items():
-        if not isinstance(name, str) or not protocol.may_stand_beside(name):
-            raise InvalidArgumentError(f"files cannot have the name {name!r:.80}; names are {protocol.NAMES_BESIDE}")
+        if not isinstance(name, str) or not may_stand_beside(name):
+            raise InvalidArgumentError(f"files cannot have the name {name!r:.80}; names are {NAMES_BESIDE}")
         found[str(name)] = _encode_file(name, content)
         nbytes += len(found[name])
-        if nbytes > protocol.MAX_BESIDE_NBYTES or len(found) > protocol.MAX_BESIDE:
-            most = f"at most {protocol.MAX_BESIDE:,} with {protocol.MAX_BESIDE_NBYTES >> 20} MiB in all"
+        if nbytes > MAX_BESIDE_NBYTES or len(found) > MAX_BESIDE:
+            most = f"at most {MAX_BESIDE:,} with {MAX_BESIDE_NBYTES >> 20} MiB in all"
             raise InvalidArgumentError(f"files are too much from {name} on: {most}; put what is larger into the state")
-    return protocol.pack_files(found) if found else b""
+    return pack_files(found) if found else b""
 
 
 def _encode_file(name: str, content: object) -> bytes:
@@ -160,3 +162,16 @@ def make_directory(path: str) -> None:
         raise write_error(error, "cannot create the run directory", path) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise write_error(PermissionError(errno.EACCES, ""), "cannot write to the run directory", path)
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """An absolute path as text; ``InvalidArgumentError`` for what is none."""
+    try:
+        text: str | bytes = os.fspath(cast("str | bytes", path))
+    except TypeError:
+        text = b""
+    if isinstance(text, bytes) or "\0" in text or not text:
+        raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {brief(path)}")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):  # of "://" an os.PathLike leaves one slash
+        raise InvalidArgumentError(f"{text}: only local and mounted directories can be read or written; mount it")
+    return os.path.abspath(os.path.expanduser(text))

@@ -23,16 +23,20 @@ from typing import Any, Final, Literal, Self
 
 import torch
 
-from sidesave.client import arguments, catalog, loader
-from sidesave.client.connection import Connection, DaemonConfig
-from sidesave.client.handle import CheckpointInfo, Outcome, SaveHandle, path_text
-from sidesave.client.history import OwnHistory
-from sidesave.client.lineage import Lineage
-from sidesave.client.renaming import Rename
-from sidesave.client.saves import SaveInFlight, SavesInFlight
-from sidesave.client.submission import Submission
-from sidesave.client.trigger import forget_requests
-from sidesave.client.world import NodeWorld, World, find_node, find_world, tidy
+from sidesave.client import arguments
+from sidesave.client.arguments import path_text
+from sidesave.client.daemon_link.connection import Connection, DaemonConfig
+from sidesave.client.loading import loader
+from sidesave.client.loading.rename import Rename
+from sidesave.client.ranks.group import NodeWorld, World, find_node, find_world, tidy
+from sidesave.client.runs import catalog
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.save_requests import forget_requests
+from sidesave.client.saving.handle import Outcome, SaveHandle
+from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
+from sidesave.client.saving.lineage import Lineage
+from sidesave.client.saving.own_history import OwnHistory
+from sidesave.client.saving.pipeline import Submission
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -42,16 +46,18 @@ from sidesave.errors import (
     SidesaveError,
     StagingError,
 )
-from sidesave.stager import apart, devices, ownership
+from sidesave.stager import apart
 from sidesave.stager.apart import Worker
-from sidesave.stager.copier import Copier
-from sidesave.stager.pool import SlotPool
-from sidesave.writer_daemon import places, rollback
-from sidesave.writer_daemon.history import SaveRecord
-from sidesave.writer_daemon.lease import current_holder
-from sidesave.writer_daemon.manifest import step_directory
+from sidesave.stager.copy.copier import Copier
+from sidesave.stager.copy.pool import SlotPool
+from sidesave.stager.devices import kinds
+from sidesave.stager.state import ownership
+from sidesave.writer_daemon.format import fallbacks, rollback
+from sidesave.writer_daemon.format.manifest import step_directory
+from sidesave.writer_daemon.format.rollback import Rollbacks
+from sidesave.writer_daemon.lease.lease import current_holder
+from sidesave.writer_daemon.log import SaveRecord
 from sidesave.writer_daemon.protocol import Delete
-from sidesave.writer_daemon.rollback import Rollbacks
 from sidesave.writer_daemon.storage import PosixStorage
 
 logger = logging.getLogger(__name__)
@@ -258,7 +264,7 @@ class Checkpointer:
         tidy(self._directory)
         forget_requests(self._directory)
         # The daemon recovers the fallback directory when it first needs it, perhaps in the middle of the run.
-        self._elsewhere, self._lost = places.remember(self._directory, self._fallback)
+        self._elsewhere, self._lost = fallbacks.remember(self._directory, self._fallback)
         leftovers = bool(self._connection.left)
         leftovers |= any(map(catalog.has_leftovers, [self._fallback, *self._elsewhere]))
         rollbacks = catalog.read_rollbacks(self._directory, strict=True)
@@ -359,10 +365,10 @@ class Checkpointer:
         self._refuse_reentry("save")
         if blocking:
             self._refuse_in_callback("save")
-        with devices.exclusion():
+        with kinds.exclusion():
             refusal: StagingError | None = None
             try:
-                devices.await_captures("save()")
+                kinds.await_captures("save()")
             except StagingError as error:
                 refusal = error
             with self._call:
@@ -458,8 +464,8 @@ class Checkpointer:
         """
         self._check_open()
         beside = arguments.encode_files(files)
-        with devices.exclusion():
-            devices.await_captures("prepare()")
+        with kinds.exclusion():
+            kinds.await_captures("prepare()")
             flat = self._submission.flatten(state)
         future: Future[None] = Outcome()
         future.set_running_or_notify_cancel()
@@ -937,7 +943,7 @@ def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:
 def _lost(directory: str, place: str) -> str:
     return (
         f"{place}, the fallback directory that this run has saved to, is not there, and perhaps its newest checkpoint "
-        f"is: mount it, or remove {directory}/{places.USED} to go on without it"
+        f"is: mount it, or remove {directory}/{fallbacks.USED} to go on without it"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from sidesave.client.renaming import Rename
+from sidesave.client.loading.rename import Rename
 
 
 class CheckpointerOptions(TypedDict, total=False):

@@ -37,12 +37,13 @@ import xxhash
 
 import sidesave
 from sidesave.errors import SidesaveError
-from sidesave.stager import tree
-from sidesave.stager.arena import Arena
-from sidesave.stager.skeleton import Skeleton
-from sidesave.writer_daemon import manifest, protocol, tensor_file
-from sidesave.writer_daemon.history import HISTORY_FILE
-from sidesave.writer_daemon.holder import Holder
+from sidesave.stager.memory.arena import Arena
+from sidesave.stager.state import tree
+from sidesave.stager.state.treespec import Skeleton
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.format import manifest, tensor_file
+from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.log import HISTORY_FILE
 
 DEADLINE_S = 20.0
 """For one input, all of which are read in milliseconds: a hang, on however busy a machine."""

@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from typer import Option
 
-from sidesave.writer_daemon.assembly import assemble
-from sidesave.writer_daemon.layout import Layout, Part, Table, TensorInfo
-from sidesave.writer_daemon.manifest import FileRecord, Manifest, RankRecord, Refusal, rank_file
+from sidesave.writer_daemon.commit.manifest_builder import assemble
+from sidesave.writer_daemon.format.layout import Layout, Part, Table, TensorInfo
+from sidesave.writer_daemon.format.manifest import FileRecord, Manifest, RankRecord, Refusal, rank_file
 from sidesave.writer_daemon.storage.posix import PosixStorage
 
 Terms = dict[str, float]

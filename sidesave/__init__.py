@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
-    from sidesave.client.export import export
-    from sidesave.client.finding import contains_checkpoint, find, is_checkpoint, latest
-    from sidesave.client.handle import CheckpointInfo, SaveHandle
-    from sidesave.client.history import history
-    from sidesave.client.intervals import Advice
-    from sidesave.client.loader import VerifyReport, load, verify
-    from sidesave.client.manager import CheckpointManager
-    from sidesave.client.metrics import prometheus_text, write_prometheus_file
-    from sidesave.client.retention import Best, EveryNMinutes, EveryNSteps, KeepPolicy, Latest
-    from sidesave.client.save_policies import (
+    from sidesave.client.export.safetensors import export
+    from sidesave.client.loading.loader import VerifyReport, load, verify
+    from sidesave.client.loading.sources import Source, load_sources
+    from sidesave.client.reporting.prometheus import prometheus_text, write_prometheus_file
+    from sidesave.client.reporting.stats import SaveEvent, SaveStats, SaveSummary
+    from sidesave.client.reporting.trace import Trace
+    from sidesave.client.runs.finding import contains_checkpoint, find, is_checkpoint, latest
+    from sidesave.client.runs.history import history
+    from sidesave.client.runs.info import CheckpointInfo
+    from sidesave.client.runs.watch import hold, watch
+    from sidesave.client.saving.handle import SaveHandle
+    from sidesave.client.training.intervals import Advice
+    from sidesave.client.training.manager import CheckpointManager
+    from sidesave.client.training.retention import Best, EveryNMinutes, EveryNSteps, KeepPolicy, Latest
+    from sidesave.client.training.save_policies import (
         AtSteps,
         BeforeTraining,
         Ephemeral,
@@ -37,10 +42,6 @@ if TYPE_CHECKING:
         OverheadBudget,
         SavePolicy,
     )
-    from sidesave.client.sources import Source, load_sources
-    from sidesave.client.stats import SaveEvent, SaveStats, SaveSummary
-    from sidesave.client.trace import Trace
-    from sidesave.client.watching import hold, watch
     from sidesave.errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -65,8 +66,8 @@ if TYPE_CHECKING:
         WriteError,
         WriteStalledError,
     )
-    from sidesave.stager.marks import PerRank, Replicated
-    from sidesave.writer_daemon.history import SaveRecord
+    from sidesave.stager.state.annotations import PerRank, Replicated
+    from sidesave.writer_daemon.log import SaveRecord
 
 if sys.platform != "linux":
     raise ImportError("sidesave runs on Linux only: it is built on memfd, O_DIRECT and pidfd")
@@ -147,52 +148,52 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "Advice": "sidesave.client.intervals",
-    "AtSteps": "sidesave.client.save_policies",
-    "BeforeTraining": "sidesave.client.save_policies",
-    "Best": "sidesave.client.retention",
+    "Advice": "sidesave.client.training.intervals",
+    "AtSteps": "sidesave.client.training.save_policies",
+    "BeforeTraining": "sidesave.client.training.save_policies",
+    "Best": "sidesave.client.training.retention",
     "Checkpointer": "sidesave.client.checkpointer",
-    "CheckpointInfo": "sidesave.client.handle",
-    "CheckpointManager": "sidesave.client.manager",
-    "contains_checkpoint": "sidesave.client.finding",
-    "Ephemeral": "sidesave.client.save_policies",
-    "EveryNMinutes": "sidesave.client.retention",
-    "EveryNSteps": "sidesave.client.retention",
-    "EverySeconds": "sidesave.client.save_policies",
-    "EverySteps": "sidesave.client.save_policies",
-    "export": "sidesave.client.export",
-    "find": "sidesave.client.finding",
-    "FirstStep": "sidesave.client.save_policies",
-    "history": "sidesave.client.history",
-    "hold": "sidesave.client.watching",
-    "is_checkpoint": "sidesave.client.finding",
-    "KeepPolicy": "sidesave.client.retention",
-    "LastStep": "sidesave.client.save_policies",
-    "Latest": "sidesave.client.retention",
-    "latest": "sidesave.client.finding",
-    "load": "sidesave.client.loader",
-    "load_sources": "sidesave.client.sources",
-    "Moment": "sidesave.client.save_policies",
-    "OnException": "sidesave.client.save_policies",
-    "OnRequest": "sidesave.client.save_policies",
-    "OnSignal": "sidesave.client.save_policies",
-    "OptimalInterval": "sidesave.client.save_policies",
-    "OverheadBudget": "sidesave.client.save_policies",
-    "PerRank": "sidesave.stager.marks",
-    "prometheus_text": "sidesave.client.metrics",
-    "Replicated": "sidesave.stager.marks",
-    "SaveEvent": "sidesave.client.stats",
-    "SaveHandle": "sidesave.client.handle",
-    "SavePolicy": "sidesave.client.save_policies",
-    "SaveRecord": "sidesave.writer_daemon.history",
-    "SaveStats": "sidesave.client.stats",
-    "SaveSummary": "sidesave.client.stats",
-    "Source": "sidesave.client.sources",
-    "Trace": "sidesave.client.trace",
-    "verify": "sidesave.client.loader",
-    "VerifyReport": "sidesave.client.loader",
-    "watch": "sidesave.client.watching",
-    "write_prometheus_file": "sidesave.client.metrics",
+    "CheckpointInfo": "sidesave.client.saving.handle",
+    "CheckpointManager": "sidesave.client.training.manager",
+    "contains_checkpoint": "sidesave.client.runs.finding",
+    "Ephemeral": "sidesave.client.training.save_policies",
+    "EveryNMinutes": "sidesave.client.training.retention",
+    "EveryNSteps": "sidesave.client.training.retention",
+    "EverySeconds": "sidesave.client.training.save_policies",
+    "EverySteps": "sidesave.client.training.save_policies",
+    "export": "sidesave.client.export.safetensors",
+    "find": "sidesave.client.runs.finding",
+    "FirstStep": "sidesave.client.training.save_policies",
+    "history": "sidesave.client.runs.history",
+    "hold": "sidesave.client.runs.watch",
+    "is_checkpoint": "sidesave.client.runs.finding",
+    "KeepPolicy": "sidesave.client.training.retention",
+    "LastStep": "sidesave.client.training.save_policies",
+    "Latest": "sidesave.client.training.retention",
+    "latest": "sidesave.client.runs.finding",
+    "load": "sidesave.client.loading.loader",
+    "load_sources": "sidesave.client.loading.sources",
+    "Moment": "sidesave.client.training.save_policies",
+    "OnException": "sidesave.client.training.save_policies",
+    "OnRequest": "sidesave.client.training.save_policies",
+    "OnSignal": "sidesave.client.training.save_policies",
+    "OptimalInterval": "sidesave.client.training.save_policies",
+    "OverheadBudget": "sidesave.client.training.save_policies",
+    "PerRank": "sidesave.stager.state.annotations",
+    "prometheus_text": "sidesave.client.reporting.prometheus",
+    "Replicated": "sidesave.stager.state.annotations",
+    "SaveEvent": "sidesave.client.reporting.stats",
+    "SaveHandle": "sidesave.client.saving.handle",
+    "SavePolicy": "sidesave.client.training.save_policies",
+    "SaveRecord": "sidesave.writer_daemon.log",
+    "SaveStats": "sidesave.client.reporting.stats",
+    "SaveSummary": "sidesave.client.reporting.stats",
+    "Source": "sidesave.client.loading.sources",
+    "Trace": "sidesave.client.reporting.trace",
+    "verify": "sidesave.client.loading.loader",
+    "VerifyReport": "sidesave.client.loading.loader",
+    "watch": "sidesave.client.runs.watch",
+    "write_prometheus_file": "sidesave.client.reporting.prometheus",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

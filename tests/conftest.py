@@ -100,9 +100,9 @@ def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 @pytest.fixture
 def end_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No writer, lease or staging memory outlives its test, whoever made it and in whatever state it was left."""
-    from sidesave.stager.pool import SlotPool
-    from sidesave.writer_daemon.lease import Lease
-    from sidesave.writer_daemon.writer import Writer
+    from sidesave.stager.copy.pool import SlotPool
+    from sidesave.writer_daemon.lease.lease import Lease
+    from sidesave.writer_daemon.writing.writer import Writer
 
     made: list[Callable[[], None]] = []
 

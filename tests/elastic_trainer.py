@@ -30,7 +30,7 @@ from torch import distributed, nn
 from trainers import DEADLINE_S, ROOT, Traces, entries
 
 import sidesave
-from sidesave.client import world
+from sidesave.client.ranks import group
 from sidesave.errors import CheckpointNotFoundError, SidesaveError
 
 WIDTH = 30
@@ -426,10 +426,10 @@ if __name__ == "__main__":
     parser.add_argument("--until", type=int, default=1_000_000)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--without-group", action="store_true")
-    parser.add_argument("--meet-within", type=float, default=world.AGREE_TIMEOUT_S)
+    parser.add_argument("--meet-within", type=float, default=group.AGREE_TIMEOUT_S)
     parser.add_argument("--node-local", action="store_true")
     told = parser.parse_args()
-    world.AGREE_TIMEOUT_S = told.meet_within  # type: ignore[misc] - it would do as well, later
+    group.AGREE_TIMEOUT_S = told.meet_within  # type: ignore[misc] - it would do as well, later
     train(
         told.folder,
         told.run,

@@ -21,7 +21,7 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.stager import ownership
+from sidesave.stager.state import ownership
 
 MARKS = [
     pytest.mark.gpu,

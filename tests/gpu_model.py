@@ -15,7 +15,8 @@ from torch import nn
 
 import sidesave
 from sidesave import SaveHandle, StagingError, TornSnapshotError
-from sidesave.stager import device_copy, fingerprint, ownership
+from sidesave.stager.copy import device_copy, fingerprint
+from sidesave.stager.state import ownership
 
 DEVICES = ["cuda:0", "cuda:1"]
 WIDTH = 24  # a weight of 2,304 bytes

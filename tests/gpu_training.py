@@ -35,7 +35,10 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer, UnsupportedValueError
-from sidesave.stager import device_copy, fingerprint, image, ownership, pinning
+from sidesave.stager import plan
+from sidesave.stager.copy import device_copy, fingerprint
+from sidesave.stager.memory import pinning
+from sidesave.stager.state import ownership
 
 SCHEDULES = ["early", "late", "random"]
 HALVES = [(1024,), (1024, 4096, 16384), (512,), (1 << 20,), (1 << 50,)]  # for the last there is no memory
@@ -71,7 +74,7 @@ class Training(RuleBasedStateMachine):
         self.patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         self.patch.setattr(device_copy, "HALF_NBYTES", halves)
         self.patch.setattr(device_copy, "CHUNK_NBYTES", chunk)
-        self.patch.setattr(image, "SMALL_NBYTES", small)
+        self.patch.setattr(plan, "SMALL_NBYTES", small)
         self.patch.setattr(pinning, "PIECE_NBYTES", piece)
         self.patch.setattr(fingerprint, "SPAN_NBYTES", 512)
         self.patch.setattr(gates, "LIMIT_S", 30.0)

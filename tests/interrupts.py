@@ -23,7 +23,7 @@ class Interrupt(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def dropped_by_python(kind: type[BaseException]) -> Iterator[None]:
-    """No failure is ``kind`` where Python drops it: in a destructor, a callback of the collector, or a generator's end."""
+    """``kind`` is no failure where Python drops it: in a destructor, a callback of the collector, a generator's end."""
     before = sys.unraisablehook
 
     def tell(hooked: sys.UnraisableHookArgs) -> None:

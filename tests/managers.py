@@ -11,7 +11,7 @@ from typing import Any
 from trainers import DEADLINE_S
 
 import sidesave
-from sidesave.client import catalog
+from sidesave.client.runs import catalog
 
 Manage = Callable[..., sidesave.CheckpointManager]
 

@@ -17,7 +17,7 @@ from trainers import Traces
 if TYPE_CHECKING:
     from torch import nn
 
-    from sidesave.client.world import World
+    from sidesave.client.ranks.group import World
 
 PER_NODE = 2
 _CLONE_NEWUTS = 0x04000000
@@ -125,7 +125,7 @@ class NodeActor(Actor):
 
     def agree(self, run: str, error: str | None = None) -> None:
         """Agree with the other ranks that all is well; it is not, where there is an error."""
-        from sidesave.client.world import find_world
+        from sidesave.client.ranks.group import find_world
 
         if run not in self._worlds:
             self._worlds[run] = find_world(run, distributed=True, process_group=None)

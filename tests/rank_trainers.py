@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     import sidesave
-    from sidesave.writer_daemon.manifest import Manifest, RankRecord
+    from sidesave.writer_daemon.format.manifest import Manifest, RankRecord
 
 
 # In the test -----------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def stored(path: str | os.PathLike[str]) -> Stored:
     from safetensors import safe_open
 
     import sidesave
-    from sidesave.writer_daemon.manifest import Manifest, RankRecord
+    from sidesave.writer_daemon.format.manifest import Manifest, RankRecord
 
     report = sidesave.verify(path)
     assert report.ok, report.faults

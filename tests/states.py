@@ -20,8 +20,8 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer, TornSnapshotError
-from sidesave.stager import ownership
-from sidesave.stager.dtypes import CARRIERS, NAMES
+from sidesave.stager.state import ownership
+from sidesave.stager.state.dtypes import CARRIERS, NAMES
 
 # What comes back -------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from sidesave.errors import HostMemoryError, ProtocolError
-from sidesave.stager import host_memory
-from sidesave.stager.arena import PAGE, Arena, page_up
+from sidesave.stager.memory import host_memory
+from sidesave.stager.memory.arena import PAGE, Arena, page_up
 
 MIB = 1 << 20
 F_ADD_SEALS = 1033

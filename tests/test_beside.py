@@ -30,10 +30,11 @@ from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, a_state, check, 
 sys.path.insert(0, str(ROOT))
 import sidesave
 from scripts import fuzz
-from sidesave.client.export import export
+from sidesave.client.export.safetensors import export
 from sidesave.errors import IntegrityError, InvalidArgumentError, ProtocolError
-from sidesave.writer_daemon import manifest, protocol
-from sidesave.writer_daemon.protocol import may_stand_beside
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.format import manifest, names
+from sidesave.writer_daemon.format.names import may_stand_beside
 
 FILES: dict[str, str | bytes] = {
     "config.json": '{"model_type": "llama", "name": "Zürich \N{SNOWMAN}"}',
@@ -116,8 +117,8 @@ def test_an_overwritten_step_has_the_new_files_and_a_deleted_one_none(tmp_path: 
 
 
 def test_as_many_and_as_much_as_is_allowed_is_written(tmp_path: Path):
-    many = {f"{number}-{'x' * 190}": bytes([number % 256]) for number in range(protocol.MAX_BESIDE - 1)}
-    big = os.urandom(1 << 20) * (protocol.MAX_BESIDE_NBYTES >> 20)
+    many = {f"{number}-{'x' * 190}": bytes([number % 256]) for number in range(names.MAX_BESIDE - 1)}
+    big = os.urandom(1 << 20) * (names.MAX_BESIDE_NBYTES >> 20)
     files = {**many, "big": big[len(many) :]}
     with sidesave.Checkpointer(tmp_path) as ckpt:
         path = Path(ckpt.save(1, {"w": torch.ones(2)}, files=files, blocking=True).committed.result().path)
@@ -223,10 +224,10 @@ class SavingTrainer(Trainer):
 
 
 def save_and_wait(run: str, follow: str) -> None:
-    from sidesave.client import submission
+    from sidesave.client.saving import pipeline
 
     if follow == "1":
-        submission._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+        pipeline._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     trainers.follow_orders("trainer")
     ckpt = sidesave.Checkpointer(run)
     say("ready", ckpt.daemon_pid)

@@ -19,11 +19,11 @@ from trainers import Orders, Traces, Trainer, await_end, pidfd_of
 from typer.testing import CliRunner, Result
 
 import sidesave
-from sidesave.client import catalog
-from sidesave.client.cli import app
-from sidesave.writer_daemon import sealed_json
+from sidesave.client.cli.main import app
+from sidesave.client.runs import catalog
+from sidesave.writer_daemon.format import sealed_json
 
-MODULE = [sys.executable, "-m", "sidesave.client.cli"]
+MODULE = [sys.executable, "-m", "sidesave.client.cli.main"]
 CHECKS = {
     "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "sockets", "survival", "directory",
     "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
@@ -626,7 +626,7 @@ def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_which_to_install(missing: str):
-    code = f"import sys; sys.modules['{missing}'] = None; from sidesave.client.cli import main; main()"
+    code = f"import sys; sys.modules['{missing}'] = None; from sidesave.client.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install 'sidesave[cli]'" in done.stderr

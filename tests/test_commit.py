@@ -18,26 +18,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidesave.client import catalog, loader
+from sidesave.client.loading import loader
+from sidesave.client.runs import catalog
 from sidesave.errors import CheckpointExistsError, FormatVersionError, IntegrityError, ProtocolError, WriteError
-from sidesave.stager import tree
-from sidesave.stager.image import make_plan, structure_of
-from sidesave.stager.pool import SlotPool
-from sidesave.writer_daemon import commit, manifest, protocol, tensor_file
-from sidesave.writer_daemon.assembly import assemble
-from sidesave.writer_daemon.commit import Recovery
-from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.layout import Part, TensorInfo, whole
-from sidesave.writer_daemon.lease import Lease
-from sidesave.writer_daemon.manifest import (
-    FileRecord,
-    Head,
-    Manifest,
-    RankRecord,
-)
+from sidesave.stager.copy.pool import SlotPool
+from sidesave.stager.plan import make_plan, structure_of
+from sidesave.stager.state import tree
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.commit import commit
+from sidesave.writer_daemon.commit.commit import Recovery
+from sidesave.writer_daemon.commit.manifest_builder import assemble
+from sidesave.writer_daemon.format import manifest, tensor_file
+from sidesave.writer_daemon.format.layout import Part, TensorInfo, whole
+from sidesave.writer_daemon.format.manifest import FileRecord, Head, Manifest, RankRecord
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import Holder
 from sidesave.writer_daemon.protocol import Extent, Parent, Save
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
-from sidesave.writer_daemon.writer import Writer
+from sidesave.writer_daemon.writing.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("end_all")
 

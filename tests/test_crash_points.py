@@ -30,7 +30,7 @@ from trainers import (
 )
 
 import sidesave
-from sidesave.client import catalog
+from sidesave.client.runs import catalog
 
 _BUSY = pytest.mark.timeout(1200)
 """Hundreds of processes are started: that takes its time on a machine that does other things as well."""

@@ -31,7 +31,9 @@ from trainers import (
 )
 
 import sidesave
-from sidesave.client import catalog, connection, submission
+from sidesave.client.daemon_link import connection
+from sidesave.client.runs import catalog
+from sidesave.client.saving import pipeline
 from sidesave.errors import (
     DaemonDiedError,
     DaemonStartError,
@@ -78,7 +80,7 @@ def next_daemon(ckpt: sidesave.Checkpointer, before: int | None) -> int:
 @pytest.fixture(params=[False, True], ids=["writing after staging", "writing while staging"])
 def follow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the writer follows the copy, as it does for states too large for a quick test."""
-    monkeypatch.setattr(submission, "_FOLLOW_NBYTES", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(pipeline, "_FOLLOW_NBYTES", 0 if request.param else 1 << 60)
     return request.param
 
 

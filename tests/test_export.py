@@ -24,8 +24,8 @@ from worlds import Apart, Own, Spread, cut, write_world
 
 import sidesave
 from sidesave import IntegrityError, InvalidArgumentError, NoSpaceError, StateMismatchError, UnsupportedValueError
-from sidesave.client.export import export, parse_size
-from sidesave.writer_daemon.layout import Layout
+from sidesave.client.export.safetensors import export, parse_size
+from sidesave.writer_daemon.format.layout import Layout
 
 
 def load_as_transformers(folder: Path) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ from sidesave.errors import (
     InvalidArgumentError,
     NoSpaceError,
 )
-from sidesave.writer_daemon import worker
+from sidesave.writer_daemon.process import worker
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_deleting_what_is_not_there_is_an_error_and_no_failure_of_the_next_save(
 
 
 def test_a_reader_goes_on_with_a_checkpoint_that_is_deleted_meanwhile(run: Path):
-    from sidesave.client.reader import CheckpointReader
+    from sidesave.client.reading.checkpoint_reader import CheckpointReader
 
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)

@@ -30,7 +30,8 @@ from states import wait_until
 from trainers import DEADLINE_S, ROOT, Traces, a_state, await_end, check, pidfd_of, same
 
 import sidesave
-from sidesave.client import catalog, connection
+from sidesave.client.daemon_link import connection
+from sidesave.client.runs import catalog
 from sidesave.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -732,7 +733,7 @@ with sidesave.Checkpointer(run) as ckpt:
 
 NO_DESCRIPTORS = """
 import signal
-import sidesave.client.checkpointer, sidesave.client.loader
+import sidesave.client.checkpointer, sidesave.client.loading.loader
 run, what = run.split(":")
 state, steps = {"w": torch.arange(1000)}, iter(range(1, 1000))
 

@@ -13,7 +13,7 @@ import torch
 
 import sidesave
 from sidesave import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, Source
-from sidesave.client import finding
+from sidesave.client.runs import finding
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,9 @@ from sidesave import (
     UnsupportedValueError,
     load_sources,
 )
-from sidesave.client import sources
-from sidesave.client.export import export
-from sidesave.client.foreign import ForeignReader
+from sidesave.client.export.safetensors import export
+from sidesave.client.loading import sources
+from sidesave.client.reading.safetensors_reader import ForeignReader
 from sidesave.errors import HostMemoryError, SidesaveError, WriteError
 
 MiB = 1 << 20

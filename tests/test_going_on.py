@@ -27,7 +27,7 @@ from sidesave.errors import (
     StagingError,
     WriteError,
 )
-from sidesave.writer_daemon.rollback import ROLLBACK_FILE, Rollbacks
+from sidesave.writer_daemon.format.rollback import ROLLBACK_FILE, Rollbacks
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer, UnsupportedValueError
-from sidesave.stager import device_copy
+from sidesave.stager.copy import device_copy
 
 pytestmark = gpu.MARKS
 

@@ -25,8 +25,8 @@ from states import difference, held, wait_until
 
 import sidesave
 from sidesave import Checkpointer, StagingError
-from sidesave.stager import host_memory
-from sidesave.stager.arena import Arena
+from sidesave.stager.memory import host_memory
+from sidesave.stager.memory.arena import Arena
 
 pytestmark = gpu.MARKS
 

@@ -28,8 +28,9 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer, TornSnapshotError
-from sidesave.stager import fingerprint, ownership
-from sidesave.stager.memcopy import MemoryCopier
+from sidesave.stager.copy import fingerprint
+from sidesave.stager.copy.memcopy import MemoryCopier
+from sidesave.stager.state import ownership
 
 pytestmark = gpu.MARKS
 

@@ -25,7 +25,7 @@ from states import held
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.stager import device_copy
+from sidesave.stager.copy import device_copy
 
 pytestmark = gpu.MARKS
 

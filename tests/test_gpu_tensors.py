@@ -12,8 +12,8 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.stager import devices
-from sidesave.stager.pinning import PIECE_NBYTES
+from sidesave.stager.devices import kinds
+from sidesave.stager.memory.pinning import PIECE_NBYTES
 
 pytestmark = gpu.MARKS
 
@@ -148,8 +148,8 @@ def test_one_transposed_tensor_among_a_thousand_costs_no_launch_for_each(checkpo
 def test_a_kind_of_device_without_a_runtime_is_copied_at_the_call_and_said_so_once(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(devices, "_RUNTIMES", {})
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(kinds, "_RUNTIMES", {})
+    monkeypatch.setattr(kinds, "_told", set())
     state = trained(torch.optim.AdamW, fused=True)
     state["transposed"] = torch.randn(30, 50, device="cuda").t()
     for step in range(3):

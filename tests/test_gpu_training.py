@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.stager import ownership
+from sidesave.stager.state import ownership
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first use of CUDA in this process
 

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, pidfd_of
 
 import sidesave
-from sidesave.client import catalog, console
+from sidesave.client.cli import console
+from sidesave.client.runs import catalog
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -36,8 +37,8 @@ from sidesave.errors import (
     TornSnapshotError,
     WriteStalledError,
 )
-from sidesave.writer_daemon import history, protocol
-from sidesave.writer_daemon.history import HISTORY_FILE, MAX_NBYTES, HistoryLog, SaveRecord, combine, read_history
+from sidesave.writer_daemon import log, protocol
+from sidesave.writer_daemon.log import HISTORY_FILE, MAX_NBYTES, HistoryLog, SaveRecord, combine, read_history
 from sidesave.writer_daemon.storage import PosixStorage
 
 OLD, NEW = "0" * 16, "1" * 16
@@ -613,7 +614,7 @@ def test_a_note_of_nonsense_is_refused(values: dict[str, Any]):
         staged_s=None,
     )
     lines: list[SaveRecord] = []
-    recorder = history.Recorder(OLD, lines.append)
+    recorder = log.Recorder(OLD, lines.append)
     recorder.note(note)
     with pytest.raises(ProtocolError):
         recorder.note(replace(note, **values))
@@ -687,6 +688,6 @@ def test_clock_before_1970_fails_no_save_and_drops_no_line(run: Path, tmp_path: 
 @pytest.mark.parametrize(("shown_s", "noted_s"), [(-5.0, 0.0), (5.0, 5.0), (4e11, 253_402_214_399.0)])
 def test_time_of_a_record_is_one_that_can_be_shown(monkeypatch: pytest.MonkeyPatch, shown_s: float, noted_s: float):
     monkeypatch.setattr(time, "time", lambda: shown_s)
-    assert history.wall_clock_s() == noted_s
+    assert log.wall_clock_s() == noted_s
     assert console.when(noted_s)
     assert console.when(shown_s)

@@ -29,7 +29,7 @@ from trainers import DEADLINE_S, ROOT, Traces, await_end
 sys.path.insert(0, str(ROOT))
 import sidesave
 from scripts import fuzz
-from sidesave.client.daemon_process import DaemonProcess
+from sidesave.client.daemon_link.process import DaemonProcess
 from sidesave.errors import (
     CheckpointError,
     IntegrityError,
@@ -39,9 +39,10 @@ from sidesave.errors import (
     UnsupportedValueError,
     WriteError,
 )
-from sidesave.stager.arena import Arena
-from sidesave.stager.skeleton import Skeleton, Tag
-from sidesave.writer_daemon import manifest, protocol, tensor_file
+from sidesave.stager.memory.arena import Arena
+from sidesave.stager.state.treespec import Skeleton, Tag
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.format import manifest, tensor_file
 
 SEED = int(os.environ.get("SIDESAVE_TEST_SEED", random.randrange(1 << 32)))
 FLIPS = 500

@@ -13,18 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from states import bits, noise
 
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager import tree
-from sidesave.stager.arena import PAGE, Arena, page_up
-from sidesave.stager.copier import Copier
-from sidesave.stager.dtypes import NAMES
-from sidesave.stager.image import Plan, make_plan, structure_of
-from sidesave.stager.pool import Slot
-from sidesave.writer_daemon.tensor_file import (
-    BLOCK_NBYTES,
-    TensorFile,
-    digest_blocks,
-    parse_tensor_file,
-)
+from sidesave.stager.copy.copier import Copier
+from sidesave.stager.copy.pool import Slot
+from sidesave.stager.memory.arena import PAGE, Arena, page_up
+from sidesave.stager.plan import Plan, make_plan, structure_of
+from sidesave.stager.state import tree
+from sidesave.stager.state.dtypes import NAMES
+from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, TensorFile, digest_blocks, parse_tensor_file
 
 # Element counts around the threshold of 256 KiB, for every element size, and small shapes of every kind.
 BLOCK_EDGES = st.builds(

@@ -24,13 +24,15 @@ from states import held, wait_until
 from trainers import DEADLINE_S, Traces
 
 import sidesave
-from sidesave.client import blocks, catalog
+from sidesave.client.reading import block_io
+from sidesave.client.runs import catalog
 from sidesave.errors import ClosedError, DaemonDiedError, SidesaveError, StagingError
-from sidesave.stager import apart, device
+from sidesave.stager import apart
 from sidesave.stager.apart import Worker
-from sidesave.stager.arena import Arena
-from sidesave.stager.copier import StagingCopy
-from sidesave.stager.device_copy import DeviceCopy
+from sidesave.stager.copy.copier import StagingCopy
+from sidesave.stager.copy.device_copy import DeviceCopy
+from sidesave.stager.devices import device
+from sidesave.stager.memory.arena import Arena
 
 CAMPAIGN_S = float(os.environ.get("SIDESAVE_CAMPAIGN_S", "180"))
 
@@ -270,7 +272,7 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
 ):
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, {str(n): torch.ones(1 << 20) for n in range(40)}, blocking=True)
-    read_piece, run_apart = blocks._read_piece, apart.run
+    read_piece, run_apart = block_io._read_piece, apart.run
     entered, stopped = threading.Event(), threading.Event()
     begun: list[int] = []
     ended: list[int] = []
@@ -291,7 +293,7 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
         monkeypatch.setattr(apart._Call, "result", interrupted)
         return run_apart(work, name, lambda: (stop(), stopped.set()))
 
-    monkeypatch.setattr(blocks, "_read_piece", held)
+    monkeypatch.setattr(block_io, "_read_piece", held)
     monkeypatch.setattr(apart, "run", run_noting)
     into = {str(n): torch.zeros(1 << 20) for n in range(40)}
     with pytest.raises(KeyboardInterrupt):

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sidesave.writer_daemon import jobs
-from sidesave.writer_daemon.jobs import Jobs
+from sidesave.writer_daemon.process import jobs
+from sidesave.writer_daemon.process.jobs import Jobs
 from sidesave.writer_daemon.protocol import (
     Committed,
     Delete,

@@ -26,8 +26,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
-from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import LEASE_DIRECTORY, STILL_PERIODS, Lease, Observer, current_holder
+from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
+from sidesave.writer_daemon.lease.lease import STILL_PERIODS, Lease, Observer, current_holder
+from sidesave.writer_daemon.lease.record import Holder
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
 
 SESSIONS = [f"{number:016x}" for number in range(100)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import sidesave
-from sidesave.client import catalog
-from sidesave.client.links import Links, check_naming
+from sidesave.client.runs import catalog
+from sidesave.client.training.links import Links, check_naming
 from sidesave.errors import InvalidArgumentError
 
 

@@ -31,15 +31,13 @@ from sidesave import (
     InvalidArgumentError,
     StateMismatchError,
 )
-from sidesave.client import loader
-from sidesave.client.fitting import Expected
-from sidesave.client.names import Names
-from sidesave.client.reader import open_checkpoint
-from sidesave.client.renaming import Rearrangement, Renaming
-from sidesave.stager.skeleton import TensorRef
-from sidesave.writer_daemon.tensor_file import (
-    digest,
-)
+from sidesave.client.loading import loader
+from sidesave.client.loading.plan import Expected
+from sidesave.client.loading.rename import Rearrangement, Renaming
+from sidesave.client.messages import Names
+from sidesave.client.reading.checkpoint_reader import open_checkpoint
+from sidesave.stager.state.treespec import TensorRef
+from sidesave.writer_daemon.format.tensor_file import digest
 
 
 class Loader:

@@ -21,10 +21,11 @@ from managers import Manage, damage, steps, wait_until
 from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
-from sidesave.client import catalog, retention, save_policies
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
-from sidesave.client.random_state import RandomState
-from sidesave.client.retention import PINS
+from sidesave.client.runs import catalog, save_requests
+from sidesave.client.training import retention
+from sidesave.client.training.retention import PINS
+from sidesave.client.training.rng_state import RandomState
 from sidesave.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -171,19 +172,19 @@ def test_a_request_is_answered_at_the_next_step_once(manage: Manage, run: Path):
 
 def test_a_file_asks_for_a_save_and_goes_away(manage: Manage, run: Path):
     manager = manage(save=[sidesave.OnRequest()])
-    asked = Path(save_policies.request_save(run))
+    asked = Path(save_requests.request_save(run))
     wait_until(lambda: not asked.exists())
     wait_until(lambda: manager._schedule.requested)
     assert [manager.step(step) is not None for step in range(2)] == [True, False]
     with pytest.raises(CheckpointNotFoundError, match="no run directory"):
-        save_policies.request_save(run / "elsewhere")
+        save_requests.request_save(run / "elsewhere")
 
 
 def test_a_loop_that_is_asked_to_stop_is_told_when_its_step_is_saved(manage: Manage, run: Path):
     manager = manage(save=[sidesave.OnRequest()])
     manager.request_save()
     assert manager.step(0) is not None and not manager.stopping
-    asked = Path(save_policies.request_save(run, stop=True))
+    asked = Path(save_requests.request_save(run, stop=True))
     wait_until(lambda: manager._schedule.requested)
     assert not asked.exists() and not manager.stopping
     assert manager.step(1) is not None and manager.stopping
@@ -249,7 +250,7 @@ def test_a_step_is_never_saved_with_the_metrics_of_another(manage: Manage):
 
 
 def test_asking_for_a_save_takes_no_torch():
-    code = "import sys, sidesave.client.save_policies; print('torch' in sys.modules)"
+    code = "import sys, sidesave.client.training.save_policies; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -556,7 +557,7 @@ def test_renamed_items_of_the_run_itself_are_restored(manage: Manage):
 def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest.LogCaptureFixture):
     events: list[sidesave.SaveEvent] = []
     stats = sidesave.SaveStats(callbacks=[events.append])
-    with caplog.at_level("INFO", "sidesave.client.stats"):
+    with caplog.at_level("INFO", "sidesave.client.reporting.stats"):
         manager = manage({"x": torch.ones(1000)}, stats=stats, save=[sidesave.EverySteps(2), sidesave.FirstStep()])
         for step in range(4):
             manager.step(step)

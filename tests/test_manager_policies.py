@@ -36,9 +36,9 @@ from sidesave import (
     OptimalInterval,
     OverheadBudget,
 )
-from sidesave.client.about import is_ephemeral, metric_of
-from sidesave.client.intervals import Advice, SaveCost, daly, young
-from sidesave.client.retention import to_delete
+from sidesave.client.training.intervals import Advice, SaveCost, daly, young
+from sidesave.client.training.metadata import is_ephemeral, metric_of
+from sidesave.client.training.retention import to_delete
 from sidesave.errors import InvalidArgumentError
 
 

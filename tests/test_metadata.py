@@ -14,7 +14,7 @@ import torch
 from trainers import DEADLINE_S, Orders, a_state
 
 import sidesave
-from sidesave.client import catalog
+from sidesave.client.runs import catalog
 from sidesave.errors import InvalidArgumentError
 
 TRICKY = {

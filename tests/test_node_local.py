@@ -20,8 +20,8 @@ from safetensors import safe_open
 from trainers import Orders, Traces
 
 import sidesave
-from sidesave.client import catalog
-from sidesave.client.world import RENDEZVOUS
+from sidesave.client.ranks.group import RENDEZVOUS
+from sidesave.client.runs import catalog
 from sidesave.errors import StateMismatchError
 
 Start = Callable[..., Ranks]
@@ -279,7 +279,7 @@ def test_wrong_word_about_nodes_and_a_node_in_use_are_refused_on_all_ranks_who_m
 ):
     ranks = start(4)
     ranks.do("build", "alike")
-    ranks.do("set", "sidesave.client.world:_VISIBLE_WITHIN_S", 1.0)
+    ranks.do("set", "sidesave.client.ranks.group:_VISIBLE_WITHIN_S", 1.0)
     ranks.tell("open", template(nodes))
     refused(ranks, "rank 2 ", str(tmp_path), "pass node_local=True")
     for rank in ranks:

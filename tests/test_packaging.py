@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "stager": ("sidesave.errors", "sidesave.stager"),
     "writer_daemon": (
         "sidesave.errors",
-        "sidesave.stager.arena",
+        "sidesave.stager.memory.arena",
         "sidesave.stager.system_calls",
         "sidesave.writer_daemon",
     ),
@@ -115,7 +115,8 @@ def test_the_rooms_import_from_an_installed_wheel(wheel: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "module", ["sidesave", "sidesave.errors", "sidesave.writer_daemon.server", "sidesave.writer_daemon.__main__"]
+    "module",
+    ["sidesave", "sidesave.errors", "sidesave.writer_daemon.process.server", "sidesave.writer_daemon.__main__"],
 )
 def test_the_light_modules_import_neither_torch_nor_numpy(module: str, tmp_path: Path):
     code = f"import sys, {module}; print(*({{'torch', 'numpy'}} & sys.modules.keys()))"

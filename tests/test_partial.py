@@ -25,9 +25,9 @@ from worlds import cut, write_world
 
 import sidesave
 from sidesave import Checkpointer, IntegrityError, InvalidArgumentError, Source, StateMismatchError, load_sources
-from sidesave.client import keeping, loader
-from sidesave.client.patterns import selector
-from sidesave.writer_daemon.layout import Layout
+from sidesave.client.loading import keeping, loader
+from sidesave.client.reading.filters import selector
+from sidesave.writer_daemon.format.layout import Layout
 
 LR = "optimizer.param_groups.*.lr"
 ADAMW: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}

@@ -23,13 +23,18 @@ import torch
 from power_loss import Death, Disk, Note, Recorder, Sync, Trace, Tree, lay_out, read_in, show
 from test_commit import Session, State, same
 
-from sidesave.client import catalog, loader
-from sidesave.writer_daemon import commit, jobs, manifest, worker, writer
-from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import LEASE_DIRECTORY, Lease
+from sidesave.client.loading import loader
+from sidesave.client.runs import catalog
+from sidesave.writer_daemon.commit import commit
+from sidesave.writer_daemon.format import manifest
+from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.process import jobs, worker
+from sidesave.writer_daemon.process.worker import Place
 from sidesave.writer_daemon.protocol import Delete, Save
 from sidesave.writer_daemon.storage import PosixStorage
-from sidesave.writer_daemon.worker import Place
+from sidesave.writer_daemon.writing import writer
 
 SEED = int(os.environ.get("SIDESAVE_TEST_SEED", "1"))
 DEAD = "0" * 16

@@ -18,7 +18,7 @@ from manager_trainer import ManagedTrainer
 from trainers import DEADLINE_S, Orders, Traces
 
 import sidesave
-from sidesave.client import catalog, save_policies
+from sidesave.client.runs import catalog, save_requests
 
 Start = Callable[..., ManagedTrainer]
 TERMINATED = 128 + signal.SIGTERM
@@ -272,7 +272,7 @@ def test_ranks_save_the_same_step_whichever_of_them_is_asked(
         trainer.expect("restored")
     ranks[1].signal(signal.SIGUSR1)
     first = agreed(ranks)
-    save_policies.request_save(run)
+    save_requests.request_save(run)
     second = agreed(ranks)
     assert second > first
     ranks[2].signal(signal.SIGTERM)
@@ -292,7 +292,7 @@ def test_ranks_stop_at_the_same_step_whichever_of_them_is_asked(
     if asked == "rank 1":
         ranks[1].signal(signal.SIGHUP)
     else:
-        save_policies.request_save(run, stop=True)
+        save_requests.request_save(run, stop=True)
     [[first], [second]] = [trainer.expect("stops") for trainer in ranks]
     for trainer in ranks:
         trainer.leaves(0)

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 
 from sidesave.errors import ProtocolError, WriteError
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import (
-    Extent,
-    Message,
-    Parent,
-    Refuse,
-    Save,
-    Spare,
-    decode,
-    encode,
-    is_safe_name,
-)
+from sidesave.writer_daemon.format.names import is_safe_name
+from sidesave.writer_daemon.protocol import Extent, Message, Parent, Refuse, Save, Spare, decode, encode
 
 KINDS = list(protocol._KINDS.values())
 INT = st.integers(-(2**63), 2**64 - 1)

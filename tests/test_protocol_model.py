@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_jobs import a_failure, a_save
 
-from sidesave.client.requests import Requests
-from sidesave.writer_daemon import jobs
-from sidesave.writer_daemon.jobs import Jobs
+from sidesave.client.daemon_link.pending import Requests
+from sidesave.writer_daemon.process import jobs
+from sidesave.writer_daemon.process.jobs import Jobs
 from sidesave.writer_daemon.protocol import Committed, Failed, Message, Save, Watch, Written
 
 SLOTS = 1

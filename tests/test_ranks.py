@@ -19,9 +19,9 @@ from rank_trainers import Answer, Ranks, RankZygote, Stored, leftovers, orders_t
 from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of
 
 import sidesave
-from sidesave.client import catalog
-from sidesave.client.world import RENDEZVOUS
-from sidesave.writer_daemon.lease import LEASE_DIRECTORY
+from sidesave.client.ranks.group import RENDEZVOUS
+from sidesave.client.runs import catalog
+from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 
 Start = Callable[..., Ranks]
 
@@ -545,7 +545,7 @@ def test_rank_that_cannot_start_is_named_by_all_of_them(start: Start, run: Path,
 def test_directories_that_are_not_one_are_refused_by_all_ranks(start: Start, run: Path, traces: Traces, group: bool):
     ranks = start(2, group=group)
     for name in ("_VISIBLE_WITHIN_S", "AGREE_TIMEOUT_S"):
-        ranks.do("set", f"sidesave.client.world:{name}", 1.0)
+        ranks.do("set", f"sidesave.client.ranks.group:{name}", 1.0)
     for told in ranks.attempt("open", str(run) + "-{rank}"):
         assert told.error == ("InvalidArgumentError" if group else "DaemonStartError")
         assert "rank 1" in told.message or not group
@@ -561,7 +561,7 @@ def test_rank_that_waits_for_others_says_whom_it_misses_and_how_to_save_alone(
     for present in (0, 1):
         log = tmp_path / f"log-{present}"
         ranks[present].do("listen", str(log))
-        ranks.do("set", "sidesave.client.world:TOLD_AFTER_S", 0.1)
+        ranks.do("set", "sidesave.client.ranks.group:TOLD_AFTER_S", 0.1)
         ranks[present].tell("open", str(run))
         wait_until(lambda log=log: log.exists() and log.read_text().endswith("\n"))
         (told,) = log.read_text().splitlines()

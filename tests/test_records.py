@@ -10,13 +10,13 @@ import pytest
 from test_protocol import a_save
 
 from sidesave.errors import WriteError
-from sidesave.writer_daemon import ranks
-from sidesave.writer_daemon.layout import Part, Table
-from sidesave.writer_daemon.manifest import FileRecord, RankRecord, Refusal, record_file
+from sidesave.writer_daemon.commit import coordination
+from sidesave.writer_daemon.commit.coordination import GivenUp
+from sidesave.writer_daemon.format.layout import Part, Table
+from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord, Refusal, record_file
+from sidesave.writer_daemon.format.tensor_file import digest
 from sidesave.writer_daemon.protocol import Save
-from sidesave.writer_daemon.ranks import GivenUp
 from sidesave.writer_daemon.storage import PosixStorage
-from sidesave.writer_daemon.tensor_file import digest
 
 WORLD = 512
 
@@ -53,7 +53,7 @@ def a_record(save: Save, rank: int) -> RankRecord:
 def save(tmp_path: Path) -> Save:
     """A save of which the records of all ranks are there."""
     save = a_save(rank=0, world_size=WORLD)
-    directory = tmp_path / ranks.partial_of(save)
+    directory = tmp_path / coordination.partial_of(save)
     directory.mkdir()
     for rank in range(WORLD):
         (directory / record_file(rank)).write_bytes(a_record(save, rank).to_bytes())
@@ -65,27 +65,27 @@ def no_wait() -> None:
 
 
 def test_many_records_are_read_at_the_same_time(tmp_path: Path, save: Save):
-    records = ranks.await_records(Distant(str(tmp_path)), save, 60, no_wait)
+    records = coordination.await_records(Distant(str(tmp_path)), save, 60, no_wait)
     assert records == [a_record(save, rank) for rank in range(WORLD)]
 
 
 def test_a_refusal_among_many_records_ends_the_save(tmp_path: Path, save: Save):
     refusal = Refusal(save.session, save.step, save.sequence, 300, WORLD, "failed", "NoSpaceError", "full", 28, "/x")
-    (tmp_path / ranks.partial_of(save) / record_file(300)).write_bytes(refusal.to_bytes())
+    (tmp_path / coordination.partial_of(save) / record_file(300)).write_bytes(refusal.to_bytes())
     with pytest.raises(GivenUp, match="rank 300: full"):
-        ranks.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)
+        coordination.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)
 
 
 def test_a_record_that_cannot_be_read_is_an_error_of_storage(tmp_path: Path, save: Save):
-    path = tmp_path / ranks.partial_of(save) / record_file(7)
+    path = tmp_path / coordination.partial_of(save) / record_file(7)
     path.unlink()
     path.mkdir()
     with pytest.raises(WriteError, match="rank-00007"):
-        ranks.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)
+        coordination.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)
 
 
 def test_a_record_of_another_save_is_refused(tmp_path: Path, save: Save):
     other = dataclasses.replace(a_record(save, 9), sequence=save.sequence + 1)
-    (tmp_path / ranks.partial_of(save) / record_file(9)).write_bytes(other.to_bytes())
-    with pytest.raises(ranks.IntegrityError, match="another save"):
-        ranks.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)
+    (tmp_path / coordination.partial_of(save) / record_file(9)).write_bytes(other.to_bytes())
+    with pytest.raises(coordination.IntegrityError, match="another save"):
+        coordination.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)

@@ -27,10 +27,11 @@ from worlds import Apart, Own, Spread, cut, drop_from_cache, write_world
 
 import sidesave
 from sidesave import IntegrityError, PerRank, Replicated, StateMismatchError
-from sidesave.client import boxes, loader
-from sidesave.client.reader import CheckpointReader
-from sidesave.writer_daemon.layout import ELSEWHERE, Box, Layout
-from sidesave.writer_daemon.tensor_file import BLOCK_NBYTES
+from sidesave.client.loading import loader
+from sidesave.client.reading import regions
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
+from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
+from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES
 
 MiB = 1 << 20
 
@@ -100,9 +101,9 @@ def test_the_bytes_of_a_box_are_found_and_near_ones_joined(
     shape: tuple[int, ...], itemsize: int, gap: int, data: st.DataObject
 ):
     box = data.draw(a_box(shape))
-    spans = boxes.spans(shape, itemsize, box, gap)
+    spans = regions.spans(shape, itemsize, box, gap)
     wanted = {
-        int(n) * itemsize + byte for n in numbered(shape)[boxes.slices(box)].flatten() for byte in range(itemsize)
+        int(n) * itemsize + byte for n in numbered(shape)[regions.slices(box)].flatten() for byte in range(itemsize)
     }
     covered = set(itertools.chain.from_iterable(range(*span) for span in spans))
     assert wanted <= covered
@@ -111,7 +112,7 @@ def test_the_bytes_of_a_box_are_found_and_near_ones_joined(
     for start, stop in spans:
         inside = sorted(wanted & set(range(start, stop)))
         assert all(b - a <= gap for a, b in itertools.pairwise(inside)), "what is far apart has been joined"
-    assert boxes.is_contiguous(shape, box) == (len(covered) == len(wanted) and len(spans) == 1)
+    assert regions.is_contiguous(shape, box) == (len(covered) == len(wanted) and len(spans) == 1)
 
 
 @given(SHAPES, st.data())
@@ -119,24 +120,24 @@ def test_a_stretch_of_elements_is_a_few_boxes_in_order(shape: tuple[int, ...], d
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    found = [numbered(shape)[boxes.slices(box)].flatten() for box in boxes.between(shape, start, stop)]
+    found = [numbered(shape)[regions.slices(box)].flatten() for box in regions.between(shape, start, stop)]
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(start, stop))
     assert len(found) <= 2 * max(len(shape), 1)
 
 
 @given(SHAPES, st.integers(1, 700))
 def test_slabs_cover_a_tensor_in_order_and_lie_side_by_side(shape: tuple[int, ...], limit: int):
-    found = list(boxes.slabs(shape, limit))
-    assert all(math.prod(box[1]) <= limit and boxes.is_contiguous(shape, box) for box in found)
-    elements = torch.cat([numbered(shape)[boxes.slices(box)].flatten() for box in found])
+    found = list(regions.slabs(shape, limit))
+    assert all(math.prod(box[1]) <= limit and regions.is_contiguous(shape, box) for box in found)
+    elements = torch.cat([numbered(shape)[regions.slices(box)].flatten() for box in found])
     assert torch.equal(elements, torch.arange(math.prod(shape)))
 
 
 @given(SHAPES, st.integers(1, 8), st.data())
 def test_the_cells_that_a_box_meets_are_those_of_the_grid(shape: tuple[int, ...], world: int, data: st.DataObject):
     layout, box = data.draw(a_layout(shape, world)), data.draw(a_box(shape))
-    expected = [(owner, cell) for owner, cell in layout.boxes(shape) if boxes.intersect(cell, box)]
-    assert list(boxes.cells(layout, shape, box)) == expected
+    expected = [(owner, cell) for owner, cell in layout.boxes(shape) if regions.intersect(cell, box)]
+    assert list(regions.cells(layout, shape, box)) == expected
 
 
 # Any grid, any box -----------------------------------------------------------------------------------------------
@@ -178,7 +179,7 @@ def test_any_box_of_any_grid_is_what_was_saved(
         assert list(found) == list(dict.fromkeys(wanted))
         for (fqn, box), tensor in found.items():
             assert box is not None
-            assert difference(tensors[fqn[2:]][boxes.slices(box)].contiguous(), tensor) == ""
+            assert difference(tensors[fqn[2:]][regions.slices(box)].contiguous(), tensor) == ""
 
 
 def test_a_box_that_is_not_in_the_tensor_is_refused(tmp_path: Path):
@@ -209,7 +210,7 @@ def test_tensors_that_are_not_aligned_to_their_elements_are_read(tmp_path: Path)
     with CheckpointReader(str(path)) as reader:
         box = ((3, 7), (190, 31))
         ((_, tensor),) = reader.read_boxes([("x.c", box)]).items()
-    assert torch.equal(tensor, state["x"]["c"][boxes.slices(box)])
+    assert torch.equal(tensor, state["x"]["c"][regions.slices(box)])
 
 
 # No more than needed ---------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def test_a_rank_reads_hardly_more_than_its_part(
         assert spent <= 1.05 * (everything if dim else need + 2 * odd * BLOCK_NBYTES * len(found))
         for (fqn, box), tensor in found.items():
             if fqn.startswith("model.") and box is not None:
-                assert torch.equal(tensor, trained["model"][fqn.removeprefix("model.")][boxes.slices(box)])
+                assert torch.equal(tensor, trained["model"][fqn.removeprefix("model.")][regions.slices(box)])
 
 
 def test_of_long_rows_only_the_columns_are_read(tmp_path: Path):
@@ -259,7 +260,7 @@ def test_of_long_rows_only_the_columns_are_read(tmp_path: Path):
         before = reader.nbytes_read
         ((_, found),) = reader.read_boxes([("x", box)]).items()
         spent = reader.nbytes_read - before
-    assert torch.equal(found, rows[boxes.slices(box)])
+    assert torch.equal(found, rows[regions.slices(box)])
     assert spent <= found.nbytes + 6 * 2 * BLOCK_NBYTES + 64_000, "of each row the blocks at both ends, and the headers"
 
 
@@ -270,7 +271,7 @@ def test_a_rank_that_holds_nothing_of_it_is_not_touched(tmp_path: Path, trained:
     with CheckpointReader(str(path)) as reader:
         found = reader.read_boxes((f"model.{n}.q", box) for n in range(4))
         for (fqn, _), tensor in found.items():
-            assert torch.equal(tensor, trained["model"][fqn.removeprefix("model.")][boxes.slices(box)])
+            assert torch.equal(tensor, trained["model"][fqn.removeprefix("model.")][regions.slices(box)])
         with pytest.raises(IntegrityError, match="rank-00001"):
             reader.read(["model.0.q"])
 
@@ -342,7 +343,7 @@ def test_no_flipped_bit_changes_what_is_loaded(
             return
         for (fqn, box), tensor in found.items():
             assert box is not None
-            assert difference(tensors[fqn[2:]][boxes.slices(box)].contiguous(), tensor) == ""
+            assert difference(tensors[fqn[2:]][regions.slices(box)].contiguous(), tensor) == ""
 
 
 def test_a_cell_of_another_shape_than_the_manifest_says_is_refused(tmp_path: Path):

@@ -25,11 +25,11 @@ from trainers import DEADLINE_S, Orders, Traces, a_state, check, pidfd_of, stagi
 from zmq.utils.monitor import recv_monitor_message
 
 import sidesave
-from sidesave.client import connection
+from sidesave.client.daemon_link import connection
 from sidesave.errors import DaemonStartError, IntegrityError, SidesaveError
-from sidesave.stager.arena import Arena
-from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import LEASE_DIRECTORY
+from sidesave.stager.memory.arena import Arena
+from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
+from sidesave.writer_daemon.lease.record import Holder
 
 STRANGER = 65534
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager.sharding import MIN_PIECE_NBYTES, Box, Grid, Layout, assign, describe, local_box, whole
+from sidesave.stager.state.sharding import MIN_PIECE_NBYTES, Box, Grid, Layout, assign, describe, local_box, whole
 
 Steps = Sequence[tuple[int, int]]
 """Which mesh dimension cuts which dimension of the tensor, one after the other."""
@@ -305,7 +305,7 @@ def test_strides_that_come_of_a_view_are_a_box_only_where_all_is_even() -> None:
 
 
 def test_importing_costs_no_torch() -> None:
-    code = "import sys, sidesave.stager.sharding as s; sys.exit(any(name.startswith('torch') for name in sys.modules))"
+    code = "import sys, sidesave.stager.state.sharding; sys.exit(any(name.startswith('torch') for name in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment())
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import sidesave
 from sidesave import Checkpointer, IntegrityError, InvalidArgumentError, StateMismatchError
-from sidesave.client.random_state import RandomState
+from sidesave.client.training.rng_state import RandomState
 
 
 def save(run: Path, state: dict[str, Any], step: int = 1) -> str:

@@ -12,8 +12,9 @@ from trainers import ROOT
 import sidesave
 from scripts import simulate_scale
 from scripts.simulate_scale import Inputs, commit_s
-from sidesave.writer_daemon import ranks, worker
-from sidesave.writer_daemon.assembly import assemble
+from sidesave.writer_daemon.commit import coordination
+from sidesave.writer_daemon.commit.manifest_builder import assemble
+from sidesave.writer_daemon.process import worker
 
 DEFAULTS = Inputs()
 
@@ -71,12 +72,12 @@ def test_what_a_save_really_writes_has_the_files_and_bytes_of_the_model(tmp_path
 
 def test_the_pauses_of_the_model_are_those_of_the_code():
     drawn = 0.75  # the mean of what `_polls` draws
-    assert pytest.approx(drawn * ranks._MAX_POLL_S) == DEFAULTS.poll_s
-    assert pytest.approx(drawn * ranks._MAX_SLOW_POLL_S) == DEFAULTS.wait_s
-    assert pytest.approx(drawn * ranks._MAX_ASKING_POLL_S) == DEFAULTS.ask_s
-    assert pytest.approx(ranks._RANKS_PER_SECOND / drawn) == DEFAULTS.wait_rate
-    assert pytest.approx(ranks._MAX_POLL_S) == DEFAULTS.max_idle_s
-    assert ranks._READERS == DEFAULTS.readers
+    assert pytest.approx(drawn * coordination._MAX_POLL_S) == DEFAULTS.poll_s
+    assert pytest.approx(drawn * coordination._MAX_SLOW_POLL_S) == DEFAULTS.wait_s
+    assert pytest.approx(drawn * coordination._MAX_ASKING_POLL_S) == DEFAULTS.ask_s
+    assert pytest.approx(coordination._RANKS_PER_SECOND / drawn) == DEFAULTS.wait_rate
+    assert pytest.approx(coordination._MAX_POLL_S) == DEFAULTS.max_idle_s
+    assert coordination._READERS == DEFAULTS.readers
     assert worker._CHECK_LEASE_S == DEFAULTS.lease_every_s
 
 

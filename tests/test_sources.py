@@ -26,8 +26,8 @@ from sidesave import (
     StateMismatchError,
     load_sources,
 )
-from sidesave.client import loader, sources
-from sidesave.writer_daemon.layout import Layout
+from sidesave.client.loading import loader, sources
+from sidesave.writer_daemon.format.layout import Layout
 
 
 def trained(seed: int) -> dict[str, Any]:

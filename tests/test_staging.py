@@ -22,7 +22,7 @@ from torch import nn
 import sidesave
 from sidesave import Checkpointer, HostMemoryError, TornSnapshotError
 from sidesave.stager.apart import Worker
-from sidesave.stager.memcopy import MemoryCopier, Pieces
+from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 
 MIB = 1 << 20
 

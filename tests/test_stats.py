@@ -17,9 +17,17 @@ import torch
 from trainers import DEADLINE_S, Orders, a_state
 
 import sidesave
-from sidesave.client.handle import SaveHandle
-from sidesave.client.metrics import Collector, prometheus_text, write_prometheus_file
-from sidesave.client.stats import BOUNDS_S, PHASES, SaveEvent, SaveStats, format_bytes, format_seconds, seconds_of
+from sidesave.client.reporting.prometheus import Collector, prometheus_text, write_prometheus_file
+from sidesave.client.reporting.stats import (
+    BOUNDS_S,
+    PHASES,
+    SaveEvent,
+    SaveStats,
+    format_bytes,
+    format_seconds,
+    seconds_of,
+)
+from sidesave.client.saving.handle import SaveHandle
 from sidesave.errors import CommitUnknownError, DaemonDiedError, InvalidArgumentError, NoSpaceError
 
 STATE = {"x": torch.zeros(1 << 18)}
@@ -66,7 +74,7 @@ def ended(stats: SaveStats, step: int, error: Exception | None = None) -> SaveHa
 
 
 def test_every_save_is_one_event_one_line_and_part_of_the_sums(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, logger="sidesave.client.stats")
+    caplog.set_level(logging.INFO, logger="sidesave.client.reporting.stats")
     told, before = Told(), time.time()
     stats = SaveStats([told])
     with sidesave.Checkpointer(tmp_path) as checkpointer:
@@ -96,7 +104,7 @@ def test_every_save_is_one_event_one_line_and_part_of_the_sums(tmp_path: Path, c
     assert summary.stall_share == pytest.approx(summary.stall_s / summary.wall_s)
     assert summary.bandwidth == sorted(event.nbytes / (event.written_s or 0) for event in events)[1]
     assert summary.last_committed_step == 2
-    lines = [record.getMessage() for record in caplog.records if record.name == "sidesave.client.stats"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "sidesave.client.reporting.stats"]
     assert [line.partition(":")[0] for line in lines] == [f"step {step} committed" for step in range(3)]
     first = events[0]
     times = [f"{phase} {format_seconds(seconds_of(first, phase) or 0)}" for phase in PHASES]
@@ -150,7 +158,7 @@ def test_a_failed_save_is_told_at_warning_level_with_its_reason(tmp_path: Path, 
 
 
 def test_a_skipped_save_is_counted_with_its_stall(tmp_path: Path, orders: Orders, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, logger="sidesave.client.stats")
+    caplog.set_level(logging.INFO, logger="sidesave.client.reporting.stats")
     told = Told()
     stats = SaveStats([told])
     with sidesave.Checkpointer(tmp_path, slots=1, on_busy="skip") as checkpointer:

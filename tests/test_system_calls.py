@@ -10,7 +10,8 @@ from denied import NUMBERS
 from trainers import DEADLINE_S, Traces, Zygote, a_state, same
 
 import sidesave
-from sidesave.client import catalog, doctor
+from sidesave.client.cli import doctor
+from sidesave.client.runs import catalog
 from sidesave.stager.system_calls import CALLS, hint, needs
 
 QUICK = [

@@ -17,15 +17,15 @@ from test_lease import ELSEWHERE, PERIOD_S, NetworkStorage
 from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, await_end, check, pidfd_of
 
 import sidesave
-from sidesave.client import catalog, loader
+from sidesave.client.loading import loader
+from sidesave.client.runs import catalog
 from sidesave.errors import SidesaveError, WriteError
-from sidesave.writer_daemon import commit
-from sidesave.writer_daemon.commit import Recovery
-from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import LEASE_DIRECTORY, Lease
-from sidesave.writer_daemon.manifest import (
-    Manifest,
-)
+from sidesave.writer_daemon.commit import commit
+from sidesave.writer_daemon.commit.commit import Recovery
+from sidesave.writer_daemon.format.manifest import Manifest
+from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import Holder
 
 pytestmark = pytest.mark.usefixtures("end_all")
 

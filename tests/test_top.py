@@ -23,12 +23,11 @@ from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, pi
 from typer.testing import CliRunner, Result
 
 import sidesave
-from sidesave.client.cli import app
-from sidesave.client.save_policies import STOP, TRIGGER, request_save
-from sidesave.client.top import DaemonView, Top, _RunLog, _written
-from sidesave.client.trigger import LISTENING, listen
+from sidesave.client.cli.main import app
+from sidesave.client.cli.top import DaemonView, Top, _RunLog, _written
+from sidesave.client.runs.save_requests import LISTENING, STOP, TRIGGER, listen, request_save
 
-MODULE = [sys.executable, "-m", "sidesave.client.cli"]
+MODULE = [sys.executable, "-m", "sidesave.client.cli.main"]
 STATE = {"x": torch.zeros(3)}
 
 
@@ -309,7 +308,7 @@ def test_plot_refuses_what_it_cannot_draw_in_one_line(run: Path, tmp_path: Path)
 
 def test_plot_without_its_extra_says_which_to_install(run: Path):
     code = f"import sys; sys.modules['matplotlib'] = None; sys.argv[1:] = ['plot', {str(run)!r}]\n"
-    code += "from sidesave.client.cli import main; main()"
+    code += "from sidesave.client.cli.main import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install 'sidesave[plot]'" in done.stderr

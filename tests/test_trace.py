@@ -11,9 +11,9 @@ import torch
 from trainers import Orders
 
 import sidesave
-from sidesave.client.handle import SaveHandle
-from sidesave.client.stats import SaveEvent, SaveStats
-from sidesave.client.trace import Trace
+from sidesave.client.reporting.stats import SaveEvent, SaveStats
+from sidesave.client.reporting.trace import Trace
+from sidesave.client.saving.handle import SaveHandle
 from sidesave.errors import InvalidArgumentError, NoSpaceError
 
 PHASES = ["staging", "writing", "commit"]

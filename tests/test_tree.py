@@ -25,10 +25,10 @@ from states import TENSORS, difference
 from torch import nn
 
 import sidesave
-from sidesave.client import selection
+from sidesave.client.loading import selection
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
-from sidesave.stager import tree
-from sidesave.stager.skeleton import Skeleton, Tag, TensorRef
+from sidesave.stager.state import tree
+from sidesave.stager.state.treespec import Skeleton, Tag, TensorRef
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"

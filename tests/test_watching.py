@@ -25,8 +25,8 @@ from manager_trainer import ManagedTrainer
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, entries, same, say, wait_to_go_on
 
 import sidesave
-from sidesave.client import catalog
-from sidesave.client.retention import PINS
+from sidesave.client.runs import catalog
+from sidesave.client.training.retention import PINS
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,

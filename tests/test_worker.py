@@ -12,17 +12,18 @@ from test_commit import NEW, OLD, Session, a_state
 from trainers import DEADLINE_S, entries
 
 import sidesave
-from sidesave.client import catalog
-from sidesave.client.handle import CheckpointInfo
+from sidesave.client.runs import catalog
+from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import IntegrityError, InvalidArgumentError, SidesaveError, StagingError, WriteError
-from sidesave.writer_daemon import jobs, protocol, worker
-from sidesave.writer_daemon.history import HistoryLog, SaveRecord
-from sidesave.writer_daemon.holder import Holder
-from sidesave.writer_daemon.lease import Lease
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.log import HistoryLog, SaveRecord
+from sidesave.writer_daemon.process import jobs, worker
+from sidesave.writer_daemon.process.worker import Place, Worker
 from sidesave.writer_daemon.protocol import Delete
 from sidesave.writer_daemon.storage import PosixStorage
-from sidesave.writer_daemon.worker import Place, Worker
-from sidesave.writer_daemon.writer import Writer
+from sidesave.writer_daemon.writing.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("end_all")
 

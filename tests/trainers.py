@@ -61,7 +61,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def check(run: str | os.PathLike[str], *steps: int, mib: float = 1) -> None:
     """These steps, each saved from ``a_state(step, mib)``, are all there is, whole and bit-exact."""
     import sidesave
-    from sidesave.client import catalog
+    from sidesave.client.runs import catalog
 
     found = {info.step: info.path for info in catalog.scan(os.fspath(run))}
     assert sorted(found) == sorted(steps)
@@ -362,7 +362,7 @@ def _announce_messages(come_to: Callable[[str], None]) -> None:
 
 
 def _announce_staging(come_to: Callable[[str], None]) -> None:
-    from sidesave.stager.arena import Arena
+    from sidesave.stager.memory.arena import Arena
 
     mark_staged = Arena.mark_staged
 
@@ -651,7 +651,7 @@ def examine_without(folder: str, calls: str, code: str) -> None:
     """Says what the doctor finds where these system calls are refused."""
     from denied import deny
 
-    from sidesave.client import doctor
+    from sidesave.client.cli import doctor
 
     try:
         deny(calls.split(","), int(code))
@@ -681,10 +681,10 @@ def keep_saving(run: str, first: str, count: str, follow: str) -> None:
     Their sizes are :func:`size_of` the steps; with ``follow`` "1" the writer follows the copy.
     """
     import sidesave
-    from sidesave.client import submission
+    from sidesave.client.saving import pipeline
 
     if follow == "1":
-        submission._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+        pipeline._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     if _ORDERS in os.environ:
         follow_orders("trainer")
     ckpt = sidesave.Checkpointer(run)
@@ -731,15 +731,15 @@ def compete(run: str) -> None:
 def hold_while_staging(run: str) -> None:
     """Says when the copy of a state has begun that is written while it is copied, and gets no further."""
     import sidesave
-    from sidesave.client import submission
+    from sidesave.client.saving import pipeline
 
-    submission._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+    pipeline._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     ckpt = sidesave.Checkpointer(run)
     state = a_state(5, 40)
     ckpt.prepare(state).result()
 
     def look(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("stager/memcopy.py"):
+        if event == "call" and frame.f_code.co_filename.endswith("stager/copy/memcopy.py"):
             say("copying")
             wait_to_go_on()
 

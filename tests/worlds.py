@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from sidesave.stager import dtypes, tree
-from sidesave.writer_daemon import layout
-from sidesave.writer_daemon.assembly import assemble
-from sidesave.writer_daemon.layout import ELSEWHERE, Layout, Part, Table, TensorInfo
-from sidesave.writer_daemon.manifest import FileRecord, RankRecord, rank_file, record_file, step_directory
-from sidesave.writer_daemon.tensor_file import BLOCK_NBYTES, digest, digest_blocks, parse_tensor_file
+from sidesave.stager.state import dtypes, tree
+from sidesave.writer_daemon.commit.manifest_builder import assemble
+from sidesave.writer_daemon.format import layout
+from sidesave.writer_daemon.format.layout import ELSEWHERE, Layout, Part, Table, TensorInfo
+from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord, rank_file, record_file, step_directory
+from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, digest, digest_blocks, parse_tensor_file
 
 SESSION = "0123456789abcdef"
 Cells = dict[str, dict[str, tuple[torch.Tensor, tuple[int, ...]]]]

@@ -16,7 +16,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="sidesave daemon %(process)d: %(message)s")
     if len(sys.argv) != 2 or not sys.argv[1].isdigit():
         sys.exit("this is the writer daemon of sidesave; sidesave.Checkpointer starts it")
-    from sidesave.writer_daemon.server import Server
+    from sidesave.writer_daemon.process.server import Server
 
     threading.excepthook = _end_process
     try:

@@ -24,41 +24,13 @@ from typing import Any, ClassVar, Final, cast
 import msgpack
 
 from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
+from sidesave.writer_daemon.format.names import MAX_BESIDE, MAX_BESIDE_NBYTES, is_safe_name, may_stand_beside
 
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 MAX_MESSAGE_NBYTES: Final = 1 << 20
 """A longer message is refused unread; a SAVE of 1,000 containers takes 100 KB."""
-
-_NAME = re.compile(r"[A-Za-z0-9%_@-][A-Za-z0-9%_@.-]{0,199}")
-
-
-def is_safe_name(name: str) -> bool:
-    """Whether ``name`` may become a file name of ours: no separator, no leading dot, no control characters."""
-    return _NAME.fullmatch(name) is not None
-
-
-MAX_BESIDE: Final = 1000
-MAX_BESIDE_NBYTES: Final = 64 << 20
-"""All files of the user beside the tensors of one checkpoint: the call copies them, and the daemon holds them."""
-NAMES_BESIDE: Final = (
-    "1 to 200 ASCII letters, digits and any of %_@-. with no dot in front; not manifest.json or abort.json, and none "
-    "that begins with rank- or claim., holds .rank-, or ends in .safetensors, .xxh3 or .msgpack"
-)
-"""What :func:`may_stand_beside` allows, for people."""
-_OURS = re.compile(
-    r"manifest\.json|abort\.json|rank-.*|claim\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)", re.IGNORECASE
-)
-
-
-def may_stand_beside(name: str) -> bool:
-    """Whether a file of the user may have this name in a checkpoint.
-
-    Not one that a file of ours can have, or that stock readers would take for tensors: they read all that ends in
-    .safetensors. Case does not count, as there are file systems on which it does not.
-    """
-    return is_safe_name(name) and _OURS.fullmatch(name) is None
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 
 from sidesave.errors import WriteError
-from sidesave.stager.arena import page_up
+from sidesave.stager.memory.arena import page_up
 
 
 class OutputFile(ABC):

@@ -1,0 +1,156 @@
+"""What ``sidesave ls`` shows of a run: its checkpoints, the saves that came to nothing, and what they have left."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+
+from sidesave.client.cli.console import new_console, new_table, printable, size, when
+from sidesave.client.runs import catalog
+from sidesave.client.runs.history import history, is_live
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.errors import FormatVersionError, SidesaveError
+from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_step_directory
+from sidesave.writer_daemon.log import SaveRecord
+
+_FEW_WORDS: Final = 100
+"""Characters of a reason."""
+_OWNERS: Final = {
+    True: "belongs to a live session",
+    False: "left by a dead session: the next one, or sidesave recover, finishes or removes it",
+    None: "belongs to a session elsewhere, which may be alive",
+}
+
+
+class Listing:
+    """One look at a run directory."""
+
+    def __init__(self, directory: Path, *, every: bool) -> None:
+        """Look; ``every`` is for all saves that came to nothing, not only those since the latest checkpoint."""
+        self._directory = directory
+        self._found = catalog.scan(str(directory))
+        self._unreadable = _unreadable(directory, {Path(info.path) for info in self._found})
+        saves = history(directory)
+        self._saves = [save for save in (saves if every else _since_latest(saves, self._found)) if not _is_listed(save)]
+        self._leftovers = _leftovers(directory)
+        self._latest = self._found[-1] if self._found else None
+        newest = None if self._latest is None else (self._latest.step, self._latest.session)
+        self._lineage = catalog.lineage(self._found, newest)
+
+    def _mark(self, info: CheckpointInfo) -> str:
+        return "latest" if info is self._latest else "" if info.step in self._lineage else "superseded"
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        damaged, newer = (
+            [str(path) for path, is_newer in self._unreadable.items() if is_newer is x] for x in (False, True)
+        )
+        return {
+            "run": str(self._directory),
+            "checkpoints": [{**asdict(info), "mark": self._mark(info)} for info in self._found],
+            "damaged": damaged,
+            "newer": newer,
+            "saves": [asdict(save) for save in self._saves],
+            "leftovers": [asdict(leftover) for leftover in self._leftovers],
+        }
+
+    def show(self) -> None:
+        """Print it for people."""
+        console = new_console()
+        if self._found or self._unreadable:
+            rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", "")
+            for info in sorted(self._found, key=lambda info: info.sequence):
+                parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
+                about = (when(info.created_s), size(info.nbytes), info.session, parent, str(info.sequence))
+                rows.add_row(str(info.step), *about, self._mark(info))
+            for path, is_newer in self._unreadable.items():
+                reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
+                rows.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", reason)
+            console.print(rows)
+        else:
+            typer.echo(f"no checkpoints in {printable(str(self._directory))}", err=True)
+        if self._saves:
+            rows = new_table(">step", "called", "session", "outcome", "")
+            for save in self._saves:
+                called = "" if save.called_s is None else when(save.called_s)
+                rows.add_row(str(save.step), called, save.session, save.outcome, _reason(save))
+            console.print()
+            console.print(rows)
+        if self._leftovers:
+            rows = new_table("leftover", "")
+            for leftover in self._leftovers:
+                rows.add_row(leftover.name, _OWNERS[leftover.live])
+            console.print()
+            console.print(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leftover:
+    """A hidden directory: a save that is under way, or has come to no good end."""
+
+    name: str
+    step: int
+    session: str
+    state: str
+    live: bool | None
+
+
+def _leftovers(run: Path) -> list[_Leftover]:
+    parsed = {name: parse_hidden_directory(name) for name in sorted(os.listdir(run))}
+    return [
+        _Leftover(name, *facts, live=is_live(str(run), facts[1].partition("-")[0]))
+        for name, facts in parsed.items()
+        if facts
+    ]
+
+
+def _unreadable(run: Path, listed: set[Path]) -> dict[Path, bool]:
+    """Step directories of which no listing can be made; whether that is for their newer format."""
+    steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
+    found: dict[Path, bool] = {}
+    for path in sorted(steps.keys() - listed, key=lambda path: steps[path]):
+        try:
+            catalog.read_info(str(path))
+            found[path] = False
+        except FormatVersionError:
+            found[path] = True
+        except (SidesaveError, OSError):
+            found[path] = False
+    return found
+
+
+def _is_listed(save: SaveRecord) -> bool:
+    """Whether it is, or was, one of the checkpoints here."""
+    return save.outcome in ("committed", "recovered") and save.path is None
+
+
+def _since_latest(saves: list[SaveRecord], checkpoints: list[CheckpointInfo]) -> list[SaveRecord]:
+    """The saves called after the latest checkpoint; by its time where the log does not have it."""
+    if not checkpoints:
+        return saves
+    latest = checkpoints[-1]
+    for index, save in enumerate(saves):
+        if (save.session, save.sequence) == (latest.session, latest.sequence):
+            return saves[index + 1 :]
+    return [save for save in saves if save.called_s is None or save.called_s > latest.created_s]
+
+
+def _reason(save: SaveRecord) -> str:
+    match save.outcome:
+        case "committed":
+            return f"in {printable(save.path or '')}"
+        case "skipped":
+            return "all slots were busy"
+        case "removed":
+            return "it was not whole, so recovery removed it"
+        case "saving":
+            return "being written" if save.tries else "staging"
+        case "unknown" if save.message is None:
+            return "recovery will tell"
+        case _:
+            text = printable(": ".join(filter(None, (save.error, save.message))))
+            return text if len(text) <= _FEW_WORDS else f"{text[: _FEW_WORDS - 3]}..."

@@ -1,0 +1,135 @@
+"""Commands for runs that are under way: ``top``, ``plot`` and ``trigger``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from sidesave.client.arguments import path_text
+from sidesave.client.cli.console import new_console, new_table, print_json, printable, size
+from sidesave.client.runs.targets import find_run
+from sidesave.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sidesave.client.cli.top import DaemonView
+
+_FIRST_LOOK_S: Final = 0.5
+"""Between the two looks that make the first rates."""
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and end.")] = False,
+) -> None:
+    """Show the writer daemons of this machine that are yours.
+
+    Each with its run, its trainer, the step that it is writing, the last commit of the run, and what it takes of
+    memory, processor and disk. Where the output is no terminal, one table is printed. Ctrl-C ends it.
+    """
+    from sidesave.client.cli.top import Top
+
+    view = Top()
+    view.look()
+    time.sleep(min(interval, _FIRST_LOOK_S))
+    if as_json:
+        print_json([daemon.to_json() for daemon in view.look()])
+        return
+    console = new_console()
+    if once or not sys.stdout.isatty():
+        console.print(_table_of(view.look()))
+        return
+    from rich.live import Live
+
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_table_of(view.look()), refresh=True)
+            time.sleep(interval)
+
+
+def _table_of(daemons: list[DaemonView]) -> Table | str:
+    if not daemons:
+        return "no writer daemon of yours runs on this machine"
+    columns = ("run", ">rank", ">daemon", ">trainer", "saving", ">last commit", ">age", ">memory", ">CPU", ">writes")
+    table = new_table(*columns)
+    for daemon in daemons:
+        progress = "" if daemon.progress is None else f" {daemon.progress:.0%}"
+        trainer = "?" if daemon.trainer_pid is None else str(daemon.trainer_pid)
+        age, rate = daemon.last_commit_age_s, daemon.written_nbytes_per_s
+        table.add_row(
+            "?" if daemon.run is None else printable(daemon.run),
+            "?" if daemon.rank is None else str(daemon.rank),
+            str(daemon.pid),
+            trainer if daemon.trainer_lives else "ended",
+            "" if daemon.step is None else f"step {daemon.step}{progress}",
+            "" if daemon.last_step is None else f"step {daemon.last_step}",
+            "" if age is None else _duration(age),
+            "?" if daemon.uss_nbytes is None else size(daemon.uss_nbytes),
+            "" if daemon.cpu is None else f"{daemon.cpu:.0%}",
+            "" if rate is None else f"{size(round(rate))}/s",
+        )
+    return table
+
+
+def _duration(seconds: float) -> str:
+    """``42 s``, ``7 min``, ``3.5 h``, ``12.1 d``."""
+    for limit, unit_s, unit, digits in ((120, 1, "s", 0), (7200, 60, "min", 0), (172_800, 3600, "h", 1)):
+        if seconds < limit:
+            return f"{seconds / unit_s:.{digits}f} {unit}"
+    return f"{seconds / 86_400:.1f} d"
+
+
+def plot(
+    run: RunArgument,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The picture, its format by its ending; RUN's name with .png.")
+    ] = None,
+) -> None:
+    """Draw what the saves of a run have cost over its steps.
+
+    The time until each was staged, durable and committed, and the saves that came to nothing, from the run's log.
+    """
+    from sidesave.client.reporting.plot import draw
+
+    directory = find_run(run)
+    target = path_text(output if output is not None else f"{directory.name}.png")
+    try:
+        count = draw(directory, target)
+    except ModuleNotFoundError as error:
+        typer.echo(f"sidesave: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(printable(f"{target}: {count:,} save{'s' * (count != 1)}"))
+
+
+def trigger(
+    run: RunArgument,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is committed, and print its path.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait.")] = 600.0,
+    stop: Annotated[bool, typer.Option("--stop", help="Ask its loop to end there as well.")] = False,
+) -> None:
+    """Ask the trainer that has a run open to save at its next step.
+
+    It has to train with a CheckpointManager whose policies have OnRequest. Exit status 1 means that no live session has
+    the run open or, with --wait, that there was no such save in time.
+    """
+    from sidesave.client.cli.trigger import SaveRequest
+
+    if timeout < 0:
+        raise InvalidArgumentError(f"a timeout of {timeout:g} s makes no sense")
+    directory = find_run(run)
+    request = SaveRequest(directory, stop=stop)
+    if not request.is_sure:
+        typer.echo("it cannot be told from this machine whether the session that has the run open lives", err=True)
+    if not wait:
+        typer.echo(printable(f"{directory}: asked to save at the next step{' and to stop' * stop}"))
+        return
+    info = request.wait(timeout)
+    typer.echo(printable(f"{info.path}: {size(info.nbytes)}"))

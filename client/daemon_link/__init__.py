@@ -1,0 +1,1 @@
+"""The writer daemon of this process: its start, its connection, what it was asked for."""

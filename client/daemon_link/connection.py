@@ -1,0 +1,586 @@
+"""The trainer's side of the wire: one thread that owns the ZeroMQ socket, watches the daemon and brings it back.
+
+When the daemon dies, a new one gets the same memory and every open request once more
+(:mod:`sidesave.client.daemon_link.pending`). Nothing here knows tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import queue
+import secrets
+import select
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from sidesave import errors
+from sidesave.client.daemon_link.pending import Request, Requests
+from sidesave.client.daemon_link.process import DaemonProcess
+from sidesave.errors import (
+    ClosedError,
+    CommitUnknownError,
+    DaemonDiedError,
+    DaemonStartError,
+    ProtocolError,
+    SidesaveError,
+    WriteError,
+    WriteStalledError,
+)
+from sidesave.stager.memory.arena import Arena, forget_in_child
+from sidesave.stager.system_calls import REFUSED, needs
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Message, Note
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S: Final = 60.0
+"""From spawn to HELLO; a cold file system may have to read Python itself first."""
+SILENCE_TIMEOUT_S: Final = 30.0
+"""A ready daemon beats once a second; after this long without a word it is taken for hung, killed and replaced."""
+MAX_DEATHS: Final = 5
+"""A request that has seen more daemons die than this is given up, and so is a start; what died idle harmed nobody."""
+_HEALTHY_S: Final = 60.0
+"""A daemon that lived this long was well: the one after it starts without a pause."""
+_KILL_TIMEOUT_S: Final = 10.0
+_SOCKET_PATH_LIMIT: Final = 107
+_SOCKET_PREFIX: Final = "sidesave-socket-"
+_FIRST_BACKOFF_S: Final = 0.05
+_MAX_BACKOFF_S: Final = 2.0
+_MAX_IDLE_BACKOFF_S: Final = 10.0
+"""Before a further daemon where nothing waits for one: the first request starts it sooner."""
+_DESCRIPTORS: Final = 24
+"""That many a connection takes for a moment: sockets, pidfds, those of ZeroMQ's threads, a directory being removed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig:
+    """What a daemon is told at its start; see ``protocol.Boot``."""
+
+    directory: str
+    fallback_directory: str
+    session: str
+    rank: int
+    world_size: int
+    retries: int
+    stall_timeout_s: float
+    takeover_timeout_s: float
+    commit_timeout_s: float
+    nice: int
+    io_class: str
+    cpus: tuple[int, ...]
+
+
+class Connection:
+    """Keeps a daemon running and saves flowing; every public method may be called from any thread."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[list[int], SidesaveError], None],
+    ) -> None:
+        """Make it; :meth:`start` starts it.
+
+        Args:
+            config: For every daemon of this connection.
+            on_message: Told of PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
+            on_lost: Told of the ids of requests that no daemon will finish, and why; same thread.
+        """
+        self._config = config
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
+        self._arenas: dict[int, Arena] = {}
+        self._requests = Requests()
+        self._to_send: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        _require_descriptors()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._process: DaemonProcess | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._context = zmq.Context(io_threads=1)
+        self._attempt = 0
+        self._by_pid = False
+        self._restarts = 0
+        self._ready_at = float("inf")
+        self._ready = threading.Event()
+        self._failure: SidesaveError | None = None
+        self._draining = False
+        self._drain_by = float("inf")
+        self.recovered: tuple[str, ...] = ()
+        self.removed: tuple[str, ...] = ()
+        self.left: tuple[str, ...] = ()
+        forget_in_child(self)
+        self._thread = threading.Thread(target=self._run, name="sidesave-client", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread and the first daemon."""
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """The daemon's process id; None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def wait_ready(self) -> None:
+        """Block until the daemon holds the directory; raises what kept it from doing so (its deadlines bound this)."""
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def attach(self, number: int, arena: Arena) -> None:
+        """Hand an arena to this daemon and to every later one."""
+        with self._lock:
+            self._arenas[number] = arena
+            self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+
+    def detach(self, number: int) -> None:
+        """Tell that an arena is about to go."""
+        with self._lock:
+            if self._arenas.pop(number, None) is not None:
+                self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
+
+    def submit(self, request: Request) -> None:
+        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks."""
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._to_send.put(request)
+        if failure is None:
+            self._wake_up()
+        else:
+            self._on_lost([request.save_id], failure)
+
+    def note(self, note: Note) -> None:
+        """Tell what needs no answer; never blocks, and is lost where no daemon listens."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._process is not None:
+                data = protocol.encode(dataclasses.replace(note, attempt=self._attempt))
+                self._process.control.send(data, socket.MSG_DONTWAIT)
+
+    def close(self, timeout_s: float) -> None:
+        """Let the daemon finish and exit, at most ``timeout_s``; afterwards it is left to finish alone. Idempotent."""
+        self._drain_by = time.monotonic() + timeout_s
+        self._draining = True
+        self._wake_up()
+        if self._thread.ident is not None and not self.is_this_thread():
+            self._thread.join(timeout_s + 5)
+        with self._lock:
+            # What another thread had begun before is refused: nobody would answer it.
+            self._failure = self._failure or ClosedError(f"the checkpointer of {self._config.directory} is closed")
+            if not self._thread.is_alive():
+                self._forget()
+
+    def give_up_starting(self) -> None:
+        """Have a daemon that is not ready yet ended, and the start fail."""
+        self._drain_by = time.monotonic()
+        self._draining = True
+        self._wake_up()
+
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs in the connection's thread: a callback of a future does."""
+        return threading.get_ident() == self._thread.ident
+
+    def _wake_up(self) -> None:
+        with self._lock, contextlib.suppress(OSError, ValueError):  # closed
+            os.eventfd_write(self._wake, 1)
+
+    def _forget(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._wake)
+        self._wake = -1
+
+    # The thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._serve_one_daemon():
+                self._pause()
+        except SidesaveError as error:
+            self._give_up(error)
+        except BaseException as error:  # whatever it is, saves wait for this thread
+            logger.exception("the connection to the writer daemon broke")
+            self._give_up(DaemonDiedError(f"the connection to the writer daemon broke: {error!r}"))
+        finally:
+            self._hang_up()
+            self._context.term()
+            self._ready.set()
+
+    def _serve_one_daemon(self) -> bool:
+        """Run one daemon from spawn to end; whether another should follow."""
+        try:
+            with self._spawned() as process:
+                self._converse(process)
+                if self._draining:
+                    status = process.wait(max(0.0, self._drain_by - time.monotonic()))
+                    if status == 0 or status is None:
+                        return False  # drained, or left to finish alone
+                words = self._end(process)
+        except DaemonStartError as error:
+            words = str(error)
+        self._take_queued()
+        if self._draining and not self._requests:
+            return False
+        self._restarts = 1 if time.monotonic() - self._ready_at > _HEALTHY_S else self._restarts + 1
+        if self._restarts > MAX_DEATHS and not self._ready.is_set():
+            raise DaemonStartError(words)
+        lost = self._requests.daemon_died(MAX_DEATHS)
+        if lost:
+            text = f"the writer daemon died {MAX_DEATHS + 1} times with this to do, so it is given up: {words}"
+            self._on_lost(lost, DaemonDiedError(text))
+        return True
+
+    def _pause(self) -> None:
+        """Wait before the next daemon, longer after each that has died early."""
+        most = _MAX_BACKOFF_S if self._requests else _MAX_IDLE_BACKOFF_S
+        delay_s = min(most, _FIRST_BACKOFF_S * 2.0 ** min(16, self._restarts - 1))
+        logger.warning("the writer daemon died; starting another in %.2f s", delay_s)
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.poll(delay_s * 1000)
+        self._drain_wakeups()  # else a next pause would be none
+
+    def _take_queued(self) -> None:
+        """What was submitted while no daemon listened; the next one is told of it."""
+        while not self._to_send.empty():
+            self._requests.keep(self._to_send.get())
+
+    @contextlib.contextmanager
+    def _spawned(self) -> Generator[DaemonProcess]:
+        _require_descriptors()
+        try:
+            with _locked_socket_directory() as directory:
+                self._attempt += 1
+                token = secrets.token_bytes(16)
+                endpoint = f"ipc://{directory}/{self._attempt}"
+                process = DaemonProcess()
+                boot = protocol.Boot(
+                    attempt=self._attempt,
+                    endpoint=endpoint,
+                    token=token,
+                    directory=self._config.directory,
+                    fallback_directory=self._config.fallback_directory,
+                    retries=self._config.retries,
+                    session=self._config.session,
+                    rank=self._config.rank,
+                    world_size=self._config.world_size,
+                    commit_timeout_s=self._config.commit_timeout_s,
+                    trainer_pid=os.getpid(),
+                    resumes=self._ready.is_set(),
+                    stall_timeout_s=self._config.stall_timeout_s,
+                    takeover_timeout_s=self._config.takeover_timeout_s,
+                    nice=self._config.nice,
+                    io_class=self._config.io_class,
+                    cpus=self._config.cpus,
+                )
+                me = os.pidfd_open(os.getpid())
+                try:
+                    with self._lock:
+                        self._process = process
+                        self._bind(endpoint, process.pid)
+                        self._send_control(boot, [me])
+                        for number, arena in self._arenas.items():
+                            self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+                finally:
+                    os.close(me)
+                self._greet(process, token)
+            # The connection goes on without its path, and nobody else can join.
+            self._await_ready(process)
+            yield process
+        finally:
+            self._hang_up()
+
+    def _bind(self, endpoint: str, pid: int) -> None:
+        """Open a socket for one connection, the first to come; where a stranger was first, for that process alone."""
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if self._by_pid:  # not always: some sandboxes do not tell the pid of a peer
+            with contextlib.suppress(zmq.ZMQError):  # a libzmq built without
+                self._socket.setsockopt(zmq.IPC_FILTER_PID, pid)
+        self._socket.bind(endpoint)
+
+    def _hang_up(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.close()
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+
+    def _greet(self, process: DaemonProcess, token: bytes) -> None:
+        """Wait for this daemon's HELLO. Anything else is a stranger's: the next daemon is tried at another place."""
+        self._by_pid = not self._by_pid  # for the next one, unless this one is there
+        try:
+            hello = self._await(process, START_TIMEOUT_S, "to connect")
+            if not isinstance(hello, protocol.Hello) or not secrets.compare_digest(hello.token, token):
+                raise ProtocolError(f"{hello.kind} without the token came in place of HELLO")
+        except ProtocolError as error:
+            self._end(process)
+            raise DaemonStartError(f"a stranger answered in place of the writer daemon: {error}") from error
+        self._by_pid = False
+
+    def _await_ready(self, process: DaemonProcess) -> None:
+        ready = self._await(
+            process, START_TIMEOUT_S + self._config.takeover_timeout_s + 600, "to recover the directory"
+        )
+        if isinstance(ready, protocol.Failed):
+            self._end(process)
+            error = errors.from_wire(ready.error, ready.message, ready.errno, ready.path)
+            if self._ready.is_set() and isinstance(error, WriteError):  # of a moment, perhaps: the next one tries again
+                raise DaemonStartError(str(error)) from error
+            raise error
+        if not isinstance(ready, protocol.Ready):
+            raise ProtocolError(f"{ready.kind} came in place of READY")
+        if not self._ready.is_set():
+            self.recovered, self.removed, self.left = ready.recovered, ready.removed, ready.left
+        for message in self._requests.for_successor(self._attempt):
+            self._send(message)
+        self._ready_at = time.monotonic()
+        self._ready.set()
+
+    def _await(self, process: DaemonProcess, timeout_s: float, purpose: str) -> Message:
+        """The daemon's next message, while it starts."""
+        assert self._socket is not None
+        poller = self._poller(process)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            events = dict(poller.poll(max(0, int(left * 1000))))
+            self._drain_wakeups()
+            if self._draining and not self._ready.is_set():
+                process.kill()  # nothing was asked of it yet
+                self._end(process)
+                raise ClosedError(f"the checkpointer of {self._config.directory} was closed while it started")
+            if self._socket in events:
+                return protocol.decode(self._socket.recv(zmq.NOBLOCK))
+            if process.pidfd in events or left <= 0:
+                waited = "ended while it was" if process.pidfd in events else f"took over {timeout_s:g} s"
+                raise DaemonStartError(f"the writer daemon {waited} {purpose}: {self._end(process)}")
+
+    def _converse(self, process: DaemonProcess) -> None:
+        """Exchange messages until the daemon ends, hangs, or has to be left."""
+        assert self._socket is not None
+        poller = self._poller(process)
+        heard = time.monotonic()
+        drain_sent = False
+        while True:
+            events = dict(poller.poll(200 if self._draining else 1000))
+            self._drain_wakeups()
+            while True:
+                try:
+                    data = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                heard = time.monotonic()
+                self._receive(protocol.decode(data))
+            while True:
+                try:
+                    request = self._to_send.get_nowait()
+                except queue.Empty:
+                    break
+                try:
+                    self._send(self._requests.add(request, self._attempt))
+                except ProtocolError as error:  # it cannot be told to any daemon; all others can
+                    self._requests.drop(request.save_id)
+                    self._on_lost([request.save_id], error)
+            if process.pidfd in events:
+                return
+            if self._draining and not drain_sent:
+                self._send(protocol.Drain(attempt=self._attempt))
+                drain_sent = True
+            if self._draining and time.monotonic() > self._drain_by:
+                return
+            if time.monotonic() - heard > SILENCE_TIMEOUT_S:
+                logger.error(
+                    "the writer daemon %d has been silent for %g s: killing it", process.pid, SILENCE_TIMEOUT_S
+                )
+                process.kill()
+                return
+
+    def _poller(self, process: DaemonProcess) -> zmq.Poller:
+        assert self._socket is not None
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(process.pidfd, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        return poller
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _receive(self, message: Message) -> None:
+        if message.attempt != self._attempt:
+            logger.warning("ignored a message of an earlier daemon: %s", message.kind)
+            return
+        if isinstance(message, protocol.Committed):
+            self._restarts = 0
+        if self._requests.hear(message):
+            self._on_message(message)
+        elif isinstance(message, protocol.Failed):
+            logger.warning("the writer daemon complains: %s", message.message)
+
+    def _send(self, message: Message) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # it takes 1,000 messages unread; the silence deadline will deal with it
+            logger.warning("the writer daemon does not take messages")
+
+    def _send_control(self, message: Message, fds: list[int]) -> None:
+        """Send on the socket pair; the caller holds the lock. A dead daemon is no error: its successor is told."""
+        if self._process is not None:
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._process.control, [protocol.encode(message)], fds)
+
+    def _end(self, process: DaemonProcess) -> str:
+        """Make sure that a daemon is gone, which is what fences it; returns its last words."""
+        if process.wait(0.0 if process.poll() is not None else 2.0) is None:
+            process.kill()
+            if process.wait(_KILL_TIMEOUT_S) is None:
+                self._outwait(process)
+        return process.last_words()
+
+    def _outwait(self, process: DaemonProcess) -> None:
+        """Wait for the end of a daemon that is held in the kernel: it may still write, so no other may start before.
+
+        What has waited for ``stall_timeout_s`` fails meanwhile.
+        """
+        text = f"the writer daemon {process.pid} cannot be killed: it is stuck in the kernel until storage answers"
+        if not self._ready.is_set():
+            raise DaemonDiedError(text)
+        logger.error("%s; another one starts when it does", text)
+        fail_at = time.monotonic() + self._config.stall_timeout_s
+        poller = select.poll()
+        poller.register(process.pidfd, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
+        while process.poll() is None:
+            if self._draining and time.monotonic() > self._drain_by:
+                raise DaemonDiedError(text)
+            if time.monotonic() > fail_at:
+                self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._config.directory))
+            poller.poll(200)
+            self._drain_wakeups()
+
+    def _give_up(self, error: SidesaveError) -> None:
+        with self._lock:
+            self._failure = error  # from here on submit() refuses
+        self._lose(error)
+
+    def _lose(self, error: SidesaveError) -> None:
+        """Fail all that is open; of what was said to be written nobody knows if it will be committed."""
+        self._take_queued()
+        lost = self._requests.give_up()
+        unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._config.directory)
+        self._on_lost([save_id for save_id, written in lost.items() if not written], error)
+        self._on_lost([save_id for save_id, written in lost.items() if written], unknown)
+
+
+def _require_descriptors() -> None:
+    """Raise ``DaemonStartError`` where few file descriptors are left: ZeroMQ would end the whole process."""
+    spare: list[int] = []
+    try:
+        with needs("eventfd2"):
+            while len(spare) < _DESCRIPTORS:
+                spare.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as error:
+        if error.errno in REFUSED:
+            raise DaemonStartError(f"the writer daemon cannot be reached: {error}") from error
+        raise DaemonStartError(f"no {_DESCRIPTORS} file descriptors are left: {error}; raise `ulimit -n`") from error
+    finally:
+        for fd in spare:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _locked_socket_directory() -> Generator[str]:
+    """A :func:`socket_directory`, removed at the end and locked until then.
+
+    A trainer that is killed before its daemon has connected leaves its directory behind. The lock goes with its holder:
+    by that the next start of any checkpointer tells what is abandoned, and removes it.
+    """
+    lock = -1
+    while True:
+        directory = socket_directory()
+        try:
+            lock = _lock_directory(directory)
+        except (FileNotFoundError, BlockingIOError):  # it was taken for abandoned before it was locked
+            continue
+        except OSError as error:  # no locks here: nobody can take it for abandoned either
+            logger.debug("%s cannot be locked: %s", directory, error)
+        break
+    try:
+        _remove_abandoned(os.path.dirname(directory))
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _lock_directory(path: str) -> int:
+    """Lock a directory until the returned descriptor is closed; an ``OSError`` says why it is not to be had."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.stat(path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_abandoned(base: str) -> None:
+    """Remove socket directories of this user that nobody has locked; of what is in them, sockets alone."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(base) if name.startswith(_SOCKET_PREFIX)]
+    for name in names:
+        path = os.path.join(base, name)
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_uid != os.geteuid():
+                continue
+            lock = _lock_directory(path)
+            try:
+                for entry in os.listdir(lock):
+                    if stat.S_ISSOCK(os.lstat(entry, dir_fd=lock).st_mode):
+                        os.unlink(entry, dir_fd=lock)
+                os.rmdir(path)
+            finally:
+                os.close(lock)
+
+
+def socket_directory() -> str:
+    """A private directory whose path leaves room for a socket's name within the kernel's limit."""
+    for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
+        if base and len(base) + 32 < _SOCKET_PATH_LIMIT and os.access(base, os.W_OK | os.X_OK) and _keeps_names(base):
+            with contextlib.suppress(OSError):  # it is full, for instance
+                return tempfile.mkdtemp(prefix=_SOCKET_PREFIX, dir=base)
+    raise DaemonStartError(
+        "no writable temporary directory with a short path for a socket, where others cannot rename it: set TMPDIR"
+    )
+
+
+def _keeps_names(directory: str) -> bool:
+    """Whether what we make in ``directory`` stays under its name: not where everybody may write and nothing sticks."""
+    try:
+        mode = Path(directory).stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISDIR(mode) and (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX))

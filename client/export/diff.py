@@ -1,0 +1,324 @@
+"""What two checkpoints hold, and where they differ: tensors by value, plain data by its encoding.
+
+Memory stays bounded: tensors are read in batches of 64 MiB, a larger one alone, and compared piece by piece. Pickled
+values are compared by their digests and never unpickled.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+
+from sidesave.client.reading.checkpoint_reader import fqn_of, open_checkpoint
+from sidesave.errors import UnsupportedValueError
+from sidesave.stager.state import tree
+from sidesave.stager.state.dtypes import CARRIERS, dtype_name
+from sidesave.stager.state.treespec import TensorRef
+from sidesave.writer_daemon.format import tensor_file
+
+_BATCH_NBYTES: Final = 64 << 20
+_PIECE_ELEMENTS: Final = 2 << 20
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PRIMITIVES: Final = (type(None), bool, int, float, str, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLeaf:
+    """A tensor's place in the nest; ``fqn`` is another's where the two are tied."""
+
+    fqn: str
+
+    def __repr__(self) -> str:
+        """As a listing shows it."""
+        return f"<tensor {self.fqn}>"
+
+
+@dataclass(frozen=True, slots=True)
+class PickledLeaf:
+    """A pickled value, which stays closed."""
+
+    nbytes: int
+    xxh3_128: str
+
+    def __repr__(self) -> str:
+        """As a listing shows it."""
+        return f"<pickled, {self.nbytes:,} bytes>"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor as its user knows it; ``item`` is the name at the top of the state under which it was saved."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    item: str
+
+    @property
+    def dtype_name(self) -> str:
+        """``float32``."""
+        return dtype_name(self.dtype)
+
+    def __str__(self) -> str:
+        """``float32 [3, 4]``."""
+        return f"{self.dtype_name} {list(self.shape)}"
+
+
+class Contents:
+    """A checkpoint opened to be looked into: its manifest and what it holds; a context manager.
+
+    Raises like ``CheckpointReader``.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open the checkpoint directory ``path``; no tensor is read."""
+        self.reader = open_checkpoint(path)
+        self.manifest = self.reader.manifest
+        self._items = set(self.reader.skeleton.keys())
+        self._carried: dict[str, torch.dtype] = {}
+        try:
+            self.nest()
+            names = self.reader.names()
+            stored = {name: self.reader.entry(name) for name in names}
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: dict[str, TensorFacts] = {}
+        for name, entry in stored.items():
+            fqn = fqn_of(name)
+            dtype, shape = self._carried.get(name, self._carried.get(fqn)), entry.shape
+            if dtype is not None and CARRIERS[dtype].pair:
+                shape = shape[:-1]
+            item = fqn
+            while item and item not in self._items:
+                item = item.rpartition(".")[0]
+            self.tensors[name] = TensorFacts(dtype or entry.dtype, shape, entry.nbytes, item or fqn)
+
+    def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
+        """The state, as rank 0 has it, with a leaf in the place of each tensor."""
+        return self.reader.skeleton.build(self._leaf, only=only, unpickle=_pickled_leaf)
+
+    def plain(self) -> dict[str, Any]:
+        """What is no tensor of its own, by FQN; that of other ranks, where it differs from rank 0's, with the rank."""
+        leaves = dict(_plain_leaves(self.nest(), ""))
+        for rank in range(1, self.manifest.world_size):
+            nest = self.reader.read_skeleton(rank).build(self._leaf, unpickle=_pickled_leaf)
+            for fqn, value in _plain_leaves(nest, ""):
+                if fqn not in leaves or _encoded(value) != _encoded(leaves[fqn]):
+                    leaves[f"{fqn}@rank-{rank:05d}"] = value
+        return leaves
+
+    def _leaf(self, ref: TensorRef) -> TensorLeaf:
+        name = self.reader.name_of(ref)
+        if ref.dtype is not None:
+            self._carried[name] = ref.dtype
+        return TensorLeaf(name)
+
+    def close(self) -> None:
+        """Release the directory; idempotent."""
+        self.reader.close()
+
+    def __enter__(self) -> Contents:
+        """The contents."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+def _pickled_leaf(data: bytes) -> PickledLeaf:
+    return PickledLeaf(len(data), tensor_file.digest(data).hex())
+
+
+# Plain data ------------------------------------------------------------------------------------------------------
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Keys and values of a node of the nest; None for a leaf, such as a list of nothing but plain values."""
+    if isinstance(value, dict):
+        return cast("dict[Any, Any]", value).items() or None
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = cast("list[Any]", value)
+        return enumerate(items) if any(not isinstance(item, _PRIMITIVES) for item in items) else None
+    return None
+
+
+def _plain_leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
+    """The leaves that are no tensors of their own, each with its FQN."""
+    below = children(value)
+    if below is not None:
+        for key, item in below:
+            yield from _plain_leaves(item, f"{fqn}.{key}" if fqn else str(key))
+    elif not (isinstance(value, TensorLeaf) and fqn in (value.fqn, fqn_of(value.fqn))):
+        yield fqn, value
+
+
+def _encoded(value: Any) -> Any:
+    """What a value is compared by: NaN equals NaN here, and 1 is not 1.0."""
+    try:
+        return tree.flatten({"value": value}).objects
+    except UnsupportedValueError:
+        return value
+
+
+# Comparing -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """How the values of a tensor have changed.
+
+    Attributes:
+        changed: Elements of which a bit differs.
+        elements: Elements in all.
+        max_abs: Largest absolute difference of two elements; None, and so is the next, for a dtype without arithmetic.
+        relative_l2: L2 norm of the difference over that of the first tensor, without NaN and infinite elements.
+        nans: NaNs in the first and in the second.
+    """
+
+    fqn: str
+    changed: int
+    elements: int
+    max_abs: float | None = None
+    relative_l2: float | None = None
+    nans: tuple[int, int] = (0, 0)
+
+
+@dataclass(slots=True)
+class Report:
+    """Where two checkpoints differ; ``plain`` and ``mismatched`` map FQNs to what each has."""
+
+    equal: list[str] = field(default_factory=list[str])
+    changed: list[TensorChange] = field(default_factory=list[TensorChange])
+    mismatched: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    only_first: list[str] = field(default_factory=list[str])
+    only_second: list[str] = field(default_factory=list[str])
+    plain: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.changed or self.mismatched or self.only_first or self.only_second or self.plain)
+
+
+class Absent:
+    """Stands for the plain value that one of two checkpoints lacks."""
+
+    def __repr__(self) -> str:
+        """As a listing shows it."""
+        return "<absent>"
+
+
+ABSENT: Final = Absent()
+
+
+def common_nbytes(first: Contents, second: Contents) -> int:
+    """How many bytes :func:`compare` reads of each."""
+    return sum(first.tensors[fqn].nbytes for fqn in _comparable(first, second))
+
+
+def _comparable(first: Contents, second: Contents) -> list[str]:
+    kinds = {fqn: (facts.dtype, facts.shape) for fqn, facts in second.tensors.items()}
+    return [fqn for fqn, facts in first.tensors.items() if kinds.get(fqn) == (facts.dtype, facts.shape)]
+
+
+def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Report:
+    """Compare two checkpoints; blocking, reads every tensor that both have, verified.
+
+    Args:
+        first: The one that changes are relative to.
+        second: The other.
+        on_bytes: Called with the number of bytes compared, of one checkpoint, since its last call.
+
+    Raises:
+        IntegrityError: A block that was read does not match its digest.
+        HostMemoryError: A tensor and its counterpart do not fit in memory.
+    """
+    comparable = _comparable(first, second)
+    equal_kind = set(comparable)
+    report = Report(
+        only_first=[fqn for fqn in first.tensors if fqn not in second.tensors],
+        only_second=[fqn for fqn in second.tensors if fqn not in first.tensors],
+    )
+    for fqn in first.tensors:
+        if fqn in second.tensors and fqn not in equal_kind:
+            report.mismatched[fqn] = (str(first.tensors[fqn]), str(second.tensors[fqn]))
+    for batch in _batches(comparable, first):
+        before, after = first.reader.read(batch), second.reader.read(batch)
+        for fqn in batch:
+            change = _change(fqn, before.pop(fqn), after.pop(fqn), first.tensors[fqn].dtype)
+            if change is None:
+                report.equal.append(fqn)
+            else:
+                report.changed.append(change)
+            on_bytes(first.tensors[fqn].nbytes)
+    old, new = first.plain(), second.plain()
+    for fqn in dict.fromkeys([*old, *new]):
+        pair = old.get(fqn, ABSENT), new.get(fqn, ABSENT)
+        if _encoded(pair[0]) != _encoded(pair[1]):
+            report.plain[fqn] = pair
+    return report
+
+
+def _batches(fqns: list[str], contents: Contents) -> Iterator[list[str]]:
+    batch: list[str] = []
+    room = _BATCH_NBYTES
+    for fqn in fqns:
+        nbytes = contents.tensors[fqn].nbytes
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], _BATCH_NBYTES
+        batch.append(fqn)
+        room -= nbytes
+    if batch:
+        yield batch
+
+
+def _change(fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> TensorChange | None:
+    carrier = CARRIERS.get(dtype)
+    width = 2 if carrier is not None and carrier.pair else 1
+    before, after = before.reshape(-1), after.reshape(-1)
+    bits = _BITS[before.dtype.itemsize]
+    if torch.equal(before.view(bits), after.view(bits)):
+        return None
+    changed, largest, squares, reference, nans = 0, 0.0, 0.0, 0.0, [0, 0]
+    arithmetic = True
+    for start in range(0, before.numel(), _PIECE_ELEMENTS):
+        pieces = [side[start : start + _PIECE_ELEMENTS] for side in (before, after)]
+        differs = pieces[0].view(bits) != pieces[1].view(bits)
+        if width > 1:
+            differs = differs.view(-1, width).any(1)
+        changed += int(differs.sum())
+        try:
+            old, new = (_wide(piece, dtype, width) for piece in pieces)
+        except NotImplementedError:
+            arithmetic = False
+            continue
+        nans = [count + int(values.isnan().sum()) for count, values in zip(nans, (old, new), strict=True)]
+        delta = (new - old).abs().masked_fill_(~differs, 0.0).nan_to_num_(nan=0.0, posinf=math.inf)
+        largest = max(largest, float(delta.max()))
+        squares += _finite_squares(delta)
+        reference += _finite_squares(old.abs())
+    elements = before.numel() // width
+    if not arithmetic:
+        return TensorChange(fqn, changed, elements)
+    relative = math.sqrt(squares / reference) if reference else (math.inf if squares else 0.0)
+    return TensorChange(fqn, changed, elements, largest, relative, (nans[0], nans[1]))
+
+
+def _finite_squares(values: torch.Tensor) -> float:
+    finite = values.nan_to_num_(nan=0.0, posinf=0.0)
+    return float(finite.dot(finite))
+
+
+def _wide(piece: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """A piece of stored values in double precision; ``NotImplementedError`` where torch cannot convert its dtype."""
+    if width == 2:
+        return torch.view_as_complex(piece.to(torch.float64).view(-1, 2))
+    return piece.view(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)

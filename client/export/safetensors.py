@@ -1,0 +1,484 @@
+"""Exports the weights of a checkpoint, of however many ranks, as the safetensors files that Hugging Face's tools load.
+
+Weights are verified while they are read, and streamed: a batch is read while the one before it is written, a tensor
+that is larger than a batch goes slab by slab, and memory stays below 300 MB whatever the size of the model. Files that
+were saved beside the tensors, such as a config.json, come along. The directory gets its name when all is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+
+from sidesave.client.arguments import path_text
+from sidesave.client.export.diff import children
+from sidesave.client.messages import few
+from sidesave.client.reading import regions
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Wanted, open_checkpoint
+from sidesave.client.reading.filters import selector
+from sidesave.errors import (
+    InvalidArgumentError,
+    NoSpaceError,
+    SidesaveError,
+    StateMismatchError,
+    UnsupportedValueError,
+    write_error,
+)
+from sidesave.stager.plan import MAX_HEADER_NBYTES
+from sidesave.stager.state.dtypes import NAMES, dtype_from_name, dtype_name
+from sidesave.stager.state.treespec import TensorRef
+from sidesave.writer_daemon.format.manifest import FileRecord
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_NBYTES: Final = 5_000_000_000
+"""Where Hugging Face's tools begin another file by default."""
+_INDEX: Final = "model.safetensors.index.json"
+_BATCH_NBYTES: Final = 64 << 20
+"""Two of these are in memory at a time, and what the reader needs to put tensors together."""
+_PIECE_ELEMENTS: Final = 512 << 10
+_UNITS: Final = {"": 1, "B": 1} | {
+    f"{prefix}{kind}": base ** (power + 1)
+    for kind, base in (("B", 1000), ("IB", 1024))
+    for power, prefix in enumerate("KMGT")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the export: its name there, what it is read as, its dtype before and after, and its shape."""
+
+    name: str
+    stored: str
+    dtype: torch.dtype
+    cast_to: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """In the export."""
+        return torch.Size(self.shape).numel() * self.cast_to.itemsize
+
+    def slabs(self) -> Iterator[Wanted]:
+        """What to read for it, one after the other."""
+        for box in regions.slabs(self.shape, _BATCH_NBYTES // self.dtype.itemsize):
+            yield self.stored, box
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an export has come to.
+
+    Attributes:
+        path: The directory.
+        files: Its safetensors files.
+        tensors: How many tensors they hold, of ``nbytes`` bytes in all.
+        tied: Names that are left out because another tensor has their bytes: to that tensor's name.
+        left_out: Names of what is no tensor.
+        beside: Files that were saved beside the tensors, and are there as well.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    tied: dict[str, str]
+    left_out: tuple[str, ...]
+    beside: tuple[str, ...] = ()
+
+
+def export(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    keep_prefix: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+) -> Report:
+    """Export the weights in the checkpoint ``path`` to the new directory ``target``; blocking, needs no daemon.
+
+    Args:
+        path: A ``step-XXXXXXXX`` directory.
+        target: Where the files go; it must not exist, or be empty.
+        item: Of which item of the state; by default the only one that has tensors under names, as a module has.
+        include: Patterns (``"model.layers.*"``) of the FQNs to export, the item's name included; None is all.
+        exclude: Patterns of FQNs to leave out.
+        keep_prefix: Keep the item's name in front of the names of its tensors.
+        dtype: Cast floating-point tensors to this.
+        max_shard_nbytes: Begin another file before one exceeds this many bytes.
+
+    Raises:
+        InvalidArgumentError: ``target`` is there and not empty; or there is no such item, or more than one.
+        UnsupportedValueError: Tensors of a kind that safetensors does not know; all of them are named.
+        StateMismatchError: Tensors differ between ranks, so that there is no one value.
+        IntegrityError: A file is missing, or does not match its digest; nothing is left of the export.
+        NoSpaceError: There is not enough room for it.
+        WriteError: Storage does not take or give the bytes.
+    """
+    with Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype) as weights:
+        return weights.write(target, max_shard_nbytes=max_shard_nbytes)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``5GB`` (powers of 1000), ``5GiB`` (powers of 1024) or ``5000000000``, as in Hugging Face's tools."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
+    nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if nbytes < 1:
+        raise InvalidArgumentError(f"{text!r} is no size; write it like 5GB, 500MB or 2GiB")
+    return nbytes
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype ``bfloat16``; one that no weights can be cast to is refused later."""
+    dtype = dtype_from_name(name.removeprefix("torch."))
+    if dtype is None:
+        raise InvalidArgumentError(f"there is no dtype {name!r}; it is a name like bfloat16 or float32")
+    return dtype
+
+
+class Weights:
+    """The weights of a checkpoint, chosen and found to be exportable; nothing of them has been read. A context manager.
+
+    Attributes:
+        item: The item of the state that they are of.
+        nbytes: Bytes of all of them in the export.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        item: str | None = None,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+        keep_prefix: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Choose them; arguments and errors are those of :func:`export`."""
+        if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
+            raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
+        self._reader = open_checkpoint(path_text(path))
+        try:
+            self.item = _choose(self._reader, item)
+            self._weights: list[Weight] = []
+            self._tied: dict[str, str] = {}
+            self._left_out: list[str] = []
+            self._collect(selector(include, exclude), "" if keep_prefix else f"{self.item}.", dtype)
+        except BaseException:
+            self.close()
+            raise
+        self.nbytes = sum(weight.nbytes for weight in self._weights)
+
+    def close(self) -> None:
+        """Release the checkpoint; idempotent."""
+        self._reader.close()
+
+    def __enter__(self) -> Weights:
+        """The weights themselves."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def _collect(self, selected: Callable[[str], bool], prefix: str, cast_to: torch.dtype | None) -> None:
+        item = self.item
+        nest = self._reader.skeleton.build(
+            lambda ref: ref,
+            only=lambda fqn: (fqn == item or fqn.startswith(f"{item}.")) and selected(fqn),
+            unpickle=lambda data: None,
+        )
+        names: dict[tuple[str, torch.dtype | None], str] = {}
+        problems: list[str] = []
+        for fqn, leaf in _leaves(nest, ""):
+            name = fqn.removeprefix(prefix)
+            if not isinstance(leaf, TensorRef):
+                self._left_out.append(name)
+                continue
+            key = (self._reader.name_of(leaf), leaf.dtype)
+            if key in names:
+                self._tied[name] = names[key]
+                continue
+            names[key] = name
+            weight, problem = self._weight(name, leaf, cast_to)
+            if problem:
+                problems.append(f"{fqn}: {problem}")
+            self._weights.append(weight)
+        if problems:
+            shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
+            raise UnsupportedValueError("safetensors files cannot hold all of it:\n  " + "\n  ".join(shown))
+        if not self._weights:
+            raise InvalidArgumentError(f"nothing to export: no tensor of {item} is selected")
+        manifest = self._reader.manifest
+        own = [name for name, _ in names if name not in manifest.table.tensors]
+        if own and manifest.world_size > 1:
+            told = "; ".join(few(own, str, "belong to their ranks"))
+            logger.warning("each of %d ranks has its own, and rank 0's is exported: %s", manifest.world_size, told)
+        apart = manifest.apart
+        odd = [name for name, _ in names if name in apart]
+        if odd:
+            ranks = ", ".join(map(str, apart[odd[0]][:8]))
+            raise StateMismatchError(
+                f"{odd[0]} differs between ranks ({ranks}), and so do {len(odd) - 1} more: there is no one value to "
+                "export; leave them out with exclude="
+            )
+
+    def _weight(self, name: str, ref: TensorRef, cast_to: torch.dtype | None) -> tuple[Weight, str]:
+        """A tensor of the export, and what stands in its way."""
+        stored = self._reader.name_of(ref)
+        entry = self._reader.entry(stored)
+        dtype = ref.dtype or entry.dtype
+        goal = cast_to if cast_to is not None and dtype.is_floating_point else dtype
+        weight = Weight(name, stored, dtype, goal, entry.shape)
+        if name == "__metadata__" or name != name.encode(errors="replace").decode():
+            return weight, "its name is reserved, or not valid Unicode; leave it out with exclude="
+        if ref.sparse_shape is not None:
+            return weight, "it is sparse; leave it out with exclude="
+        if goal not in NAMES:
+            way = "" if dtype.is_complex else "cast it with dtype=, or "
+            return weight, f"there is no dtype {dtype_name(goal)}; {way}leave it out with exclude="
+        if goal != dtype and not _can_be_cast(dtype, goal):
+            return weight, f"this torch cannot turn {dtype_name(dtype)} into {dtype_name(goal)}"
+        return weight, ""
+
+    def write(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        max_shard_nbytes: int = MAX_SHARD_NBYTES,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+    ) -> Report:
+        """Write them to the new directory ``target``; blocking, errors are those of :func:`export`.
+
+        Args:
+            target: Where the files go.
+            max_shard_nbytes: Begin another file before one exceeds this many bytes.
+            on_bytes: Called with the number of bytes written since its last call.
+        """
+        if max_shard_nbytes < 1:
+            raise InvalidArgumentError(f"max_shard_nbytes must be positive, not {max_shard_nbytes}")
+        directory = os.path.abspath(path_text(target))
+        parent, base = os.path.split(directory)
+        shards = _divide(self._weights, max_shard_nbytes)
+        beside = self._beside()
+        needed = self.nbytes + sum(entry.nbytes for entry in beside)
+        with _writing(directory):
+            if os.path.lexists(directory) and not (os.path.isdir(directory) and not os.listdir(directory)):
+                raise InvalidArgumentError(f"{directory} is there already, and not empty")
+            os.makedirs(parent, exist_ok=True)
+            free = shutil.disk_usage(parent).free
+            if free < needed:
+                told = f"{needed:,} bytes are needed, {free:,} are free"
+                raise NoSpaceError(errno.ENOSPC, told, directory)
+            hidden = os.path.join(parent, f".{base}.{secrets.token_hex(4)}.partial")
+            os.mkdir(hidden)
+            try:
+                for entry in beside:
+                    _write_small(os.path.join(hidden, entry.name), self._reader.read_beside(entry))
+                for name, weights in shards.items():
+                    self._write_file(os.path.join(hidden, name), weights, on_bytes)
+                if len(shards) > 1:
+                    _write_index(os.path.join(hidden, _INDEX), shards, self.nbytes)
+                _sync_directory(hidden)
+                os.rename(hidden, directory)
+            except BaseException:
+                shutil.rmtree(hidden, ignore_errors=True)
+                raise
+            _sync_directory(parent)
+        names = tuple(entry.name for entry in beside)
+        left_out = tuple(self._left_out)
+        return Report(directory, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
+
+    def _beside(self) -> list[FileRecord]:
+        """The files to copy as they are; an index among them tells of other files of tensors than the export's."""
+        found = list(self._reader.record(0).beside)
+        if any(entry.name == _INDEX for entry in found):
+            logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
+        return [entry for entry in found if entry.name != _INDEX]
+
+    def _write_file(self, path: str, weights: list[Weight], on_bytes: Callable[[int], None]) -> None:
+        ordered = sorted(weights, key=lambda weight: -weight.cast_to.itemsize)  # each is aligned to its elements
+        wanted = ((weight, each) for weight in ordered for each in weight.slabs())
+        with open(path, "xb") as file:
+            file.write(_header(ordered))
+            for batch in _read_ahead(self._reader, _batches(wanted)):
+                for weight, tensor in batch:
+                    for piece in _pieces(tensor, weight):
+                        on_bytes(file.write(piece))
+                batch.clear()
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# Choosing --------------------------------------------------------------------------------------------------------
+
+
+def _choose(reader: CheckpointReader, item: str | None) -> str:
+    names = reader.skeleton.keys()
+    if item is not None:
+        if item not in names:
+            raise InvalidArgumentError(f"the checkpoint has no item {item!r}; it has {', '.join(names)}")
+        return item
+    nest = reader.skeleton.build(lambda ref: ref, unpickle=lambda data: None)
+    shared = reader.manifest.table.tensors
+    found = [
+        name
+        for name, value in nest.items()
+        if isinstance(value, dict)
+        and any(isinstance(leaf, TensorRef) and leaf.fqn in shared for leaf in cast("dict[Any, Any]", value).values())
+    ]
+    if len(found) != 1:
+        which = f"{', '.join(found)} have" if found else f"none of {', '.join(names)} has"
+        raise InvalidArgumentError(f"which item? {which} tensors under names, as a module has: say item=")
+    return found[0]
+
+
+def _leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
+    below = children(value)
+    if below is None:
+        yield fqn, value
+        return
+    for key, item in below:
+        yield from _leaves(item, f"{fqn}.{key}" if fqn else str(key))
+
+
+def _can_be_cast(dtype: torch.dtype, goal: torch.dtype) -> bool:
+    try:
+        torch.zeros(2, dtype=torch.uint8).view(dtype if dtype.itemsize == 1 else torch.uint8).to(goal)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _divide(weights: Iterable[Weight], limit: int) -> dict[str, list[Weight]]:
+    """The files, in the order and of the sizes that Hugging Face's tools would write."""
+    shards: list[list[Weight]] = []
+    current: list[Weight] = []
+    room = limit
+    for weight in weights:
+        if weight.nbytes > limit:
+            shards.append([weight])
+            continue
+        if weight.nbytes > room:
+            shards.append(current)
+            current, room = [], limit
+        current.append(weight)
+        room -= weight.nbytes
+    shards += [current] if current else []
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+def _batches(wanted: Iterable[tuple[Weight, Wanted]]) -> Iterator[list[tuple[Weight, Wanted]]]:
+    batch: list[tuple[Weight, Wanted]] = []
+    room = _BATCH_NBYTES
+    for weight, each in wanted:
+        assert each[1] is not None
+        nbytes = torch.Size(each[1][1]).numel() * weight.dtype.itemsize
+        if batch and nbytes > room:
+            yield batch
+            batch, room = [], _BATCH_NBYTES
+        batch.append((weight, each))
+        room -= nbytes
+    if batch:
+        yield batch
+
+
+def _read_ahead(
+    reader: CheckpointReader, batches: Iterable[list[tuple[Weight, Wanted]]]
+) -> Iterator[list[tuple[Weight, torch.Tensor]]]:
+    def read(batch: list[tuple[Weight, Wanted]]) -> list[tuple[Weight, torch.Tensor]]:
+        found = reader.read_boxes(each for _, each in batch)
+        return [(weight, found[each]) for weight, each in batch]
+
+    with ThreadPoolExecutor(1, "sidesave-export") as pool:
+        ahead: Future[list[tuple[Weight, torch.Tensor]]] | None = None
+        for batch in batches:
+            ready, ahead = ahead, pool.submit(read, batch)
+            if ready is not None:
+                yield ready.result()
+        if ahead is not None:
+            yield ahead.result()
+
+
+def _pieces(tensor: torch.Tensor, weight: Weight) -> Iterator[memoryview]:
+    """The bytes of a tensor in the dtype that it is to have; each piece is valid until the next."""
+    flat = tensor.reshape(-1)
+    flat = flat if flat.dtype == weight.dtype else flat.view(weight.dtype)
+    step = flat.numel() if weight.dtype == weight.cast_to else _PIECE_ELEMENTS
+    for start in range(0, flat.numel(), max(step, 1)):
+        piece = flat[start : start + step].to(weight.cast_to)
+        nbytes = piece.numel() * piece.element_size()
+        yield memoryview((ctypes.c_ubyte * nbytes).from_address(piece.data_ptr()))
+
+
+# Writing ---------------------------------------------------------------------------------------------------------
+
+
+def _header(weights: Iterable[Weight]) -> bytes:
+    body: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in weights:
+        start, end = end, end + weight.nbytes
+        about = {"dtype": NAMES[weight.cast_to], "shape": list(weight.shape), "data_offsets": [start, end]}
+        body[weight.name] = about
+    text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise UnsupportedValueError(
+            f"{len(body) - 1:,} tensors need a header of {len(text):,} bytes, and safetensors allows "
+            f"{MAX_HEADER_NBYTES:,}; choose smaller files with max_shard_nbytes="
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_index(path: str, shards: dict[str, list[Weight]], nbytes: int) -> None:
+    names = {weight.name: file for file, weights in shards.items() for weight in weights}
+    body = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(names.items()))}
+    _write_small(path, (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _write_small(path: str, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Generator[None]:
+    try:
+        yield
+    except SidesaveError:
+        raise
+    except OSError as error:
+        raise write_error(error, "cannot export", error.filename or path) from error

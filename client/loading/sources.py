@@ -1,0 +1,292 @@
+"""Loading from several checkpoints at once: this run's optimizer, that run's backbone, the embeddings of a third."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from sidesave.client import arguments
+from sidesave.client.arguments import path_text
+from sidesave.client.loading import apply, resized
+from sidesave.client.loading.loader import Loaded, check_into, fit, own_place
+from sidesave.client.loading.mismatch import Mismatches, Strangers
+from sidesave.client.loading.plan import DICTS, Fitting, unwrap
+from sidesave.client.loading.rename import Rename
+from sidesave.client.loading.selection import Choice, Selection, filled
+from sidesave.client.reading.checkpoint_reader import Reader, open_checkpoint
+from sidesave.client.reading.safetensors_reader import ForeignReader
+from sidesave.client.runs import catalog, finding
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
+from sidesave.stager.state.treespec import with_metadata
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint to load from, and what of it; see :func:`sidesave.load` for what has no explanation here.
+
+    Plain safetensors weights, as Hugging Face's tools write them, are one as well, of a single ``item``.
+
+    Attributes:
+        path: A checkpoint, or a run directory; with ``item`` a ``*.safetensors`` file, a directory of them, or an index
+            (``*.safetensors.index.json``). Of a directory the files that its index lists count, else
+            ``model.safetensors``, else all.
+        step: Which one of a run directory; None is the latest.
+        item: For plain safetensors weights, whose names are those of a module's tensors alone: the item that they are
+            for. It is put in front of their names (``layers.0.weight`` becomes ``model.layers.0.weight``), before
+            ``include``, ``exclude`` and ``rename``. They have no digests, so nothing is compared.
+        include: Patterns of the FQNs to take, in the names of this checkpoint; None is all.
+        exclude: Patterns of those to leave out.
+        rename: From the names in this checkpoint to those of the target.
+        strict: Raise when it has something for an item of the target that this has no place for, or has nothing at all.
+            What ``include`` has chosen may have more names than the target.
+        dtype: Cast its floating-point tensors to this.
+    """
+
+    path: str | os.PathLike[str]
+    step: int | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Rename | None = None
+    strict: bool = True
+    dtype: torch.dtype | None = None
+    item: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without looking."""
+        if self.step is not None:
+            object.__setattr__(self, "step", arguments.check_step(self.step))
+        if self.item is not None:
+            if not isinstance(cast("object", self.item), str) or self.item.strip(".") != self.item or not self.item:
+                raise InvalidArgumentError(f"item must be the name of an item of the state, not {brief(self.item)}")
+            if self.step is not None:
+                raise InvalidArgumentError("step= chooses a checkpoint of a run, item= is for plain weights: not both")
+        self.choice()
+
+    def choice(self) -> Choice:
+        """What is wanted of it."""
+        return Choice(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
+
+    def locate(self) -> str:
+        """The directory of the checkpoint, as things are now: of several ranks one should ask, and tell the others.
+
+        Raises ``CheckpointNotFoundError``, which says what is there in its place, and like :func:`sidesave.load`.
+        """
+        if self.item is not None:
+            return finding.locate_weights(self.path)
+        return finding.locate(self.path, self.step)
+
+
+def load_sources(
+    sources: Iterable[Source] | Source,
+    into: dict[str, Any],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """Load several checkpoints into live objects, one over the other: of what two of them have, the later one's counts.
+
+    All of it is read and checked before anything live is touched, and of each tensor only what will be used. Modules,
+    dicts and tensors take their values one by one; an optimizer, and any other object with ``load_state_dict``, takes
+    all of its state from the last source that has some of it. See :func:`sidesave.load` for everything else.
+
+    Args:
+        sources: The checkpoints, in order.
+        into: Live objects by name.
+        strict: Raise when there is something in ``into`` that no source has; else that stays as it is, and is logged.
+        verify: Compare everything read with its digests.
+        allow_pickle: Unpickle values that were pickled, which runs code that the checkpoints choose.
+
+    Returns:
+        ``into`` itself.
+
+    Raises:
+        CheckpointNotFoundError: A source is no checkpoint; the message says what it is.
+        StateMismatchError: Something is missing in all sources, has no place, or does not fit; nothing was touched.
+    """
+    loaded = read_sources(sources, into, strict=strict, verify=verify, allow_pickle=allow_pickle, **own_place())
+    return loaded.apply()
+
+
+def read_sources(
+    sources: Iterable[Source] | Source,
+    into: dict[str, Any],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    allow_pickle: bool = False,
+    rank: int = 0,
+    size: int | None = None,
+) -> Loaded:
+    """The first half of :func:`load_sources`, all that can fail for the checkpoints; as ``rank`` of ``size``."""
+    wanted = check_sources(sources)
+    if not wanted:
+        raise InvalidArgumentError("there are no sources to load from")
+    if cast("object", into) is None:
+        raise InvalidArgumentError("sources are loaded into something: into must be a dict of named items")
+    check_into(into)
+    for source in wanted:
+        _check_item(source, into)
+    places = [source.locate() for source in wanted]
+
+    def read(readers: list[Reader]) -> Loaded:
+        if len(readers) < len(wanted):
+            place, item = places[len(readers)], wanted[len(readers)].item
+            if item is not None:
+                return read([*readers, ForeignReader(place, item, rank)])
+            return catalog.read_settled(place, lambda place: read_next(place, readers))
+        bank = _Bank(wanted, readers, into, allow_pickle=allow_pickle)
+        return bank.read(strict=strict, verify=verify)
+
+    def read_next(place: str, readers: list[Reader]) -> Loaded:
+        with open_checkpoint(place, rank, size) as reader:
+            return read([*readers, reader])
+
+    return read([])
+
+
+def check_sources(sources: object) -> list[Source]:
+    """Sources as a list, be it several or one; ``InvalidArgumentError`` for what is none."""
+    several = isinstance(sources, Iterable) and not isinstance(sources, (str, Mapping))
+    found: list[Source] = []
+    for source in cast("Iterable[object]", sources if several else (sources,)):
+        if not isinstance(source, Source):
+            hint = "sidesave.Source(path, ...), or several in a list"
+            raise InvalidArgumentError(f"sources must be {hint}, not {type(source).__name__} {brief(source)}")
+        found.append(source)
+    return found
+
+
+def _check_item(source: Source, into: Mapping[str, Any]) -> None:
+    """Plain weights need an item, and one that there is; :class:`Rename` may make another of it."""
+    if source.item is not None and source.item not in into and not source.choice().renaming:
+        raise InvalidArgumentError(f"item={source.item!r} is not among what is loaded into: {', '.join(into)}")
+    if source.item is None and finding.are_weights(source.path):
+        modules = [name for name, target in into.items() if isinstance(unwrap(target), nn.Module)]
+        proposed = " or ".join(f"item={name!r}" for name in modules or into)
+        where = os.path.abspath(path_text(source.path))
+        told = f"plain safetensors weights, whose names have no item in front: say which they are for with {proposed}"
+        raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {told}", where)
+
+
+class _Bank:
+    """Opened sources, and what each of them gives for a target."""
+
+    def __init__(
+        self, sources: Sequence[Source], readers: list[Reader], into: dict[str, Any], *, allow_pickle: bool
+    ) -> None:
+        self._into = into
+        self._readers = readers
+        self._nest: dict[str, Any] = {}
+        self._partial: set[str] = set()
+        self._strangers: list[Strangers] = []
+        self._selections: list[Selection] = []
+        self._given: set[str] = set()
+        for source, reader in zip(sources, readers, strict=True):
+            choice = source.choice()
+            selection = Selection(reader, choice, into, allow_pickle=allow_pickle)
+            resized.settle(reader, selection, choice, into, allow_pickle=allow_pickle)
+            self._selections.append(selection)
+            _tie(into, selection.nest)
+            self._check(source, selection)
+            self._refuse_second_part(selection)
+            self._nest = _merged(into, self._nest, selection.nest)
+            self._partial.update(selection.partial)
+
+    def _refuse_second_part(self, selection: Selection) -> None:
+        """An object that takes its state whole would lose what an earlier source has given for it."""
+        both = sorted(selection.incomplete & self._given)
+        if both:
+            raise StateMismatchError(
+                f"{selection.where} has a part of {both[0]}, which takes its state whole and has one of an earlier "
+                "source; nothing was loaded. Take it from one of them: exclude it from the other"
+            )
+        self._given |= selection.given
+
+    def _check(self, source: Source, selection: Selection) -> None:
+        """Take out of what a source has all that has no place; an error for some."""
+        fitting = Fitting(selection.partial, strict=False)
+        fitting.compare(self._into, selection.nest)
+        found = fitting.mismatches
+        self._strangers += found.strangers
+        odd = Mismatches(unexpected=found.unexpected, strangers=found.strangers)
+        where = f"{selection.where} does not fit, and nothing was loaded:\n  "
+        if odd.unexpected and source.strict and source.include is None:
+            raise StateMismatchError(where + odd.text(list, renamed=bool(selection.renaming), strict=True))
+        for holder, key in fitting.surplus:
+            del holder[key]
+        if odd.unexpected:
+            logger.warning("loading what has a place here: of %s, %s", selection.where, odd.summary())
+        if source.strict and all(type(item) in DICTS and not item for item in selection.nest.values()):
+            hints = Mismatches(strangers=found.strangers).text(list, renamed=bool(selection.renaming), strict=True)
+            items = ", ".join(map(repr, selection.items()))
+            raise StateMismatchError(
+                where + (hints or f"nothing of it is chosen for {', '.join(self._into)}; it has {items}")
+            )
+
+    def read(self, *, strict: bool, verify: bool) -> Loaded:
+        """Read what is used of each."""
+        found = fit(
+            self._into, self._nest, self._partial, None, self._selections, strict=strict, strangers=self._strangers
+        )
+        needed = [selection.needed(self._nest) for selection in self._selections]
+        for selection, leaves in zip(self._selections, needed, strict=True):
+            selection.check_apart(leaves, live=True)
+        values: dict[Any, Any] = {}
+        for selection, leaves in zip(self._selections, needed, strict=True):
+            values.update(selection.read(leaves, None, verify=verify))
+        state = filled(self._nest, values)
+        apply.refuse_two_for_one(self._into, state)
+        nbytes = sum(reader.nbytes_read for reader in self._readers)
+        exact = strict and not (found.missing or found.unexpected or found.absent)
+        return Loaded(
+            self._selections[-1].where,
+            nbytes,
+            tuple(found.missing),
+            tuple(found.unexpected),
+            state,
+            self._into,
+            exact,
+        )
+
+
+def _tie(target: Any, nest: dict[Any, Any]) -> None:
+    """Where names of a module share a tensor, of which weights often have but one, give all of them what there is."""
+    target = unwrap(target)
+    if type(target) in DICTS:
+        for key, item in cast("dict[Any, Any]", target).items():
+            if type(nest.get(key)) in DICTS:
+                _tie(item, nest[key])
+    elif isinstance(target, nn.Module):
+        tensors = [(key, id(value)) for key, value in target.state_dict(keep_vars=True).items() if _is_tensor(value)]
+        given = {number: key for key, number in tensors if key in nest}
+        for key, number in tensors:
+            if key not in nest and number in given:
+                nest[key] = nest[given[number]]
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _merged(target: Any, first: Any, second: Any) -> Any:
+    """What ``target`` takes of two values for it: of dicts and modules item by item, else the second."""
+    target = unwrap(target)
+    is_dict = type(target) in DICTS
+    if not (is_dict or isinstance(target, nn.Module)) or type(first) not in DICTS or type(second) not in DICTS:
+        return second
+    below = cast("dict[Any, Any]", target) if is_dict else {}
+    found = dict(cast("dict[Any, Any]", first))
+    for key, value in cast("dict[Any, Any]", second).items():
+        found[key] = _merged(below.get(key), found[key], value) if key in found else value
+    metadata = {**getattr(first, "_metadata", {}), **getattr(second, "_metadata", {})}
+    return with_metadata(found, metadata) if metadata else found

@@ -1,0 +1,1 @@
+"""The ranks of a session, and how they agree."""

@@ -1,0 +1,1 @@
+"""Tensors out of files, and nothing about what they are for."""

@@ -1,0 +1,373 @@
+"""Blocks of tensor files, each compared with its digest, read past the page cache where that does not hold them.
+
+Bytes go straight into the memory that the tensors will have, in pieces of 16 MiB, by several threads. What has to be
+put together first goes piece by piece, of 2 MiB, through memory of the reading thread, so it never takes room twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import stat
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, write_error
+from sidesave.stager import apart
+from sidesave.stager.memory import host_memory
+from sidesave.stager.memory.arena import PAGE, madvise, page_up
+from sidesave.stager.state.dtypes import DTYPES
+from sidesave.writer_daemon.format import integrity
+from sidesave.writer_daemon.format.manifest import FileRecord
+from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile, count_blocks, digest, digest_blocks
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage
+
+MAX_DIMENSIONS: Final = 64
+"""More than torch computes with."""
+_PIECE_NBYTES: Final = 16 << 20
+_TAKEN_NBYTES: Final = 2 << 20
+"""Of what is put together a piece stays in the processor's cache until it is copied on."""
+_MAX_OPEN_FILES: Final = 64
+"""Read at the same time, each through two descriptors: a process may have no more than 256."""
+_THREADS: Final = 4
+_MADV_HUGEPAGE: Final = 14
+_LARGE_NBYTES: Final = 64 << 20
+"""A digest list or objects file of this size is read only where there is room for it."""
+_DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
+"""Errors of opening a file that is missing or whose place something else has taken. Others say nothing about it."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_of_thread = threading.local()
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class BlockFile:
+    """A tensor file whose header has been verified; ``borders`` are the offsets of its blocks, and its end."""
+
+    path: str
+    layout: TensorFile
+    digests: bytes
+    borders: array[int]
+
+    def blocks(self, start: int, stop: int) -> tuple[int, int]:
+        """First and last of the blocks that hold the bytes from ``start`` to ``stop``."""
+        return bisect_right(self.borders, start) - 1, bisect_left(self.borders, stop) - 1
+
+    @property
+    def nbytes_of_tables(self) -> int:
+        """What had to be read to know all this."""
+        return self.layout.data_offset + len(self.digests)
+
+
+def open_file(storage: PosixStorage, directory: str, record: FileRecord) -> BlockFile:
+    """Read and check the digest list and the header of a tensor file; ``IntegrityError`` says what is wrong."""
+    path = f"{storage.root.rstrip('/')}/{directory}/{record.name}"
+    assert record.digests is not None
+    require_room(record.digests, os.path.dirname(path))
+    digests = integrity.read_digests(storage, directory, record)
+    with storage.open(f"{directory}/{record.name}") as source:
+        if source.nbytes != record.nbytes:
+            raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
+        layout = integrity.read_header(source, path, digests)
+    if layout.nbytes != record.nbytes or len(digests) != DIGEST_NBYTES * count_blocks(layout):
+        raise IntegrityError(f"{path}: header, record and digest list disagree about the length")
+    for entry in layout.entries:
+        problem = shape_problem(entry.dtype, entry.shape, entry.nbytes)
+        if problem:
+            raise IntegrityError(f"{path}: {entry.name} {problem}")
+    borders = array("Q", (offset for offset, _ in digest_blocks(layout)))
+    borders.append(layout.nbytes)
+    return BlockFile(path, layout, digests, borders)
+
+
+def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) -> str:
+    """What is wrong with a tensor that a file describes; empty when there can be such a one."""
+    if dtype not in DTYPES:
+        return f"has the unknown dtype {dtype!r:.80}"
+    itemsize = DTYPES[dtype].itemsize
+    if len(shape) > MAX_DIMENSIONS or (nbytes is not None and math.prod(shape) * itemsize != nbytes):
+        return "has a length that is not its shape's"
+    if math.prod(extent for extent in shape if extent) * itemsize >= 1 << 63:
+        return "has a shape that no tensor has, not even an empty one"
+    return ""
+
+
+def require_room(record: FileRecord, directory: str) -> None:
+    """Raise ``HostMemoryError`` where a small file has become so large that it does not fit in memory."""
+    if record.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
+        path = f"{directory}/{record.name}"
+        with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
+            host_memory.require(min(record.nbytes, os.lstat(path).st_size), f"reading {path}")
+
+
+@contextmanager
+def reading(path: str) -> Generator[None]:
+    """Tell damage from storage that fails; ``path`` is for errors that do not say it."""
+    try:
+        yield
+    except CheckpointNotFoundError:
+        raise
+    except OSError as error:
+        failed = write_error(error, "cannot read", error.filename or path)
+        if failed.errno not in _DAMAGE:
+            raise failed from error
+        raise IntegrityError(f"{failed.filename}: {failed.strerror}") from error
+
+
+# Memory ----------------------------------------------------------------------------------------------------------
+
+
+def allocate(nbytes: int) -> mmap.mmap:
+    """Fresh memory, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), len(memory), _MADV_HUGEPAGE)
+    return memory
+
+
+Take = Callable[[memoryview, int, int, int], None]
+"""Called with memory, the file offset of its first byte, and from where to where it is wanted; valid meanwhile."""
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Consecutive blocks of a file, and where they go: to memory of their own, or piece by piece to who takes them."""
+
+    file: BlockFile
+    first: int
+    last: int
+    memory: mmap.mmap | None = None
+    take: Take | None = None
+
+    @property
+    def base(self) -> int:
+        """The page border at or before its first byte: direct reads are of whole pages."""
+        return self.file.borders[self.first] // PAGE * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes as a whole."""
+        return page_up(self.file.borders[self.last + 1] - self.base)
+
+    @property
+    def content(self) -> memoryview:
+        """Its memory, which begins with the byte ``base`` of the file."""
+        assert self.memory is not None
+        return memoryview(self.memory)
+
+
+def join(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """First and last block of ranges of blocks, in any order, as few ranges without a block in common."""
+    ordered = sorted(ranges)
+    if not ordered:
+        return
+    first, last = ordered[0]
+    for begin, end in ordered[1:]:
+        if begin > last + 1:
+            yield first, last
+            first = begin
+        last = max(last, end)
+    yield first, last
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+Opener = Callable[[str, int], Descriptor]
+"""``open(2)`` of a file by path and flags."""
+
+
+def read(open_descriptor: Opener, stretches: Iterable[Stretch], *, verify: bool) -> int:
+    """Read all stretches and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
+
+    Args:
+        open_descriptor: Opens a file of theirs.
+        stretches: What to read.
+        verify: Compare every block with its digest.
+
+    Raises:
+        IntegrityError: A block does not match; the message names file, block and FQNs.
+        WriteError: Storage does not give the bytes.
+    """
+    by_file: dict[BlockFile, list[Stretch]] = {}
+    for each in stretches:
+        by_file.setdefault(each.file, []).append(each)
+    files = list(by_file)
+    portions = [files[first : first + _MAX_OPEN_FILES] for first in range(0, len(files), _MAX_OPEN_FILES)]
+    unwanted: list[bool] = []
+
+    def work() -> int:
+        return sum(
+            _read_files(open_descriptor, {file: by_file[file] for file in portion}, verify, unwanted)
+            for portion in portions
+            if not unwanted
+        )
+
+    return apart.run(work, "sidesave-read", stop=lambda: unwanted.append(True))
+
+
+def _read_files(
+    open_descriptor: Opener, files: dict[BlockFile, list[Stretch]], verify: bool, unwanted: list[bool]
+) -> int:
+    sources: dict[BlockFile, _Source] = {}
+
+    def read_piece(file: BlockFile, piece: _Piece) -> int:
+        return 0 if unwanted else _read_piece(sources[file], piece, verify)
+
+    try:
+        for file in files:
+            with reading(file.path):
+                sources[file] = _Source(open_descriptor, file.path)
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
+            work = [
+                pool.submit(read_piece, file, piece)
+                for file, stretches in files.items()
+                for piece in _pieces(file, stretches)
+            ]
+            try:
+                return sum(future.result() for future in work)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+    finally:
+        for source in sources.values():
+            source.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks that are read at once: into the memory of one stretch, or for all those that take what they want of it."""
+
+    file: BlockFile
+    first: int
+    last: int
+    stretches: Sequence[Stretch]
+
+
+def _pieces(file: BlockFile, stretches: Iterable[Stretch]) -> Iterator[_Piece]:
+    """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
+    taken: list[Stretch] = []
+    for each in stretches:
+        if each.memory is None:
+            taken.append(each)
+            continue
+        for first, last in _split(file, each.first, each.last, _PIECE_NBYTES):
+            yield _Piece(file, first, last, (each,))
+    taken.sort(key=lambda each: each.first, reverse=True)
+    runs = list(join((each.first, each.last) for each in taken))
+    concerned: list[Stretch] = []
+    for run in runs:
+        for first, last in _split(file, *run, _TAKEN_NBYTES):
+            while taken and taken[-1].first <= last:
+                concerned.append(taken.pop())
+            concerned = [each for each in concerned if first <= each.last]
+            yield _Piece(file, first, last, tuple(concerned))
+
+
+def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    while first <= last:
+        end = max(first, bisect_right(file.borders, file.borders[first] + nbytes) - 2)
+        yield first, min(end, last)
+        first = end + 1
+
+
+def _read_piece(source: _Source, piece: _Piece, verify: bool) -> int:
+    file, borders = piece.file, piece.file.borders
+    start, end = borders[piece.first], borders[piece.last + 1]
+    # The page at a border is read by both neighbours, with the same bytes.
+    begin, stop = start // PAGE * PAGE, page_up(end)
+    home = piece.stretches[0]
+    if home.memory is None:
+        window = _scratch(stop - begin)
+    else:
+        window = home.content[begin - home.base : stop - home.base]
+    with reading(file.path):
+        count = source.read_into(window, begin)
+    if count < end - begin:
+        raise IntegrityError(f"{file.path}: ends before byte {end:,}")
+    if verify:
+        for number in range(piece.first, piece.last + 1):
+            _check(file, number, window[borders[number] - begin : borders[number + 1] - begin])
+    for each in piece.stretches:
+        if each.take is not None:
+            each.take(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
+    return count
+
+
+def _scratch(nbytes: int) -> memoryview:
+    """Memory of this thread, which it uses again and again."""
+    memory: mmap.mmap | None = getattr(_of_thread, "scratch", None)
+    if memory is None or len(memory) < nbytes:
+        memory = _of_thread.scratch = allocate(nbytes)
+    return memoryview(memory)[:nbytes]
+
+
+def _check(file: BlockFile, number: int, block: memoryview) -> None:
+    if digest(block) == file.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+        return
+    start, end = file.borders[number], file.borders[number + 1]
+    names = [e.name for e in file.layout.entries if e.offset < end and start < e.offset + e.nbytes]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    holding = f"; it holds {', '.join(names[:5])}{more}" if names else ""
+    raise IntegrityError(f"{file.path}: block {number} (bytes {start:,} to {end:,}) does not match its digest{holding}")
+
+
+class _Source:
+    """A file read from the page cache where it is there, and past it where it is not."""
+
+    def __init__(self, open_descriptor: Opener, path: str) -> None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
+        self._cached = open_descriptor(path, flags)
+        facts = os.fstat(self._cached.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise OSError(errno.ENXIO, "not a file", path)
+        self._direct: Descriptor | None = None
+        with suppress(OSError):  # a file system without O_DIRECT
+            self._direct = open_descriptor(path, flags | os.O_DIRECT)
+        self._nbytes = facts.st_size
+        address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0)
+        self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
+
+    def read_into(self, window: memoryview, offset: int) -> int:
+        """Fill ``window`` from ``offset``, a page border; returns how many bytes there were."""
+        file = self._cached if self._direct is None or self._is_cached(offset, len(window)) else self._direct
+        done = 0
+        while done < len(window):
+            count = os.preadv(file.fileno(), [window[done:]], offset + done)
+            done += count
+            if count == 0 or (file is self._direct and done % PAGE):
+                break
+        return done
+
+    def _is_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether all pages are in memory. The mapping is only asked about, never read: no SIGBUS can come of it."""
+        nbytes = min(nbytes, self._nbytes - offset)
+        if not self._address or nbytes <= 0:
+            return True
+        pages = (ctypes.c_ubyte * (page_up(nbytes) // PAGE))()
+        if _libc.mincore(self._address + offset, nbytes, pages):
+            return False
+        return bytes(pages).count(0) == 0
+
+    def close(self) -> None:
+        if self._address:
+            _libc.munmap(self._address, max(self._nbytes, 1))
+            self._address = 0
+        for file in (self._cached, self._direct):
+            if file is not None:
+                file.close()

@@ -1,0 +1,395 @@
+"""Reads a committed checkpoint, of however many ranks: what it holds, and verified tensors or boxes of them.
+
+Nothing is opened before something of it is wanted: of a rank of which no cell is wanted, not even the record. A tensor
+or box whose bytes lie side by side comes as a view of the memory that they were read into, which lives as long as a
+tensor in it; any other is put together from the cells of its grid.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from sidesave.client.reading import block_io, regions
+from sidesave.client.reading.block_io import BlockFile
+from sidesave.client.reading.tensor_reads import Gathered, Part, gather
+from sidesave.client.runs import catalog, finding
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, StateMismatchError
+from sidesave.stager import apart
+from sidesave.stager.state.dtypes import DTYPES
+from sidesave.stager.state.treespec import Skeleton, TensorRef
+from sidesave.writer_daemon.format import integrity
+from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
+from sidesave.writer_daemon.format.manifest import MANIFEST, FileRecord, Manifest, RankRecord
+from sidesave.writer_daemon.format.tensor_file import TensorEntry
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage
+
+Wanted = tuple[str, Box | None]
+"""A tensor by its name, and a box of it; None is all of it."""
+
+_OWN = re.compile(r"(.+)@rank-(\d{5,})", re.DOTALL)
+_OPENING_THREADS: Final = 8
+
+
+def fqn_of(name: str) -> str:
+    """The FQN of a tensor by its name, which tells the rank where it belongs to one alone."""
+    match = _OWN.fullmatch(name)
+    return match[1] if match else name
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it is stored: its key in files, and which ranks hold which cells of it.
+
+    What safetensors has no dtype for is stored as another one, complex numbers with a last dimension of 2: see
+    :mod:`sidesave.stager.state.dtypes`.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its cells."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Reader(Protocol):
+    """What loading takes of whoever reads a checkpoint; :class:`CheckpointReader` says what it means."""
+
+    path: str
+    rank: int
+    skeleton: Skeleton
+    nbytes_read: int
+
+    def differing(self, fqn: str) -> tuple[int, ...]:
+        """The ranks that have saved a tensor, if it differs between them and none of theirs is this rank's."""
+        ...
+
+    def name_of(self, ref: TensorRef) -> str:
+        """The name of a tensor that :attr:`skeleton` refers to."""
+        ...
+
+    def entry(self, name: str) -> StoredTensor:
+        """Stored dtype, global shape and size of a tensor."""
+        ...
+
+    def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
+        """Read boxes of tensors into fresh host memory."""
+        ...
+
+
+class CheckpointReader:
+    """A checkpoint opened for reading, as one rank sees it.
+
+    Its tensors have names: the FQN, and ``<FQN>@rank-00003`` for one that belongs to rank 3 alone; rank 0's go without.
+
+    Attributes:
+        path: The directory.
+        rank: Whose view it is.
+        manifest: What the checkpoint holds.
+        skeleton: The state without its tensors: that of ``rank``, or of rank 0 where another number of ranks has saved
+            it, completed by what only other ranks have.
+        size: How many ranks load it; None is as many as have saved it.
+        nbytes_read: Bytes that have been read so far, besides the manifest.
+    """
+
+    def __init__(self, path: str, rank: int = 0, size: int | None = None) -> None:
+        """Open the directory ``path``, reading and checking its manifest and skeletons.
+
+        ``rank`` is one of ``size`` that load it; None is as many as have saved it.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint.
+            IntegrityError: A file is missing or does not match its digest.
+            FormatVersionError: It was written in a newer format.
+            WriteError: Storage does not give the bytes (EIO, EACCES); they may be whole.
+            HostMemoryError: There is not enough memory for what it lists.
+        """
+        if not os.path.isdir(path):
+            raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
+        self.path = path
+        self.rank = rank
+        self.size = size
+        self.nbytes_read = 0
+        self._storage = PosixStorage(os.path.dirname(path) or "/")
+        self._name = os.path.basename(path)
+        self._records: dict[int, RankRecord] = {}
+        self._entries: dict[int, dict[str, list[tuple[BlockFile, TensorEntry]]]] = {}
+        self._stored: dict[str, StoredTensor] = {}
+        try:
+            with block_io.reading(path):
+                self._storage.hold(self._name, MANIFEST)
+                self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
+                self.skeleton: Skeleton = self._read_skeletons()
+        except BaseException:
+            self._storage.close()
+            raise
+
+    def close(self) -> None:
+        """Release the directory; tensors that were read stay valid. Idempotent."""
+        self._storage.close()
+
+    def __enter__(self) -> CheckpointReader:
+        """The reader itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    # What there is ---------------------------------------------------------------------------------------------
+
+    @property
+    def resized(self) -> bool:
+        """Whether another number of ranks loads it than has saved it."""
+        return self.size not in (None, self.manifest.world_size)
+
+    def differing(self, fqn: str) -> tuple[int, ...]:
+        """The ranks that have saved a tensor, if it differs between them and none of theirs is this rank's."""
+        ranks = self.manifest.apart.get(fqn, ())
+        return ranks if self.resized or self.rank not in ranks else ()
+
+    def differences(self, wanted: Callable[[str], bool]) -> dict[str, bool]:
+        """Of what each rank has saved for itself, the FQNs that are not the same for all, and whether that is numbers.
+
+        Tensors in :attr:`differing` are not among them. Reads all that is ``wanted`` of all ranks.
+        """
+        table, first = self.manifest.table.tensors, self.read_skeleton(0)
+        own = [fqn for fqn in self.record(0).part.own.tensors if fqn not in table and wanted(fqn)]
+        found: dict[str, bool] = {}
+        for rank in range(1, self.manifest.world_size):
+            for fqn, is_number in first.differences(self.read_skeleton(rank), table.__contains__):
+                if wanted(fqn):
+                    found[fqn] = is_number and found.get(fqn, True)
+            others = self.record(rank).part.own.tensors
+            for fqn in own:
+                name = f"{fqn}@rank-{rank:05d}"
+                if fqn not in found and name in others and not self._are_equal(fqn, name):
+                    found[fqn] = False
+        return found
+
+    def _are_equal(self, *names: str) -> bool:
+        one, other = (self.entry(name) for name in names)
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        first, second = (tensor.reshape(-1).view(torch.uint8) for tensor in self.read(names).values())
+        return torch.equal(first, second)
+
+    def record(self, rank: int) -> RankRecord:
+        """What a rank has written; raises like the constructor."""
+        if rank not in self._records:
+            with block_io.reading(self.path):
+                self._records[rank] = self._read_record(rank)
+            self.nbytes_read += self.manifest.records[rank].nbytes
+        return self._records[rank]
+
+    def read_beside(self, entry: FileRecord) -> bytes:
+        """A file of the user's, compared with its digest; raises like the constructor."""
+        with block_io.reading(self.path):
+            return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)
+
+    def names(self) -> list[str]:
+        """All tensors, those that belong to one rank behind the shared ones. Opens all files, which must agree."""
+        self._open(range(self.manifest.world_size))
+        table, apart = self.manifest.table, self.manifest.apart
+        found = list(table.tensors)
+        for rank in range(self.manifest.world_size):
+            for key in self.record(rank).part.own.tensors:
+                if key not in table.tensors:
+                    found.append(key)
+                elif key in apart and table.layout(key).owners != (rank,):
+                    found.append(f"{key}@rank-{rank:05d}")
+        return found
+
+    def name_of(self, ref: TensorRef) -> str:
+        """The name of a tensor that :attr:`skeleton` refers to.
+
+        Of one that was compared and saved by each rank, because not all held the same, it is this rank's; of another
+        number of ranks, and where it has none, the first one's which has.
+        """
+        if ref.rank:
+            name = f"{ref.fqn}@rank-{ref.rank:05d}"
+            if name in self.record(ref.rank).part.own.tensors:
+                return name
+        alone = 0 < self.rank < self.manifest.world_size and not self.resized
+        apart = alone and ref.fqn in self.record(self.rank).part.apart
+        return f"{ref.fqn}@rank-{self.rank:05d}" if apart else ref.fqn
+
+    def entry(self, name: str) -> StoredTensor:
+        """Stored dtype, global shape and size of a tensor; ``IntegrityError`` when there is none of this name."""
+        if name not in self._stored:
+            self._stored[name] = self._look_up(name)
+        return self._stored[name]
+
+    def _look_up(self, name: str) -> StoredTensor:
+        table, key, layout = self.manifest.table, name, None
+        if name in table.tensors:
+            layout = table.layout(name)
+        else:
+            match = _OWN.fullmatch(name)
+            rank = int(match[2]) if match else 0
+            if rank < self.manifest.world_size:
+                table, layout = self.record(rank).part.own, Layout((rank,))
+                key = match[1] if match and name not in table.tensors else name
+        if layout is None or key not in table.tensors:
+            raise IntegrityError(f"{self.path}: the tensor {name} is missing")
+        info = table.tensors[key]
+        problem = block_io.shape_problem(info.dtype, info.shape)
+        if problem:
+            raise IntegrityError(f"{self.path}: {name} {problem}")
+        return StoredTensor(key, DTYPES[info.dtype], info.shape, layout)
+
+    def _read_record(self, rank: int) -> RankRecord:
+        entry = self.manifest.records[rank]
+        block_io.require_room(entry, self.path)
+        record = integrity.read_record(self._storage, self._name, entry)
+        self.manifest.check_record(rank, record, f"{self.path}/{entry.name}")
+        return record
+
+    def _read_skeletons(self) -> Skeleton:
+        own = self.rank if self.rank < self.manifest.world_size and not self.resized else 0
+        skeleton, *others = (self.read_skeleton(rank) for rank in dict.fromkeys((own, *self.manifest.skeletons)))
+        for other in others:
+            skeleton.add(other, self.manifest.table.tensors.__contains__)
+        return skeleton
+
+    def read_skeleton(self, rank: int) -> Skeleton:
+        """What one rank has saved; raises like the constructor."""
+        objects = self.record(rank).objects
+        block_io.require_room(objects, self.path)
+        with block_io.reading(self.path):
+            data = integrity.read_small_file(self._storage, f"{self._name}/{objects.name}", objects)
+        self.nbytes_read += len(data)
+        return Skeleton(data, f"{self.path}/{objects.name}", rank)
+
+    # Ranks -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _by_layout(self) -> list[tuple[frozenset[int], list[str]]]:
+        """For each layout of the manifest its owners, and the FQNs that have it."""
+        found = [(frozenset(layout.owners), list[str]()) for layout in self.manifest.table.layouts]
+        for fqn, tensor in self.manifest.table.tensors.items():
+            found[tensor.layout][1].append(fqn)
+        return found
+
+    def _open(self, ranks: Iterable[int]) -> None:
+        """Read records, digest lists and headers of these ranks, as far as that has not been done."""
+        missing = [rank for rank in dict.fromkeys(ranks) if rank not in self._entries]
+
+        def read(rank: int) -> tuple[RankRecord, list[BlockFile]]:
+            record = self._records.get(rank) or self._read_record(rank)
+            return record, [block_io.open_file(self._storage, self._name, file) for file in record.files]
+
+        def read_all() -> list[tuple[RankRecord, list[BlockFile]]]:
+            with ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
+                return list(pool.map(read, missing))
+
+        with block_io.reading(self.path):
+            found = [read(missing[0])] if len(missing) == 1 else apart.run(read_all, "sidesave-open", stop=lambda: None)
+        for rank, (record, files) in zip(missing, found, strict=True):
+            self.nbytes_read += self.manifest.records[rank].nbytes if rank not in self._records else 0
+            self.nbytes_read += sum(file.nbytes_of_tables for file in files)
+            self._records[rank] = record
+            entries: dict[str, list[tuple[BlockFile, TensorEntry]]] = {}
+            for file in files:
+                for entry in file.layout.entries:
+                    entries.setdefault(entry.name, []).append((file, entry))
+            told = itertools.chain(
+                record.part.own.tensors, *(fqns for owners, fqns in self._by_layout if rank in owners)
+            )
+            if odd := sorted(entries.keys() ^ set(told)):
+                raise IntegrityError(f"{self.path}: the manifest and the files of rank {rank} disagree about {odd[:5]}")
+            self._entries[rank] = entries
+
+    def _find(self, rank: int, stored: StoredTensor, cell: Box) -> tuple[BlockFile, TensorEntry]:
+        """Where a rank has stored a cell."""
+        # There may be a share of it too, in another file: what is compared is written in any case.
+        for file, entry in self._entries[rank][stored.key]:
+            if (DTYPES[entry.dtype], entry.shape) == (stored.dtype, cell[1]):
+                return file, entry
+        raise IntegrityError(
+            f"{self.path}: the files of rank {rank} do not hold the part of {stored.key} that is listed as theirs"
+        )
+
+    # Reading ---------------------------------------------------------------------------------------------------
+
+    def read(self, names: Iterable[str], *, verify: bool = True) -> dict[str, torch.Tensor]:
+        """Read whole tensors into fresh host memory; see :meth:`read_boxes`."""
+        found = self.read_boxes(((name, None) for name in names), verify=verify)
+        return {name: tensor for (name, _), tensor in found.items()}
+
+    def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
+        """Read boxes of tensors into fresh host memory; blocking, at the medium's speed.
+
+        What is read is little more than what is wanted: of each cell the blocks of 256 KiB that hold some of it.
+
+        Args:
+            wanted: Tensors by name, each with a box of it, or None for all.
+            verify: Compare every block with its digest.
+
+        Raises:
+            IntegrityError: A block does not match; the message names file, block and FQNs.
+            StateMismatchError: Some of it is on the disk of another node.
+            HostMemoryError: There is not enough memory.
+            WriteError: Storage does not give the bytes.
+        """
+        plans = {each: self._plan(*each) for each in wanted}
+        self._open(owner for _, _, cells in plans.values() for owner, _ in cells)
+        gathered = [
+            Gathered(stored.dtype, box[1], [self._part(stored, box, *cell) for cell in cells])
+            for stored, box, cells in plans.values()
+        ]
+        purpose = f"loading {self.path}"
+        tensors, nbytes = gather(gathered, self._open_descriptor, verify=verify, purpose=purpose)
+        self.nbytes_read += nbytes
+        return dict(zip(plans, tensors, strict=True))
+
+    def _plan(self, name: str, box: Box | None) -> tuple[StoredTensor, Box, list[tuple[int, Box]]]:
+        """A tensor, the box wanted of it, and who has written the cells that hold some of that."""
+        stored = self.entry(name)
+        if box is None:
+            box = regions.whole(stored.shape)
+        elif not regions.contains(stored.shape, box):
+            raise InvalidArgumentError(f"{name} has shape {list(stored.shape)}: there is no box {box} in it")
+        cells = list(regions.cells(stored.layout, stored.shape, box)) if math.prod(box[1]) else []
+        if any(owner == ELSEWHERE for owner, _ in cells):
+            raise StateMismatchError(
+                f"{self.path}: what is wanted of {name} is on another node, each of which keeps its own part; "
+                "load with the same ranks on the same nodes"
+            )
+        return stored, box, cells
+
+    def _part(self, stored: StoredTensor, box: Box, owner: int, cell: Box) -> Part:
+        file, entry = self._find(owner, stored, cell)
+        common = regions.intersect(cell, box)
+        assert common is not None
+        return Part(file, entry, regions.within(common, cell[0]), regions.within(common, box[0])[0])
+
+    def _open_descriptor(self, path: str, flags: int) -> Descriptor:
+        return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)
+
+
+def open_checkpoint(path: str, rank: int = 0, size: int | None = None) -> CheckpointReader:
+    """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
+    path = os.path.realpath(path)
+    if not os.path.lexists(os.path.join(path, MANIFEST)):
+        found = catalog.scan(path) if os.path.isdir(path) else []
+        if found:
+            raise InvalidArgumentError(
+                f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
+            )
+        raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {finding.what(path)}", path)
+    return CheckpointReader(path, rank, size)

@@ -1,0 +1,150 @@
+"""Boxes of tensors, gathered from the cells that hold them: which blocks of which files it takes, and where they go.
+
+What lies side by side in one cell is read to where it stays. All else is put together in memory of its own: from large
+cells while they are read, piece by piece; from small ones, which share blocks with others, when all is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from sidesave.client.reading import block_io, regions
+from sidesave.client.reading.block_io import BlockFile, Stretch
+from sidesave.stager.memory import host_memory
+from sidesave.writer_daemon.format.layout import Box
+from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, TensorEntry
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HUGE_NBYTES: Final = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is wanted of one cell: ``box``, counted in the cell, which comes to stand at ``offsets``."""
+
+    file: BlockFile
+    entry: TensorEntry
+    box: Box
+    offsets: tuple[int, ...]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its blocks hold other tensors too."""
+        return self.entry.nbytes < BLOCK_NBYTES
+
+    def span(self, itemsize: int) -> tuple[int, int]:
+        """Where its first byte lies in the file, and where its last one ends."""
+        ((start, stop),) = regions.spans(self.entry.shape, itemsize, self.box, 1 << 63)
+        return self.entry.offset + start, self.entry.offset + stop
+
+    def stretches(self, itemsize: int) -> list[tuple[int, int]]:
+        """First and last of the blocks that hold it, range by range."""
+        spans = regions.spans(self.entry.shape, itemsize, self.box, BLOCK_NBYTES)
+        ranges = (self.file.blocks(self.entry.offset + start, self.entry.offset + stop) for start, stop in spans)
+        return list(block_io.join(ranges))
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A box of a tensor with all its parts; those of a box without elements are none."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part]
+    _target: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is a tensor where it is read to."""
+        return len(self.parts) == 1 and regions.is_contiguous(self.parts[0].entry.shape, self.parts[0].box)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the box."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def allocate(self) -> None:
+        """Take memory to put it together in."""
+        if self.nbytes >= _HUGE_NBYTES:
+            self._target = torch.frombuffer(block_io.allocate(self.nbytes), dtype=torch.uint8)
+        else:
+            self._target = torch.empty(self.nbytes, dtype=torch.uint8)
+
+    def put(self, part: Part, memory: memoryview, begin: int, start: int, stop: int) -> None:
+        """Copy what is wanted of bytes ``start`` to ``stop`` of a file; ``memory`` begins with that at ``begin``.
+
+        No element lies across these borders: of a large tensor they are those of blocks, which begin with it.
+        """
+        entry, itemsize = part.entry, self.dtype.itemsize
+        start, stop = max(start - entry.offset, 0), min(stop - entry.offset, entry.nbytes)
+        bits, count = _BITS[itemsize], (stop - start) // itemsize
+        values = torch.frombuffer(memory, dtype=bits, count=count, offset=entry.offset + start - begin)
+        target = self._target.view(bits).view(self.shape)
+        position = 0
+        for box in regions.between(entry.shape, start // itemsize, stop // itemsize):
+            size = math.prod(box[1])
+            common = regions.intersect(box, part.box)
+            if common is not None:
+                source = values[position : position + size].view(box[1])[regions.slices(regions.within(common, box[0]))]
+                offsets, shape = regions.within(common, part.box[0])
+                goal = tuple(map(operator.add, offsets, part.offsets)), shape
+                target[regions.slices(goal)].copy_(source)
+            position += size
+
+    def finished(self) -> torch.Tensor:
+        """The box, put together."""
+        return self._target.view(self.dtype).view(self.shape)
+
+
+def gather(
+    wanted: Sequence[Gathered], open_descriptor: block_io.Opener, *, verify: bool, purpose: str
+) -> tuple[list[torch.Tensor], int]:
+    """Read boxes; returns them, and how many bytes that took. Arguments and errors are those of :func:`blocks.read`."""
+    ranges: dict[BlockFile, list[tuple[int, int]]] = {}
+    away: list[Stretch] = []
+    for box in wanted:
+        for part in box.parts:
+            found = part.stretches(box.dtype.itemsize)
+            if box.stays or part.is_small:
+                ranges.setdefault(part.file, []).extend(found)
+            else:
+                put = functools.partial(box.put, part)
+                away += (Stretch(part.file, first, last, take=put) for first, last in found)
+    homes = {file: [Stretch(file, *found) for found in block_io.join(each)] for file, each in ranges.items()}
+    staying = [stretch for stretches in homes.values() for stretch in stretches]
+    together = [box for box in wanted if box.parts and not box.stays]
+    host_memory.require(sum(each.nbytes for each in [*staying, *together]), purpose)
+    for stretch in staying:
+        stretch.memory = block_io.allocate(stretch.nbytes)
+    for box in together:
+        box.allocate()
+    nbytes = block_io.read(open_descriptor, [*staying, *away], verify=verify)
+    for box in together:
+        for part in filter(lambda part: part.is_small, box.parts):
+            span = part.span(box.dtype.itemsize)
+            home = _home(homes[part.file], span[0])
+            box.put(part, home.content, home.base, *span)
+    return [_view(box, homes) if box.stays or not box.parts else box.finished() for box in wanted], nbytes
+
+
+def _view(box: Gathered, homes: dict[BlockFile, list[Stretch]]) -> torch.Tensor:
+    if not box.parts:
+        return torch.empty(box.shape, dtype=box.dtype)
+    (part,) = box.parts
+    start, _ = part.span(box.dtype.itemsize)
+    home = _home(homes[part.file], start)
+    flat = torch.frombuffer(home.content, dtype=box.dtype, count=math.prod(box.shape), offset=start - home.base)
+    return flat.view(box.shape)
+
+
+def _home(stretches: list[Stretch], offset: int) -> Stretch:
+    """The one of a file's stretches, in order, that holds a byte."""
+    return stretches[bisect_right(stretches, offset, key=lambda stretch: stretch.file.borders[stretch.first]) - 1]

@@ -1,0 +1,1 @@
+"""What saves cost, for people and for monitoring."""

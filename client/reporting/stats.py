@@ -1,0 +1,337 @@
+"""What saves cost a run: the way of each from its call to its outcome, seen through its handle, and what that comes to.
+
+It only watches. Numbers are kept for the whole run, single saves for the last thousand of them; whoever wants to see
+each one gets a :class:`SaveEvent` when it has ended.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from sidesave.client.saving.handle import Outcome, SaveHandle
+from sidesave.errors import CommitUnknownError, DaemonDiedError
+from sidesave.writer_daemon.log import describe_error, wall_clock_s
+
+logger = logging.getLogger(__name__)
+
+_MAX_EVENTS: Final = 1000
+"""Ended saves that are remembered one by one."""
+
+PHASES: Final = ("stall", "staged", "written", "committed")
+BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
+"""Upper bounds of the classes into which durations are counted, in seconds."""
+
+SaveOutcome = Literal["committed", "failed", "skipped", "unknown"]
+OUTCOMES: Final[tuple[SaveOutcome, ...]] = ("committed", "failed", "skipped", "unknown")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveEvent:
+    """A save that has ended; None is what has not happened.
+
+    Attributes:
+        step: The step it was to be saved as.
+        outcome: ``"committed"``, ``"failed"``, ``"skipped"``, or ``"unknown"``: durable on this rank, and nobody was
+            left to tell of the commit.
+        error: Name and text of what it failed with; not the exception, whose traceback would hold the state.
+        nbytes: Bytes that this rank had to write.
+        checkpoint_nbytes: Bytes of the checkpoint, over all ranks.
+        called: When ``save()`` was called, by ``time.monotonic()``.
+        called_s: The same in seconds since the epoch.
+        stall_s: Seconds that ``save()`` took: so long training stood still.
+        staged_s: Seconds from the call until everything was in staging memory.
+        written_s: Seconds from the call until this rank's bytes were durable.
+        committed_s: Seconds from the call until the checkpoint was.
+        ended_s: Seconds from the call until the outcome was known.
+    """
+
+    step: int
+    outcome: SaveOutcome
+    error: str | None
+    nbytes: int
+    checkpoint_nbytes: int | None
+    called: float
+    called_s: float
+    stall_s: float
+    staged_s: float | None
+    written_s: float | None
+    committed_s: float | None
+    ended_s: float
+
+    def __str__(self) -> str:
+        """The line that is logged."""
+        nbytes = self.nbytes if self.checkpoint_nbytes is None else self.checkpoint_nbytes
+        facts = ["all slots were busy"] if self.outcome == "skipped" else [format_bytes(nbytes)] if nbytes else []
+        for phase in PHASES:
+            seconds = seconds_of(self, phase)
+            if seconds is not None:
+                facts.append(f"{phase} {format_seconds(seconds)}")
+        return f"step {self.step} {self.outcome}: {', '.join(facts)}" + (f"; {self.error}" if self.error else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Of a duration in seconds: how often it was measured, its sum and its largest value in the whole run.
+
+    ``median_s`` is of the last thousand saves; ``classes`` counts, in the whole run, the durations that are no longer
+    than each of :data:`BOUNDS_S`, and last those that are longer, each one once.
+    """
+
+    count: int
+    total_s: float
+    max_s: float
+    median_s: float
+    classes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSummary:
+    """What all saves of a run so far come to.
+
+    Attributes:
+        counts: Saves that have ended, by their outcomes.
+        under_way: Saves without an outcome yet.
+        nbytes: Bytes that this rank has written, of committed saves.
+        wall_s: Seconds since these statistics were begun, or since the first call where that was earlier.
+        stall: How long the calls of ``save()`` took.
+        staged: From the call until all was in staging memory.
+        written: From the call until this rank's bytes were durable.
+        committed: From the call until the checkpoint was.
+        stall_share: The part of ``wall_s`` that training stood still in ``save()``, 0.0 to 1.0.
+        bandwidth: Median, over the last thousand saves, of this rank's bytes per second from the call until durable.
+        last_committed_step: The step that was committed last.
+        last_commit_s: When that was, in seconds since the epoch.
+    """
+
+    counts: dict[SaveOutcome, int]
+    under_way: int
+    nbytes: int
+    wall_s: float
+    stall: Spread
+    staged: Spread
+    written: Spread
+    committed: Spread
+    stall_share: float
+    bandwidth: float | None
+    last_committed_step: int | None
+    last_commit_s: float | None
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that training stood still in ``save()``, in all."""
+        return self.stall.total_s
+
+    def spread(self, phase: str) -> Spread:
+        """The durations up to the end of one of :data:`PHASES`."""
+        return getattr(self, phase)
+
+    def __str__(self) -> str:
+        """One line."""
+        counts = [f"{count:,} {outcome}" for outcome, count in self.counts.items() if count]
+        text = f"{', '.join(counts) or 'no saves'}; {format_bytes(self.nbytes)}"
+        text += f", stall {format_seconds(self.stall_s)} ({self.stall_share:.2%} of {format_seconds(self.wall_s)})"
+        return text + (f", {format_bytes(round(self.bandwidth))}/s" if self.bandwidth else "")
+
+
+class SaveStats:
+    """Statistics over the saves of one rank. Thread-safe.
+
+    A save that ends writes one line to the log, at INFO level if it was committed or skipped and at WARNING level
+    otherwise, and is then handed to the ``callbacks``, one after another. They run in the thread that learns of the
+    outcome, which must not be held up for long, and in none of the training loop; what they raise is logged.
+    """
+
+    def __init__(self, callbacks: Sequence[Callable[[SaveEvent], object]] = ()) -> None:
+        """Begin with no saves."""
+        self.callbacks: list[Callable[[SaveEvent], object]] = list(callbacks)
+        self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
+        self._began = time.monotonic()
+        self._events: collections.deque[SaveEvent] = collections.deque(maxlen=_MAX_EVENTS)
+        self._counts: collections.Counter[SaveOutcome] = collections.Counter()
+        self._durations = {phase: _Durations() for phase in PHASES}
+        self._under_way = 0
+        self._nbytes = 0
+        self._last: tuple[int, float] | None = None
+
+    def watch(self, handle: SaveHandle, called: float, returned: float) -> None:
+        """Take in a save whose call has just returned; never blocks, and never raises for what becomes of the save.
+
+        Args:
+            handle: What ``save()`` has returned.
+            called: When it was called, by ``time.monotonic()``.
+            returned: When it returned.
+        """
+        save = _Watched(handle, called, returned)
+        if handle.skipped:
+            self._end(save.event("skipped", None))
+            return
+        with self._lock:
+            self._under_way += 1
+
+        def ended() -> None:
+            with self._lock:
+                self._under_way -= 1
+            error = handle.committed.peek()
+            # A daemon that died may have made it durable before it did.
+            unknown = isinstance(error, (CommitUnknownError, DaemonDiedError))
+            self._end(save.event("committed" if error is None else "unknown" if unknown else "failed", error))
+
+        save.follow(ended)
+
+    def refused(self, step: int, error: BaseException, called: float, returned: float) -> None:
+        """Take in a call of ``save()`` that has raised ``error``: a failed save, and time lost all the same."""
+        self._end(_Watched(SaveHandle(step, skipped=True), called, returned).event("failed", error))
+
+    def events(self) -> list[SaveEvent]:
+        """The last thousand saves that have ended, in the order of their ends."""
+        with self._lock:
+            return list(self._events)
+
+    def summary(self) -> SaveSummary:
+        """All saves so far, added up."""
+        with self._lock:
+            events, wall_s = list(self._events), time.monotonic() - self._began
+            measured = {phase: [s for e in events if (s := seconds_of(e, phase)) is not None] for phase in PHASES}
+            spreads = {phase: self._durations[phase].spread(measured[phase]) for phase in PHASES}
+            rates = [event.nbytes / event.written_s for event in events if event.written_s and event.nbytes]
+            return SaveSummary(
+                counts={outcome: self._counts[outcome] for outcome in OUTCOMES},
+                under_way=self._under_way,
+                nbytes=self._nbytes,
+                wall_s=wall_s,
+                stall=spreads["stall"],
+                staged=spreads["staged"],
+                written=spreads["written"],
+                committed=spreads["committed"],
+                stall_share=min(1.0, spreads["stall"].total_s / wall_s) if wall_s > 0 else 0.0,
+                bandwidth=statistics.median(rates) if rates else None,
+                last_committed_step=None if self._last is None else self._last[0],
+                last_commit_s=None if self._last is None else self._last[1],
+            )
+
+    def _end(self, event: SaveEvent) -> None:
+        with self._lock:
+            self._began = min(self._began, event.called)
+            self._events.append(event)
+            self._counts[event.outcome] += 1
+            for phase in PHASES:
+                seconds = seconds_of(event, phase)
+                if seconds is not None:
+                    self._durations[phase].add(seconds)
+            if event.committed_s is not None:
+                self._nbytes += event.nbytes
+                committed = (event.step, event.called_s + event.committed_s)
+                self._last = committed if self._last is None else max(self._last, committed, key=lambda last: last[1])
+        level = logging.INFO if event.outcome in ("committed", "skipped") else logging.WARNING
+        logger.log(level, "%s", event)
+        for callback in self.callbacks:
+            try:
+                callback(event)
+            except Exception:  # whatever it is, it is no failure of the save
+                logger.exception("a callback failed that was told of step %d", event.step)
+
+
+class _Watched:
+    """One save, and when it reached what."""
+
+    def __init__(self, handle: SaveHandle, called: float, returned: float) -> None:
+        self._handle = handle
+        self._called = called
+        self._returned = returned
+        self._called_s = wall_clock_s() - (time.monotonic() - called)
+        self._reached: dict[str, float] = {}
+
+    def follow(self, ended: Callable[[], None]) -> None:
+        """Note when each future is done; after the last of them call ``ended``.
+
+        The last one need not be ``committed``: what is written while it is copied may be committed a moment before the
+        copier's thread has said that all of it is staged.
+        """
+        left = itertools.count(2, -1)  # whose next() is atomic: the callbacks come in several threads
+        handle = self._handle
+        for phase, future in (("staged", handle.staged), ("written", handle.written), ("committed", handle.committed)):
+            early = future.done()  # reached within the call, whose end is the closest that is known
+
+            def note(_: object, future: Outcome[Any] = future, phase: str = phase, early: bool = early) -> None:
+                at = self._returned if early else time.monotonic()
+                if future.peek() is None:
+                    self._reached[phase] = at
+                if next(left) == 0:
+                    ended()
+
+            future.add_done_callback(note)
+
+    def event(self, outcome: SaveOutcome, error: BaseException | None) -> SaveEvent:
+        """What became of it."""
+        now = self._returned if self._handle.skipped else time.monotonic()
+        committed = self._reached.get("committed")
+        seconds = {phase: max(0.0, at - self._called) for phase, at in self._reached.items()}
+        return SaveEvent(
+            step=self._handle.step,
+            outcome=outcome,
+            error=None if error is None else ": ".join(describe_error(error)[:2]),
+            nbytes=self._handle._nbytes_total,
+            checkpoint_nbytes=self._handle.committed.result().nbytes if outcome == "committed" else None,
+            called=self._called,
+            called_s=self._called_s,
+            stall_s=max(0.0, self._returned - self._called),
+            staged_s=seconds.get("staged"),
+            written_s=seconds.get("written"),
+            committed_s=seconds.get("committed"),
+            ended_s=max(0.0, (now if committed is None else committed) - self._called),
+        )
+
+
+class _Durations:
+    """Durations of one kind, counted for the whole run."""
+
+    def __init__(self) -> None:
+        self._classes = [0] * (len(BOUNDS_S) + 1)
+        self._total_s = self._max_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """One more."""
+        self._classes[bisect.bisect_left(BOUNDS_S, seconds)] += 1
+        self._total_s += seconds
+        self._max_s = max(self._max_s, seconds)
+
+    def spread(self, recent: list[float]) -> Spread:
+        """All of them, with the median of the ``recent`` ones."""
+        median_s = statistics.median(recent) if recent else 0.0
+        return Spread(
+            count=sum(self._classes),
+            total_s=self._total_s,
+            max_s=self._max_s,
+            median_s=median_s,
+            classes=tuple(self._classes),
+        )
+
+
+def seconds_of(event: SaveEvent, phase: str) -> float | None:
+    """How long a save took to the end of one of :data:`PHASES`."""
+    return getattr(event, f"{phase}_s")
+
+
+def format_bytes(nbytes: int) -> str:
+    """``1.42 GB``."""
+    power = min(5, (len(str(nbytes)) - 1) // 3)
+    count = nbytes / 1000**power
+    return (
+        f"{count:.{max(0, 3 - len(str(int(count))))}f} {('kB', 'MB', 'GB', 'TB', 'PB')[power - 1]}"
+        if power
+        else f"{nbytes} B"
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """``21 ms``, ``0.52 s``."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.1 else f"{seconds:.2f} s"

@@ -1,0 +1,153 @@
+"""A trace of saves beside training steps, as JSON that https://ui.perfetto.dev and chrome://tracing open.
+
+The tracks of one process, its rank: the training steps; the calls of ``save()``, in which training stands still; and
+below them the saves, each a bar from its call to its end in which staging, writing and commit follow each other. Saves
+that overlap in time lie on different tracks.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Final, Self
+
+from sidesave.client.arguments import path_text
+from sidesave.client.reading.whole_file import write_whole
+from sidesave.client.reporting.stats import SaveEvent, seconds_of
+from sidesave.errors import InvalidArgumentError
+
+_STEPS, _CALLS, _SAVES = range(1, 4)
+"""Numbers of tracks; from the last one on there are as many as saves were under way at once."""
+_PHASES: Final = (("staged", "staging"), ("written", "writing"), ("committed", "commit"))
+
+
+class Trace:
+    """Collects steps and saves; :meth:`write` and :meth:`close` make a file of them. Thread-safe.
+
+    Give it to the statistics, which tell it of saves as they end: ``SaveStats(callbacks=[trace.save])``.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, rank: int = 0, max_steps: int = 20_000, max_saves: int = 5_000
+    ) -> None:
+        """Begin an empty trace.
+
+        Args:
+            path: The file to write at the end, such as ``trace.json``; each rank needs its own.
+            rank: Of this process: its number in the trace, so that traces of several ranks can be joined.
+            max_steps: Of the steps, the newest so many are kept.
+            max_saves: Of the saves likewise. A step takes some 150 bytes of memory, a save some 400.
+
+        Raises:
+            InvalidArgumentError: A limit below 1.
+        """
+        if max_steps < 1 or max_saves < 1:
+            raise InvalidArgumentError(f"a trace of {max_steps} steps and {max_saves} saves would show nothing")
+        self._path = path_text(path)
+        self._rank = rank
+        self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
+        self._steps: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=max_steps)
+        self._saves: collections.deque[SaveEvent] = collections.deque(maxlen=max_saves)
+        self._seen = 0
+        self._closed = False
+
+    def step(self, step: int, began: float, ended: float) -> None:
+        """A training step, by ``time.monotonic()``; after :meth:`close` it is left out."""
+        self._take(self._steps, (step, began, max(began, ended)))
+
+    def save(self, event: SaveEvent) -> None:
+        """A save that has ended; after :meth:`close` it is left out."""
+        self._take(self._saves, event)
+
+    def write(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Write what there is so far, to another file if ``path`` is given; it can go on. Raises ``OSError``."""
+        body = json.dumps(self._body(), separators=(",", ":")).encode()
+        write_whole(self._path if path is None else path_text(path), body)
+
+    def close(self) -> None:
+        """Write the file and take in nothing more; idempotent. Raises ``OSError``."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self.write()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close; what went wrong in training is in the trace as far as it came."""
+        self.close()
+
+    def _take(self, kept: collections.deque[Any], item: Any) -> None:
+        with self._lock:
+            if not self._closed:
+                kept.append(item)
+                self._seen += 1
+
+    def _body(self) -> dict[str, Any]:
+        with self._lock:
+            steps, saves, seen = list(self._steps), sorted(self._saves, key=lambda save: save.called), self._seen
+
+        def bar(track: int, name: str, began: float, ended: float, **about: Any) -> dict[str, Any]:
+            first, last = (round(at * 1e6) for at in (began, ended))  # whole, so that bars nest exactly
+            where = {"pid": self._rank, "tid": track, "ts": first, "dur": last - first}
+            return {"name": name, "ph": "X", "cat": "sidesave", **where, "args": about}
+
+        events = [bar(_STEPS, f"step {step}", began, ended, step=step) for step, began, ended in steps]
+        lanes: list[float] = []  # until when each is taken
+        for save in saves:
+            events.append(bar(_CALLS, f"save {save.step}", save.called, save.called + save.stall_s, step=save.step))
+            if save.outcome == "skipped":
+                events[-1]["args"]["outcome"] = "skipped"
+                continue
+            end = save.called + save.ended_s
+            lane = next((lane for lane, until in enumerate(lanes) if until <= save.called), len(lanes))
+            lanes[lane : lane + 1] = [end]
+            events.append(bar(_SAVES + lane, f"save {save.step}", save.called, end, **_about(save)))
+            events.extend(bar(_SAVES + lane, *phase, step=save.step) for phase in _phases(save))
+        titles = {_STEPS: "training steps", _CALLS: "calls of save(): training waits"}
+        titles |= {_SAVES + lane: f"saves {lane + 1}" for lane in range(len(lanes))}
+        return {
+            "traceEvents": [*_titles(self._rank, titles), *events],
+            "displayTimeUnit": "ms",
+            # When its clock, the system's monotonic one, was 0; in seconds since the epoch.
+            "otherData": {"clock began": time.time() - time.monotonic(), "left out": seen - len(steps) - len(saves)},
+        }
+
+
+def _about(save: SaveEvent) -> dict[str, Any]:
+    known = {"outcome": save.outcome, "nbytes": save.nbytes, "stall_s": save.stall_s, "error": save.error}
+    return {"step": save.step} | {name: value for name, value in known.items() if value is not None}
+
+
+def _phases(save: SaveEvent) -> Iterator[tuple[str, float, float]]:
+    """Name, begin and end of what a save went through, one after the other, without gap or overlap.
+
+    What is written while it is copied may be reported durable a moment before it is reported staged. The phase in which
+    a save failed lasts until its failure.
+    """
+    began = 0.0
+    for index, (phase, name) in enumerate(_PHASES):
+        reached = [at for later, _ in _PHASES[index:] if (at := seconds_of(save, later)) is not None]
+        ended = max(began, min(reached, default=save.ended_s))
+        yield name, save.called + began, save.called + ended
+        if seconds_of(save, phase) is None:
+            return
+        began = ended
+
+
+def _titles(rank: int, tracks: dict[int, str]) -> list[dict[str, Any]]:
+    titles: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}]
+    for track, title in tracks.items():
+        about = {"ph": "M", "pid": rank, "tid": track}
+        titles.append({"name": "thread_name", **about, "args": {"name": title}})
+        titles.append({"name": "thread_sort_index", **about, "args": {"sort_index": track}})
+    return titles

@@ -1,0 +1,244 @@
+"""Which checkpoints a run directory holds, and which of them are ancestors of what is saved next."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatVersionError,
+    IntegrityError,
+    WriteError,
+    write_error,
+)
+from sidesave.writer_daemon.format import rollback
+from sidesave.writer_daemon.format.integrity import NO_SUCH_FILE
+from sidesave.writer_daemon.format.manifest import (
+    MANIFEST,
+    MAX_JSON_NBYTES,
+    Head,
+    parse_hidden_directory,
+    parse_metadata,
+    parse_step_directory,
+    step_directory,
+)
+from sidesave.writer_daemon.format.rollback import Rollbacks
+from sidesave.writer_daemon.storage import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_TRIES: Final = 20
+"""A reader that is overtaken this often by a writer that replaces one step again and again gives up."""
+
+
+def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | None = None) -> list[CheckpointInfo]:
+    """Every committed checkpoint of a run directory, as :func:`in_order` puts them; read afresh.
+
+    One whose manifest is damaged or gone, or of a newer format, is left out with a warning. A step that is being
+    replaced at this moment is found under its old directory.
+
+    Args:
+        directory: The run directory.
+        refuse_newer: Raise for a newer format: the order of commits cannot be gone on with when a part of it is not
+            known.
+        rollbacks: Where the run has gone back, if that is not written down in this directory.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory.
+        FormatVersionError: A checkpoint is in a newer format, and ``refuse_newer`` is true.
+        IntegrityError: What is written down of going back is damaged, and ``refuse_newer`` is true.
+    """
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointNotFoundError(error.errno, "there is no run directory", directory) from error
+    except OSError as error:
+        raise write_error(error, "cannot list the run directory", directory) from error
+    committed = {name: step for name in names if (step := parse_step_directory(name)) is not None}
+    for name in names:
+        hidden = parse_hidden_directory(name)
+        if hidden is not None and hidden[2] == "replaced" and step_directory(hidden[0]) not in committed:
+            committed[name] = hidden[0]
+    if rollbacks is None:
+        rollbacks = read_rollbacks(directory, strict=refuse_newer)
+    found: list[CheckpointInfo] = []
+    for name, step in committed.items():
+        path = os.path.join(directory, name)
+        try:
+            info = read_settled(path, read_info)
+        except FileNotFoundError as error:
+            if os.path.isdir(path):  # else removed or replaced since it was listed
+                logger.warning("not listed: %s", error)
+            continue
+        except FormatVersionError as error:
+            if refuse_newer:
+                raise
+            logger.warning("not listed: %s", error)
+            continue
+        except (IntegrityError, OSError) as error:
+            logger.warning("not listed: %s", error)
+            continue
+        if info.step == step:
+            found.append(dataclasses.replace(info, given_up=not rollbacks.order(info.sequence)[0]))
+        else:
+            logger.warning("not listed: %s says that it is step %d", path, info.step)
+    return in_order(found)
+
+
+def in_order(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """By the order of their commits, but the latest last: one that the run has gone back to since."""
+    ordered = sorted(checkpoints, key=lambda info: info.sequence)
+    if ordered:
+        ordered.append(ordered.pop(ordered.index(max(ordered, key=lambda info: info.order))))
+    return ordered
+
+
+def read_rollbacks(directory: str, *, strict: bool) -> Rollbacks:
+    """Where a run has gone back; if that cannot be known an error, or else a warning and nothing."""
+    try:
+        with contextlib.closing(PosixStorage(directory)) as storage:
+            return rollback.read(storage)
+    except (CheckpointError, WriteError) as error:
+        if strict:
+            raise
+        logger.warning("%s", error)
+        return Rollbacks()
+
+
+def has_leftovers(directory: str) -> bool:
+    """Whether something unfinished is there that recovery may make a checkpoint of; also when that cannot be told."""
+    try:
+        hidden = [parse_hidden_directory(name) for name in os.listdir(directory)] if directory else []
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return any(parsed is not None and parsed[2].startswith(("partial", "salvage")) for parsed in hidden)
+
+
+def read_settled(path: str, read: Callable[[str], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
+    """``read`` the checkpoint in ``path``, from where it is; its successor, when it is replaced meanwhile.
+
+    Without this a step that is being replaced would look damaged to its reader, or not there. What ``read`` raises or
+    returns counts when the checkpoint is still the same afterwards.
+    """
+    for _ in range(_MAX_TRIES - 1):
+        place = _locate(path)
+        before = _identity(place)
+        try:
+            result = read(place)
+        except (CheckpointError, OSError):
+            if (_locate(path), _identity(place)) == (place, before):
+                raise
+        else:
+            if is_whole(result) or (_locate(path), _identity(place)) == (place, before):
+                return result
+    return read(_locate(path))
+
+
+def _locate(path: str) -> str:
+    """Where a checkpoint is now: while it is being replaced, or if that was broken off, under a hidden name."""
+    parent, name = os.path.split(path)
+    hidden = parse_hidden_directory(name)
+    step = hidden[0] if hidden is not None and hidden[2] == "replaced" else parse_step_directory(name)
+    if step is None:
+        return path
+    current = os.path.join(parent, step_directory(step))
+    if not os.path.isdir(current):
+        with contextlib.suppress(OSError):
+            for other in os.listdir(parent):
+                found = parse_hidden_directory(other)
+                if found is not None and (found[0], found[2]) == (step, "replaced"):
+                    return os.path.join(parent, other)
+    return current
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """What tells a directory from another one of that name, and from itself while it is being removed."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns
+
+
+def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
+    """Raise ``IntegrityError`` when a directory that :func:`scan` had to leave out is of a later step than the newest.
+
+    Its place in the order of commits is not known: taking an older checkpoint then has to be the caller's decision.
+    """
+    newest = checkpoints[-1].step if checkpoints else -1
+    listed = {info.path for info in checkpoints}
+    steps = (parse_step_directory(name) for name in os.listdir(directory))
+    for step in sorted(step for step in steps if step is not None and step >= newest):
+        path = os.path.join(directory, step_directory(step))
+        if path in listed:
+            continue
+        try:
+            read_info(path)
+        except (FileNotFoundError, IntegrityError) as error:
+            if os.path.isdir(path):
+                raise IntegrityError(f"{error}; load(fallback=True) takes the newest that verifies") from error
+
+
+def read_info(path: str) -> CheckpointInfo:
+    """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked."""
+    parent, name = os.path.split(path)
+    manifest = os.path.join(path, MANIFEST)
+    storage = PosixStorage(parent)
+    try:
+        data = storage.read(f"{name}/{MANIFEST}", MAX_JSON_NBYTES)
+    except WriteError as error:
+        if error.errno not in NO_SUCH_FILE:
+            raise
+        raise IntegrityError(f"{manifest}: {error.strerror}") from error
+    finally:
+        storage.close()
+    if data is None:
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no manifest", manifest)
+    head = Head.from_bytes(data, manifest)
+    about = parse_metadata(head.metadata, manifest)
+    return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s, about)
+
+
+def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | None) -> set[int]:
+    """The steps that ``newest`` (step, session) descends from, itself included.
+
+    What a session has saved before, after it was resumed from the same parent, is an ancestor; going back within a
+    session makes another parent. Then the chain goes on at the parent.
+    """
+    by_session: dict[str, list[CheckpointInfo]] = {}
+    checkpoints = list(checkpoints)
+    oldest: int | None = None
+    for info in checkpoints:
+        by_session.setdefault(info.session, []).append(info)
+    steps: set[int] = set()
+    visited: set[tuple[int, str]] = set()
+    while newest is not None and newest not in visited:
+        visited.add(newest)
+        step, session = newest
+        saved = sorted(by_session.get(session, []), key=lambda info: info.sequence)
+        upto = [info for info in saved if info.step == step] or [info for info in saved if info.step < step]
+        if not saved and oldest is not None:
+            # All of that session was deleted, and with it where it came from: nothing older counts as given up.
+            steps.update(info.step for info in checkpoints if info.sequence < oldest)
+            break
+        if not upto:  # removed since, with all that came before
+            newest = saved[0].parent if saved else None
+            oldest = saved[0].sequence if saved else None
+            continue
+        tip = upto[-1]
+        oldest = saved[0].sequence
+        steps.update(info.step for info in saved if info.parent == tip.parent and info.sequence <= tip.sequence)
+        newest = tip.parent
+    return steps

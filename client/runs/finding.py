@@ -1,0 +1,220 @@
+"""Which checkpoints are where, for scripts: cheap, without torch, and nothing unfinished is ever shown."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from sidesave.client.arguments import path_text
+from sidesave.client.runs import catalog
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.errors import CheckpointError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError, WriteError
+from sidesave.writer_daemon.format.integrity import NO_SUCH_FILE
+from sidesave.writer_daemon.format.manifest import MANIFEST, parse_hidden_directory, parse_step_directory
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS: Final = ".safetensors"
+INDEX: Final = ".safetensors.index.json"
+_FEW: Final = 5
+_OURS: Final = re.compile(r"(.+\.)?rank-\d{5,}\.(json|safetensors|msgpack|xxh3)", re.DOTALL)
+"""Files of a checkpoint."""
+_START: Final = "start from it with Source(path, item='model'), where item is what of the state it is for"
+_NOTHING: Final = (*NO_SUCH_FILE, errno.ENAMETOOLONG)
+
+
+def find(path: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """Every committed checkpoint of a run directory, in the order of their commits; of a checkpoint only itself.
+
+    The last is the latest, also where that is an earlier one, to which the run has gone back since.
+
+    Reads one small file each, and needs no daemon and no torch. One that is damaged, or in a newer format, is left out
+    with a warning in the log.
+
+    Returns:
+        An empty list also where there is nothing at ``path``.
+
+    Raises:
+        InvalidArgumentError: ``path`` is a URL.
+        WriteError: The directory is there and cannot be read.
+    """
+    place = _local(path)
+    alone = _info(place)
+    if alone is not None:
+        return [alone]
+    try:
+        return catalog.scan(place)
+    except CheckpointNotFoundError:
+        return []
+    except WriteError as error:
+        if error.errno in _NOTHING:
+            return []
+        raise
+
+
+def latest(path: str | os.PathLike[str]) -> CheckpointInfo | None:
+    """The checkpoint of a run directory that was committed last; None where there is none. See :func:`find`.
+
+    It is not the one of the highest step where the run has gone back.
+    """
+    found = find(path)
+    return found[-1] if found else None
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a committed checkpoint that this version reads; its manifest is checked, no other file.
+
+    Raises like :func:`find`. ``sidesave.verify`` tells whether every byte of it is as it was written.
+    """
+    return _info(_local(path)) is not None
+
+
+def contains_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is a run directory with a committed checkpoint in it. Raises like :func:`find`."""
+    return not is_checkpoint(path) and bool(find(path))
+
+
+def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
+    """The directory of one checkpoint: ``path`` itself, or of the run in ``path`` that of ``step``, or the latest.
+
+    Raises:
+        InvalidArgumentError: ``path`` is a URL, or a checkpoint of another step.
+        CheckpointNotFoundError: There is none; the message says what is there.
+        IntegrityError: The latest is not known, as the manifest of a later step is damaged.
+        FormatVersionError: A checkpoint is in a newer format.
+        WriteError: The directory cannot be read.
+    """
+    place = _local(path)
+    if _is_unfinished(os.path.basename(place)):
+        raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {what(place)}", place)
+    alone = _info(place)
+    if step is not None and alone is not None and step != alone.step:
+        raise InvalidArgumentError(f"{place} is the checkpoint of step {alone.step}, and not of step {step}")
+    if alone is not None or os.path.lexists(os.path.join(place, MANIFEST)):
+        return place  # if damaged, then its reader will tell
+    found = catalog.scan(place, refuse_newer=step is None) if os.path.isdir(place) else []
+    if step is None and found:
+        try:
+            catalog.refuse_newer_damaged(place, found)
+        except IntegrityError as error:
+            raise IntegrityError(f"{error.__cause__ or error}; tell which step to load instead") from error
+    wanted = [info for info in found if step is None or info.step == step]
+    if not wanted:
+        steps = sorted(info.step for info in found)
+        text = f"there is no step {step}; there are {steps[-20:]}" if steps else f"no checkpoint: {what(place)}"
+        raise CheckpointNotFoundError(errno.ENOENT, text, place)
+    return wanted[-1].path
+
+
+def locate_weights(path: str | os.PathLike[str]) -> str:
+    """Where plain safetensors weights are: ``path`` itself, a file or a directory of them.
+
+    Links are not followed, for in Hugging Face's cache it is the link that has a name.
+
+    Raises:
+        InvalidArgumentError: ``path`` is a URL, or has checkpoints of ours.
+        CheckpointNotFoundError: There are none; the message says what is there.
+        WriteError: The directory cannot be read.
+    """
+    if are_weights(path):
+        return os.path.abspath(path_text(path))
+    place = _local(path)
+    if find(place):
+        raise InvalidArgumentError(
+            f"{place} has checkpoints of sidesave, whose names begin with their item; item= is for plain safetensors "
+            "files, so leave it out"
+        )
+    raise CheckpointNotFoundError(errno.ENOENT, f"no weights: {what(place)}", place)
+
+
+def are_weights(path: str | os.PathLike[str]) -> bool:
+    """Whether there are safetensors weights of others at ``path``: a file, an index of files, a directory of them."""
+    place = os.path.abspath(path_text(path))
+    if os.path.isfile(place):
+        return place.endswith((WEIGHTS, INDEX))
+    try:
+        names = os.listdir(place)
+    except OSError:
+        return False
+    return _hold_weights(names) and not _is_unfinished(os.path.basename(place))
+
+
+def _hold_weights(names: Iterable[str]) -> bool:
+    """Whether a directory with these names holds weights, and is none of ours, whole or damaged."""
+    if any(
+        _OURS.fullmatch(name) or name.startswith(".sidesave.") or parse_step_directory(name) is not None
+        for name in names
+    ):
+        return False
+    return any(name.endswith((WEIGHTS, INDEX)) and not name.startswith(".") for name in names)
+
+
+def what(path: str) -> str:
+    """What is at a path where there is no checkpoint, as the end of a sentence that says what to do about it."""
+    if not os.path.lexists(path):
+        return "there is nothing at this path"
+    if os.path.isdir(path):
+        try:
+            return _what_directory(path, os.listdir(path))
+        except OSError as error:
+            return f"the directory cannot be read: {error.strerror}"
+    if path.endswith(WEIGHTS):
+        return f"it is a safetensors file; {_START}, or read it with safetensors.torch.load_file"
+    if path.endswith(INDEX):
+        return f"it is an index of safetensors files; {_START}"
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(4) == b"PK\x03\x04":
+            return "it is a file as torch.save writes it; read it with torch.load"
+    return "it is a file, and not the directory of a checkpoint"
+
+
+def _what_directory(path: str, names: list[str]) -> str:
+    if _is_unfinished(os.path.basename(path)):
+        return "it is a save that was not finished"
+    if ".metadata" in names:
+        return "it is a checkpoint of torch.distributed.checkpoint; read it with its load"
+    if _hold_weights(names):
+        return f"it is a directory of safetensors files; {_START}, or read them with safetensors.torch.load_file"
+    if any(map(_OURS.fullmatch, names)):
+        return "it is a checkpoint of sidesave whose manifest is missing or damaged"
+    if "_CHECKPOINT_METADATA" in names:
+        return "it is a checkpoint of Orbax"
+    if any(name.startswith(".sidesave.") or parse_hidden_directory(name) for name in names):
+        return "it is a run directory in which nothing has been committed yet"
+    runs = sorted(name for name in names if os.path.lexists(os.path.join(path, name, ".sidesave.lease")))
+    if runs:
+        more = f" and {len(runs) - _FEW} more" if len(runs) > _FEW else ""
+        return f"it holds the run directories {', '.join(runs[:_FEW])}{more}"
+    return "it is a directory of something else" if names else "it is an empty directory"
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    return os.path.realpath(path_text(path))
+
+
+def _info(place: str) -> CheckpointInfo | None:
+    """Facts about the checkpoint in ``place``; None where there is none that is committed and can be read."""
+    name = os.path.basename(place)
+    if not name or _is_unfinished(name):
+        return None
+    try:
+        return catalog.read_settled(place, catalog.read_info)
+    except WriteError as error:
+        if error.errno in _NOTHING:
+            return None
+        raise
+    except CheckpointNotFoundError:
+        return None
+    except CheckpointError as error:
+        logger.warning("not found: %s", error)
+        return None
+
+
+def _is_unfinished(name: str) -> bool:
+    hidden = parse_hidden_directory(name)
+    return hidden is not None and hidden[2] != "replaced"

@@ -1,0 +1,108 @@
+"""What happened to every save of a run: what its log tells and this process knows, set right by what is on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from dataclasses import replace
+from typing import Final
+
+from sidesave.client.arguments import path_text
+from sidesave.client.runs import catalog
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    SidesaveError,
+    WriteError,
+)
+from sidesave.writer_daemon.format.manifest import parse_hidden_directory, step_directory
+from sidesave.writer_daemon.lease import lease
+from sidesave.writer_daemon.log import LOST, SaveRecord, read_history
+from sidesave.writer_daemon.storage import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+
+_UNFINISHED: Final = ("partial", "salvage-")
+
+
+def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
+    """What became of the saves of a run directory, in the order of their calls; reads no tensor and needs no daemon.
+
+    The log that this comes from is bounded, so the oldest are missing in a long run. An outcome that nobody was left to
+    tell is looked up: a save is ``"committed"`` when its checkpoint is there, ``"failed"`` when its session is over and
+    nothing is left that could be finished, and ``"unknown"`` otherwise.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory.
+    """
+    directory = path_text(path)
+    if not os.path.isdir(directory):
+        raise CheckpointNotFoundError(errno.ENOENT, "there is no run directory", directory)
+    return in_order([settled(directory, record) for record in read_history(directory)])
+
+
+def settled(directory: str, record: SaveRecord, fallback_directory: str = "") -> SaveRecord:
+    """``record``, corrected by what is in the run directory, or the fallback directory, where nobody else can tell."""
+    if record.outcome in ("committed", "recovered", "skipped") or record.sequence is None:
+        return record
+    is_open = record.outcome in ("saving", "unknown")
+    live = is_live(directory, record.session) if is_open else False
+    info, pending = None, False
+    for _ in range(2):  # what is being renamed at this moment can be missed once
+        pending = _has_leftover(directory, record)
+        try:
+            info = catalog.read_info(os.path.join(directory, step_directory(record.step)))
+        except FileNotFoundError:
+            info = None
+        except (SidesaveError, OSError) as error:
+            logger.info("the outcome of step %d stays open: %s", record.step, error)
+            return record
+        if pending or info is not None:
+            break
+    if info is not None and (info.session, info.sequence) == (record.session, record.sequence):
+        return replace(record, outcome="committed", nbytes=info.nbytes, error=None, message=None, errno=None)
+    if fallback_directory:
+        path = os.path.join(fallback_directory, step_directory(record.step))
+        with contextlib.suppress(SidesaveError, OSError):
+            info = catalog.read_info(path)
+            if (info.session, info.sequence) == (record.session, record.sequence):
+                found = replace(record, outcome="committed", nbytes=info.nbytes, path=path)
+                return replace(found, error=None, message=None, errno=None)
+    if live or not is_open:
+        return record
+    if pending or live is None:
+        return replace(record, outcome="unknown")
+    return replace(record, outcome="failed", message=record.message or LOST)
+
+
+def _has_leftover(directory: str, record: SaveRecord) -> bool:
+    """Whether something is there that may become the checkpoint of this save."""
+    try:
+        hidden = map(parse_hidden_directory, os.listdir(directory))
+    except OSError:
+        return True
+    return any(
+        parsed is not None and parsed[:2] == (record.step, record.session) and parsed[2].startswith(_UNFINISHED)
+        for parsed in hidden
+    )
+
+
+def is_live(directory: str, session: str) -> bool | None:
+    """Whether a daemon still serves this session here; None when that cannot be told from this machine."""
+    try:
+        with contextlib.closing(PosixStorage(directory)) as storage:
+            view = lease.Observer(storage).look()
+    except WriteError as error:
+        logger.info("who holds %s cannot be told: %s", directory, error)
+        return None
+    return False if view.holder is not None and view.holder.session != session else view.alive
+
+
+def in_order(records: list[SaveRecord]) -> list[SaveRecord]:
+    """By the time of the call; one that is not known keeps its place behind the one before it."""
+    times: list[float] = []
+    for record in records:
+        times.append(record.called_s if record.called_s is not None else times[-1] if times else 0.0)
+    return [records[index] for index in sorted(range(len(records)), key=times.__getitem__)]

@@ -1,0 +1,65 @@
+"""Facts about a committed checkpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        step: The step it was saved as.
+        path: Its directory.
+        nbytes: Bytes of tensors and plain data, over all ranks.
+        session: The run, a random nonce of 16 hex digits, that wrote it.
+        sequence: Its place in the order of commits; ``latest`` is the highest that is not given up.
+        parent: Step and session of the checkpoint that the run was resumed from, if any.
+        created_s: When ``save()`` was called, in seconds since the epoch.
+        metadata: What ``save()`` was told about it, metrics for instance.
+        given_up: Whether the run has gone back behind it: it is not the latest then, whatever its sequence.
+    """
+
+    step: int
+    path: str
+    nbytes: int
+    session: str
+    sequence: int
+    parent: tuple[int, str] | None
+    created_s: float
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
+    given_up: bool = field(default=False, compare=False)
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """The key that sorts the checkpoints of a run, the latest last."""
+        return not self.given_up, self.sequence
+
+    def to_json(self) -> list[Any]:
+        """For another rank, which may see the run directory under another path."""
+        return [
+            self.step,
+            os.path.basename(self.path),
+            self.nbytes,
+            self.session,
+            self.sequence,
+            self.parent,
+            self.created_s,
+            self.metadata,
+            self.given_up,
+        ]
+
+    @classmethod
+    def from_json(cls, body: list[Any], directory: str) -> CheckpointInfo:
+        """What another rank has told, of a run that this one finds in ``directory``."""
+        step, name, nbytes, session, sequence, parent, created_s, metadata, given_up = body
+        path = os.path.join(directory, name)
+        parent = None if parent is None else tuple(parent)
+        return cls(step, path, nbytes, session, sequence, parent, created_s, metadata, given_up)
+
+    def __fspath__(self) -> str:
+        """The directory: an info can be given wherever a path is expected."""
+        return self.path

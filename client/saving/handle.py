@@ -1,0 +1,114 @@
+"""What ``save()`` returns: three futures, a number for progress, and facts about the checkpoint once it exists."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
+
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.errors import SidesaveError
+from sidesave.stager.apart import Monitor
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Outcome(Future[T]):
+    """A future of a save. Who reads its failure here has been told of it: no other call raises it again.
+
+    An interrupt in the main thread leaves it whole, and what its callbacks raise ends no thread of ours.
+    """
+
+    def __init__(self) -> None:
+        """Make it open."""
+        super().__init__()
+        self._condition: Any = Monitor()
+
+    def result(self, timeout: float | None = None) -> T:
+        """As of any future."""
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of any future."""
+        error = self.peek(timeout)
+        if isinstance(error, SidesaveError):
+            error._was_read = True
+        return error
+
+    def peek(self, timeout: float | None = None) -> BaseException | None:
+        """As :meth:`exception`, for ourselves: the user has still to be told of it."""
+        if not self._condition.wait_for(self.done, timeout):
+            raise TimeoutError
+        return super().exception(0)
+
+    def _invoke_callbacks(self) -> None:
+        callbacks: list[Callable[[Future[T]], object]] = getattr(self, "_done_callbacks")  # noqa: B009 - not in its type
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:
+                logger.exception("a callback of a save's future raised; set a flag there that the training loop reads")
+
+
+class SaveHandle:
+    """One save on its way. The futures may be waited for from any thread; cancelling them has no effect on the save.
+
+    A failure is told once: who reads it from one of the futures is not raised it again by the next ``save()``, by
+    ``wait()`` or ``close()``.
+
+    Attributes:
+        step: The step being saved.
+        staged: Done when the state is in staging memory: everything may be changed, and the save survives the trainer.
+        written: Done when this rank's bytes are durable.
+        committed: Done when the checkpoint is visible and durable on all ranks; its result describes it.
+        skipped: Whether nothing was saved because every slot was busy (``on_busy="skip"``); the futures are cancelled.
+    """
+
+    def __init__(self, step: int, *, skipped: bool = False) -> None:
+        """Make a handle with open futures, or with cancelled ones."""
+        self.step = step
+        self.skipped = skipped
+        self.staged: Outcome[None] = Outcome()
+        self.written: Outcome[None] = Outcome()
+        self.committed: Outcome[CheckpointInfo] = Outcome()
+        self._nbytes_written = 0
+        self._nbytes_total = 0
+        for future in (self.staged, self.written, self.committed):
+            if skipped:
+                future.cancel()
+            else:
+                future.set_running_or_notify_cancel()  # from here on cancel() is refused
+
+    @property
+    def progress(self) -> float:
+        """The part of the bytes that storage has taken, 0.0 to 1.0; 1.0 does not yet mean durable."""
+        return self._nbytes_written / self._nbytes_total if self._nbytes_total else 0.0
+
+    def done(self) -> bool:
+        """Whether the outcome is known."""
+        return self.committed.done()
+
+    def __repr__(self) -> str:
+        """Step and state."""
+        if self.skipped:
+            state = "skipped"
+        elif self.committed.done():
+            state = "failed" if self.committed.peek() else "committed"
+        else:
+            state = "written" if self.written.done() else "staged" if self.staged.done() else "staging"
+        return f"<SaveHandle step={self.step} {state}>"
+
+    @staticmethod
+    def _resolve(future: Future[T], value: T) -> None:
+        with contextlib.suppress(InvalidStateError):  # the save failed in this moment, in another thread
+            future.set_result(value)
+
+    def _fail(self, error: Exception) -> None:
+        for future in (self.staged, self.written, self.committed):
+            with contextlib.suppress(InvalidStateError):  # what was reached stays reached
+                future.set_exception(error)

@@ -1,0 +1,267 @@
+"""What this rank stages of a state that several ranks share, and what its record will say of it.
+
+All ranks compute the same from what each of them knows (:mod:`sidesave.stager.state.sharding`). What none of them can
+know is whether the plain tensors of modules and optimizers are the same everywhere: pipeline stages and experts look
+the same from inside. Where nobody has said so, a save stages all of them, the writers compare all their bytes through
+storage, and write the rest only where ranks differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from sidesave.client.ranks.group import NodeWorld, World
+from sidesave.errors import UnsupportedValueError
+from sidesave.stager.plan import Plan, make_plan, structure_of
+from sidesave.stager.state import sharding
+from sidesave.stager.state.dtypes import DTYPES, NAMES
+from sidesave.stager.state.sharding import Box, Grid, Share
+from sidesave.stager.state.tree import FlatState
+from sidesave.writer_daemon.format import layout
+from sidesave.writer_daemon.format.layout import ELSEWHERE, MORE, Layout, Part, Table, TensorInfo
+
+_OF_RANK = re.compile(r"@rank-\d{5,}\Z")
+_MAX_PLACEMENTS: Final = 8
+_TOLD_FROM_NBYTES: Final = 1 << 20
+"""What it costs to compare less is not worth a word."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A flat state cut down to what this rank stages.
+
+    Attributes:
+        flat: The pieces, under the keys that they have in the files.
+        plan: Where they go.
+        spare: The containers at the end of the plan that are written only where ranks differ.
+        table: What the rank's record says; ``spare_table`` is for that case, and empty where nothing is compared.
+    """
+
+    flat: FlatState
+    plan: Plan
+    spare: tuple[str, ...]
+    table: bytes
+    spare_table: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    container: str
+    fqn: str
+    target: str
+    key: str
+    slices: tuple[slice, ...] | None
+
+
+@dataclass(slots=True)
+class _Layout:
+    """All of a placement that depends on structure alone."""
+
+    grids: tuple[Grid, ...]  # kept: their ids are the key
+    pieces: list[_Piece]
+    plan: Plan
+    spare: tuple[str, ...]
+    table: Part
+    spare_table: Part | None
+
+
+class Placements:
+    """The placements of one checkpointer."""
+
+    def __init__(self, world: World) -> None:
+        """Place for this rank of ``world``."""
+        self._rank = world.rank
+        self._size = world.size
+        self._index = {rank: number for number, rank in enumerate(world.ranks)}
+        self._me = world.ranks[world.rank]
+        self._ranks = world.ranks
+        self._part_of = isinstance(world, NodeWorld)
+        self._layouts: dict[Any, _Layout] = {}
+        self._told = False
+
+    def place(self, flat: FlatState) -> Placed:
+        """What this rank stages of ``flat``.
+
+        Raises:
+            UnsupportedValueError: A part of a tensor is held by ranks only that do not save along.
+        """
+        grids = tuple(flat.grids), tuple(map(id, flat.grids.values()))
+        key = (structure_of(flat.containers), grids, tuple(flat.undeclared))
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._lay_out(flat)
+            while len(self._layouts) >= _MAX_PLACEMENTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = found
+            self._tell(found)
+        containers: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _, _ in found.plan.structure}
+        for piece in found.pieces:
+            tensor = flat.containers[piece.container][piece.fqn]
+            containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
+        spare, facts = found.spare_table, {"skeleton": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
+        return Placed(
+            flat=dataclasses.replace(flat, containers=containers),
+            plan=found.plan,
+            spare=found.spare,
+            table=_encode(dataclasses.replace(found.table, **facts)),
+            spare_table=b"" if spare is None else _encode(dataclasses.replace(spare, **facts)),
+        )
+
+    def _tell(self, found: _Layout) -> None:
+        """Say once, on one rank, what is compared, for it need not be."""
+        if found.spare_table is None or self._rank or self._told:
+            return
+        own, undeclared = found.spare_table.own.tensors, list(found.spare_table.apart)
+        nbytes = sum(math.prod(own[fqn].shape) * DTYPES[own[fqn].dtype].itemsize for fqn in undeclared)
+        if nbytes < _TOLD_FROM_NBYTES:
+            return
+        self._told = True
+        items = ", ".join(list(dict.fromkeys(fqn.partition(".")[0] for fqn in undeclared))[:8])
+        logger.warning(
+            "%d plain tensors in %s (%s is one), %.1f MB, may be equal on all ranks or not: every save stages all of "
+            "them on every rank and compares all bytes. Wrap what ranks hold alike in sidesave.Replicated, and what is "
+            "each rank's own in sidesave.PerRank",
+            len(undeclared),
+            items,
+            undeclared[0],
+            nbytes / 1e6,
+        )
+
+    def _lay_out(self, flat: FlatState) -> _Layout:
+        where = {fqn: (name, tensor) for name, tensors in flat.containers.items() for fqn, tensor in tensors.items()}
+        taken = next(filter(_OF_RANK.search, where), None)
+        if taken is not None:
+            raise UnsupportedValueError(f"{taken}: names that end like @rank-00001 are those of a rank's own tensors")
+        here: dict[int, Grid] = {}  # one object for each still: see sharding.assign
+        for fqn, grid in flat.grids.items():
+            if id(grid) not in here:
+                here[id(grid)] = self._here(grid, fqn)
+        known = {fqn: (here[id(grid)], where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
+        shares = self._assign(known)
+        shapes = {tuple(where[fqn][1].shape) for fqn in flat.undeclared}
+        wholes = {shape: sharding.whole(shape, self._ranks) for shape in shapes}
+        everyone = {fqn: (wholes[tuple(where[fqn][1].shape)], where[fqn][1].element_size()) for fqn in flat.undeclared}
+        compared = sharding.assign(everyone, self._me)
+        pieces: list[_Piece] = []
+        offsets: dict[str, dict[str, tuple[int, ...]]] = {}
+        own: dict[str, TensorInfo] = {}
+        more: list[str] = []
+        for fqn, (container, tensor) in where.items():
+            info = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), container)
+            share = shares.get(fqn) or compared.get(fqn)
+            if share is not None:
+                if share.box is not None:
+                    grid = (known.get(fqn) or everyone[fqn])[0]
+                    pieces.append(_Piece(container, fqn, container, fqn, _slices(grid, share.box, self._me)))
+                    offsets.setdefault(container, {})[fqn] = share.box[0]
+                if fqn in compared and not (share.box is not None and share.box[1] == tuple(tensor.shape)):
+                    more.append(fqn)
+                continue
+            key = fqn if self._rank == 0 else f"{fqn}@rank-{self._rank:05d}"
+            own[key] = info
+            pieces.append(_Piece(container, fqn, container, key, None))
+        spare: tuple[str, ...] = ()
+        spare_own = dict(own)
+        to_compare = compared if self._size > 1 else {}
+        if to_compare:
+            for fqn in compared:
+                container, tensor = where[fqn]
+                place = container + MORE if fqn in more else container
+                spare_own[fqn] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), place)
+            pieces += [_Piece(where[fqn][0], fqn, where[fqn][0] + MORE, fqn, None) for fqn in more]
+            spare = tuple(dict.fromkeys(where[fqn][0] + MORE for fqn in more))
+        targets: dict[str, dict[str, torch.Tensor]] = {}
+        for piece in pieces:
+            tensor = where[piece.fqn][1]
+            view = tensor if piece.slices is None else tensor[piece.slices]
+            targets.setdefault(piece.target, {})[piece.key] = view
+        infos = {fqn: (where[fqn][0], where[fqn][1].dtype) for fqn in where}
+        without = self._table(infos, known, shares)
+        whole = layout.merge([without, self._table(infos, everyone, compared)])
+        apart = dict.fromkeys(to_compare, "")
+        return _Layout(
+            grids=tuple(flat.grids.values()),
+            pieces=pieces,
+            plan=make_plan(structure_of(targets), offsets),
+            spare=spare,
+            table=self._part(whole, own, flat.grids),
+            spare_table=dataclasses.replace(self._part(without, spare_own, flat.grids), apart=apart) if apart else None,
+        )
+
+    def _assign(self, known: dict[str, tuple[Grid, int]]) -> dict[str, Share]:
+        """Who writes what; of a tensor only a part of which is on this node the first holder of each cell."""
+        shares = sharding.assign({fqn: one for fqn, one in known.items() if _is_even(one[0])}, self._me)
+        for fqn, (grid, _) in known.items():
+            if fqn not in shares:
+                owners = tuple(holders[0] if holders else ELSEWHERE for holders in grid.holders)
+                box = sharding.local_box(grid, self._me) if self._me in owners else None
+                shares[fqn] = Share(sharding.Layout(grid.cuts, owners), box)
+        return {fqn: shares[fqn] for fqn in known}
+
+    def _here(self, grid: Grid, fqn: str) -> Grid:
+        """What the ranks that save together hold of a tensor; of one with replicas others may hold the same."""
+        strangers = [rank for rank in grid.ranks if rank not in self._index]
+        if not strangers:
+            return grid
+        holders = tuple(tuple(rank for rank in cell if rank in self._index) for cell in grid.holders)
+        if not (self._part_of or all(holders)):
+            raise UnsupportedValueError(
+                f"{fqn}: it is divided among ranks that do not save along, {strangers[:8]}; "
+                "pass a process_group that has all of them"
+            )
+        ranks = tuple(rank for rank in grid.ranks if rank in self._index)
+        return dataclasses.replace(grid, holders=holders, ranks=ranks)
+
+    def _table(
+        self,
+        infos: Mapping[str, tuple[str, torch.dtype]],
+        grids: Mapping[str, tuple[Grid, int]],
+        shares: Mapping[str, Share],
+    ) -> Table:
+        numbers: dict[sharding.Layout, int] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for fqn, share in shares.items():
+            container, dtype = infos[fqn]
+            number = numbers.setdefault(share.layout, len(numbers))
+            tensors[fqn] = TensorInfo(NAMES[dtype], grids[fqn][0].shape, container, number)
+        owners = [tuple(self._index.get(rank, ELSEWHERE) for rank in one.owners) for one in numbers]
+        return Table(tensors, tuple(Layout(own, one.cuts) for own, one in zip(owners, numbers, strict=True)))
+
+    def _part(self, table: Table, own: dict[str, TensorInfo], grids: Mapping[str, Grid]) -> Part:
+        mine: list[str] = []
+        for fqn in table.tensors:
+            describer = table.layout(fqn).first_owner
+            if describer == ELSEWHERE:  # all ranks of this node have empty shards
+                describer = min(self._index[rank] for rank in grids[fqn].ranks if rank in self._index)
+            if describer == self._rank:
+                mine.append(fqn)
+        return Part(table.only(mine), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
+
+
+def _is_even(grid: Grid) -> bool:
+    """Whether all of a tensor is held here, each cell by as many ranks."""
+    return bool(grid.holders[0]) and len({len(holders) for holders in grid.holders}) == 1
+
+
+def _slices(grid: Grid, box: Box, rank: int) -> tuple[slice, ...] | None:
+    held = sharding.local_box(grid, rank)
+    assert held is not None
+    if held == box:
+        return None
+    spans = zip(*box, held[0], strict=True)
+    return tuple(slice(offset - start, offset - start + extent) for offset, extent, start in spans)
+
+
+def _encode(part: Part) -> bytes:
+    return json.dumps(part.to_json(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -1,0 +1,129 @@
+"""Names of one's own for checkpoints: links beside them in the run directory.
+
+The directory of a checkpoint is ``step-00000500`` whatever else it is called: that name tells its step where nothing
+else can be read. A link is only a way to it. Links are made from the checkpoints that there are, so one that is missing
+comes back, and nothing relies on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import stat
+import string
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.errors import InvalidArgumentError
+from sidesave.writer_daemon.format.manifest import parse_step_directory, step_directory
+from sidesave.writer_daemon.format.names import is_safe_name
+
+logger = logging.getLogger(__name__)
+
+Naming = str | Callable[[CheckpointInfo], str | None]
+"""A template with ``{step}`` in it, or a function; of two checkpoints with one name the newer has it."""
+_DRAFT: Final = ".sidesave.link."
+
+
+class Links:
+    """The links of a run directory, kept up to date by its manager."""
+
+    def __init__(self, directory: str, naming: Naming) -> None:
+        """See :func:`check_naming` for what may be given."""
+        check_naming(naming)
+        self._directory = directory
+        self._naming = naming
+
+    def update(self, checkpoints: Sequence[CheckpointInfo]) -> None:
+        """Link to ``checkpoints``, which come in the order of their commits, and to no step that is gone.
+
+        What cannot be done is logged: a name that is refused, or is taken by what is no link to a step.
+        """
+        here = [info for info in checkpoints if os.path.dirname(info.path) == self._directory]
+        # By its step: one that is being replaced is found under a hidden name for a moment.
+        wanted = {name: step_directory(info.step) for info in here if (name := self._name_of(info))}
+        there = {step_directory(info.step) for info in here}
+        present = self._present()
+        for name, target in present.items():
+            if name not in wanted and target not in there:
+                self._try(name, lambda name=name: os.unlink(os.path.join(self._directory, name)))
+        for name, target in wanted.items():
+            if present.get(name) != target:
+                self._try(name, lambda name=name, target=target: self._link(name, target))
+
+    def _name_of(self, info: CheckpointInfo) -> str | None:
+        try:
+            name = self._naming(info) if callable(self._naming) else self._naming.format(step=info.step)
+        except Exception:
+            logger.exception("step %d is not named", info.step)
+            return None
+        if name is None or name == step_directory(info.step):  # which it has
+            return None
+        if not isinstance(name, str) or not _may_be_name(name):  # pyright: ignore[reportUnnecessaryIsInstance]
+            logger.error("step %d is not named: %r cannot be the name of a checkpoint", info.step, name)
+            return None
+        return name
+
+    def _present(self) -> dict[str, str]:
+        """Links to steps, whether they are there or not."""
+        found: dict[str, str] = {}
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                if entry.name.startswith(_DRAFT):  # of a process that was killed
+                    self._try(entry.name, lambda path=entry.path: os.unlink(path))
+                elif entry.is_symlink():
+                    with contextlib.suppress(OSError):
+                        target = os.readlink(entry.path)
+                        if _may_be_name(entry.name) and parse_step_directory(target) is not None:
+                            found[entry.name] = target
+        return found
+
+    def _link(self, name: str, target: str) -> None:
+        path = os.path.join(self._directory, name)
+        draft = os.path.join(self._directory, f"{_DRAFT}{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISLNK(os.lstat(path).st_mode):
+                raise FileExistsError(errno.EEXIST, "there is something else of this name")
+        os.symlink(target, draft)
+        try:
+            os.rename(draft, path)
+        except OSError:
+            os.unlink(draft)
+            raise
+
+    def _try(self, name: str, operation: Callable[[], None]) -> None:
+        try:
+            operation()
+        except OSError as error:
+            logger.error("the name %s in %s: %s", name, self._directory, error.strerror)
+
+
+def check_naming(naming: object) -> None:
+    """Raise ``InvalidArgumentError`` for a template that names steps alike, or by what can be no name."""
+    if callable(naming):
+        return
+    hint = "give one like 'checkpoint-{step}' or 'epoch-{step:06d}', or a function of a CheckpointInfo"
+    if not isinstance(naming, str):
+        raise InvalidArgumentError(f"names must be a template or a function, not {type(naming).__name__}: {hint}")
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(naming) if field is not None]
+        first, second = (naming.format(step=step) for step in (1, 2))
+    except (ValueError, LookupError, AttributeError) as error:
+        raise InvalidArgumentError(
+            f"names={naming!r} is no template with only {{step}} in it ({error}): {hint}"
+        ) from None
+    if "step" not in fields or first == second:
+        raise InvalidArgumentError(f"names={naming!r} has no {{step}} in it, so all steps would have one name: {hint}")
+    if not _may_be_name(first) and first != step_directory(1):
+        raise InvalidArgumentError(
+            f"names={naming!r} gives {first!r}: a name has letters, digits and any of %_@.-, no dot in front, and is "
+            f"not the directory of another step: {hint}"
+        )
+
+
+def _may_be_name(name: str) -> bool:
+    return is_safe_name(name) and parse_step_directory(name) is None

@@ -1,0 +1,273 @@
+"""What is due, and where training stands: the policies of a run and what they decide from. Saves nothing itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from sidesave.client import arguments
+from sidesave.client.ranks.consensus import Agreement, Wish
+from sidesave.client.ranks.group import GroupWorld, World
+from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.training.intervals import SaveCost
+from sidesave.client.training.metadata import Metrics
+from sidesave.client.training.restore import Resumed
+from sidesave.client.training.save_policies import (
+    Ephemeral,
+    Moment,
+    Occasion,
+    OnRequest,
+    OnSignal,
+    SavePolicy,
+    check_save_policies_for_ranks,
+)
+from sidesave.client.training.signals import SignalCatcher
+from sidesave.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is to be done at a step.
+
+    Attributes:
+        lasting: Save it for good.
+        ephemeral: Save it, if not for good then until the next save.
+        stop: The loop is asked to end with this step.
+        signal: Leave after that, as this signal has asked for; 0 is to stay.
+        together: Whether all ranks leave, and so may save before.
+    """
+
+    lasting: bool = False
+    ephemeral: bool = False
+    stop: bool = False
+    signal: int = 0
+    together: bool = True
+
+
+_NOTHING: Final = Due()
+
+
+class Schedule:
+    """The policies of a run at work. Requests may come from any thread or signal handler, the rest from one thread.
+
+    Attributes:
+        stepped: The step that was finished last, be it passed or saved; -1 before the first.
+        metrics: Those of that step.
+        saved_step: The step that was saved or restored last, if any.
+        cost: What saves cost.
+        stopping: Whether the loop was asked to end with the step finished last.
+        requested: Whether a save was asked for and is still to come.
+    """
+
+    def __init__(self, policies: Sequence[SavePolicy]) -> None:
+        """Begin to catch the signals of ``policies``; ``InvalidArgumentError`` outside the main thread."""
+        self.stepped = self._passed = -1
+        self.metrics: Metrics | None = None
+        self.saved_step: int | None = None
+        self.cost = SaveCost()
+        self.stopping = self.requested = False
+        self._stop_asked = self._resumed = False
+        self._is_first = True
+        self._saved_s = time.monotonic()
+        self._lasting: tuple[int, float] | None = None
+        self._policies = tuple(policies)
+        self._at_step = self._in_rounds = self._policies
+        self._world: World | None = None
+        self._agreement: Agreement | None = None
+        self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
+
+    def start(self, world: World) -> None:
+        """Begin to agree with the other ranks of ``world``, where the policies need that.
+
+        Raises:
+            InvalidArgumentError: There are policies that ranks cannot follow alike, or not without a process group.
+        """
+        self._world = world
+        if world.size == 1:
+            return
+        check_save_policies_for_ranks(self._policies)
+        self._at_step = tuple(policy for policy in self._policies if not policy.is_local)
+        self._in_rounds = tuple(policy for policy in self._policies if policy.is_local)
+        if not self._in_rounds:
+            return
+        if not isinstance(world, GroupWorld):
+            raise InvalidArgumentError(
+                f"ranks have to agree when {self._in_rounds[0]!r} is due, and need a process group for it: call "
+                "torch.distributed.init_process_group first (backend='gloo' does)"
+            )
+        self._agreement = Agreement(world.ranks, self._wish)
+
+    # Step by step ----------------------------------------------------------------------------------------------
+
+    def pass_step(self, step: int, metrics: Metrics | None) -> Due:
+        """Take down that a step was finished; what is due then, unless it was saved already.
+
+        Raises:
+            InvalidArgumentError: The number does not grow.
+            SidesaveError: Ranks could not agree.
+        """
+        step = arguments.check_step(step)
+        if step <= self._passed or step < self.stepped:
+            self.refuse(step)
+        agreement = self._agreement
+        agreed = None if agreement is None else agreement.pass_step(step)
+        self.stepped, self._passed, self.metrics = step, step, metrics
+        moment = self._moment("step")
+        self._is_first = False
+        lasting = moment.requested and agreed is None
+        ephemeral = False
+        for policy in self._at_step:
+            if policy.due(moment):
+                if isinstance(policy, Ephemeral):
+                    ephemeral = True
+                else:
+                    lasting = True
+        ending, together = self._signals.ending, True
+        if agreed is not None:
+            lasting, ephemeral = lasting or agreed.lasting, ephemeral or agreed.ephemeral
+            self.stopping |= agreed.stop
+            together = agreed.signal > 0
+            ending = agreed.signal or (ending if self._is_left_alone() else 0)
+        if ending:
+            return Due(lasting, ephemeral, signal=ending, together=together)
+        if not (lasting or ephemeral) or step == self.saved_step:
+            return _NOTHING
+        if agreed is None:
+            self.requested, self._signals.asking = False, 0
+            stop, self._stop_asked = self._stop_asked, False  # also one that has come since: this save answers it
+            self.stopping |= stop
+        return Due(lasting, ephemeral, self.stopping)
+
+    def note_finished(self, step: int, metrics: Metrics | None) -> int:
+        """A step is about to be saved, so it was finished; ``InvalidArgumentError`` where a later one was."""
+        step = arguments.check_step(step)
+        if step < self.stepped:
+            self.refuse(step)
+        if step > self.stepped or metrics is not None:
+            self.stepped, self.metrics = step, metrics
+        return step
+
+    def refuse(self, step: int) -> None:
+        """Raise ``InvalidArgumentError``: the step does not come after those before."""
+        hint = (
+            "count on from what restore() returns"
+            if self._resumed
+            else "steps have to grow; to go on from an earlier checkpoint, call restore() first"
+        )
+        raise InvalidArgumentError(f"step {step} does not come after step {self.stepped}: {hint}")
+
+    def is_due(self, occasion: Occasion) -> bool:
+        """Whether a policy wants a save for what happens beside the steps."""
+        moment = self._moment(occasion)
+        return any(policy.due(moment) for policy in self._at_step)
+
+    def note_save(self, step: int, *, ephemeral: bool, seed: bool) -> None:
+        """A save was called."""
+        self._saved_s = time.monotonic()
+        if not seed:
+            self.saved_step = step
+        if not ephemeral:
+            self._lasting = (step, self._saved_s)
+
+    def _moment(self, occasion: Occasion, step: int | None = None) -> Moment:
+        lasting_step, lasting_s = self._lasting or (None, None)
+        return Moment(
+            self.stepped if step is None else step,
+            occasion,
+            time.monotonic(),
+            self._saved_s,
+            lasting_step,
+            lasting_s,
+            self._signals.current,
+            self.requested,
+            self.cost.known,
+            self._is_first,
+        )
+
+    # Requests, signals and the other ranks ---------------------------------------------------------------------
+
+    def request(self, *, stop: bool) -> None:
+        """Have the next possible step saved, and with ``stop`` :attr:`stopping` true from then on."""
+        several = self._world is not None and self._world.size > 1
+        if several and not any(isinstance(policy, OnRequest) for policy in self._policies):
+            raise InvalidArgumentError("ranks agree on requests only with the policy OnRequest(): add it to save=")
+        self._stop_asked |= stop
+        self.requested = True
+        self._wake()
+
+    def _wake(self) -> None:
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.poke()
+
+    def _is_left_alone(self) -> bool:
+        """Whether this rank has to answer a signal by itself, for no other rank takes part in anything."""
+        return self._agreement is not None and self._agreement.is_broken
+
+    def _wish(self, passed: int, pending: Wish) -> Wish:
+        """What this rank wants of the others, in the thread of the agreement."""
+        if pending.signal:
+            return Wish()
+        signal, asking, requested = self._signals.ending, self._signals.asking, self.requested
+        if asking:
+            self._signals.asking = 0
+        if requested:
+            self.requested = False
+        if pending and not (signal or asking or requested):
+            return Wish()  # what is due by time is so until the save that is agreed has been made
+        moment = self._moment("step", passed)
+        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(moment)]
+        lasting = bool(signal or asking or requested) or not all(due)
+        stop = requested and self._stop_asked
+        self._stop_asked = self._stop_asked and not stop
+        return Wish(lasting, any(due), signal, stop)
+
+    @property
+    def ending(self) -> int:
+        """The signal that has asked for the end, or 0."""
+        return self._signals.ending
+
+    def await_save(self, handle: SaveHandle, number: int | None = None) -> bool:
+        """Wait for a save until a signal asks for the end, after signal ``number`` as long as its policy allows.
+
+        Returns whether it has its outcome; either way it is staged, or has failed.
+        """
+        return self._signals.wait(handle, None if number is None else self._signals.deadline_s(number))
+
+    # Beginning and end -----------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """There was nothing to go on with."""
+        self.stepped, self._passed, self.saved_step, self._saved_s = -1, -1, None, time.monotonic()
+
+    def go_on(self, loaded: Resumed) -> None:
+        """Training goes on from a checkpoint."""
+        self._saved_s = time.monotonic()
+        self.stepped = self._passed = loaded.step - loaded.is_seed
+        self.saved_step = None if loaded.is_seed else loaded.step
+        self._lasting = None if loaded.is_ephemeral else (loaded.step, self._saved_s)
+
+    def resume(self) -> int:
+        """Begin to count, on all ranks; the signal that has come to any of them meanwhile and means the end, or 0."""
+        assert self._world is not None
+        self._resumed = self._is_first = True
+        self.stopping = False
+        if self._agreement is not None:
+            self._agreement.begin(self.stepped)
+        ending = self._signals.ending
+        return max(self._world.gather("signals", ending)) if self._world.size > 1 else ending
+
+    def finish(self, timeout_s: float, *, failing: bool) -> Wish:
+        """No step comes any more; what was wished for one that has not come. Ranks take leave of each other.
+
+        Those that do not answer within ``timeout_s`` are left, and all at once where this one is ``failing``.
+        """
+        if self._agreement is not None:
+            return self._agreement.close(timeout_s, failing=failing)
+        return Wish(lasting=self.requested or self._signals.current > 0)
+
+    def close(self) -> None:
+        """Give the signals back; idempotent."""
+        self._signals.close()

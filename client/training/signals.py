@@ -1,0 +1,103 @@
+"""Signals that ask for a save: the handlers, which only take note, and the wait that another signal may cut short."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Final
+
+from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.training.save_policies import OnSignal
+from sidesave.errors import InvalidArgumentError
+
+_STAGED_TIMEOUT_S: Final = 300.0
+
+
+class SignalCatcher:
+    """Holds the handlers of some :class:`OnSignal` policies from its making to :meth:`close`.
+
+    A handler runs between two instructions of the main thread, whatever locks that holds, so all it does is to assign
+    and to put into a ``SimpleQueue``, which is made for that.
+
+    Attributes:
+        ending: The signal that means the end, or 0: the first that came.
+        asking: A signal that asks for a save only and is not yet answered, or 0.
+    """
+
+    def __init__(self, policies: Iterable[OnSignal], wake: Callable[[], None]) -> None:
+        """Install the handlers; ``wake`` is called by them.
+
+        Raises:
+            InvalidArgumentError: This is not the main thread, the only one that may set handlers.
+        """
+        self.ending = 0
+        self.asking = 0
+        self._policies = {number: policy for policy in policies for number in policy.signals}
+        self._wake = wake
+        self._pid = os.getpid()
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._before: dict[int, Any] = {}
+        self._closed = False
+        if self._policies and threading.current_thread() is not threading.main_thread():
+            raise InvalidArgumentError("OnSignal needs the main thread: make the manager there")
+        for number in self._policies:
+            self._before[number] = signal.signal(number, self._handle)
+
+    @property
+    def current(self) -> int:
+        """The signal to answer next, or 0."""
+        return self.ending or self.asking
+
+    def deadline_s(self, number: int) -> float | None:
+        """How long to wait for the commit after that signal."""
+        policy = self._policies.get(number)  # another rank may have got one that this rank has no policy for
+        return None if policy is None else policy.deadline_s
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid or self._closed:  # a forked child has inherited this; or a later one put it back
+            before = signal.SIG_DFL if os.getpid() != self._pid else self._before.pop(number, None)
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+            os.kill(os.getpid(), number)
+            return
+        if not self._policies[number].ends(number):
+            self.asking = number
+        elif not self.ending:
+            self.ending = number
+        self._came.put(number)
+        self._wake()
+
+    def wait(self, handle: SaveHandle, deadline_s: float | None) -> bool:
+        """Block until a save has its outcome, the deadline has passed, or a signal that means the end comes.
+
+        Either way it is staged when this returns, or has failed. Returns whether it has its outcome.
+        """
+        came = self._came = queue.SimpleQueue[int]()
+        handle.committed.add_done_callback(lambda _: came.put(0))
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number = came.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                if not number or self._policies[number].ends(number):
+                    break
+        concurrent.futures.wait([handle.staged], _STAGED_TIMEOUT_S)
+        return handle.done()
+
+    def close(self) -> None:
+        """Put the handlers back that were there before; idempotent, and without a lock.
+
+        What cannot be put back now, outside the main thread or under a later handler, is when its signal comes.
+        """
+        self._closed = True
+        if threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid:
+            return
+        for number, before in list(self._before.items()):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+                del self._before[number]

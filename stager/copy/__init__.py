@@ -1,0 +1,1 @@
+"""Tensors into slots of staging memory."""

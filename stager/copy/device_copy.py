@@ -1,0 +1,422 @@
+"""Copies from devices: a side stream each, what may change captured at the call, the rest read beside training.
+
+At the call, on the compute stream: what nothing guards, and small tensors, are packed into device scratch, batch by
+batch; each batch leaves on the side stream behind an event. Large tensors that an optimizer owns are not captured:
+witnesses are taken, and an event marks the point in time that the save is of. Behind it the stager thread enqueues them
+in chunks: a bulk copy holds the copy engine first in, first out, and a short ``.item()`` behind it waits for one chunk.
+
+The scratch of a device has two halves. From the pack until the copy out is enqueued, with an event behind it, a half
+belongs to one batch of one save, which alone gives it back; whoever packs into it next waits for that event in stream
+order. So the host waits only for the stager thread's progress, and only to reuse a half, and the compute stream only
+where more is captured than both halves hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from sidesave.errors import StagingError, TornSnapshotError
+from sidesave.stager import plan
+from sidesave.stager.apart import Monitor
+from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint
+from sidesave.stager.copy.pool import Job, Slot
+from sidesave.stager.devices import kinds
+from sidesave.stager.memory import pinning
+from sidesave.stager.state import ownership
+
+logger = logging.getLogger(__name__)
+
+CHUNK_NBYTES: Final = 32 << 20
+HALF_NBYTES: Final = (4 << 20, 32 << 20, 128 << 20)
+"""Sizes of a half of the scratch: the smallest that takes what is captured, or the largest."""
+_HALF_TIMEOUT_S: Final = 300.0
+_ALIGNMENT: Final = 16
+_COPIED_AS_THEY_ARE: Final = frozenset(
+    {torch.float32, torch.float64, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By element size, for other dtypes: the fused copy refuses some, and takes half precision through float32, which may
+change the bits of a NaN."""
+
+Submit = Callable[[Callable[[], None]], None]
+"""Has something run in the stager thread, behind what it was given before."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive bytes of the image that lie consecutively in scratch."""
+
+    scratch_offset: int
+    image_offset: int
+    nbytes: int
+
+
+class _Half:
+    """Half of a device's scratch."""
+
+    def __init__(self) -> None:
+        self.memory: torch.Tensor | None = None
+        self.owner: _Part | None = None
+        self.read: torch.Event | None = None
+        """Behind the last work on the memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """One device's part of a save; ``sources`` keeps alive what its copies read."""
+
+    lane: _Lane
+    slot: Slot
+    compute: torch.Stream
+    guarded: list[Job] = field(default_factory=list[Job])
+    sources: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    fingerprint: DeviceFingerprint | None = None
+    start: torch.Event | None = None
+    done: torch.Event | None = None
+    error: BaseException | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a batch is on its way to the stream, and to have none go there any more."""
+    abandoned: bool = False
+
+    def copy_out(self, source: torch.Tensor, offset: int) -> None:
+        """Enqueue a copy of bytes in chunks, none of which crosses the border of two pinned pieces."""
+        assert self.slot.image is not None and self.slot.arena is not None
+        base = self.slot.arena.data_offset
+        done = 0
+        while done < source.numel():
+            position = offset + done
+            to_border = pinning.PIECE_NBYTES - (base + position) % pinning.PIECE_NBYTES
+            nbytes = min(CHUNK_NBYTES, source.numel() - done, to_border)
+            self.slot.image[position : position + nbytes].copy_(_view(source, done, nbytes), non_blocking=True)
+            done += nbytes
+
+    def copy_batch(self, half: _Half, runs: Sequence[_Run], packed: torch.Event) -> None:
+        """Enqueue the way out of a packed half, and give it back; runs in the stager thread."""
+        lane = self.lane
+        with self.lock:
+            if self.abandoned:  # and the half is somebody else's
+                return
+            try:
+                with torch.no_grad(), lane.runtime.on(lane.device, lane.stream):
+                    lane.stream.wait_event(packed)
+                    assert half.memory is not None
+                    try:
+                        for run in runs:
+                            piece = half.memory[run.scratch_offset : run.scratch_offset + run.nbytes]
+                            self.copy_out(piece, run.image_offset)
+                    finally:  # behind what was enqueued before a failure as well
+                        read = lane.runtime.new_event()
+                        read.record(lane.stream)
+                        half.read = read
+            except Exception as error:  # noqa: BLE001 - this save's failure, raised by `enqueue`
+                self.error = error
+            finally:
+                lane.give_back(half)
+
+    def enqueue(self) -> None:
+        """Enqueue the copies of what is guarded and record the done event; runs in the stager thread."""
+        if self.error is not None:
+            raise self.error
+        lane = self.lane
+        assert self.start is not None and self.fingerprint is not None
+        with lane.runtime.on(lane.device, lane.stream):
+            lane.stream.wait_event(self.start)
+            for job in self.guarded:
+                try:
+                    self.copy_out(job.source.view(-1).view(torch.uint8), job.target.offset)
+                except _FreedError as error:
+                    raise _freed(job) from error
+            for job in self.guarded:  # a norm of memory that is gone would break the device for good
+                if not job.source.untyped_storage().nbytes():
+                    raise _freed(job)
+            self.fingerprint.take_after()
+            done = lane.runtime.new_event()
+            done.record(lane.stream)
+            self.done = done
+
+    def finish(self) -> list[str]:
+        """Wait on the host until the bytes are in host memory; returns the FQNs that changed meanwhile."""
+        lane = self.lane
+        assert self.done is not None and self.fingerprint is not None
+        self.done.synchronize()
+        with lane.runtime.on(lane.device, lane.stream):  # not the compute stream, whose queue may be long
+            return self.fingerprint.torn()
+
+
+class DeviceCopy:
+    """The copies of one save from all devices; the caller's thread begins them, the stager's threads do the rest."""
+
+    def __init__(self) -> None:
+        """Start without any part; :meth:`Lanes.begin` adds them."""
+        self.parts: list[_Part] = []
+
+    def enqueue(self) -> None:
+        """Enqueue every copy and record the done events; blocks while the driver's queue is full, not on the copies."""
+        for part in self.parts:
+            part.enqueue()
+
+    def make_streams_wait(self) -> None:
+        """Let the calling thread's current streams wait until all is read; called after :meth:`enqueue`."""
+        for part in list(self.parts):
+            read = part.done if part.guarded else part.start  # what is captured was read by then
+            if read is not None:
+                part.lane.runtime.current_stream(part.lane.device).wait_event(read)
+
+    def finish(self) -> list[str]:
+        """Wait on the host until the bytes are in host memory; returns the FQNs that changed meanwhile."""
+        return [fqn for part in self.parts for fqn in part.finish()]
+
+    def abandon(self) -> None:
+        """After a failure, and not beside :meth:`enqueue`: wait on the host until nothing of this save is copied."""
+        for part in self.parts:
+            with part.lock:
+                part.abandoned = True
+            part.lane.forget(part)
+            part.lane.stream.synchronize()
+
+    def release(self) -> None:
+        """Let go of what the copies have read; none may be under way."""
+        self.parts = []
+
+
+class _Lane:
+    """What one device needs: a side stream and the scratch."""
+
+    def __init__(self, device: torch.device) -> None:
+        runtime = kinds.runtime_of(device)
+        assert runtime is not None
+        self.device, self.runtime = device, runtime
+        self.stream = runtime.new_stream(device)
+        self._halves = [_Half(), _Half()]  # the one used longest ago first
+        self._changed = Monitor()
+        self._refused = 1 << 62
+
+    def begin(self, part: _Part, jobs: Iterable[Job], owned: dict[int, int], submit: Submit, *, validate: bool) -> None:
+        """Capture, take witnesses and mark the point in time, on the current stream, in the caller's thread."""
+        captured: list[tuple[torch.Tensor, int]] = []
+        for job in sorted(jobs, key=lambda job: job.target.offset):
+            source, nbytes = job.source, job.target.nbytes
+            if not nbytes:
+                continue
+            owns = source.dtype in NORMED and _is_plain(source) and ownership.is_owned(source, owned)
+            alias = source.detach()  # keeps the memory where `p.data = new` would let it go
+            part.sources.append(alias)
+            if owns and nbytes >= plan.SMALL_NBYTES:
+                part.guarded.append(job._replace(source=alias))
+            else:
+                captured.append((alias, job.target.offset))
+        part.guarded.sort(key=lambda job: str(job.source.dtype))
+        self._capture(part, captured, submit)
+        try:
+            part.fingerprint = DeviceFingerprint(part.guarded, validate=validate)
+        except torch.OutOfMemoryError:
+            self._copy_directly(part, [(job.source, job.target.offset) for job in part.guarded])
+            part.guarded = []
+            part.fingerprint = DeviceFingerprint([], validate=validate)
+        for job in part.guarded:
+            job.source.record_stream(self.stream)  # which alone survives `resize_(0)`
+        part.start = self.runtime.new_event()
+        part.start.record(part.compute)
+
+    def _capture(self, part: _Part, captured: list[tuple[torch.Tensor, int]], submit: Submit) -> None:
+        """Pack batch after batch, each into a half of the scratch, and have it copied out."""
+        captured.reverse()  # taken from the end
+        need = sum(source.nbytes + _ALIGNMENT for source, _ in captured)
+        size = next((size for size in HALF_NBYTES if need <= size), HALF_NBYTES[-1])
+        while captured:
+            half = self._take(part, size)
+            memory = half.memory
+            if memory is None:
+                self.give_back(half)
+                self._copy_directly(part, captured)
+                return
+            if half.read is not None:
+                part.compute.wait_event(half.read)
+            runs = _pack(memory, captured)
+            packed = self.runtime.new_event()
+            packed.record(part.compute)
+            submit(lambda half=half, runs=runs, packed=packed: part.copy_batch(half, runs, packed))
+
+    def _take(self, part: _Part, size: int) -> _Half:
+        """Make a half that belongs to nobody ``part``'s; without memory if there is none for it."""
+        half = self._changed.wait_for(lambda: self._free(part), _HALF_TIMEOUT_S)
+        if half is None:
+            raise StagingError(f"the copies of the save before were not enqueued within {_HALF_TIMEOUT_S:g} s")
+        if half.memory is None or half.memory.numel() < size:
+            self._allocate(part, half, size)
+        return half
+
+    def _free(self, part: _Part) -> _Half | None:
+        """The half that is nobody's and was used longest ago, ``part``'s from here on."""
+        half = next((half for half in self._halves if half.owner is None), None)
+        if half is not None:
+            half.owner = part
+            self._halves = [*(other for other in self._halves if other is not half), half]
+        return half
+
+    def _allocate(self, part: _Part, half: _Half, size: int) -> None:
+        """Give a half memory of that size, or what there is; a size that was refused is not asked for again.
+
+        To ask is expensive: torch gives back what it has cached first.
+        """
+        for nbytes in reversed(HALF_NBYTES):
+            has = 0 if half.memory is None else half.memory.numel()
+            if not has < nbytes <= size or nbytes >= self._refused:
+                continue
+            try:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            except torch.OutOfMemoryError:
+                self._refused = nbytes
+                text = "no device memory for %.3g MiB of scratch on %s: training waits for more of what is captured"
+                logger.warning(text, nbytes / 2**20, self.device)
+                continue
+            if half.memory is not None:
+                part.sources.append(half.memory)  # which may still be read, by copies before those of this save
+            half.memory = memory
+            return
+
+    def give_back(self, half: _Half) -> None:
+        """The half belongs to nobody any more."""
+        with self._changed:
+            half.owner = None
+            self._changed.notify_all()
+
+    def forget(self, part: _Part) -> None:
+        """Take the halves of ``part``, which will not be copied out, once nothing is being packed into them."""
+        for half in list(self._halves):
+            if half.owner is part:
+                part.compute.synchronize()
+                self.give_back(half)
+
+    def _copy_directly(self, part: _Part, captured: list[tuple[torch.Tensor, int]]) -> None:
+        """Without device memory: on the compute stream, which so waits for the way out."""
+        try:
+            while captured:
+                source, offset = captured.pop()
+                plain = source.resolve_conj().resolve_neg().contiguous()
+                part.copy_out(plain.reshape(-1).view(torch.uint8), offset)
+        finally:
+            self.stream.wait_stream(part.compute)  # whoever abandons this save waits for the side stream alone
+
+
+class _FreedError(RuntimeError):
+    """A tensor has lost its memory to another thread."""
+
+
+def _view(source: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
+    try:
+        return source[begin : begin + nbytes]
+    except RuntimeError as error:  # the range is right: the storage was resized, and may be as it was by now
+        raise _FreedError(str(error)) from error
+
+
+def _freed(job: Job) -> TornSnapshotError:
+    return TornSnapshotError(f"changed while being copied: {job.fqn}, whose memory was freed")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]]) -> list[_Run]:
+    """Copy sources from the end of ``captured`` into ``memory`` until it is full, on the current stream.
+
+    What does not fit stays, cut where it must be. One launch takes all contiguous sources of a dtype.
+    """
+    runs: list[_Run] = []
+    flat: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = {}
+    position = 0
+    while captured:
+        source, offset = captured.pop()
+        last = runs[-1] if runs else None
+        follows = last is not None and last.image_offset + last.nbytes == offset
+        # With the image's remainder every view of the scratch is as well aligned as its tensor in the image.
+        begin = position if follows else position + (offset - position) % _ALIGNMENT
+        if source.nbytes > memory.numel() - begin:
+            head, rest = _cut(source, offset, memory.numel() - begin, whole=not runs)
+            captured += reversed(rest)
+            if head is None and runs:
+                break
+            if head is None:
+                continue
+            source = head
+        nbytes = source.nbytes
+        if last is not None and follows:
+            last.nbytes += nbytes
+        else:
+            runs.append(_Run(begin, offset, nbytes))
+        position = begin + nbytes
+        dtype = source.dtype
+        if not _is_plain(source):  # by itself: in a fused launch it would slow down all others
+            memory[begin:position].view(dtype).view(source.shape).copy_(source)
+            continue
+        if dtype not in _COPIED_AS_THEY_ARE:
+            dtype = _INTEGERS[dtype.itemsize]
+            source = source.view(dtype)
+        if dtype not in flat:
+            flat[dtype] = (memory.view(dtype), [], [])
+        whole, targets, sources = flat[dtype]
+        targets.append(whole.as_strided(source.shape, source.stride(), begin // dtype.itemsize))
+        sources.append(source)
+    for _, targets, sources in flat.values():
+        torch._foreach_copy_(targets, sources)
+    return runs
+
+
+def _cut(
+    source: torch.Tensor, offset: int, room: int, *, whole: bool
+) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, int]]]:
+    """What of a tensor fits into ``room`` bytes, from its beginning, and the rest, with offsets in the image.
+
+    Where not even one row fits there is no head; the rest are then the rows, if the room is a ``whole`` half.
+    """
+    rows = source.view(-1) if _is_plain(source) else source.squeeze()
+    rows = rows if rows.dim() else rows.reshape(1)
+    row_nbytes = rows.nbytes // rows.shape[0]
+    count = max(0, room) // row_nbytes
+    if count:
+        return rows[:count], [(rows[count:], offset + count * row_nbytes)]
+    if not whole:
+        return None, [(source, offset)]
+    return None, [(row, offset + number * row_nbytes) for number, row in enumerate(rows.unbind())]
+
+
+class Lanes:
+    """The lanes of all devices that a checkpointer has met."""
+
+    def __init__(self) -> None:
+        """Start without any: a process that never saves tensors of a device touches none."""
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def begin(
+        self,
+        copy: DeviceCopy,
+        jobs: Sequence[Job],
+        owned: dict[int, int],
+        slot: Slot,
+        submit: Submit,
+        *,
+        validate: bool,
+    ) -> None:
+        """Begin the copies of a save on the current stream of each device, outside any capture."""
+        by_device: dict[torch.device, list[Job]] = {}
+        for job in jobs:
+            by_device.setdefault(job.source.device, []).append(job)
+        for device, of_device in by_device.items():
+            runtime = kinds.runtime_of(device)
+            assert runtime is not None
+            if device not in self._lanes:
+                self._lanes[device] = _Lane(device)
+            part = _Part(self._lanes[device], slot, runtime.current_stream(device))
+            copy.parts.append(part)
+            part.lane.begin(part, of_device, owned, submit, validate=validate)
+
+    def close(self) -> None:
+        """Drop streams and scratch; no copy may be under way."""
+        self._lanes.clear()

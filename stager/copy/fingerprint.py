@@ -1,0 +1,119 @@
+"""Whether a tensor that was read beside training is what it was at the call.
+
+On the host a few elements, or all, are compared at the call, in the tensor afterwards, and in the copy. On a device the
+witnesses are taken in stream order: windows of bytes at the call, compared bit by bit with the staged bytes, and norms
+at both ends. Weights that are swapped in and back while they are copied have the norms that they had; their staged
+bytes have not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+import xxhash
+
+from sidesave.stager.copy.pool import Job
+
+SAMPLES: Final = 32
+"""Elements of each overlapped host tensor that are looked at."""
+WINDOW_NBYTES: Final = 64
+SPAN_NBYTES: Final = 32 << 20
+"""A device tensor has a window in the middle of each span of this size."""
+NORMED: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""What norms are taken of."""
+_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def of_host_tensor(tensor: torch.Tensor, *, validate: bool) -> bytes:
+    """Evenly spaced elements of a contiguous tensor, or with ``validate`` the digest of all its bytes."""
+    if validate:
+        nbytes = tensor.numel() * tensor.element_size()
+        return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
+    flat = tensor.detach().reshape(-1)
+    picked = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous()
+    return bytes(cast("list[int]", picked.view(torch.uint8).tolist()))
+
+
+class DeviceFingerprint:
+    """The witnesses of one device's tensors in one save; under ``no_grad``, with the device current.
+
+    ``jobs`` are contiguous tensors of :data:`NORMED` dtypes and more than a window's bytes, sorted by dtype: the fused
+    norm takes one dtype at a time.
+    """
+
+    def __init__(self, jobs: Sequence[Job], *, validate: bool) -> None:
+        """Take what is compared later, on the current stream."""
+        self._jobs = jobs
+        self._spots = [(job, begin) for job in jobs for begin in _windows(job.target.nbytes)]
+        self._before = _norms(jobs)
+        self._after: torch.Tensor | None = None
+        self._sums = torch.stack([_word_sum(job.source) for job in jobs]) if validate and jobs else None
+        self._windows = torch.empty((len(self._spots), WINDOW_NBYTES), dtype=torch.uint8, device=_device(jobs))
+        if jobs:
+            flat = {job.fqn: job.source.view(-1).view(torch.uint8) for job in jobs}
+            sources = [flat[job.fqn][begin : begin + WINDOW_NBYTES] for job, begin in self._spots]
+            torch._foreach_copy_(list(self._windows.unbind()), sources)
+
+    def take_after(self) -> None:
+        """Take the norms again, on the current stream, behind the copies."""
+        self._after = _norms(self._jobs)
+
+    def torn(self) -> list[str]:
+        """The FQNs of which the staged bytes are not those of the call; waits on the current stream, on the host."""
+        if not self._jobs:
+            return []
+        torn: dict[str, None] = {}
+        assert self._before is not None and self._after is not None
+        same = (self._before == self._after) | (self._before.isnan() & self._after.isnan())
+        for job, unchanged in zip(self._jobs, cast("list[bool]", same.tolist()), strict=True):
+            if not unchanged:
+                torn[job.fqn] = None
+        windows = self._windows.cpu()
+        for number, (job, begin) in enumerate(self._spots):
+            seen = ctypes.string_at(windows.data_ptr() + number * WINDOW_NBYTES, WINDOW_NBYTES)
+            if ctypes.string_at(job.target.address + begin, WINDOW_NBYTES) != seen:
+                torn[job.fqn] = None
+        if self._sums is not None:
+            for job, expected in zip(self._jobs, cast("list[int]", self._sums.tolist()), strict=True):
+                if int(_word_sum(job.target.view).item()) != expected:
+                    torn[job.fqn] = None
+        return list(torn)
+
+
+def _device(jobs: Sequence[Job]) -> torch.device | None:
+    return jobs[0].source.device if jobs else None
+
+
+def _windows(nbytes: int) -> list[int]:
+    """Where the windows of a tensor begin; multiples of 16, as the fused copy likes it."""
+    spans = range(0, nbytes, SPAN_NBYTES)
+    return [
+        max(0, begin + (min(SPAN_NBYTES, nbytes - begin) - WINDOW_NBYTES) // 2) // 16 * 16
+        for begin in spans
+        if nbytes - begin >= WINDOW_NBYTES or begin == 0
+    ]
+
+
+def _norms(jobs: Sequence[Job]) -> torch.Tensor | None:
+    """Norms, element i for job i.
+
+    Those of half-precision tensors are accumulated and returned in float32, for a norm of three digits would notice
+    little.
+    """
+    norms: list[torch.Tensor] = []
+    for dtype, group in itertools.groupby(jobs, key=lambda job: job.source.dtype):
+        wide = torch.float32 if dtype.itemsize == 2 else None
+        norms.append(torch.stack(torch._foreach_norm([job.source for job in group], 2, wide)).double())
+    return torch.cat(norms) if norms else None
+
+
+def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a contiguous tensor's elements taken as integers, modulo 2**64.
+
+    Integers add up to the same in any order: device and host agree to the bit.
+    """
+    return tensor.detach().view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,255 @@
+"""Staging slots: a fixed number of arenas that saves take in turn.
+
+A slot is busy from staging until its bytes are durable, so waiting for a free one is the wait for the save before the
+previous one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+
+from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
+from sidesave.stager.apart import Monitor
+from sidesave.stager.memory import host_memory
+from sidesave.stager.memory.arena import Arena, page_up
+from sidesave.stager.memory.pinning import PinnedRange
+from sidesave.stager.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTOR_NBYTES: Final = 4096
+"""Room for an encoded SAVE message with few files; each further file adds ``_DESCRIPTOR_PER_FILE``."""
+_DESCRIPTOR_PER_FILE: Final = 512
+
+
+class Target(NamedTuple):
+    """Where one tensor is staged: a view of the arena, its offset in the arena's data, its address and bytes."""
+
+    view: torch.Tensor
+    offset: int
+    address: int
+    nbytes: int
+
+
+class Job(NamedTuple):
+    """One tensor to copy that needs more than its bytes moved here and now: byte-equal ``source`` and ``target``."""
+
+    fqn: str
+    source: torch.Tensor
+    target: Target
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One arena and what is laid out in it.
+
+    Attributes:
+        arena_id: Names the arena on the wire; never used twice.
+        targets: The plan's tensors, container after container, in the order of the state.
+        image: The arena's data as bytes.
+        pinned: The arena's memory, page-locked for devices.
+        unpinnable: This arena's memory was refused to be page-locked: it is not tried again.
+        owner: Who has it; None while it is free.
+    """
+
+    arena: Arena | None = None
+    arena_id: int = 0
+    plan: Plan | None = None
+    image: torch.Tensor | None = None
+    targets: list[Target] = field(default_factory=list[Target])
+    pinned: PinnedRange | None = None
+    unpinnable: bool = False
+    owner: object | None = None
+
+    def lay_out(self, plan: Plan) -> None:
+        """Write the plan's headers into the arena and make its views; nothing to do when it is there already."""
+        if self.plan is plan:
+            return
+        assert self.arena is not None
+        self.plan = None
+        self.arena.begin_generation()  # whoever still reads for an earlier save must notice
+        base = self.arena.data_offset
+        self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
+        self.targets = []
+        for (_, _, kinds), file in zip(plan.structure, plan.files, strict=True):
+            self.arena.view(base + file.offset, len(file.header))[:] = file.header
+            for (dtype, shape), (offset, nbytes) in zip(kinds, file.placements, strict=True):
+                begin = file.offset + offset
+                view = self.image[begin : begin + nbytes].view(dtype).view(shape)
+                self.targets.append(Target(view, begin, self.image.data_ptr() + begin, nbytes))
+        self.plan = plan
+
+    def append(self, parts: Sequence[bytes]) -> list[int]:
+        """Put the skeleton, and what else there is, behind the images, each on a page; returns their offsets."""
+        assert self.arena is not None and self.plan is not None
+        offsets: list[int] = []
+        offset = self.plan.nbytes
+        for part in parts:
+            self.arena.view(self.arena.data_offset + offset, len(part))[:] = part
+            offsets.append(offset)
+            offset += page_up(len(part))
+        return offsets
+
+    def void(self) -> None:
+        """What is staged here is done with: a daemon that outlives its trainer must not take it up once more."""
+        if self.arena is not None:
+            self.arena.begin_generation()
+
+    def unmap(self) -> None:
+        """Give the memory back; no copy and no write may be under way."""
+        self.plan, self.image, self.targets = None, None, []
+        pinned, self.pinned, self.unpinnable = self.pinned, None, False
+        if pinned is not None:
+            pinned.close()
+        if self.arena is not None:
+            self.arena.close()
+            self.arena = None
+
+
+class SlotPool:
+    """The slots of one checkpointer."""
+
+    def __init__(
+        self,
+        slots: int,
+        budget_nbytes: int | None,
+        attach: Callable[[int, Arena], None],
+        detach: Callable[[int], None],
+    ) -> None:
+        """Make ``slots`` empty slots.
+
+        Args:
+            slots: How many saves can be between their call and their durability.
+            budget_nbytes: Most host memory for all slots together; None leaves it to what the machine has.
+            attach: Told of each new arena, with its number; it hands it to the daemon.
+            detach: Told of each arena that is about to go.
+        """
+        self._slots = [Slot() for _ in range(slots)]
+        self._budget_nbytes = budget_nbytes
+        self._attach = attach
+        self._detach = detach
+        self._changed = Monitor()
+        self._next_arena = 1
+        self._closed = False
+        self._told_unpinnable = False
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the slots take now, in bytes."""
+        return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
+
+    def try_acquire(self, owner: object) -> Slot | None:
+        """A free slot, which is ``owner``'s from here on, or None."""
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the checkpointer was closed meanwhile")
+            free = [slot for slot in self._slots if slot.owner is None]
+            if not free:
+                return None
+            slot = max(free, key=lambda slot: 0 if slot.arena is None else slot.arena.nbytes)
+            slot.owner = owner
+            return slot
+
+    def acquire(self, owner: object, timeout_s: float) -> Slot:
+        """The same; blocks up to ``timeout_s`` seconds, then raises ``WriteStalledError``."""
+        slot = self._changed.wait_for(lambda: self.try_acquire(owner), timeout_s)
+        if slot is None:
+            message = f"all {len(self._slots)} staging slots were still being written after {timeout_s:g} s"
+            raise WriteStalledError(message)
+        return slot
+
+    def release(self, owner: object) -> None:
+        """Make what is ``owner``'s free again, if anything is; after :meth:`close` its memory goes at once."""
+        with self._changed:
+            for slot in self._slots:
+                if slot.owner is owner:
+                    slot.owner = None
+                    if self._closed:
+                        self._drop(slot)
+            self._changed.notify_all()
+
+    def fit(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> None:
+        """Give a held slot an arena for ``plan`` and, behind it, ``parts``; lay the plan out in it.
+
+        Blocks while pages are allocated, and page-locked where copies come from a ``device`` beside training.
+
+        Raises:
+            HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
+        """
+        descriptor_nbytes, data_nbytes, parts_nbytes = _sizes(plan, parts)
+        if not self._has_room(slot, descriptor_nbytes, data_nbytes):
+            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4))
+        if device is not None and slot.pinned is None and not slot.unpinnable:
+            self._pin(slot, device)
+        slot.lay_out(plan)
+
+    def fits(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> bool:
+        """Whether there is nothing left for :meth:`fit` to do."""
+        is_pinned = device is None or slot.pinned is not None or slot.unpinnable
+        return slot.plan is plan and is_pinned and self._has_room(slot, *_sizes(plan, parts)[:2])
+
+    @staticmethod
+    def _has_room(slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> bool:
+        arena = slot.arena
+        return (
+            arena is not None
+            and data_nbytes <= arena.data_nbytes <= max(2 * data_nbytes, 1 << 20)
+            and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
+        )
+
+    def _replace(self, slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> None:
+        with self._changed:
+            self._drop(slot)
+            if self._budget_nbytes is not None and self.nbytes + data_nbytes > self._budget_nbytes:
+                raise HostMemoryError(
+                    f"a staging slot of {data_nbytes / 2**20:,.1f} MiB beside {self.nbytes / 2**20:,.1f} MiB already "
+                    f"taken exceeds max_host_memory_bytes={self._budget_nbytes:,}; raise it, or use fewer slots"
+                )
+        try:
+            arena = Arena.create(descriptor_nbytes, data_nbytes)
+            try:
+                host_memory.populate(arena)
+            except BaseException:
+                arena.close()
+                raise
+        except OSError as error:
+            raise HostMemoryError(f"no staging slot of {data_nbytes / 2**20:,.1f} MiB can be made: {error}") from error
+        with self._changed:
+            slot.arena, slot.arena_id = arena, self._next_arena
+            self._next_arena += 1
+        self._attach(slot.arena_id, arena)
+
+    def _pin(self, slot: Slot, device: torch.device) -> None:
+        assert slot.arena is not None
+        try:
+            slot.pinned = PinnedRange(device, slot.arena.address, slot.arena.nbytes)
+        except RuntimeError as error:
+            slot.unpinnable = True
+            level, self._told_unpinnable = logging.DEBUG if self._told_unpinnable else logging.WARNING, True
+            logger.log(level, "staging memory cannot be pinned, so copies from %s will be slow: %s", device, error)
+
+    def _drop(self, slot: Slot) -> None:
+        if slot.arena is not None:
+            self._detach(slot.arena_id)
+            slot.unmap()
+
+    def close(self) -> None:
+        """Give back every slot that is free; a busy one goes when it is released. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for slot in self._slots:
+                if slot.owner is None:
+                    self._drop(slot)
+            self._changed.notify_all()
+
+
+def _sizes(plan: Plan, parts: Sequence[bytes]) -> tuple[int, int, int]:
+    """Bytes for the descriptor, for all data, and of that for ``parts``."""
+    parts_nbytes = sum(page_up(len(part)) for part in parts)
+    descriptor_nbytes = DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)
+    return descriptor_nbytes, plan.nbytes + parts_nbytes, parts_nbytes

@@ -1,0 +1,1 @@
+"""What a kind of device must offer, and the kinds there are."""

@@ -1,0 +1,188 @@
+"""What is CUDA's own: contexts, events, page-locked memory, and graphs. ROCm uses the same names in torch.
+
+Nothing here touches a device, or opens a context on one, before it is asked to work on that device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+
+from sidesave.errors import StagingError
+from sidesave.stager.apart import Monitor
+from sidesave.stager.devices.device import DeviceRuntime, exclusions
+from sidesave.stager.state import ownership
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_TIMEOUT_S: Final = 300.0
+"""A save, and memory that is pinned, wait this long for another thread's capture, and a capture for them."""
+_PORTABLE: Final = 1
+_LAST_ERROR: Final = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
+
+
+class CudaRuntime(DeviceRuntime):
+    """CUDA through ``torch.cuda``, and ROCm, which torch calls so as well."""
+
+    def __init__(self) -> None:
+        """Touch nothing."""
+        self._captures = _Captures()
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
+        """See the base class: torch's own contexts leave a default device alone that has no context yet."""
+        with torch.cuda.device(device):
+            if stream is None:
+                yield
+            else:
+                with torch.cuda.stream(cast("torch.cuda.Stream", stream)):
+                    yield
+
+    def new_stream(self, device: torch.device) -> torch.Stream:
+        """See the base class."""
+        return torch.cuda.Stream(device)
+
+    def current_stream(self, device: torch.device) -> torch.Stream:
+        """See the base class."""
+        return torch.cuda.current_stream(device)
+
+    def new_event(self) -> torch.Event:
+        """See the base class; torch's generic event would have the waiting thread spin."""
+        return torch.cuda.Event(blocking=True)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """See the base class; the calling thread's device must be one that is used anyway."""
+        code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
+        if code:
+            _clear_last_error()
+            raise RuntimeError(f"cudaHostRegister failed with error {code}")
+
+    def unregister(self, address: int) -> None:
+        """See the base class."""
+        code = int(_runtime().cudaHostUnregister(address))
+        if code:
+            logger.warning("cudaHostUnregister failed with error %d", code)
+            _clear_last_error()
+
+    def watch_graphs(self) -> None:
+        """See the base class."""
+        self._captures.watch()
+
+    def await_captures(self, what: str) -> None:
+        """See the base class."""
+        self._captures.await_end(what)
+
+
+def _runtime() -> Any:
+    return cast("Any", torch.cuda.cudart())
+
+
+def _clear_last_error() -> None:
+    """Take the runtime's last error, which torch would otherwise report at its next unrelated call."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        for library, function in _LAST_ERROR.items():
+            if f"/{library}" in path:
+                getattr(ctypes.CDLL(path), function)()
+                return
+
+
+class _Captures:
+    """The graphs that this process captures: by whom now, and which of them change no parameters when replayed.
+
+    A capture forbids calls that a save needs (pinning, waiting on the host), in every thread; so a capture and a save
+    wait for each other. A replay runs no Python: it waits for copies first, in stream order, unless the graph is known
+    to hold no optimizer's step and no ``guard()``.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Monitor()
+        self._open: dict[int, int] = {}  # id of a graph that is being captured, to its thread
+        self._harmless: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stepped: set[int] = set()  # graphs being captured during which a guard closed
+        self._watching = False
+
+    def watch(self) -> None:
+        with self._changed:
+            if self._watching:
+                return
+            self._watching = True
+        graph: Any = torch.cuda.CUDAGraph
+        replay, begin, end = graph.replay, graph.capture_begin, graph.capture_end
+
+        def guarded_replay(this: Any) -> None:
+            if this not in self._harmless:
+                ownership.close_guards()
+            replay(this)
+
+        def guarded_begin(this: Any, *args: Any, **kwargs: Any) -> None:
+            self._enter(this)
+            try:
+                begin(this, *args, **kwargs)
+            except BaseException:
+                self._leave(this)
+                raise
+
+        def guarded_end(this: Any) -> None:
+            try:
+                end(this)
+            finally:
+                if not self._leave(this):
+                    self._harmless.add(this)
+
+        graph.replay, graph.capture_begin, graph.capture_end = guarded_replay, guarded_begin, guarded_end
+        ownership.when_guarded(self._mark)
+
+    def _enter(self, graph: Any) -> None:
+        """A capture begins: saves that are being called end their call, and their copies, first."""
+        deadline = time.monotonic() + CAPTURE_TIMEOUT_S
+        while not self._opened(graph, anyhow=time.monotonic() > deadline):
+            for other in exclusions():
+                if other.acquire(True, max(0.0, deadline - time.monotonic())):
+                    other.release()
+        ownership.finish_pending()
+
+    def _opened(self, graph: Any, *, anyhow: bool) -> bool:
+        """Note that a capture begins, unless another thread keeps it out at this moment."""
+        with self._changed:
+            for other in exclusions():
+                if other.acquire(False):
+                    other.release()
+                elif anyhow:
+                    logger.error("a save did not end its call within %g s; the capture is beside it", CAPTURE_TIMEOUT_S)
+                else:
+                    return False
+            self._open[id(graph)] = threading.get_ident()
+            self._harmless.discard(graph)
+            return True
+
+    def _leave(self, graph: Any) -> bool:
+        """A capture is over; says whether something in it may change parameters."""
+        with self._changed:
+            self._open.pop(id(graph), None)
+            stepped = id(graph) in self._stepped
+            self._stepped.discard(id(graph))
+            self._changed.notify_all()
+        return stepped
+
+    def _mark(self) -> None:
+        """A guard closes: of whatever is being captured now, for a step may run in a thread of autograd's."""
+        if self._open:
+            with self._changed:
+                self._stepped.update(self._open)
+
+    def await_end(self, what: str) -> None:
+        with self._changed:
+            if threading.get_ident() in self._open.values():
+                raise StagingError(f"{what} was called while a CUDA graph is captured; call it before or after")
+        if not self._changed.wait_for(lambda: not self._open, CAPTURE_TIMEOUT_S):
+            raise StagingError(f"{what} waited {CAPTURE_TIMEOUT_S:g} s for another thread's capture of a CUDA graph")

@@ -1,0 +1,1 @@
+"""Shared host memory, page-locked for devices."""

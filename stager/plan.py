@@ -1,0 +1,139 @@
+"""The plan of a save: which tensor lies at which offset of which file, and which file at which offset of the arena.
+
+A file image is a complete safetensors file: header first, padded so that data starts on a page, then the tensors,
+largest elements first, so that each is aligned to its element size without a hole. Plans depend on structure alone
+(FQNs, dtypes, shapes) and are cached: a steady-state save reuses one.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+
+from sidesave.errors import UnsupportedValueError
+from sidesave.stager.memory.arena import PAGE, page_up
+from sidesave.stager.state.dtypes import NAMES
+
+MAX_HEADER_NBYTES: Final = 100_000_000
+"""What stock safetensors accepts."""
+SMALL_NBYTES: Final = 256 << 10
+"""Tensors below this size are packed together; the digest grid has the same threshold."""
+DCP_VERSION: Final = "1.0"
+"""The version of the sharding convention that torch's Hugging Face storage reader expects."""
+
+Structure = tuple[tuple[str, tuple[str, ...], tuple[tuple[torch.dtype, torch.Size], ...]], ...]
+
+Offsets = Mapping[str, tuple[int, ...]]
+"""By FQN, where a piece begins in the tensor that it is of; of what is not named here it is the beginning."""
+
+
+class Placement(NamedTuple):
+    """Where a tensor's bytes go, counted from the start of its file's image."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """One file: its container's name, header, and where the tensors go, in the order of the flat state."""
+
+    container: str
+    header: bytes
+    placements: tuple[Placement, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All images of one structure; offsets count from the arena's first data byte, ``nbytes`` is what they take."""
+
+    structure: Structure
+    files: tuple[FileImage, ...]
+    nbytes: int
+
+
+def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Structure:
+    """What a plan depends on; equal structures share a plan."""
+    return tuple(
+        (name, tuple(tensors), tuple([(tensor.dtype, tensor.shape) for tensor in tensors.values()]))
+        for name, tensors in containers.items()
+    )
+
+
+def make_plan(structure: Structure, offsets: Mapping[str, Offsets] | None = None) -> Plan:
+    """Lay a structure out; ``offsets`` are, by container and FQN, those of pieces of larger tensors.
+
+    Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
+    """
+    files: list[FileImage] = []
+    offset = 0
+    for container, fqns, kinds in structure:
+        file = _lay_out(container, fqns, kinds, offset, (offsets or {}).get(container, {}))
+        files.append(file)
+        offset += page_up(file.nbytes)
+    return Plan(structure, tuple(files), offset)
+
+
+def _lay_out(
+    container: str,
+    fqns: tuple[str, ...],
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...],
+    offset: int,
+    offsets: Offsets,
+) -> FileImage:
+    # Within an element size the small tensors come last and side by side: one copy from the device takes them all.
+    small = [shape.numel() * dtype.itemsize < SMALL_NBYTES for dtype, shape in kinds]
+    order = sorted(range(len(fqns)), key=lambda index: (-kinds[index][0].itemsize, small[index]))
+    begins = [0] * len(fqns)
+    body: dict[str, object] = {"__metadata__": _metadata(fqns, kinds, offsets)}
+    position = 0
+    for index in order:
+        dtype, shape = kinds[index]
+        nbytes = shape.numel() * dtype.itemsize
+        begins[index] = position
+        body[fqns[index]] = {
+            "dtype": NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, position + nbytes],
+        }
+        position += nbytes
+    header = _encode(container, body)
+    placements = tuple(
+        Placement(len(header) + begin, shape.numel() * dtype.itemsize)
+        for begin, (dtype, shape) in zip(begins, kinds, strict=True)
+    )
+    return FileImage(container, header, placements, offset, len(header) + position)
+
+
+def _metadata(
+    fqns: tuple[str, ...],
+    kinds: tuple[tuple[torch.dtype, torch.Size], ...],
+    offsets: Offsets,
+) -> dict[str, str]:
+    saved = {
+        fqn: {"saved_offsets": list(offsets.get(fqn, (0,) * len(shape)))}
+        for fqn, (_, shape) in zip(fqns, kinds, strict=True)
+    }
+    return {"format": "pt", "DCP_VERSION": DCP_VERSION, "DCP_SHARDING_INFO": json.dumps(saved)}
+
+
+def _encode(container: str, body: dict[str, object]) -> bytes:
+    try:
+        text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedValueError(f"{container}: a tensor's name is not valid Unicode: {error}") from error
+    padded = page_up(8 + len(text))
+    if padded > MAX_HEADER_NBYTES:
+        raise UnsupportedValueError(
+            f"{container}: {len(body) - 1:,} tensors need a header of {len(text):,} bytes, and safetensors allows "
+            f"{MAX_HEADER_NBYTES:,}; spread them over several top-level items"
+        )
+    assert padded % PAGE == 0
+    return struct.pack("<Q", padded - 8) + text + b" " * (padded - 8 - len(text))

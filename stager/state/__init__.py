@@ -1,0 +1,1 @@
+"""A state taken apart: tensors by name, and all else."""

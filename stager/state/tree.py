@@ -1,0 +1,660 @@
+"""Nested state to a flat map of tensors plus a skeleton (:mod:`sidesave.stager.state.treespec`).
+
+Tensors are collected as they are, without a copy. One memory region is collected once: tied weights become a second
+reference to the first FQN.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import enum
+import functools
+import io
+import logging
+import math
+import operator
+import pathlib
+import pickle
+import re
+import sys
+import zoneinfo
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol, cast, runtime_checkable
+
+import msgpack
+import torch
+import xxhash
+from torch import nn
+
+from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError, brief
+from sidesave.stager.state import sharding
+from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
+from sidesave.stager.state.sharding import Grid
+from sidesave.stager.state.treespec import FACTORIES, MAX_DEPTH, PRIMITIVES, SPARSE_PARTS, Tag, TensorRef, rebuilt
+
+logger = logging.getLogger(__name__)
+
+TENSORS: Final = "tensors"
+"""The container of bare tensors at the top level."""
+OBJECTS: Final = "objects"
+"""The stem of the file that holds the skeleton."""
+_MAX_STEM: Final = 150
+_DEEP: Final = 20
+"""Nested deeper than this, which hardly any state is, containers are watched for cycles."""
+_SHOWN: Final = 20
+_MAX_NAME: Final = 160
+_LOADER: Final = "it does not tell where it is: use torchdata's StatefulDataLoader in its place, or leave it out"
+_CURES: Final = (
+    ("torch.utils.data", "DataLoader", _LOADER),
+    ("torch", "Generator", "save x.get_state() of it, and give that back with x.set_state()"),
+    ("random", "Random", "save x.getstate() of it, and give that back with x.setstate()"),
+    ("numpy.random", "Generator", "save x.bit_generator.state, and assign that again"),
+    ("numpy.random", "RandomState", "save x.get_state() of it, and give that back with x.set_state()"),
+    ("argparse", "Namespace", "save vars(x) of it"),
+    ("types", "SimpleNamespace", "save vars(x) of it"),
+)
+"""What to do about types that many states hold: module and name, for they need not be imported here."""
+_told: Final = set[type]()
+"""Enums of which the log has it that they are saved by value."""
+_PLAIN_KEYS: Final = PRIMITIVES | {int}
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives and takes its state: schedulers, data loaders, samplers, scalers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as a nest of savable values."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take such a nest back."""
+        ...
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A state taken apart.
+
+    Attributes:
+        containers: FQN to tensor, per container (one file each), in the order of the state. The tensors are dense and
+            of a dtype that safetensors knows; their memory is the caller's.
+        objects: The encoded skeleton with all plain data.
+        pickled: Whether a value had to be pickled.
+        optimizers: Every optimizer met, for the ownership rules.
+        modules: Every module met.
+        grids: Of tensors that are known to be shared with other ranks, which of them hold what.
+        undeclared: Plain tensors of modules and optimizers of which nobody has said which ranks hold the same: they are
+            compared in each save.
+        per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
+        shared_digest: Of what the skeleton says of modules, optimizers and all else that ranks share.
+    """
+
+    containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])
+    objects: bytes = b""
+    pickled: bool = False
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    modules: list[nn.Module] = field(default_factory=list[nn.Module])
+    grids: dict[str, Grid] = field(default_factory=dict[str, Grid])
+    undeclared: dict[str, None] = field(default_factory=dict[str, None])
+    per_rank: list[str] = field(default_factory=list[str])
+    shared_digest: str = ""
+
+
+def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[int, ...] | None = None) -> FlatState:
+    """Take a state apart, without copying a tensor. ``ranks`` are those that save together, None for one alone.
+
+    Raises:
+        InvalidArgumentError: The state is no mapping with string keys.
+        UnsupportedValueError: Values that cannot be saved, or have the FQN of another; the message names all of them.
+    """
+    flattener = _Flattener(allow_pickle, ranks)
+    skeleton: dict[str, Any] = {}
+
+    def encode() -> None:
+        for key, value in _items_of(state):
+            skeleton[key] = flattener.item(key, value)
+
+    _without_grad(encode)
+    _refuse(flattener.refused)
+    flat = flattener.flat
+    flat.objects = _pack(skeleton)
+    flat.shared_digest = flattener.shared.hexdigest()
+    return flat
+
+
+def check(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[int, ...] | None = None) -> None:
+    """Raise what :func:`flatten` will raise once training is under way; before that some things are not ready.
+
+    Tensors without values may get some, objects that cannot tell their state yet may do so later, and a module of
+    ``FullyShardedDataParallel`` would gather its parameters.
+    """
+    flattener = _Flattener(allow_pickle, ranks)
+
+    def encode() -> None:
+        for key, value in _items_of(state):
+            if isinstance(value, nn.Module) and _gathers(value):
+                continue
+            try:
+                flattener.item(key, value)
+            except Exception as error:  # noqa: BLE001 - of the object's own state_dict; a save will raise it
+                logger.debug("%s does not tell its state yet: %r", key, error)
+
+    _without_grad(encode)
+    _refuse([error for error in flattener.refused if not isinstance(error, _NoValuesYet)])
+
+
+def _without_grad(encode: Callable[[], None]) -> None:
+    grad = torch.is_grad_enabled()
+    try:  # an interrupt can keep `no_grad` from ending
+        torch._C._set_grad_enabled(False)
+        encode()
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def _items_of(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    if not isinstance(cast("object", state), Mapping):
+        raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
+    for key in state:
+        if not isinstance(cast("object", key), str) or not key:
+            raise InvalidArgumentError(f"state keys must be non-empty strings, not {brief(key)}")
+    return state.items()
+
+
+class _NoValuesYet(UnsupportedValueError):
+    """A tensor that may get values before it is saved."""
+
+
+class _Endless(UnsupportedValueError):
+    """There is no end to what is below here."""
+
+
+def _refuse(errors: Sequence[UnsupportedValueError]) -> None:
+    """Raise one error that tells all of them."""
+    if not errors:
+        return
+    lines = [str(error) for error in errors[:_SHOWN]]
+    if len(errors) > 1:
+        more = [f"... and {len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
+        lines = [f"{len(errors)} values of the state cannot be saved:", *lines, *more]
+    raise UnsupportedValueError("\n  ".join(lines)) from errors[0].__cause__
+
+
+def container_name(key: str) -> str:
+    """The file stem for a top-level key: letters, digits, ``_`` and ``-`` stand, all else is percent-encoded."""
+    stem = re.sub(
+        r"[^A-Za-z0-9_-]",
+        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass")),
+        key,
+    )
+    if stem in (TENSORS, OBJECTS, "rank", "manifest"):
+        stem = f"%{ord(stem[0]):02X}{stem[1:]}"
+    if len(stem) > _MAX_STEM:
+        stem = f"{stem[:_MAX_STEM]}-{xxhash.xxh3_64_hexdigest(stem.encode())}"
+    return stem
+
+
+def _pack(skeleton: Any) -> bytes:
+    return cast("bytes", msgpack.packb(skeleton, use_bin_type=True, unicode_errors="surrogatepass"))
+
+
+class _Flattener:
+    def __init__(self, allow_pickle: bool, ranks: tuple[int, ...] | None) -> None:
+        self.flat = FlatState()
+        self.container = ""
+        self.shared = xxhash.xxh3_128()
+        self._ranks = ranks
+        self._scope: tuple[int, ...] | None = None  # who holds a plain tensor; () is not known, None this rank alone
+        self._pinned = False  # inside PerRank, where nothing is shared
+        self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
+        self._allow_pickle = allow_pickle
+        self.refused: list[UnsupportedValueError] = []
+        self._fqns: set[str] = set()
+        self._above: dict[int, str] = {}  # where something deep is within: containers by id
+        self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
+
+    def item(self, key: str, value: Any) -> Any:
+        """The node of an item at the top; what cannot be saved of it is in ``refused``."""
+        self.container = TENSORS if isinstance(value, torch.Tensor) else container_name(key)
+        try:
+            return self.encode(value, key, 0)
+        except _Endless as error:
+            self.refused.append(error)
+            return None
+
+    def encode(self, value: Any, fqn: str, depth: int) -> Any:
+        kind = value.__class__
+        try:
+            if kind is torch.Tensor or kind is nn.Parameter:
+                return self._tensor(value, fqn)
+            if kind in PRIMITIVES:
+                return value
+            if kind is int:
+                return value if -(1 << 63) <= value < 1 << 64 else [Tag.INT, hex(value)]
+            if depth > _DEEP:
+                return self._deep(value, fqn, depth)
+            handler = _HANDLERS.get(kind)
+            if handler is not None:
+                return handler(self, value, fqn, depth)
+            return self._encode_by_ancestry(value, fqn, depth)
+        except _Endless:
+            raise
+        except UnsupportedValueError as error:
+            self.refused.append(error)
+            return None
+
+    def _deep(self, value: Any, fqn: str, depth: int) -> Any:
+        """As :meth:`encode`, with an eye on cycles: what is not nested so deep is in none, and pays nothing."""
+        first = self._above.get(id(value))
+        if first is not None:
+            turn = fqn[len(first) :]
+            while first.endswith(turn):
+                first = first.removesuffix(turn)
+            raise _Endless(f"{brief_name(first)}: it contains itself, as {brief_name(first + turn)}")
+        if depth > MAX_DEPTH:
+            raise _Endless(f"{brief_name(fqn)}: nested deeper than {MAX_DEPTH} levels")
+        self._above[id(value)] = fqn
+        try:
+            handler = _HANDLERS.get(value.__class__, _Flattener._encode_by_ancestry)
+            return handler(self, value, fqn, depth)
+        finally:
+            del self._above[id(value)]
+
+    def _encode_by_ancestry(self, value: Any, fqn: str, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor_subclass(value, fqn)
+        if isinstance(value, nn.Module):
+            self.flat.modules.append(value)
+            if self._ranks is not None:
+                self._held_by.update(self._held_by_data_parallel(value, self._ranks))
+            state = value.state_dict(keep_vars=True)
+            return self._shared(lambda: self._module(state, fqn, depth), fqn)
+        if isinstance(value, torch.optim.Optimizer):
+            self.flat.optimizers.append(value)
+            if self._ranks is not None:
+                self._held_by.update(self._ranks_of_states(value))
+            return self._shared(lambda: self._dict(value.state_dict(), fqn, depth), fqn)
+        if isinstance(value, Replicated):
+            return self._shared(lambda: self.encode(value.value, fqn, depth), fqn, self._ranks or ())
+        if isinstance(value, PerRank):
+            self.flat.per_rank.append(fqn)
+            before, self._scope, self._pinned = (self._scope, self._pinned), None, True
+            try:
+                return self.encode(value.value, fqn, depth)
+            finally:
+                self._scope, self._pinned = before
+        if isinstance(value, enum.Enum):
+            if value != value.value and type(value) not in _told:
+                _told.add(type(value))
+                logger.warning("%s: %r is saved as %r, and so are others of its kind", fqn, value, value.value)
+            return self.encode(value.value, fqn, depth + 1)
+        if isinstance(value, pathlib.PosixPath):
+            return [Tag.PATH, str(value)]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and _is_numpy_scalar(value):
+            if value.dtype.fields or not value.dtype.itemsize:
+                return [Tag.NUMPY_SCALAR, "", _to_npy(value, fqn)]
+            _check_name(value.dtype, fqn)
+            return [Tag.NUMPY_SCALAR, value.dtype.str, value.tobytes()]
+        if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and not value.dtype.hasobject:
+            return self._array(value, fqn)
+        if isinstance(value, Stateful) and not isinstance(value, type):
+            if self._scope is None and not self._pinned:
+                self.flat.per_rank.append(fqn)
+            return self.encode(value.state_dict(), fqn, depth + 1)
+        if self._allow_pickle:
+            self.flat.pickled = True
+            try:
+                return [Tag.PICKLE, pickle.dumps(value, protocol=5)]
+            except Exception as error:
+                raise UnsupportedValueError(
+                    f"{fqn}: a {type(value).__qualname__} cannot be pickled: {error}"
+                ) from error
+        raise UnsupportedValueError(
+            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; {_cure(value)}"
+        )
+
+    def _shared(self, encode: Callable[[], Any], fqn: str, ranks: tuple[int, ...] = ()) -> Any:
+        """Encode an item whose names all ranks share, and whose plain tensors ``ranks`` are said to hold alike."""
+        if self._ranks is None or self._pinned:
+            return encode()
+        before = self._scope
+        self._scope = before or ranks  # what is around it may have said so already
+        try:
+            node = encode()
+        finally:
+            self._scope = before
+        if before is None:
+            self.shared.update(_pack([fqn, node]))
+        return node
+
+    # Containers ------------------------------------------------------------------------------------------------
+
+    def _dict(self, value: dict[Any, Any], fqn: str, depth: int) -> Any:
+        encode, prefix, below = self.encode, fqn + ".", depth + 1
+        if all(type(key) is str for key in value):
+            return [Tag.DICT, {key: encode(item, prefix + key, below) for key, item in value.items()}]
+        return [Tag.ITEMS, self._items(value, fqn, depth)]
+
+    def _module(self, state: dict[str, Any], fqn: str, depth: int) -> Any:
+        tag, body = self._dict(state, fqn, depth)
+        metadata = getattr(state, "_metadata", None)
+        if metadata is None:
+            return [tag, body]
+        about = {key: dict(each) for key, each in metadata.items()}
+        return [Tag.MODULE, self.encode(about, f"{fqn}.<metadata>", depth + 1), body]
+
+    def _items(self, value: dict[Any, Any], fqn: str, depth: int) -> list[Any]:
+        keys = self._hashed(value, fqn, depth + 1)
+        items = [self.encode(item, f"{fqn}.{key}", depth + 1) for key, item in value.items()]
+        return [[key, item] for key, item in zip(keys, items, strict=True)]
+
+    def _hashed(self, values: Collection[Any], fqn: str, depth: int) -> list[Any]:
+        """Keys of a dict, or members of a set: what does not come back as one, and as another than the rest, is lost.
+
+        Modules become dicts, and enums their values, which another key may be.
+        """
+        nodes = [self.encode(value, f"{fqn}.<key>", depth) for value in values]
+        if _PLAIN_KEYS.issuperset(map(type, values)):
+            return nodes
+        known: dict[Any, Any] = {}
+        for value, node in zip(values, nodes, strict=True):
+            try:
+                other = known.setdefault(rebuilt(node, _no_tensor), value)
+            except (IntegrityError, TypeError) as error:
+                kind = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__qualname__}"
+                raise UnsupportedValueError(
+                    f"{fqn}: {kind} cannot be a key, nor in a set: it would come back as what cannot be one"
+                ) from error
+            if other is not value:
+                raise UnsupportedValueError(
+                    f"{fqn}: {other!r:.80} and {value!r:.80} would come back as one, for enums are saved by value"
+                )
+        return nodes
+
+    def _sequence(self, value: Any, fqn: str, depth: int) -> list[Any]:
+        if PRIMITIVES.issuperset(map(type, value)):
+            return list(value)
+        return [self.encode(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(value)]
+
+    # Tensors ---------------------------------------------------------------------------------------------------
+
+    def _tensor_subclass(self, value: torch.Tensor, fqn: str) -> Any:
+        if nn.parameter.is_lazy(value):
+            raise _NoValuesYet(f"{fqn}: a lazy parameter has no values; run a forward pass first")
+        if isinstance(value, (nn.Parameter, nn.Buffer)):
+            plain = value.detach()
+            if type(plain) is torch.Tensor:
+                return self._tensor(plain, fqn, origin=value)
+        if is_dtensor(value):
+            return self._dtensor(value, fqn)
+        raise UnsupportedValueError(
+            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} is not a plain tensor; save its local "
+            "part or its dequantized value"
+        )
+
+    def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
+        local = cast("Any", value).to_local()
+        if self._ranks is None:
+            if local.shape != value.shape:
+                raise UnsupportedValueError(
+                    f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
+                )
+            return self._tensor(local, fqn)
+        if self._pinned:
+            return self._tensor(local, fqn)
+        self.shared.update(fqn.encode("utf-8", "surrogatepass"))
+        return self._tensor(local, fqn, grid=sharding.describe(value, fqn))
+
+    def _tensor(
+        self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, origin: torch.Tensor | None = None
+    ) -> Any:
+        if value.layout is not torch.strided:
+            return self._sparse(value, fqn)
+        dtype = value.dtype
+        if value.is_meta:
+            raise _NoValuesYet(f"{fqn}: a meta tensor has no values; materialize it first")
+        if value._is_zerotensor():
+            raise UnsupportedValueError(f"{fqn}: a tensor of zeros without memory; clone it first")
+        if value.is_nested or (dtype not in NAMES and dtype not in CARRIERS):
+            kind = "a nested tensor" if value.is_nested else dtype
+            raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
+        address = value.data_ptr() or (0 if grid is None else _address_of_empty(value, grid))
+        others = self._by_address.get(address) if address else None
+        if others is not None:
+            for other, other_grid, node in others:
+                if _same_region(value, other) and grid == other_grid:  # else a tensor and this rank's part of it
+                    return node
+        node: list[Any] = [Tag.TENSOR, fqn]
+        stored = value
+        if self._ranks is not None and not self._pinned:
+            self._share(value, fqn, grid, value if origin is None else origin)
+        carrier = CARRIERS.get(dtype)
+        if carrier is not None:
+            node.append(dtype_name(dtype))
+            stored = value.detach().resolve_conj().resolve_neg()
+            stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
+            if carrier.pair and fqn in self.flat.grids:
+                self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
+        self._add(fqn, stored)
+        if others is not None:
+            others.append((value, grid, node))
+        elif address:
+            self._by_address[address] = [(value, grid, node)]
+        return node
+
+    def _held_by_data_parallel(self, module: nn.Module, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        """Who holds what ``DistributedDataParallel`` keeps equal, by id.
+
+        That is its parameters, and buffers if it broadcasts them, which it does from the first rank of its group: that
+        one's count. Not what it was told to ignore, under any of its names.
+        """
+        parallel = sys.modules.get("torch.nn.parallel")
+        if parallel is None or not isinstance(module, parallel.DistributedDataParallel):
+            return {}
+        replicas = cast("Any", module)
+        group = tuple(torch.distributed.get_process_group_ranks(replicas.process_group))
+        parameters = list(replicas.module.named_parameters(remove_duplicate=False))
+        buffers = list(replicas.module.named_buffers(remove_duplicate=False)) if replicas.broadcast_buffers else []
+        first = tuple(rank for rank in group if rank in ranks)[:1]
+        found = {id(tensor): group for _, tensor in parameters} | {id(tensor): first for _, tensor in buffers}
+        ignored = {id(tensor) for name, tensor in (*parameters, *buffers) if name in replicas.parameters_to_ignore}
+        return {each: holders for each, holders in found.items() if each not in ignored}
+
+    def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
+        """Who holds what an optimizer keeps of parameters of ``DistributedDataParallel``, by id.
+
+        It has all ranks change its parameters alike.
+        """
+        return {
+            id(value): self._held_by[id(parameter)]
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in self._held_by
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _share(self, value: torch.Tensor, fqn: str, grid: Grid | None, origin: torch.Tensor) -> None:
+        """Note which ranks hold a tensor, where it is not this rank's own; ``origin`` is what it was detached from."""
+        if grid is None and self._scope is not None:
+            ranks = self._scope or self._held_by.get(id(origin))
+            if ranks:
+                grid = sharding.whole(tuple(value.shape), ranks)
+            else:
+                self.flat.undeclared[fqn] = None
+        if grid is not None:
+            self.flat.grids[fqn] = grid
+
+    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
+        if fqn in self._fqns or fqn == "__metadata__":
+            raise UnsupportedValueError(
+                f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
+            )
+        self._fqns.add(fqn)
+        try:
+            self.flat.containers[self.container][fqn] = tensor
+        except KeyError:
+            self.flat.containers[self.container] = {fqn: tensor}
+
+    def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
+        parts = SPARSE_PARTS.get(value.layout)
+        if parts is None or value.is_meta:
+            raise UnsupportedValueError(f"{fqn}: tensors of layout {value.layout} on {value.device} cannot be saved")
+        value = value.detach()
+        nodes = {part.strip("_"): self._tensor(getattr(value, part)(), f"{fqn}.{part.strip('_')}") for part in parts}
+        coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
+        return [Tag.SPARSE, str(value.layout).removeprefix("torch."), list(value.shape), coalesced, nodes]
+
+    def _array(self, value: Any, fqn: str) -> Any:
+        import numpy as np
+
+        array = np.ascontiguousarray(value).reshape(value.shape)  # ascontiguousarray makes 0-dim arrays 1-dim
+        if not array.flags.writeable:
+            array = array.copy()
+        try:
+            return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
+        except (TypeError, ValueError):  # no such dtype; foreign byte order
+            return [Tag.NUMPY_FILE, _to_npy(array, fqn)]
+
+
+@functools.lru_cache(maxsize=256)
+def _paired(grid: Grid) -> Grid:
+    """The grid of complex numbers that are stored as pairs; one object for each, as plans are found by it."""
+    return replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
+    """What tells an empty shard from others, for tied tensors have to be tied on all ranks; 0 where nothing does.
+
+    It has no address. But memory of its own, of the size that a shard has elsewhere, is that of no other tensor.
+    """
+    storage = shard.untyped_storage()
+    most = math.prod(max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts) * shard.element_size()
+    return -storage._cdata if storage.nbytes() <= most else 0
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether asking a module for its state is an operation of all ranks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules())
+
+
+def brief_name(fqn: str) -> str:
+    """An FQN as messages show it: of a long one both ends."""
+    return fqn if len(fqn) <= _MAX_NAME else f"{fqn[: _MAX_NAME // 2]}...{fqn[-_MAX_NAME // 2 :]}"
+
+
+def _cure(value: object) -> str:
+    """What to save in the place of a value that cannot be saved."""
+    for module, name, cure in _CURES:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(value, kind):
+            return cure
+    if isinstance(value, type) or callable(value):
+        return "it is code: leave it out, and make it anew"
+    if dataclasses.is_dataclass(value):
+        return "save dataclasses.asdict(x) of it"
+    if hasattr(value, "_asdict") and hasattr(value, "_fields"):
+        return "save x._asdict() of it"
+    if isinstance(value, Mapping):
+        return "save dict(x) of it"
+    if isinstance(value, Iterator):
+        return "it does not tell where it is: leave it out"
+    data = "plain data of it, such as vars(x)" if getattr(value, "__dict__", None) else "plain data of it"
+    return f"give it state_dict() and load_state_dict(), save {data}, or pass allow_pickle=True"
+
+
+def _no_tensor(ref: TensorRef) -> Any:
+    raise TypeError("a tensor is told from others by where it is")
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    import numpy as np
+
+    return isinstance(value, np.generic) and not isinstance(value, np.record) and not value.dtype.hasobject
+
+
+def _check_name(dtype: Any, fqn: str) -> None:
+    """NumPy writes what it has no name for, such as the dtypes of ``ml_dtypes``, as so many bytes of anything."""
+    import numpy as np
+
+    if np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) != dtype:
+        raise UnsupportedValueError(f"{fqn}: NumPy cannot save the dtype {dtype}; turn it into a torch tensor")
+
+
+def _to_npy(value: Any, fqn: str) -> bytes:
+    import numpy as np
+
+    _check_name(value.dtype, fqn)
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
+    return file.getvalue()
+
+
+def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def _zone(value: datetime.datetime | datetime.time, fqn: str) -> str | None:
+    if value.tzinfo is None or isinstance(value.tzinfo, datetime.timezone):
+        return None  # the ISO text carries a fixed offset
+    if isinstance(value.tzinfo, zoneinfo.ZoneInfo) and value.tzinfo.key:
+        return value.tzinfo.key
+    raise UnsupportedValueError(f"{fqn}: a time zone of type {type(value.tzinfo).__qualname__} cannot be saved")
+
+
+def _naive_iso(value: datetime.datetime | datetime.time, fqn: str) -> list[Any]:
+    zone = _zone(value, fqn)
+    text = value.isoformat() if zone is None else value.replace(tzinfo=None).isoformat()
+    return [text, value.fold, zone]
+
+
+def _default_dict(flattener: _Flattener, value: Any, fqn: str, depth: int) -> Any:
+    if value.default_factory not in FACTORIES:
+        factory = brief(value.default_factory)
+        raise UnsupportedValueError(f"{fqn}: a defaultdict with factory {factory}; turn it into a dict")
+    return [Tag.DEFAULT_DICT, FACTORIES[value.default_factory], flattener._items(value, fqn, depth)]
+
+
+_Handler = Callable[[_Flattener, Any, str, int], Any]
+
+_HANDLERS: Final[dict[type, _Handler]] = {
+    dict: lambda f, v, q, d: f._dict(v, q, d),
+    list: lambda f, v, q, d: [Tag.LIST, *f._sequence(v, q, d)],
+    tuple: lambda f, v, q, d: [Tag.TUPLE, *f._sequence(v, q, d)],
+    set: lambda f, v, q, d: [Tag.SET, *f._hashed(sorted(v, key=repr), q, d + 1)],
+    frozenset: lambda f, v, q, d: [Tag.FROZENSET, *f._hashed(sorted(v, key=repr), q, d + 1)],
+    collections.OrderedDict: lambda f, v, q, d: [Tag.ORDERED_DICT, f._items(v, q, d)],
+    collections.Counter: lambda f, v, q, d: [Tag.COUNTER, f._items(v, q, d)],
+    collections.defaultdict: _default_dict,
+    collections.deque: lambda f, v, q, d: [Tag.DEQUE, v.maxlen, *f._sequence(v, q, d)],
+    complex: lambda f, v, q, d: [Tag.COMPLEX, v.real, v.imag],
+    bytearray: lambda f, v, q, d: [Tag.BYTEARRAY, bytes(v)],
+    io.BytesIO: lambda f, v, q, d: [Tag.BYTES_IO, v.getvalue(), v.tell()],
+    torch.Size: lambda f, v, q, d: [Tag.SIZE, *v],
+    torch.dtype: lambda f, v, q, d: [Tag.DTYPE, dtype_name(v)],
+    torch.device: lambda f, v, q, d: [Tag.DEVICE, str(v)],
+    datetime.datetime: lambda f, v, q, d: [Tag.DATETIME, *_naive_iso(v, q)],
+    datetime.date: lambda f, v, q, d: [Tag.DATE, v.isoformat()],
+    datetime.time: lambda f, v, q, d: [Tag.TIME, *_naive_iso(v, q)],
+    datetime.timedelta: lambda f, v, q, d: [Tag.TIMEDELTA, v.days, v.seconds, v.microseconds],
+    pathlib.PurePosixPath: lambda f, v, q, d: [Tag.PURE_PATH, str(v)],
+}

@@ -1,0 +1,510 @@
+"""The skeleton of a state: the nest with every tensor replaced by its FQN and everything else by itself, as msgpack.
+
+Values that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every other node is a list
+whose first element is a :class:`Tag`. Nothing in it is pickle unless the checkpoint's writer allowed it, and decoding
+runs no code.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import datetime
+import enum
+import io
+import math
+import pathlib
+import struct
+import zoneinfo
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import msgpack
+import torch
+
+from sidesave.errors import IntegrityError, UnsupportedValueError
+from sidesave.stager.state.dtypes import CARRIERS, dtype_from_name
+
+MAX_DEPTH: Final = 100
+PRIMITIVES: Final = frozenset({type(None), bool, float, str, bytes})
+"""What stands for itself whatever its value; an int does within 64 bits."""
+
+
+class Tag(enum.IntEnum):
+    """First element of a skeleton node; the numbers are part of the format."""
+
+    TENSOR = 0  # fqn [, logical dtype where the stored one is a carrier]
+    DICT = 1  # {str: node}
+    ITEMS = 2  # [[key node, node], ...]: a dict with other keys
+    LIST = 3
+    TUPLE = 4
+    INT = 5  # hexadecimal text: beyond 64 bits
+    COMPLEX = 6  # real, imaginary
+    SET = 7
+    FROZENSET = 8
+    ORDERED_DICT = 9  # like ITEMS
+    COUNTER = 10  # like ITEMS
+    DEFAULT_DICT = 11  # name of the factory, then like ITEMS
+    DEQUE = 12  # maxlen, items
+    BYTEARRAY = 13
+    BYTES_IO = 14  # content, position
+    NUMPY_SCALAR = 15  # dtype, bytes; or "" and a .npy file where neither bytes nor dtype say it all
+    NUMPY_ARRAY = 16  # tensor node
+    NUMPY_FILE = 17  # an array that torch has no dtype for, as a .npy file
+    SIZE = 18
+    DTYPE = 19
+    DEVICE = 20
+    DATETIME = 21  # ISO text, fold, zone
+    DATE = 22
+    TIME = 23  # ISO text, fold, zone
+    TIMEDELTA = 24  # days, seconds, microseconds
+    PATH = 25
+    PURE_PATH = 26
+    SPARSE = 27  # layout, shape, coalesced, {part: tensor node}
+    PICKLE = 28
+    MODULE = 29  # metadata (the version of each submodule), then like DICT or ITEMS
+
+
+FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}
+_FACTORIES_BY_NAME: Final = {name: factory for factory, name in FACTORIES.items()}
+SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+_LAYOUTS_BY_NAME: Final = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
+_MAX_NPY_HEADER_NBYTES: Final = 10_000
+"""The limit that NumPy sets to what it evaluates."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried.
+
+    For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole. What becomes a NumPy ``array`` has to
+    stay in host memory, of the dtype it has. ``rank`` is the one whose skeleton names it.
+    """
+
+    fqn: str
+    dtype: torch.dtype | None
+    sparse_shape: tuple[int, ...] | None = None
+    array: bool = False
+    rank: int = 0
+
+
+def _everything(fqn: str) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """A node that some of several skeletons have and others have not; it comes from that of ``rank``."""
+
+    node: Any
+    where: str
+    rank: int
+
+
+class Skeleton:
+    """A decoded skeleton: plain data, and references where tensors go."""
+
+    def __init__(self, data: bytes, where: str, rank: int = 0) -> None:
+        """Decode ``data``, the objects file ``where`` of ``rank``; ``IntegrityError`` when it is malformed."""
+        self._where = where
+        self._rank = rank
+        try:
+            body = cast(
+                "Any",
+                msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"),
+            )
+        except Exception as error:
+            raise IntegrityError(f"{where}: not a skeleton: {error}") from error
+        if not isinstance(body, dict) or not all(isinstance(key, str) for key in cast("dict[Any, Any]", body)):
+            raise IntegrityError(f"{where}: a skeleton must be a map of names")
+        self._body = cast("dict[str, Any]", body)
+
+    def keys(self) -> list[str]:
+        """The top-level names."""
+        return list(self._body)
+
+    def add(self, other: Skeleton, is_shared: Callable[[str], bool]) -> None:
+        """Take over what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
+
+        A dict without any belongs to its rank, and must not be mixed with that of another.
+
+        Args:
+            other: The skeleton of another rank.
+            is_shared: Tells by its FQN whether a tensor belongs to all ranks.
+
+        Raises:
+            IntegrityError: ``other`` is malformed.
+        """
+
+        def partial(one: Skeleton) -> Callable[[Any], _Partial]:
+            return lambda node: node if isinstance(node, _Partial) else _Partial(node, one._where, one._rank)
+
+        try:
+            ours, theirs = ({key: (key, node) for key, node in one._body.items()} for one in (self, other))
+            merged = _Merger(is_shared, partial(other)).items(ours, theirs, partial(self), 0)
+            self._body = dict(merged.values())
+        except Exception as error:
+            raise IntegrityError(f"{other._where}: not a skeleton: {error}") from error
+
+    def differences(self, other: Skeleton, is_shared: Callable[[str], bool]) -> list[tuple[str, bool]]:
+        """The FQNs of what two ranks have not saved alike, and whether it is a number; the bytes of tensors aside.
+
+        What only one of them has counts where it is of its rank alone: a shared tensor, as ``is_shared`` tells by the
+        FQN, or anything that holds one, does not. ``IntegrityError`` if one of them is malformed.
+        """
+        merger = _Merger(is_shared, lambda node: _Partial(node, other._where, other._rank))
+        try:
+            return list(merger.differences([Tag.DICT, self._body], [Tag.DICT, other._body], "", 0))
+        except Exception as error:
+            raise IntegrityError(f"{self._where}, {other._where}: not skeletons of one state: {error}") from error
+
+    def build(
+        self,
+        tensor: Callable[[TensorRef], Any],
+        *,
+        only: Callable[[str], bool] = _everything,
+        unpickle: Callable[[bytes], Any] | None = None,
+        partial: set[str] | None = None,
+    ) -> dict[str, Any]:
+        """The nest again.
+
+        Args:
+            tensor: Gives the value that stands for a reference.
+            only: Leaves of which this is false are left out, and so are items of a dict that lose all they had.
+            unpickle: Gives the value that stands for a pickled one; ``pickle.loads`` runs code that the checkpoint
+                chooses.
+            partial: Takes the FQNs of what not all of the ranks had whose skeletons have been put together here.
+
+        Raises:
+            IntegrityError: A node is malformed.
+            UnsupportedValueError: A value is pickled and there is no ``unpickle``.
+        """
+        partial = set[str]() if partial is None else partial
+        return _Builder(self._where, self._rank, tensor, only, unpickle, partial).mapping(self._body, "")
+
+
+def rebuilt(node: Any, tensor: Callable[[TensorRef], Any]) -> Any:
+    """The value of a single node; in the place of one that was pickled an object that equals no other."""
+    return _Builder("", 0, tensor, _everything, lambda data: object(), set()).build(node, "", 0)
+
+
+def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A module's state as torch makes it: its metadata tells ``load_state_dict`` which version of a class it is of."""
+    if not isinstance(cast("object", metadata), dict) or not all(type(each) is dict for each in metadata.values()):
+        raise ValueError("a module's metadata must be a map of maps")
+    found: Any = collections.OrderedDict(state)
+    found._metadata = collections.OrderedDict(metadata)
+    return found
+
+
+# Merging ---------------------------------------------------------------------------------------------------------
+
+_MAPPINGS: Final = (Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.MODULE)
+_Items = dict[Any, tuple[Any, Any]]
+"""Key node and node of each item, by what tells its key from others."""
+
+
+class _Merger:
+    def __init__(self, is_shared: Callable[[str], bool], theirs: Callable[[Any], _Partial]) -> None:
+        self._is_shared = is_shared
+        self._theirs = theirs
+
+    def items(self, ours: _Items, theirs: _Items, mark: Callable[[Any], _Partial], depth: int) -> _Items:
+        merged = {
+            name: (key, self._node(node, theirs[name][1], mark, depth) if name in theirs else mark(node))
+            for name, (key, node) in ours.items()
+        }
+        added = {name: (key, self._theirs(node)) for name, (key, node) in theirs.items() if name not in ours}
+        return merged | added
+
+    def _node(self, first: Any, second: Any, mark: Callable[[Any], _Partial], depth: int) -> Any:
+        """The first node, and what only the second has of it where both are dicts."""
+        if isinstance(first, _Partial):
+            where, rank = first.where, first.rank
+            merged = self._node(first.node, second, lambda node: _Partial(node, where, rank), depth)
+            return _Partial(merged, where, rank)
+        ours, theirs = _items_of(first), _items_of(second)
+        if ours is None or theirs is None or depth > MAX_DEPTH or not self._holds_shared(second):
+            return first
+        pairs = list(self.items(ours, theirs, mark, depth + 1).values())
+        tag, *about, _ = cast("list[Any]", first)
+        if tag == Tag.DICT and all(isinstance(key, str) for key, _ in pairs):
+            return [tag, dict(pairs)]
+        return [Tag.ITEMS if tag == Tag.DICT else tag, *about, pairs]
+
+    def differences(self, first: Any, second: Any, fqn: str, depth: int) -> Iterator[tuple[str, bool]]:
+        """What two nodes have not alike, down to the leaves of dicts and of lists of one length."""
+        if depth > MAX_DEPTH + 5:
+            raise ValueError(f"{fqn} is nested too deep")
+        if _pack(first) == _pack(second):
+            return
+        ours, theirs = _items_of(first), _items_of(second)
+        if ours is not None and theirs is not None:
+            for name, (key, node) in {**theirs, **ours}.items():
+                below = f"{fqn}.{key}" if fqn else str(key)
+                if name in ours and name in theirs:
+                    yield from self.differences(node, theirs[name][1], below, depth + 1)
+                elif not self._holds_shared(node):
+                    yield below, _is_number(node)
+        elif _is_sequence(first) and _is_sequence(second) and len(first) == len(second):
+            for index, (one, other) in enumerate(zip(first[1:], second[1:], strict=True)):
+                yield from self.differences(one, other, f"{fqn}.{index}", depth + 1)
+        else:
+            yield fqn, _is_number(first) and _is_number(second)
+
+    def _holds_shared(self, node: Any) -> bool:
+        if isinstance(node, dict):  # the parts of a sparse tensor
+            return any(map(self._holds_shared, cast("dict[str, Any]", node).values()))
+        items = _items_of(node)
+        if items is not None:
+            return any(self._holds_shared(item) for _, item in items.values())
+        tag, *parts = cast("list[Any]", node) if isinstance(node, list) and node else [None]
+        if tag == Tag.TENSOR and parts:
+            return self._is_shared(str(parts[0]))
+        return any(map(self._holds_shared, parts))
+
+
+def _is_sequence(node: Any) -> bool:
+    return isinstance(node, list) and len(cast("list[Any]", node)) > 1 and node[0] in (Tag.LIST, Tag.TUPLE)
+
+
+def _is_number(node: Any) -> bool:
+    if isinstance(node, list):
+        tag, *parts = cast("list[Any]", node) or [None]
+        return tag in (Tag.INT, Tag.COMPLEX) or (tag == Tag.NUMPY_SCALAR and parts[0][1:2] in tuple("biufc"))
+    return isinstance(node, (bool, int, float))
+
+
+def _items_of(node: Any) -> _Items | None:
+    """The items of a dict's node; None for any other one."""
+    parts = cast("list[Any]", node) if isinstance(node, list) else []
+    if len(parts) < 2 or parts[0] not in _MAPPINGS:
+        return None
+    body = parts[-1]
+    pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
+    return {key if isinstance(key, str) else _pack(key): (key, item) for key, item in pairs}
+
+
+def _pack(key: Any) -> bytes:
+    return cast("bytes", msgpack.packb(key, unicode_errors="surrogatepass"))
+
+
+# Building --------------------------------------------------------------------------------------------------------
+
+
+class _Missing(enum.Enum):
+    LEFT_OUT = 0
+
+
+_OUT: Final = _Missing.LEFT_OUT
+
+
+class _Builder:
+    def __init__(
+        self,
+        where: str,
+        rank: int,
+        tensor: Callable[[TensorRef], Any],
+        only: Callable[[str], bool],
+        unpickle: Callable[[bytes], Any] | None,
+        partial: set[str],
+    ) -> None:
+        self._where = where
+        self._rank = rank
+        self._tensor = tensor
+        self._only = only
+        self._unpickle = unpickle
+        self._partial = partial
+        # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
+        self._whole: _Builder = (
+            self if only is _everything else _Builder(where, rank, tensor, _everything, unpickle, partial)
+        )
+
+    def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
+        built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
+        return {key: value for key, value in built.items() if value is not _OUT}
+
+    def build(self, node: Any, fqn: str, depth: int) -> Any:
+        if depth > MAX_DEPTH + 5:
+            raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
+        if not isinstance(node, list):
+            if isinstance(node, _Partial):
+                self._partial.add(fqn)
+                other = _Builder(node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial)
+                return other.build(node.node, fqn, depth)
+            if type(node) not in PRIMITIVES and type(node) is not int:
+                raise IntegrityError(f"{self._where}: {fqn} is malformed")
+            return node if self._only(fqn) else _OUT
+        try:
+            tag, *rest = cast("list[Any]", node)
+            return self._tagged(Tag(tag), rest, fqn, depth)
+        except (IntegrityError, UnsupportedValueError):
+            raise
+        except Exception as error:
+            raise IntegrityError(f"{self._where}: {fqn} is malformed: {error}") from error
+
+    def _tagged(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        match tag:
+            case Tag.DICT:
+                items = cast("dict[str, Any]", rest[0]).items()
+                built = {str(key): self.build(item, f"{fqn}.{key}", depth + 1) for key, item in items}
+                return self._kept(built, fqn)
+            case Tag.ITEMS:
+                return self._items(rest[0], fqn, depth)
+            case Tag.ORDERED_DICT:
+                kept = self._items(rest[0], fqn, depth)
+                return kept if kept is _OUT else collections.OrderedDict(kept)
+            case Tag.COUNTER:
+                kept = self._items(rest[0], fqn, depth)
+                return kept if kept is _OUT else collections.Counter[Any](kept)
+            case Tag.DEFAULT_DICT:
+                kept = self._items(rest[1], fqn, depth)
+                return kept if kept is _OUT else collections.defaultdict(_FACTORIES_BY_NAME[rest[0]], kept)
+            case Tag.MODULE:
+                metadata, body = rest
+                pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
+                kept = self._items(pairs, fqn, depth)
+                return kept if kept is _OUT else with_metadata(kept, self._whole.build(metadata, fqn, depth + 1))
+            case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
+                maxlen = rest.pop(0) if tag is Tag.DEQUE else None
+                items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
+                kept = [item for item in items if item is not _OUT]
+                if not kept and (items or not self._only(fqn)):
+                    return _OUT
+                return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
+            case _:
+                return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
+
+    def _kept(self, built: dict[Any, Any], fqn: str) -> Any:
+        kept = {key: value for key, value in built.items() if value is not _OUT}
+        return kept if kept or (not built and self._only(fqn)) else _OUT
+
+    def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
+        built: dict[Any, Any] = {}
+        for key_node, item in pairs:
+            key = self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
+            built[key] = self.build(item, f"{fqn}.{key}", depth + 1)
+        return self._kept(built, fqn)
+
+    def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        match tag:
+            case Tag.TENSOR:
+                return self._tensor(self._reference(*rest))
+            case Tag.SPARSE:
+                return self._sparse(rest, fqn, depth)
+            case Tag.NUMPY_ARRAY:
+                value = self._tensor(self._reference(*rest[0][1:], array=True))
+                return value.numpy() if isinstance(value, torch.Tensor) else value
+            case Tag.NUMPY_FILE:
+                return _from_npy(rest[0])
+            case Tag.NUMPY_SCALAR:
+                import numpy as np
+
+                dtype, content = rest
+                if not dtype:
+                    return _from_npy(content)[()]
+                if not isinstance(dtype, str) or np.dtype(dtype).itemsize != len(content):
+                    raise ValueError(f"no NumPy scalar of {dtype!r:.80} has {len(content)} bytes")
+                scalar = np.frombuffer(content, dtype=np.dtype(dtype))[0]
+                if isinstance(scalar, np.bytes_):  # an element of an array ends before its zeros, a scalar does not
+                    return np.bytes_(bytes(content))
+                if isinstance(scalar, np.str_):
+                    return np.str_(bytes(content).decode("utf-32", "surrogatepass"))
+                return scalar
+            case Tag.PICKLE:
+                if self._unpickle is None:
+                    raise UnsupportedValueError(
+                        f"{self._where}: {fqn} was pickled; pass allow_pickle=True if you trust who wrote it"
+                    )
+                return self._unpickle(rest[0])
+            case _:
+                return self._plain(tag, rest, fqn, depth)
+
+    def _plain(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        match tag:
+            case Tag.INT:
+                return int(rest[0], 16)
+            case Tag.COMPLEX:
+                return complex(*rest)
+            case Tag.SET:
+                return {self.build(item, fqn, depth + 1) for item in rest}
+            case Tag.FROZENSET:
+                return frozenset(self.build(item, fqn, depth + 1) for item in rest)
+            case Tag.BYTEARRAY:
+                return bytearray(memoryview(rest[0]))  # which a number, a request for that many zeros, is not
+            case Tag.BYTES_IO:
+                stream = io.BytesIO(rest[0])
+                stream.seek(rest[1])
+                return stream
+            case Tag.SIZE:
+                return torch.Size(rest)
+            case Tag.DTYPE:
+                dtype = dtype_from_name(rest[0])
+                if dtype is None:
+                    raise ValueError(f"this torch has no dtype {rest[0]!r}")
+                return dtype
+            case Tag.DEVICE:
+                return torch.device(str(rest[0]))  # a number would be a device of the accelerator that is here
+            case Tag.DATETIME:
+                return _zoned(datetime.datetime.fromisoformat(rest[0]), rest[1], rest[2])
+            case Tag.TIME:
+                return _zoned(datetime.time.fromisoformat(rest[0]), rest[1], rest[2])
+            case Tag.DATE:
+                return datetime.date.fromisoformat(rest[0])
+            case Tag.TIMEDELTA:
+                return datetime.timedelta(*rest)
+            case Tag.PATH:
+                return pathlib.Path(rest[0])
+            case Tag.PURE_PATH:
+                return pathlib.PurePosixPath(rest[0])
+            case _:
+                raise ValueError(f"no leaf has tag {tag}")
+
+    def _reference(
+        self, fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None, array: bool = False
+    ) -> TensorRef:
+        dtype = dtype_from_name(carried)
+        if carried and dtype not in CARRIERS:
+            raise ValueError(f"{carried!r} is not a carried dtype")
+        return TensorRef(str(fqn), dtype, sparse_shape, array, self._rank)
+
+    def _sparse(self, rest: list[Any], fqn: str, depth: int) -> Any:
+        layout, shape, coalesced, nodes = rest
+        layout = _LAYOUTS_BY_NAME[layout]
+        parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in SPARSE_PARTS[layout]]
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            # For a caller without any.
+            return self._tensor(self._reference(*nodes["values"][1:], sparse_shape=tuple(shape)))
+        if layout is torch.sparse_coo:
+            make = cast("Any", torch.sparse_coo_tensor)
+            return make(*parts, shape, is_coalesced=coalesced, check_invariants=True)
+        make = cast("Any", torch.sparse_compressed_tensor)
+        return make(*parts, shape, layout=layout, check_invariants=True)
+
+
+def _from_npy(data: bytes) -> Any:
+    """The array of a .npy file. NumPy takes memory for what a header announces, so that is compared with ``data``."""
+    import numpy as np
+
+    stream = io.BytesIO(data)
+    major, _ = np.lib.format.read_magic(stream)
+    (length,) = struct.unpack("<H", stream.read(2)) if major == 1 else struct.unpack("<I", stream.read(4))
+    if length > _MAX_NPY_HEADER_NBYTES:
+        raise ValueError(f"a .npy header of {length} bytes")
+    header = ast.literal_eval(stream.read(length).decode("latin-1" if major < 3 else "utf-8"))
+    nbytes = math.prod(header["shape"]) * np.lib.format.descr_to_dtype(header["descr"]).itemsize
+    if nbytes != len(data) - stream.tell():
+        raise ValueError(f"a .npy file of {len(data)} bytes for an array of {nbytes}")
+    stream.seek(0)
+    return np.lib.format.read_array(stream, allow_pickle=False)
+
+
+def _zoned(value: Any, fold: int, zone: str | None) -> Any:
+    return value.replace(fold=fold, tzinfo=value.tzinfo if zone is None else zoneinfo.ZoneInfo(zone))

@@ -1,0 +1,83 @@
+"""A line knows its room: who may import whom, how large a room and a module may be, and the picture of them."""
+
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from scripts import rooms
+
+# Each room may import from those before it.
+FLOORS = """
+    stager.system_calls stager.apart
+    stager.state stager.devices stager.memory stager.plan stager.copy
+    writer_daemon.storage writer_daemon.format writer_daemon.protocol writer_daemon.log writer_daemon.lease
+    writer_daemon.commit writer_daemon.writing writer_daemon.process writer_daemon.__main__
+    client.arguments client.messages client.runs client.reading client.loading client.options
+    client.daemon_link client.ranks client.saving client.reporting client.export
+    client.checkpointer client.training client.cli
+""".split()  # noqa: SIM905 - floor by floor
+
+# Of its own house it may import from these alone, where they are named here.
+ONLY = {
+    "client.runs": {"client.arguments", "client.messages"},
+    "client.reading": {"client.arguments", "client.messages", "client.runs"},
+    "client.loading": {"client.arguments", "client.messages", "client.runs", "client.reading"},
+    "client.daemon_link": {"client.arguments", "client.messages"},
+    "client.ranks": {"client.arguments", "client.messages"},
+    "client.reporting": {"client.arguments", "client.messages", "client.runs", "client.reading", "client.saving"},
+    "client.export": {"client.arguments", "client.messages", "client.runs", "client.reading"},
+}
+KNOW_MESSAGES = {f"client.{name}" for name in ("saving", "daemon_link", "checkpointer", "ranks", "arguments")}
+MAX_MODULES = 12
+MAX_LINES = 500
+
+
+def test_imports_lead_down():
+    for name, targets in rooms.between_rooms().items():
+        for target in targets:
+            assert FLOORS.index(target) < FLOORS.index(name), f"{name} imports from {target}, which is above it"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    list(TopologicalSorter(rooms.edges()).static_order())  # raises CycleError, with the modules
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_a_room_of_the_client_imports_from_few_others(name: str):
+    assert {target for target in rooms.between_rooms()[name] if target.startswith("client")} <= ONLY[name]
+
+
+def test_only_who_sends_messages_knows_them():
+    for name, targets in rooms.between_rooms().items():
+        if name.startswith("client") and "writer_daemon.protocol" in targets:
+            assert name in KNOW_MESSAGES
+
+
+def test_no_room_is_crowded():
+    counts: dict[Path, int] = {}
+    for path in rooms.modules().values():
+        counts[path.parent] = counts.get(path.parent, 0) + 1
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+# Longer than a module should be; none of them may grow.
+LONG = {
+    "client.checkpointer": 951,
+    "client.cli.doctor": 507,
+    "client.daemon_link.connection": 586,
+    "client.training.manager": 699,
+    "stager.state.tree": 660,
+    "stager.state.treespec": 510,
+    "writer_daemon.storage.posix": 547,
+}
+
+
+def test_no_module_is_long():
+    lines = {name: len(path.read_text().splitlines()) for name, path in rooms.modules().items()}
+    assert {name: count for name, count in lines.items() if count > LONG.get(name, MAX_LINES)} == {}
+    assert [name for name in LONG if lines[name] <= MAX_LINES] == [], "take it off the list"
+
+
+def test_the_picture_is_that_of_the_imports():
+    assert rooms.PAGE.read_text() == rooms.page(), "run: python -m scripts.rooms --write"

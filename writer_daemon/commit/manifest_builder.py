@@ -1,0 +1,114 @@
+"""From the records of all ranks to one manifest: what each has written must add up to whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sidesave.errors import IntegrityError, StateMismatchError
+from sidesave.writer_daemon.format import layout
+from sidesave.writer_daemon.format.layout import Table, TensorInfo
+from sidesave.writer_daemon.format.manifest import FileRecord, Manifest, RankRecord, record_file
+from sidesave.writer_daemon.format.tensor_file import digest
+
+
+def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
+    """The manifest of a step, from the records of its ranks in their order; ``where`` is for messages.
+
+    Raises:
+        IntegrityError: A record is of another save.
+        StateMismatchError: Ranks disagree about tensors that they share; the message names them.
+    """
+    first = records[0]
+    for rank, record in enumerate(records):
+        told = (record.session, record.step, record.sequence, record.rank, record.world_size)
+        if told != (first.session, first.step, first.sequence, rank, len(records)):
+            raise IntegrityError(f"{where}: the record of rank {rank} belongs to another save")
+    table = _merge(records)
+    _check_cells(table, records)
+    _check_replicas(records)
+    table, apart = _add_apart(table, records)
+    return Manifest(
+        step=first.step,
+        session=first.session,
+        sequence=first.sequence,
+        world_size=first.world_size,
+        parent=first.parent,
+        pickled=any(record.pickled for record in records),
+        created_s=first.created_s,
+        torch_version=first.torch_version,
+        nbytes=sum(record.nbytes for record in records),
+        records=tuple(_entry(record) for record in records),
+        table=table,
+        skeletons=_representatives(records),
+        apart=apart,
+        metadata=first.metadata,
+    )
+
+
+def _entry(record: RankRecord) -> FileRecord:
+    data = record.to_bytes()
+    return FileRecord(record_file(record.rank), len(data), digest(data).hex())
+
+
+def _merge(records: Iterable[RankRecord]) -> Table:
+    records = list(records)
+    try:
+        return layout.merge(record.part.table for record in records)
+    except ValueError as error:
+        fqn = str(error)
+    ranks = [record.rank for record in records if fqn in record.part.table.tensors]
+    raise StateMismatchError(
+        f"{fqn} is another tensor on rank {ranks[0]} than on rank {ranks[1]}: each is divided among ranks that do not "
+        "hold the other. Save them under different names, or wrap the item in sidesave.PerRank"
+    )
+
+
+def _check_cells(table: Table, records: Iterable[RankRecord]) -> None:
+    """All cells are there: each rank has written what the descriptions of the others take it to have written."""
+    sums = table.sums()
+    odd = [record.rank for record in records if record.part.cells != sums.get(record.rank, 0)]
+    if odd:
+        raise StateMismatchError(
+            f"ranks {odd[:8]} hold other names, shapes or meshes of the tensors they share than the rest; "
+            "every rank must save the same items in the same step"
+        )
+
+
+def _check_replicas(records: Iterable[RankRecord]) -> None:
+    by_digest: dict[str, int] = {}
+    for record in records:
+        by_digest.setdefault(record.part.replicas, record.rank)
+    if len(by_digest) > 1:
+        ranks = sorted(by_digest.values())
+        raise StateMismatchError(
+            f"ranks {ranks[:8]} disagree on whether plain tensors of modules and optimizers are alike; save again"
+        )
+
+
+def _add_apart(table: Table, records: Iterable[RankRecord]) -> tuple[Table, dict[str, tuple[int, ...]]]:
+    """Let the first holder of a tensor that ranks hold each for themselves stand for all; and which are not alike."""
+    holders: dict[str, list[tuple[str, int, TensorInfo]]] = {}
+    for record in records:
+        for fqn, content in record.part.apart.items():
+            holders.setdefault(fqn, []).append((content, record.rank, record.part.own.tensors[fqn]))
+    tables = [table]
+    apart: dict[str, tuple[int, ...]] = {}
+    by_rank: dict[int, dict[str, TensorInfo]] = {}
+    for fqn, found in holders.items():
+        _, rank, tensor = found[0]
+        by_rank.setdefault(rank, {})[fqn] = tensor
+        if len({content for content, _, _ in found}) > 1:
+            apart[fqn] = tuple(rank for _, rank, _ in found)
+    tables += [layout.whole(tensors, rank) for rank, tensors in by_rank.items()]
+    try:
+        return layout.merge(tables), apart
+    except ValueError as error:
+        raise StateMismatchError(f"{error} is divided among some ranks and whole on others") from error
+
+
+def _representatives(records: Iterable[RankRecord]) -> tuple[int, ...]:
+    """Of each distinct skeleton the first rank that has it."""
+    ranks: dict[str, int] = {}
+    for record in records:
+        ranks.setdefault(record.part.skeleton, record.rank)
+    return tuple(ranks.values())

@@ -1,0 +1,1 @@
+"""The files of a checkpoint and of a run, byte by byte."""

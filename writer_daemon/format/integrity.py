@@ -1,0 +1,216 @@
+"""Reading back what was written: every byte of a checkpoint against its digests.
+
+Used before a leftover is committed, and by ``sidesave.verify``. Faults are reported, not raised, one by one: a report
+that stops at the first flipped bit does not tell whether the rest can be saved. A file that storage cannot read at the
+moment (EIO, EMFILE, EACCES) is a fault of that report, but no verdict on its bytes: see :func:`check_record`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from sidesave.errors import IntegrityError, WriteError
+from sidesave.writer_daemon.format.manifest import (
+    MANIFEST,
+    MAX_JSON_NBYTES,
+    FileRecord,
+    Manifest,
+    RankRecord,
+    parse_step_directory,
+)
+from sidesave.writer_daemon.format.names import may_stand_beside
+from sidesave.writer_daemon.format.tensor_file import (
+    DIGEST_NBYTES,
+    TensorFile,
+    count_blocks,
+    digest,
+    digest_blocks,
+    header_nbytes,
+    parse_tensor_file,
+)
+from sidesave.writer_daemon.storage import InputFile, Storage
+
+_READ_NBYTES: Final = 16 << 20
+NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
+"""What storage says of a file that is missing, or whose place something else has taken: that is damage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong: in which file, at which bytes of it, and the FQNs that lie there.
+
+    ``unreadable`` is what storage said where it did not give the bytes: nothing is known of them then.
+    """
+
+    file: str
+    problem: str
+    offset: int | None = None
+    fqns: tuple[str, ...] = ()
+    unreadable: WriteError | None = None
+
+    def __str__(self) -> str:
+        """One line for people."""
+        at = "" if self.offset is None else f" at byte {self.offset:,}"
+        names = f" ({', '.join(self.fqns)})" if self.fqns else ""
+        return f"{self.file}{at}: {self.problem}{names}"
+
+
+def read_record(storage: Storage, directory: str, entry: FileRecord) -> RankRecord:
+    """The rank record that a manifest lists; ``IntegrityError`` when it is missing or not the one meant."""
+    path = f"{directory}/{entry.name}"
+    return RankRecord.from_bytes(read_small_file(storage, path, entry), path)
+
+
+def read_manifest(storage: Storage, directory: str) -> Manifest:
+    """The manifest of a directory; ``IntegrityError`` when it is missing or damaged."""
+    path = f"{directory}/{MANIFEST}"
+    data = storage.read(path, MAX_JSON_NBYTES)
+    if data is None:
+        raise IntegrityError(f"{path}: there is no manifest")
+    return Manifest.from_bytes(data, path)
+
+
+def read_small_file(storage: Storage, path: str, entry: FileRecord) -> bytes:
+    """A file that has one digest, compared with it; ``IntegrityError`` otherwise."""
+    data = storage.read(path, entry.nbytes + 1)
+    if data is None:
+        raise IntegrityError(f"{path}: the file is missing")
+    if len(data) != entry.nbytes:
+        raise IntegrityError(f"{path}: {len(data)} bytes instead of {entry.nbytes}")
+    if digest(data).hex() != entry.xxh3_128:
+        raise IntegrityError(f"{path}: content does not match its digest")
+    return data
+
+
+def check_checkpoint(
+    storage: Storage, directory: str, on_bytes: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[Fault]:
+    """Every fault of a committed directory, files that the manifest does not list included.
+
+    Args:
+        storage: The run directory.
+        directory: The name of the step's directory in it.
+        on_bytes: Called with the number of bytes checked since its last call.
+    """
+    try:
+        manifest = read_manifest(storage, directory)
+    except (IntegrityError, WriteError) as error:
+        yield _fault(MANIFEST, error)
+        return
+    step = parse_step_directory(directory)
+    if step is not None and step != manifest.step:
+        yield Fault(MANIFEST, f"it is of step {manifest.step}, its directory is {directory}")
+    known = {MANIFEST}
+    unknown_ranks: list[int] = []
+    for rank, entry in enumerate(manifest.records):
+        known.add(entry.name)
+        try:
+            record = read_record(storage, directory, entry)
+            manifest.check_record(rank, record, f"{directory}/{entry.name}")
+        except (IntegrityError, WriteError) as error:
+            yield _fault(entry.name, error)
+            unknown_ranks.append(rank)
+            continue
+        yield from _check_files(storage, directory, record, on_bytes)
+        known.update(file.name for file in (record.objects, *record.beside))
+        for file in record.files:
+            known.add(file.name)
+            known.add(file.digests.name if file.digests else "")
+    for name in sorted(set(storage.list_directory(directory)) - known):
+        if not any(_may_be_of(rank, name) for rank in unknown_ranks):  # what their records list is not known
+            yield Fault(name, "the manifest does not list this file")
+
+
+def _may_be_of(rank: int, name: str) -> bool:
+    return f".rank-{rank:05d}." in name or (rank == 0 and may_stand_beside(name))
+
+
+def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterator[Fault]:
+    """Every fault in the files of one rank, for who acts on it.
+
+    Raises ``WriteError`` where storage does not give the bytes: what cannot be read now may be whole.
+    """
+    for fault in _check_files(storage, directory, record, lambda nbytes: None):
+        if fault.unreadable is not None:
+            raise fault.unreadable
+        yield fault
+
+
+def _check_files(
+    storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None]
+) -> Iterator[Fault]:
+    for entry in (record.objects, *record.beside):
+        try:
+            on_bytes(len(read_small_file(storage, f"{directory}/{entry.name}", entry)))
+        except (IntegrityError, WriteError) as error:
+            yield _fault(entry.name, error)
+    for entry in record.files:
+        try:
+            yield from _check_tensor_file(storage, directory, entry, on_bytes)
+        except (IntegrityError, WriteError) as error:
+            yield _fault(entry.name, error)
+
+
+def _fault(file: str, error: IntegrityError | WriteError) -> Fault:
+    unreadable = error if isinstance(error, WriteError) and error.errno not in NO_SUCH_FILE else None
+    return Fault(file, str(error), unreadable=unreadable)
+
+
+def read_digests(storage: Storage, directory: str, entry: FileRecord) -> bytes:
+    """The digest list of a tensor file, compared with the record's digest of it."""
+    assert entry.digests is not None
+    return read_small_file(storage, f"{directory}/{entry.digests.name}", entry.digests)
+
+
+def read_header(source: InputFile, path: str, digests: bytes) -> TensorFile:
+    """Verify a tensor file's header against its first digests, then parse it."""
+    length = header_nbytes(bytes(source.read_at(0, 8)), source.nbytes, path)
+    header = bytes(source.read_at(0, length))
+    blocks = digest_blocks(TensorFile(length, length, (), {}))
+    for number, (offset, nbytes) in enumerate(blocks):
+        expected = digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
+        if digest(memoryview(header)[offset : offset + nbytes]) != expected:
+            raise IntegrityError(f"{path}: the header does not match its digest (block {number})")
+    return parse_tensor_file(header, path)
+
+
+def _check_tensor_file(
+    storage: Storage, directory: str, entry: FileRecord, on_bytes: Callable[[int], None]
+) -> Iterator[Fault]:
+    path = f"{directory}/{entry.name}"
+    digests = read_digests(storage, directory, entry)
+    with storage.open(path) as source:
+        if source.nbytes != entry.nbytes:
+            raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {entry.nbytes:,}")
+        file = read_header(source, path, digests)
+        if file.nbytes != entry.nbytes or len(digests) != count_blocks(file) * DIGEST_NBYTES:
+            raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
+        blocks = digest_blocks(file)
+        for first, last in _batches(blocks):
+            start = blocks[first][0]
+            data = source.read_at(start, sum(blocks[last]) - start)
+            for number in range(first, last + 1):
+                offset, nbytes = blocks[number]
+                block = data[offset - start : offset - start + nbytes]
+                if digest(block) != digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
+                    yield Fault(
+                        entry.name, f"block {number} does not match its digest", offset, _at(file, offset, nbytes)
+                    )
+            on_bytes(len(data))
+
+
+def _batches(blocks: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for number in range(1, len(blocks) + 1):
+        if number == len(blocks) or sum(blocks[number]) - blocks[first][0] > _READ_NBYTES:
+            yield first, number - 1
+            first = number
+
+
+def _at(file: TensorFile, offset: int, nbytes: int) -> tuple[str, ...]:
+    return tuple(
+        entry.name for entry in file.entries if entry.offset < offset + nbytes and offset < entry.offset + entry.nbytes
+    )

@@ -1,0 +1,251 @@
+"""Which tensors a checkpoint holds, how each is cut, and which rank has written which piece of it.
+
+A tensor that is cut is a grid: per dimension the borders of its intervals, and the owner of each cell. Cuts and owners
+are stored once for each distinct way, so that the table of a manifest grows with the FQNs and with ranks times distinct
+layouts, never with ranks times FQNs. To the same end a rank describes only the tensors whose first cell it owns. That
+all ranks mean the same table is told by one number each: see :meth:`Table.sums`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import xxhash
+
+from sidesave.errors import IntegrityError
+from sidesave.writer_daemon.format.sealed_json import are_whole, get
+
+ELSEWHERE: Final = -1
+MORE: Final = "@more"
+"""Behind the name of a container: the file of what is written only where ranks differ."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and shape of a part of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor is cut: ``cuts``, per dimension the ascending borders from 0 to the extent, None for a whole one.
+
+    ``owners`` are the ranks that have written the cells, in row-major order; ``ELSEWHERE`` for what another node keeps.
+    """
+
+    owners: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def first_owner(self) -> int:
+        """The rank that describes what is cut in this way."""
+        return next((owner for owner in self.owners if owner != ELSEWHERE), ELSEWHERE)
+
+    def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+        """Owner, offsets and shape of each cell."""
+        if self.cuts is None:
+            yield self.owners[0], ((0,) * len(shape), shape)
+            return
+        intervals = [list(itertools.pairwise(borders)) for borders in self.cuts]
+        for owner, cell in zip(self.owners, itertools.product(*intervals), strict=True):
+            yield owner, (tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        body: dict[str, Any] = {"owners": [None if owner == ELSEWHERE else owner for owner in self.owners]}
+        if self.cuts is not None:
+            body["cuts"] = [list(borders) for borders in self.cuts]
+        return body
+
+    @classmethod
+    def from_json(cls, body: Any, world_size: int, path: str) -> Layout:
+        """Read and check; ``IntegrityError`` when it is no grid, or names a rank that there is not."""
+        fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
+        found, cuts = cast("Any", fields.get("owners")), fields.get("cuts")
+        named = [owner for owner in cast("list[Any]", found) if owner is not None] if isinstance(found, list) else []
+        if not isinstance(found, list) or not found or not are_whole(named):
+            raise IntegrityError(f"{path}: a layout must name its owners")
+        owners = [ELSEWHERE if owner is None else cast("int", owner) for owner in cast("list[Any]", found)]
+        if max(owners) >= world_size:
+            raise IntegrityError(f"{path}: a layout names rank {max(owners)} of {world_size}")
+        if cuts is None:
+            if len(owners) != 1:
+                raise IntegrityError(f"{path}: a whole tensor has one owner, not {len(owners)}")
+            return cls(tuple(owners))
+        rows = cast("list[list[int]]", cuts) if isinstance(cuts, list) else []
+        cells = math.prod(len(row) - 1 for row in rows) if all(map(_are_borders, rows)) else 0
+        if cells != len(owners):
+            raise IntegrityError(f"{path}: the cuts of a layout are malformed, or do not fit its {len(owners)} owners")
+        return cls(tuple(owners), tuple(map(tuple, rows)))
+
+
+def _are_borders(row: Any) -> bool:
+    if not isinstance(row, list) or len(cast("list[Any]", row)) < 2 or not are_whole(cast("list[Any]", row)):
+        return False
+    borders = cast("list[int]", row)
+    return borders[0] == 0 and all(low < high for low, high in itertools.pairwise(borders))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor: safetensors dtype name, global shape, the container whose files hold it, the index of its layout."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    container: str
+    layout: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Tensors by FQN, and the distinct layouts that they have."""
+
+    tensors: dict[str, TensorInfo] = field(default_factory=dict[str, TensorInfo])
+    layouts: tuple[Layout, ...] = ()
+
+    def layout(self, fqn: str) -> Layout:
+        """How a tensor is cut."""
+        return self.layouts[self.tensors[fqn].layout]
+
+    def boxes(self, fqn: str) -> Iterator[tuple[int, Box]]:
+        """Owner, offsets and shape of each cell of a tensor."""
+        return self.layout(fqn).boxes(self.tensors[fqn].shape)
+
+    def only(self, fqns: Iterable[str]) -> Table:
+        """A part of it, without the layouts that it does not need."""
+        return merge([Table({fqn: self.tensors[fqn] for fqn in fqns}, self.layouts)])
+
+    def sums(self) -> dict[int, int]:
+        """Per rank a number that stands for all it has written, and how all of that is cut: the sum of 128-bit hashes.
+
+        A sum, because then it needs neither an order nor a look at each tensor for each rank.
+        """
+        by_layout = [0] * len(self.layouts)
+        seeds = [_seed(layout) for layout in self.layouts]
+        for fqn, tensor in self.tensors.items():
+            text = f"{fqn}\0{tensor.dtype}\0{tensor.shape}\0{tensor.container}".encode("utf-8", "surrogatepass")
+            by_layout[tensor.layout] += xxhash.xxh3_128_intdigest(text, seeds[tensor.layout])
+        sums: dict[int, int] = {}
+        for layout, number in zip(self.layouts, by_layout, strict=True):
+            for rank in set(layout.owners) - {ELSEWHERE} if number else ():
+                sums[rank] = (sums.get(rank, 0) + number) % (1 << 128)
+        return sums
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: FQN to container, dtype, shape and layout, the first and the last by index."""
+        containers = list(dict.fromkeys(tensor.container for tensor in self.tensors.values()))
+        index = {container: number for number, container in enumerate(containers)}
+        rows = {
+            fqn: [index[one.container], one.dtype, list(one.shape), one.layout] for fqn, one in self.tensors.items()
+        }
+        layouts = [layout.to_json() for layout in self.layouts]
+        return {"layouts": layouts, "containers": containers, "tensors": rows}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any], world_size: int, path: str) -> Table:
+        """Read and check; raises ``IntegrityError``."""
+        layouts = tuple(Layout.from_json(layout, world_size, path) for layout in get(body, "layouts", list, path))
+        containers = cast("list[Any]", get(body, "containers", list, path))
+        if not all(isinstance(container, str) for container in containers):
+            raise IntegrityError(f"{path}: the name of a container is malformed")
+        tensors: dict[str, TensorInfo] = {}
+        for fqn, row in cast("dict[str, Any]", get(body, "tensors", dict, path)).items():
+            try:
+                container, dtype, shape, layout = row
+                whole = isinstance(shape, list) and are_whole([container, layout, *cast("list[Any]", shape)])
+                info = TensorInfo(dtype, tuple(cast("list[int]", shape)), containers[container], layout)
+                if not (whole and isinstance(dtype, str) and _fits(layouts[info.layout], info.shape)):
+                    raise ValueError(row)
+                tensors[fqn] = info
+            except (TypeError, ValueError, IndexError) as error:
+                raise IntegrityError(f"{path}: tensor entry {fqn!r} is malformed") from error
+        return cls(tensors, layouts)
+
+
+def _fits(layout: Layout, shape: tuple[int, ...]) -> bool:
+    return layout.cuts is None or tuple(borders[-1] for borders in layout.cuts) == shape
+
+
+def _seed(layout: Layout) -> int:
+    return xxhash.xxh3_64_intdigest(repr((layout.cuts, layout.owners)).encode())
+
+
+def whole(tensors: dict[str, TensorInfo], rank: int) -> Table:
+    """The table of tensors that one rank holds whole."""
+    return Table(tensors, (Layout((rank,)),) if tensors else ())
+
+
+def merge(tables: Iterable[Table]) -> Table:
+    """One table of several that have no FQN in common, each distinct layout once.
+
+    Raises ``ValueError`` with the FQN where two have one in common.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    numbers: dict[Layout, int] = {}
+    for table in tables:
+        own = [-1] * len(table.layouts)
+        for fqn, tensor in table.tensors.items():
+            if fqn in tensors:
+                raise ValueError(fqn)
+            if own[tensor.layout] < 0:
+                own[tensor.layout] = numbers.setdefault(table.layouts[tensor.layout], len(numbers))
+            tensors[fqn] = TensorInfo(tensor.dtype, tensor.shape, tensor.container, own[tensor.layout])
+    return Table(tensors, tuple(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank's record says of tensors.
+
+    Attributes:
+        table: The tensors whose first cell this rank has written; it describes them for all.
+        own: Tensors that belong to this rank and to no other, by the keys they have in its files.
+        cells: What :meth:`Table.sums` gives for this rank, of everything it knows of.
+        skeleton: A digest of what the skeleton says of items that all ranks share.
+        replicas: A digest of all plain tensors that were compared and are the same on all ranks, written here or not.
+        apart: Where they are not: those tensors, all in ``own``, each with a digest of all that it is.
+        per_rank: The FQNs of items that each rank has for itself, and not as plain numbers.
+    """
+
+    table: Table = Table()
+    own: Table = Table()
+    cells: int = 0
+    skeleton: str = ""
+    replicas: str = ""
+    apart: dict[str, str] = field(default_factory=dict[str, str])
+    per_rank: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            **self.table.to_json(),
+            "own": self.own.to_json(),
+            "cells": f"{self.cells:032x}",
+            "skeleton": self.skeleton,
+            "replicas": self.replicas,
+            "apart": self.apart,
+            **({"per_rank": list(self.per_rank)} if self.per_rank else {}),
+        }
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any], rank: int, world_size: int, path: str) -> Part:
+        """Read and check; raises ``IntegrityError``."""
+        table = Table.from_json(body, world_size, path)
+        own = Table.from_json(get(body, "own", dict, path), world_size, path)
+        if any(layout.first_owner not in (rank, ELSEWHERE) for layout in table.layouts) or own.layouts not in (
+            (),
+            (Layout((rank,)),),
+        ):
+            raise IntegrityError(f"{path}: it describes tensors of other ranks")
+        cells = get(body, "cells", str, path)
+        if re.fullmatch(r"[0-9a-f]{32}", cells) is None:
+            raise IntegrityError(f"{path}: its sum is malformed")
+        apart = cast("dict[str, Any]", get(body, "apart", dict, path))
+        if not (apart.keys() <= own.tensors.keys() and all(isinstance(sample, str) for sample in apart.values())):
+            raise IntegrityError(f"{path}: what it says of tensors that differ between ranks is malformed")
+        per_rank = cast("list[Any]", get({"per_rank": [], **body}, "per_rank", list, path))
+        if not all(isinstance(fqn, str) for fqn in per_rank):
+            raise IntegrityError(f"{path}: what it says of items of one rank is malformed")
+        skeleton, replicas = get(body, "skeleton", str, path), get(body, "replicas", str, path)
+        return cls(table, own, int(cells, 16), skeleton, replicas, apart, tuple(per_rank))

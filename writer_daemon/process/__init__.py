@@ -1,0 +1,1 @@
+"""The daemon: its loop, its state machine and its threads."""

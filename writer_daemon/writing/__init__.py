@@ -1,0 +1,1 @@
+"""Staged bytes into durable files."""
