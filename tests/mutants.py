@@ -56,7 +56,7 @@ class Mutant:
 
 def ordering_lines() -> Iterator[tuple[str, str]]:
     """Every line with an ordering word, with its file; not those that define, import or describe."""
-    for file in ("device_copy.py", "cuda.py", "copier.py", "fingerprint.py", "ownership.py", "pinning.py"):
+    for file in (_COPY, _CUDA, _COPIER, _PRINT, _OWNED, _PIN):
         for line in code_lines((ROOT / "stager" / file).read_text()):
             if ORDERING.search(line) and not re.match(r"(def|class|from|import|return)\b|@|self\.\w+: ", line):
                 yield file, line
@@ -133,9 +133,8 @@ def main(words: list[str]) -> int:
     return 1 if survived else 0
 
 
-_COPY, _CUDA, _COPIER, _OWNED, _PIN, _PRINT = (
-    *("device_copy.py", "cuda.py", "copier.py", "ownership.py", "pinning.py", "fingerprint.py"),
-)
+_COPY, _CUDA, _COPIER = "copy/device_copy.py", "devices/cuda.py", "copy/copier.py"
+_OWNED, _PIN, _PRINT = "state/ownership.py", "memory/pinning.py", "copy/fingerprint.py"
 _SCRATCH = "test_gpu_scratch"
 
 MUTANTS = [
@@ -326,7 +325,7 @@ MUTANTS = [
         "with self._runtime.on(self._device):",
         equivalent="what is unregistered inside a capture ends the capture",
     ),
-    Mutant("pool.py", "pinned.close()", ("closing_unregisters", "gives_its_slot_back")),
+    Mutant("copy/pool.py", "pinned.close()", ("closing_unregisters", "gives_its_slot_back")),
     Mutant(_CUDA, "_clear_last_error()", ("cannot_be_pinned_is_used",)),
 ]
 

@@ -155,7 +155,7 @@ def test_an_arena_beyond_any_address_space_is_refused_and_leaks_nothing():
 
 ATTACHER = """
 import os, socket, sys
-from sidesave.stager.arena import Arena
+from sidesave.stager.memory.arena import Arena
 control = socket.socket(fileno=int(sys.argv[1]))
 _, [fd], _, _ = socket.recv_fds(control, 1, 1)
 arena = Arena.attach(fd)
@@ -401,8 +401,8 @@ def test_an_arena_larger_than_the_machine_is_refused_before_a_page_is_allocated(
 CGROUP_MEMBER = """
 import os, sys
 from sidesave.errors import HostMemoryError
-from sidesave.stager import host_memory
-from sidesave.stager.arena import Arena
+from sidesave.stager.memory import host_memory
+from sidesave.stager.memory.arena import Arena
 before = host_memory.cgroup_headroom_nbytes()
 small = Arena.create(4096, 64 << 20)
 host_memory.populate(small)

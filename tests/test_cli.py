@@ -619,7 +619,7 @@ def test_the_command_runs_as_a_process(run: Path):
 
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
-    code = "import sys\nfrom sidesave.client import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

@@ -24,7 +24,8 @@ needs_simulator = pytest.mark.skipif(gpu.simulator() is None, reason="only the s
 _BREAKS = """
 import os, sys, time, torch
 import sidesave
-from sidesave.stager import device_copy, ownership
+from sidesave.stager.copy import device_copy
+from sidesave.stager.state import ownership
 import simulated_gpu
 
 where, folder = sys.argv[1], sys.argv[2]

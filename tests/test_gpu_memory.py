@@ -327,8 +327,8 @@ print("saved")
 def test_memory_of_one_device_is_given_back_in_any_thread_without_a_context_on_another(tmp_path: Path):
     code = """
 import threading, torch
-from sidesave.stager.arena import PAGE, Arena
-from sidesave.stager.pinning import PinnedRange
+from sidesave.stager.memory.arena import PAGE, Arena
+from sidesave.stager.memory.pinning import PinnedRange
 torch.ones(1, device="cuda:1")
 assert gpu.contexts() == {1}, gpu.contexts()
 arena = Arena.create(PAGE, 1 << 20)

@@ -8,7 +8,7 @@ import pytest
 from scripts import rooms
 
 # Each room may import from those before it.
-FLOORS = """
+FLOORS: list[str] = """
     stager.system_calls stager.apart
     stager.state stager.devices stager.memory stager.plan stager.copy
     writer_daemon.storage writer_daemon.format writer_daemon.protocol writer_daemon.log writer_daemon.lease

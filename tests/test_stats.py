@@ -408,8 +408,8 @@ def test_the_text_needs_no_library_and_a_collector_names_its_extra():
     code = """
 import sys
 sys.modules["prometheus_client"] = None
-from sidesave.client.metrics import Collector, prometheus_text
-from sidesave.client.stats import SaveStats
+from sidesave.client.reporting.prometheus import Collector, prometheus_text
+from sidesave.client.reporting.stats import SaveStats
 assert "sidesave_saves_total" in prometheus_text(SaveStats())
 try: Collector(SaveStats())
 except ModuleNotFoundError as error: assert "pip install 'sidesave[metrics]'" in str(error)

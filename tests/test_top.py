@@ -504,7 +504,7 @@ def test_commands_for_runs_under_way_do_without_torch(command: list[str], tmp_pa
         checkpointer.save(1, STATE).committed.result()
         listen(str(tmp_path), checkpointer._session)
         code = (
-            "import sys\nfrom sidesave.client import cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
+            "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
         )
         arguments = [str(tmp_path) if word == "RUN" else word for word in command]
         done = subprocess.run(
