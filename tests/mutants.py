@@ -258,7 +258,7 @@ MUTANTS = [
     ),
     Mutant(
         _COPIER,
-        'with devices.no_capture("save()"):',
+        'with kinds.no_capture("save()"):',
         equivalent="the call that failed keeps captures out until this is over, unless it is interrupted once more",
     ),
     Mutant(_COPIER, "ownership.remove_pending(copy)", equivalent="a copy that is over makes nobody wait"),
@@ -298,25 +298,25 @@ MUTANTS = [
     # Devices and pinned memory
     Mutant(
         _PIN,
-        'with devices.no_capture("prepare()"), runtime.on(device):',
+        'with kinds.no_capture("prepare()"), runtime.on(device):',
         ("no_context_on_another",),
-        'with devices.no_capture("prepare()"):',
+        'with kinds.no_capture("prepare()"):',
     ),
     Mutant(
         _PIN,
-        'with devices.no_capture("prepare()"), runtime.on(device):',
+        'with kinds.no_capture("prepare()"), runtime.on(device):',
         ("pinned_and_given_back",),
         "with runtime.on(device):",
     ),
     Mutant(
         _PIN,
-        'with devices.no_capture("close()"), self._runtime.on(self._device):',
+        'with kinds.no_capture("close()"), self._runtime.on(self._device):',
         ("given_back_in_any_thread",),
-        'with devices.no_capture("close()"):',
+        'with kinds.no_capture("close()"):',
     ),
     Mutant(
         _PIN,
-        'with devices.no_capture("close()"), self._runtime.on(self._device):',
+        'with kinds.no_capture("close()"), self._runtime.on(self._device):',
         ("pinned_and_given_back",),
         "with self._runtime.on(self._device):",
     ),

@@ -1,5 +1,6 @@
 """A line knows its room: who may import whom, how large a room and a module may be, and the picture of them."""
 
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from scripts import rooms
 
 # Each room may import from those before it.
-FLOORS: list[str] = """
+FLOORS: Sequence[str] = """
     stager.system_calls stager.apart
     stager.state stager.devices stager.memory stager.plan stager.copy
     writer_daemon.storage writer_daemon.format writer_daemon.protocol writer_daemon.log writer_daemon.lease
