@@ -671,7 +671,8 @@ def test_ranks_keep_their_parts_and_one_that_is_told_nonsense_stops_all(tmp_path
 def test_of_other_stages_of_a_pipeline_nothing_has_to_stay(tmp_path: Path):
     def stage(rank: int) -> dict[str, Any]:
         moments = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
-        return {"optimizer": {"state": {rank: moments}, "param_groups": [{"params": [rank], "lr": 0.1}]}}
+        options = torch.optim.AdamW([torch.ones(2)], lr=0.1).defaults
+        return {"optimizer": {"state": {rank: moments}, "param_groups": [{**options, "params": [rank]}]}}
 
     path = write_world(
         tmp_path,

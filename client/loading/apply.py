@@ -139,9 +139,10 @@ def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
     elif isinstance(target, torch.optim.Optimizer):
         before = target.state_dict()
         undo.append((target, before))  # it will hold other tensors and leave these as they are
-        state = _beside_those_of(target, spread_all(gift.value))
+        state = _beside_those_of(target, spread_all(gift.value), gift.fqn)
         target.load_state_dict(state)
-        _tell_changes(gift.fqn, before, state, target.state_dict())
+        if type(target).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            _put_back_dtypes(target, state)
     elif is_live(target):
         before = target.state_dict()
         undo.append((target, copy.deepcopy(before)))
@@ -156,31 +157,16 @@ def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
         gift.holder[gift.key] = type(held)(value) if isinstance(held, (PerRank, Replicated)) else value
 
 
-def _tell_changes(fqn: str, before: dict[str, Any], saved: dict[str, Any], after: dict[str, Any]) -> None:
-    """What torch does without a word: it casts states to the dtype of their parameter, and forgets keys of groups."""
-    if not all(type(each.get("param_groups")) is list and "state" in each for each in (before, saved, after)):
-        return  # not torch's form
-    there, here = ([number for group in each["param_groups"] for number in group["params"]] for each in (saved, after))
-    numbers = zip(there, here, strict=False)
-    given = [(now, saved["state"].get(then), after["state"].get(now)) for then, now in numbers]
-    odd = [
-        f"{fqn}.state.{now}.{key} from {value.dtype} to {new[key].dtype}"
-        for now, old, new in given
-        if isinstance(old, Mapping) and isinstance(new, Mapping)
-        for key, value in cast("Mapping[Any, Any]", old).items()
-        if _is_tensor(value) and _is_tensor(new.get(key)) and value.dtype != new[key].dtype
-    ]
-    if odd:
-        logger.warning("the optimizer has cast what was loaded: %s", "; ".join(few(odd, str, "were cast")))
-    groups = zip(before["param_groups"], after["param_groups"], strict=False)
-    lost = [f"{fqn}.param_groups.{at}.{key}" for at, (old, new) in enumerate(groups) for key in old if key not in new]
-    if lost:
-        told = ", ".join(few(lost, str, "were lost"))
-        logger.warning("the checkpoint does not have %s, and the optimizer has lost it", told)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _put_back_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Give states that torch has cast to the dtype of their parameter the values and the dtype they were saved with."""
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        state = optimizer.state.get(parameter, {})
+        for key, value in saved["state"].get(number, {}).items():
+            now = state.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
+                state[key] = value.to(now.device)
 
 
 def _fill(target: Any, value: Any, *, strict: bool) -> None:
@@ -192,18 +178,25 @@ def _fill(target: Any, value: Any, *, strict: bool) -> None:
         target.copy_(value)
 
 
-def _beside_those_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Have the tensors of parameter groups, such as a learning rate, on the devices of those that they replace.
+def _beside_those_of(optimizer: torch.optim.Optimizer, state: dict[str, Any], fqn: str) -> dict[str, Any]:
+    """The state with what torch would lose of parameter groups.
 
-    torch moves the state, not these; and in a captured graph a rate in host memory is a constant.
+    Tensors in them, such as a learning rate, come to the devices of those that they replace: torch moves the state, not
+    these, and in a captured graph a rate in host memory is a constant. Options that the checkpoint does not have, as
+    those that a newer torch has added, stay as they are.
     """
     saved_groups = cast("list[dict[str, Any]] | None", state.get("param_groups"))
     if type(saved_groups) is not list or len(saved_groups) != len(optimizer.param_groups):
         return state  # not torch's form, or not this optimizer's, which it says itself
-    groups = [
-        {key: _on_device_of(current.get(key), value) for key, value in saved.items()}
-        for current, saved in zip(optimizer.param_groups, saved_groups, strict=True)
-    ]
+    groups: list[dict[str, Any]] = []
+    kept: list[str] = []
+    for at, (current, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        alone = {key: value for key, value in current.items() if key not in saved}
+        kept += [f"{fqn}.param_groups.{at}.{key}" for key in alone if key != "param_names"]
+        groups.append(alone | {key: _on_device_of(current.get(key), value) for key, value in saved.items()})
+    if kept:
+        told = ", ".join(few(kept, str, "stay"))
+        logger.warning("the checkpoint does not have %s: what the optimizer has there stays", told)
     return {**state, "param_groups": groups}
 
 

@@ -18,7 +18,7 @@ from sidesave.client.reading.checkpoint_reader import Reader, Wanted
 from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.dtypes import CARRIERS
-from sidesave.stager.state.tree import Stateful, is_dtensor
+from sidesave.stager.state.tree import Stateful, check, is_dtensor
 from sidesave.stager.state.treespec import TensorRef
 
 DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
@@ -73,6 +73,20 @@ class Expected:
         if self.ref.dtype is not None and CARRIERS[self.ref.dtype].pair:
             offsets, shape = (*offsets, 0), (*shape, 2)
         return self.name, (offsets, shape)
+
+
+class Pickled:
+    """Stands for a pickled value while only names and shapes matter."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        """Of ``data``, which is not looked into."""
+        self.data = data
+
+    def __repr__(self) -> str:
+        """What a name has in its place where it is a key."""
+        return "<pickled>"
 
 
 def unwrap(target: Any) -> Any:
@@ -171,6 +185,18 @@ class Fitting:
                 self._problems.append(f"{fqn}: the checkpoint holds {saved!r:.80}, which is no {type(target).__name__}")
         elif isinstance(target, (Mapping, list, tuple)):
             self._refuse_kind(cast("Any", target), saved, fqn)
+        elif not isinstance(saved, Pickled):
+            self._plain(target, saved, fqn)
+
+    def _plain(self, target: Any, saved: Any, fqn: str) -> None:
+        """What is replaced must be something that could have been saved: a class or a function is there by mistake."""
+        try:
+            check({"target": target})
+        except UnsupportedValueError:
+            kind = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__qualname__}"
+            self._problems.append(
+                f"{fqn}: the target is {kind}, which takes no state; put a live object or plain data in its place"
+            )
 
     def _refuse_kind(self, target: Any, saved: Any, fqn: str) -> None:
         """A container of a class of the user's: only what was pickled whole can take its place."""
@@ -287,6 +313,7 @@ class Fitting:
             self._problems.append(f"{fqn}: the checkpoint holds malformed optimizer state here")
             return
         states = cast("dict[Any, Any]", states)
+        self._options(target, groups, fqn)
         self._parameter_names(target, groups, fqn)
         parameters = [parameter for group in target.param_groups for parameter in group["params"]]
         ids = [number for group in groups for number in group["params"]]
@@ -294,10 +321,28 @@ class Fitting:
             (states, number) for number in states.keys() - set(ids) if f"{fqn}.state.{number}" in self._partial
         ]
         for number, parameter in zip(ids, parameters, strict=True):
-            current = target.state.get(parameter, {})
-            for key, value in states.get(number, {}).items():
+            current, saved = target.state.get(parameter, {}), states.get(number, {})
+            lacking, other = current.keys() - saved.keys(), saved.keys() - current.keys()
+            if lacking and other and current:
+                told = f"it has {', '.join(sorted(map(str, other)))} and no {', '.join(sorted(map(str, lacking)))}"
+                self._problems.append(f"{fqn}.state.{number}: the state of another kind of optimizer: {told}")
+                return
+            for key, value in saved.items():
                 if isinstance(value, Expected):
                     self._state(parameter, key, current.get(key), value, f"{fqn}.state.{number}.{key}")
+
+    def _options(self, target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> None:
+        """Numbers that every step takes from a group: one that the checkpoint lacks is of another kind of optimizer.
+
+        What newer versions of torch have added are switches.
+        """
+        numbers = [key for key, value in target.defaults.items() if _is_number(value)]
+        lacking = [key for key in numbers if any(key not in group for group in groups)]
+        if lacking:
+            self._problems.append(
+                f"{fqn}: the checkpoint holds the state of another kind of optimizer than {type(target).__name__}: it "
+                f"has no {', '.join(lacking)}"
+            )
 
     def _parameter_names(self, target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> None:
         """States go by position: where both sides know the names of their parameters, these must be the same."""
@@ -350,6 +395,13 @@ def names_of(target: Any, fqn: str) -> Iterator[str]:
             yield from names_of(item, f"{fqn}.{index}")
     else:
         yield fqn
+
+
+def _is_number(value: Any) -> bool:
+    """Whether an option of an optimizer is a number, or several, and no switch."""
+    if isinstance(value, tuple) and value:
+        return all(map(_is_number, cast("tuple[Any, ...]", value)))
+    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
 
 
 def _is_group(group: Any) -> bool:

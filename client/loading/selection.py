@@ -13,7 +13,7 @@ import torch
 
 from sidesave.client.loading import keeping
 from sidesave.client.loading.keeping import Stays
-from sidesave.client.loading.plan import DICTS, Expected, names_of
+from sidesave.client.loading.plan import DICTS, Expected, Pickled, names_of
 from sidesave.client.loading.rename import Rearrangement, Rename, Renaming, leaves
 from sidesave.client.loading.sharded import Local
 from sidesave.client.messages import few
@@ -277,20 +277,6 @@ def _names_in(skeleton: Skeleton, unpickle: Callable[[bytes], Any] | None) -> li
     found: list[str] = []
     skeleton.build(Expected, only=lambda fqn: bool(found.append(fqn)), unpickle=unpickle)
     return found
-
-
-class Pickled:
-    """Stands for a pickled value while only names and shapes matter."""
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: bytes) -> None:
-        """Of ``data``, which is not looked into."""
-        self.data = data
-
-    def __repr__(self) -> str:
-        """What a name has in its place where it is a key."""
-        return "<pickled>"
 
 
 def filled(value: Any, values: Mapping[Any, Any]) -> Any:
