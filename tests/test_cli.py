@@ -23,7 +23,7 @@ from sidesave.client.cli.main import app
 from sidesave.client.runs import catalog
 from sidesave.writer_daemon.format import sealed_json
 
-MODULE = [sys.executable, "-m", "sidesave.client.cli.main"]
+MODULE = [sys.executable, "-m", "sidesave"]
 CHECKS = {
     "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "sockets", "survival", "directory",
     "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
@@ -617,7 +617,20 @@ def test_the_command_runs_as_a_process(run: Path):
     assert done.stderr == f"sidesave: there is no such directory: {run}/nothing\n"
 
 
-@pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"]])
+def test_the_version_is_told_as_that_of_the_package():
+    assert output("--version") == f"sidesave {sidesave.__version__}\n"
+    done = subprocess.run([*MODULE, "--version"], capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout, done.stderr) == (f"sidesave {sidesave.__version__}\n", "")
+
+
+def test_the_commands_are_listed_under_the_name_they_were_called_by():
+    done = subprocess.run([*MODULE, "--help"], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.startswith("Usage: python -m sidesave [OPTIONS] COMMAND")
+    assert "Look into the checkpoints of runs" in done.stdout
+    assert all(f"  {command}  " in done.stdout for command in ("ls", "show", "verify", "top", "doctor"))
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"], ["--version"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
     code = "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=300)

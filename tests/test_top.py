@@ -27,7 +27,7 @@ from sidesave.client.cli.main import app
 from sidesave.client.cli.top import DaemonView, Top, _RunLog, _written
 from sidesave.client.runs.save_requests import LISTENING, STOP, TRIGGER, listen, request_save
 
-MODULE = [sys.executable, "-m", "sidesave.client.cli.main"]
+MODULE = [sys.executable, "-m", "sidesave"]
 STATE = {"x": torch.zeros(3)}
 
 

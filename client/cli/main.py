@@ -1,6 +1,6 @@
 """The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``, and more.
 
-``top``, ``plot`` and ``trigger``, for a run that is under way, are in ``cli_live``. Only ``recover`` changes a run
+``top``, ``plot`` and ``trigger``, for a run that is under way, are in ``run_commands``. Only ``recover`` changes a run
 directory, and does what the start of a session would do to it; ``trigger`` leaves a request there. Only what a command
 needs is imported: all but ``show``, ``diff``, ``export`` and ``doctor`` do without torch. Exit status: 0 all is well,
 1 something is wrong (an error, damage, a failed check), 2 the call itself makes no sense.
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
+import sidesave
 from sidesave.client.arguments import path_text
 from sidesave.client.runs import catalog
 from sidesave.errors import (
@@ -66,7 +67,6 @@ _COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _TAKEOVER_TIMEOUT_S: Final = 60.0
 
 app = typer.Typer(
-    help="Look into the checkpoints of runs, check, compare, export and recover them; watch runs; check this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -83,6 +83,21 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="sidesave: %(message)s")
     signal.signal(signal.SIGTERM, _leave)
     app()
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sidesave {sidesave.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Look into the checkpoints of runs, check, compare, export and recover them; watch runs; check this machine."""
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -459,7 +474,3 @@ def doctor(
 
 for command in (run_commands.top, run_commands.plot, run_commands.trigger):
     app.command()(errors_told()(command))
-
-
-if __name__ == "__main__":
-    main()
