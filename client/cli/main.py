@@ -32,7 +32,7 @@ from sidesave.errors import (
     SidesaveError,
 )
 from sidesave.writer_daemon.format import integrity
-from sidesave.writer_daemon.format.manifest import parse_hidden_directory
+from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_metadata
 from sidesave.writer_daemon.log import HistoryLog, log_recovery
 from sidesave.writer_daemon.storage import PosixStorage
 
@@ -47,6 +47,7 @@ from sidesave.client.cli.console import (
     brief,
     error_text,
     errors_told,
+    metrics_text,
     new_console,
     new_table,
     print_json,
@@ -57,6 +58,7 @@ from sidesave.client.cli.console import (
 )
 from sidesave.client.cli.listing import Listing
 from sidesave.client.runs.targets import all_checkpoints, find_checkpoint, find_directory, find_run, is_checkpoint
+from sidesave.client.training.metadata import metrics_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,8 +145,8 @@ def show(
 ) -> None:
     """Show what a checkpoint holds.
 
-    Its tensors, totals, files beside them and plain data; of a run directory the latest. Pickled values are not
-    unpickled.
+    Its metrics, tensors in the order of the state, totals, files beside them and plain data; of a run directory the
+    latest. Pickled values are not unpickled.
     """
     from sidesave.client.export.diff import Contents
 
@@ -156,6 +158,7 @@ def show(
         nest = contents.nest(wanted)
         head, path = contents.manifest, contents.reader.path
         files = {file.name: file.nbytes for file in contents.reader.record(0).beside}
+    metrics = metrics_of(parse_metadata(head.metadata, path))
     items: dict[str, list[int]] = {}
     for facts in tensors.values():
         counts = items.setdefault(facts.item, [0, 0])
@@ -170,12 +173,16 @@ def show(
             for fqn, facts in tensors.items()
         }
         totals = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in items.items()}
-        print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest, "files": files})
+        print_json(
+            {"path": path, **about, "metrics": metrics, "tensors": rows, "items": totals, "plain": nest, "files": files}
+        )
         return
     console = new_console()
     ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
     about = f"{ranks}, session {head.session}, sequence {head.sequence}, torch {head.torch_version}"
     console.print(printable(f"step {head.step}, saved {when(head.created_s)}, {size(head.nbytes)}, {about}"))
+    if metrics:
+        console.print(f"metrics: {metrics_text(metrics)}")
     console.print()
     table = new_table("tensor", "dtype", "shape", ">bytes")
     for fqn, facts in tensors.items():
