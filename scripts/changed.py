@@ -24,6 +24,8 @@ EVERY_TEST = {"pyproject.toml", "setup.py", "scripts/test", "scripts/_venv.sh", 
 """What every test depends on, with tests/conftest.py and what that imports of tests/."""
 LOOK_AT_ALL = {"tests/test_rooms.py", "tests/test_packaging.py"}
 """They read all files of the product."""
+LOOKS_FOR_FILES = "tests/test_contributing.py"
+"""It looks whether files are there, of whatever kind."""
 _PRODUCT = ("sidesave/", *(f"{house}/" for house in rooms.HOUSES))
 _DOTTED = re.compile(r"\bsidesave(?:\.\w+)+")
 _IMPORTED = re.compile(r"\b(?:from|import)\s+([\w.]+)(?:\s+import\s+([\w, ]+))?")
@@ -186,6 +188,8 @@ def choose(changed: Iterable[str], graph: Graph | None = None) -> tuple[list[str
         found |= {test for test in tests if "gpu" in test}
     if any(file.startswith(_PRODUCT) for file in files):
         found |= LOOK_AT_ALL
+    if files:
+        found.add(LOOKS_FOR_FILES)
     chosen = sorted(found)
     names = " ".join(Path(test).stem for test in chosen) if len(chosen) <= 8 else ""
     return chosen, f"{len(chosen)} of {len(tests)} test modules{': ' * bool(names)}{names}"
