@@ -23,7 +23,7 @@ from sidesave.client.cli.main import app
 from sidesave.client.runs import catalog
 from sidesave.writer_daemon.format import sealed_json
 
-MODULE = [sys.executable, "-m", "sidesave.client.cli.main"]
+MODULE = [sys.executable, "-m", "sidesave"]
 CHECKS = {
     "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "sockets", "survival", "directory",
     "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
@@ -195,6 +195,35 @@ def test_ls_lists_leftovers_and_whether_a_live_session_owns_them(tmp_path: Path,
     assert "belongs to a live session" in next(line for line in text.splitlines() if ".step-00000002." in line)
 
 
+def test_ls_and_show_tell_the_metrics_of_a_checkpoint(tmp_path: Path):
+    many = {"loss": 0.25, "accuracy": math.nan, "perplexity": 1, "rate": 3e-4, "last": -math.inf}
+    with sidesave.CheckpointManager(tmp_path, {"x": torch.zeros(3)}, save=1) as manager:
+        manager.step(1, {"loss": 12.5})
+        manager.step(2, many)
+        manager.step(3)
+    listed = [row["metrics"] for row in as_json("ls", tmp_path)["checkpoints"]]
+    assert listed == [{"loss": 12.5}, {**many, "accuracy": "nan", "last": "-inf"}, {}]
+    head, *lines = output("ls", tmp_path).splitlines()
+    assert head.split()[-1] == "metrics"
+    assert "  loss=12.5" in lines[0]
+    assert "  loss=0.25, accuracy=nan, perplexity=1, rate=0.0003 and 1 more" in lines[1]
+    assert lines[2].endswith("latest") and "=" not in lines[2]
+    assert as_json("show", tmp_path, "--step", 2)["metrics"] == listed[1]
+    assert "metrics: loss=0.25, accuracy=nan, perplexity=1, rate=0.0003, last=-inf\n" in output(
+        "show", tmp_path, "--step", 2
+    )
+    assert "metrics" not in output("show", tmp_path)
+
+
+def test_metadata_that_hold_no_metrics_are_no_error(tmp_path: Path):
+    odd = [{"metrics": [1]}, {"metrics": {"a": "text", "b": None, "c": {}, "\x1b[1m": 2}}, {"metrics": {"a": 10**400}}]
+    with sidesave.Checkpointer(tmp_path) as checkpointer:
+        for step, metadata in enumerate(odd):
+            checkpointer.save(step, {"x": torch.zeros(3)}, metadata=metadata)
+    assert [row["metrics"] for row in as_json("ls", tmp_path)["checkpoints"]] == [{}, {"\x1b[1m": 2}, {}]
+    assert "\x1b" not in output("ls", tmp_path) + output("show", tmp_path, "--step", 1)
+
+
 def test_ls_of_a_directory_without_checkpoints_says_so(tmp_path: Path):
     assert "no checkpoints" in output("ls", tmp_path)
     assert as_json("ls", tmp_path)["checkpoints"] == []
@@ -248,6 +277,13 @@ def test_show_lists_tensors_totals_and_plain_data(run: Path):
     assert "float32  [3, 4]" in text
     assert "optimizer: (and 4 tensors)" in text
     assert "seen: [0, 1, 2, 3, 4, 5, ...] (1,000 in all)" in text
+
+
+def test_show_lists_tensors_in_the_order_of_the_state(tmp_path: Path):
+    """Files have the large dtypes first, and the small tensors."""
+    state = {"z": torch.zeros(300), "a": {"late": torch.ones(7, dtype=torch.int16), "early": torch.zeros(2)}, "m": {}}
+    save(tmp_path, {**state, "tied": state["z"], "last": torch.zeros(1, dtype=torch.float64)})
+    assert list(as_json("show", tmp_path)["tensors"]) == ["z", "a.late", "a.early", "last"]
 
 
 def test_show_of_a_run_shows_the_latest(run: Path):
@@ -617,7 +653,20 @@ def test_the_command_runs_as_a_process(run: Path):
     assert done.stderr == f"sidesave: there is no such directory: {run}/nothing\n"
 
 
-@pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"]])
+def test_the_version_is_told_as_that_of_the_package():
+    assert output("--version") == f"sidesave {sidesave.__version__}\n"
+    done = subprocess.run([*MODULE, "--version"], capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout, done.stderr) == (f"sidesave {sidesave.__version__}\n", "")
+
+
+def test_the_commands_are_listed_under_the_name_they_were_called_by():
+    done = subprocess.run([*MODULE, "--help"], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.startswith("Usage: python -m sidesave [OPTIONS] COMMAND")
+    assert "Look into the checkpoints of runs" in done.stdout
+    assert all(f"  {command}  " in done.stdout for command in ("ls", "show", "verify", "top", "doctor"))
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"], ["--version"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
     code = "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=300)

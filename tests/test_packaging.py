@@ -96,6 +96,11 @@ def test_the_wheel_holds_each_module_once_and_nothing_else(wheel: Path):
     assert sorted(names) == sorted(modules | {"sidesave/py.typed"})
     target = PYPROJECT["project"]["scripts"]["sidesave"].partition(":")[0]
     assert target.replace(".", "/") + ".py" in modules, "the console script leads nowhere"
+    assert "sidesave/__main__.py" in names, "python -m sidesave leads nowhere"
+
+
+def test_the_package_has_the_version_that_it_is_built_with():
+    assert sidesave.__version__ == PYPROJECT["project"]["version"]
 
 
 def test_the_wheel_installs_on_linux_only(wheel: Path):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rank_trainers import RankZygote
@@ -25,9 +26,11 @@ from typer.testing import CliRunner, Result
 import sidesave
 from sidesave.client.cli.main import app
 from sidesave.client.cli.top import DaemonView, Top, _RunLog, _written
+from sidesave.client.reporting import plot
 from sidesave.client.runs.save_requests import LISTENING, STOP, TRIGGER, listen, request_save
+from sidesave.writer_daemon.log import SaveRecord
 
-MODULE = [sys.executable, "-m", "sidesave.client.cli.main"]
+MODULE = [sys.executable, "-m", "sidesave"]
 STATE = {"x": torch.zeros(3)}
 
 
@@ -281,6 +284,11 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
+def a_record(step: int, session: str, seconds: float = 0.5) -> SaveRecord:
+    times = dict.fromkeys(("stall_s", "staged_s", "written_s", "committed_s"), seconds)
+    return SaveRecord(step=step, session=session, outcome="committed", **times)
+
+
 def test_plot_draws_times_and_losses_over_steps(run: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     text = output("plot", run, "--output", tmp_path / "plot.svg")
@@ -288,6 +296,31 @@ def test_plot_draws_times_and_losses_over_steps(run: Path, tmp_path: Path):
     drawn = (tmp_path / "plot.svg").read_text()
     for label in ("saves of exp1", "stall", "staged", "written", "committed", "failed or removed or unknown", "step"):
         assert f"<!-- {label} -->" in drawn
+    assert drawn.count("<!-- restart -->") == 2  # once in each half
+
+
+def test_plot_marks_each_restart_where_its_first_save_is():
+    pytest.importorskip("matplotlib")
+    steps = {"a" * 16: (10, 20, 30), "b" * 16: (15, 25), "c" * 16: (28,)}
+    records = [a_record(step, session) for session, those in steps.items() for step in those]
+    for axes in plot.picture_of(records, "saves").axes:
+        marks = [np.asarray(line.get_xdata()).tolist() for line in axes.lines if line.get_linestyle() == "--"]
+        assert marks == [[15, 15], [28, 28]]
+        assert [line.get_label() for line in axes.lines].count("restart") == 1
+    alone = plot.picture_of(records[:3], "saves")
+    assert not [line for axes in alone.axes for line in axes.lines if line.get_linestyle() == "--"]
+
+
+def test_plot_has_its_legends_beside_the_points():
+    pytest.importorskip("matplotlib")
+    figure = plot.picture_of([a_record(step, "a" * 16, step / 10) for step in range(1, 30)], "saves")
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        legend = axes.get_legend()
+        assert legend is not None
+        box = legend.get_window_extent()
+        assert box.x0 >= axes.get_window_extent().x1
+        assert box.x1 <= figure.bbox.x1
 
 
 def test_plot_writes_a_picture_named_after_the_run_where_it_was_called(run: Path, tmp_path: Path, monkeypatch: Any):

@@ -8,7 +8,7 @@ import json
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, cast
 
 import typer
@@ -68,6 +68,13 @@ def when(seconds: float) -> str:
         return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
     except (ValueError, OverflowError, OSError):  # of a clock that was wrong by thousands of years
         return f"{seconds:.0f} s after 1970"
+
+
+def metrics_text(metrics: Mapping[str, float], most: int | None = None) -> str:
+    """``loss=0.25, accuracy=0.9``; of more than ``most`` how many there are besides."""
+    shown = [f"{printable(name)}={value:.6g}" for name, value in metrics.items()][:most]
+    left = len(metrics) - len(shown)
+    return ", ".join(shown) + (f" and {left:,} more" if left else "")
 
 
 _abbreviation = reprlib.Repr()

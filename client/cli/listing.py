@@ -9,16 +9,18 @@ from typing import Any, Final
 
 import typer
 
-from sidesave.client.cli.console import new_console, new_table, printable, size, when
+from sidesave.client.cli.console import metrics_text, new_console, new_table, printable, size, when
 from sidesave.client.runs import catalog
 from sidesave.client.runs.history import history, is_live
 from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.training.metadata import metrics_of
 from sidesave.errors import FormatVersionError, SidesaveError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_step_directory
 from sidesave.writer_daemon.log import SaveRecord
 
 _FEW_WORDS: Final = 100
 """Characters of a reason."""
+_FEW_METRICS: Final = 4
 _OWNERS: Final = {
     True: "belongs to a live session",
     False: "left by a dead session: the next one, or sidesave recover, finishes or removes it",
@@ -49,9 +51,12 @@ class Listing:
         damaged, newer = (
             [str(path) for path, is_newer in self._unreadable.items() if is_newer is x] for x in (False, True)
         )
+        checkpoints = [
+            {**asdict(info), "metrics": metrics_of(info.metadata), "mark": self._mark(info)} for info in self._found
+        ]
         return {
             "run": str(self._directory),
-            "checkpoints": [{**asdict(info), "mark": self._mark(info)} for info in self._found],
+            "checkpoints": checkpoints,
             "damaged": damaged,
             "newer": newer,
             "saves": [asdict(save) for save in self._saves],
@@ -62,14 +67,17 @@ class Listing:
         """Print it for people."""
         console = new_console()
         if self._found or self._unreadable:
-            rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", "")
+            metrics = {info.path: metrics_of(info.metadata) for info in self._found}
+            told = ["metrics"] if any(metrics.values()) else []
+            rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", *told, "")
             for info in sorted(self._found, key=lambda info: info.sequence):
                 parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
                 about = (when(info.created_s), size(info.nbytes), info.session, parent, str(info.sequence))
-                rows.add_row(str(info.step), *about, self._mark(info))
+                values = [metrics_text(metrics[info.path], _FEW_METRICS)] if told else []
+                rows.add_row(str(info.step), *about, *values, self._mark(info))
             for path, is_newer in self._unreadable.items():
                 reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
-                rows.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", reason)
+                rows.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", *[""] * len(told), reason)
             console.print(rows)
         else:
             typer.echo(f"no checkpoints in {printable(str(self._directory))}", err=True)

@@ -1,6 +1,6 @@
 """The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``, and more.
 
-``top``, ``plot`` and ``trigger``, for a run that is under way, are in ``cli_live``. Only ``recover`` changes a run
+``top``, ``plot`` and ``trigger``, for a run that is under way, are in ``run_commands``. Only ``recover`` changes a run
 directory, and does what the start of a session would do to it; ``trigger`` leaves a request there. Only what a command
 needs is imported: all but ``show``, ``diff``, ``export`` and ``doctor`` do without torch. Exit status: 0 all is well,
 1 something is wrong (an error, damage, a failed check), 2 the call itself makes no sense.
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
+import sidesave
 from sidesave.client.arguments import path_text
 from sidesave.client.runs import catalog
 from sidesave.errors import (
@@ -31,7 +32,7 @@ from sidesave.errors import (
     SidesaveError,
 )
 from sidesave.writer_daemon.format import integrity
-from sidesave.writer_daemon.format.manifest import parse_hidden_directory
+from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_metadata
 from sidesave.writer_daemon.log import HistoryLog, log_recovery
 from sidesave.writer_daemon.storage import PosixStorage
 
@@ -46,6 +47,7 @@ from sidesave.client.cli.console import (
     brief,
     error_text,
     errors_told,
+    metrics_text,
     new_console,
     new_table,
     print_json,
@@ -56,6 +58,7 @@ from sidesave.client.cli.console import (
 )
 from sidesave.client.cli.listing import Listing
 from sidesave.client.runs.targets import all_checkpoints, find_checkpoint, find_directory, find_run, is_checkpoint
+from sidesave.client.training.metadata import metrics_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +69,6 @@ _COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
 _TAKEOVER_TIMEOUT_S: Final = 60.0
 
 app = typer.Typer(
-    help="Look into the checkpoints of runs, check, compare, export and recover them; watch runs; check this machine.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -83,6 +85,21 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="sidesave: %(message)s")
     signal.signal(signal.SIGTERM, _leave)
     app()
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sidesave {sidesave.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
+) -> None:
+    """Look into the checkpoints of runs, check, compare, export and recover them; watch runs; check this machine."""
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -128,8 +145,8 @@ def show(
 ) -> None:
     """Show what a checkpoint holds.
 
-    Its tensors, totals, files beside them and plain data; of a run directory the latest. Pickled values are not
-    unpickled.
+    Its metrics, tensors in the order of the state, totals, files beside them and plain data; of a run directory the
+    latest. Pickled values are not unpickled.
     """
     from sidesave.client.export.diff import Contents
 
@@ -141,6 +158,7 @@ def show(
         nest = contents.nest(wanted)
         head, path = contents.manifest, contents.reader.path
         files = {file.name: file.nbytes for file in contents.reader.record(0).beside}
+    metrics = metrics_of(parse_metadata(head.metadata, path))
     items: dict[str, list[int]] = {}
     for facts in tensors.values():
         counts = items.setdefault(facts.item, [0, 0])
@@ -155,12 +173,16 @@ def show(
             for fqn, facts in tensors.items()
         }
         totals = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in items.items()}
-        print_json({"path": path, **about, "tensors": rows, "items": totals, "plain": nest, "files": files})
+        print_json(
+            {"path": path, **about, "metrics": metrics, "tensors": rows, "items": totals, "plain": nest, "files": files}
+        )
         return
     console = new_console()
     ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
     about = f"{ranks}, session {head.session}, sequence {head.sequence}, torch {head.torch_version}"
     console.print(printable(f"step {head.step}, saved {when(head.created_s)}, {size(head.nbytes)}, {about}"))
+    if metrics:
+        console.print(f"metrics: {metrics_text(metrics)}")
     console.print()
     table = new_table("tensor", "dtype", "shape", ">bytes")
     for fqn, facts in tensors.items():
@@ -459,7 +481,3 @@ def doctor(
 
 for command in (run_commands.top, run_commands.plot, run_commands.trigger):
     app.command()(errors_told()(command))
-
-
-if __name__ == "__main__":
-    main()

@@ -72,6 +72,10 @@ class TensorFacts:
 class Contents:
     """A checkpoint opened to be looked into: its manifest and what it holds; a context manager.
 
+    Attributes:
+        tensors: What is known of each, by its name, in the order of the state; those that it does not have, which
+            belong to other ranks, come last.
+
     Raises like ``CheckpointReader``.
     """
 
@@ -81,9 +85,11 @@ class Contents:
         self.manifest = self.reader.manifest
         self._items = set(self.reader.skeleton.keys())
         self._carried: dict[str, torch.dtype] = {}
+        self._places: dict[str, None] = {}
         try:
             self.nest()
-            names = self.reader.names()
+            stored_names = dict.fromkeys(self.reader.names())
+            names = [*(name for name in self._places if name in stored_names), *stored_names]
             stored = {name: self.reader.entry(name) for name in names}
         except BaseException:
             self.close()
@@ -115,6 +121,7 @@ class Contents:
 
     def _leaf(self, ref: TensorRef) -> TensorLeaf:
         name = self.reader.name_of(ref)
+        self._places.setdefault(name)
         if ref.dtype is not None:
             self._carried[name] = ref.dtype
         return TensorLeaf(name)

@@ -5,6 +5,7 @@ To read them takes no torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
@@ -78,12 +79,18 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 def metric_of(info: CheckpointInfo, name: str) -> float | None:
     """A metric that a checkpoint was saved with; None where it has none of that name."""
-    metrics = info.metadata.get(METRICS)
-    value = cast("dict[str, Any]", metrics).get(name) if isinstance(metrics, dict) else None
-    try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except ValueError:
-        return None
+    return metrics_of(info.metadata).get(name)
+
+
+def metrics_of(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """All metrics that the metadata of a checkpoint tell, in the order of their names there."""
+    metrics = metadata.get(METRICS)
+    found: dict[str, float] = {}
+    for name, value in cast("dict[str, Any]", metrics).items() if isinstance(metrics, dict) else ():
+        if isinstance(value, (int, float, str)):
+            with contextlib.suppress(ValueError, OverflowError):
+                found[name] = float(value)
+    return found
 
 
 def is_ephemeral(info: CheckpointInfo) -> bool:
