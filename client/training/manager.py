@@ -152,7 +152,7 @@ class CheckpointManager:
         try:
             self._checkpointer = Checkpointer(directory, **options)
             if random_state:
-                self._random = RandomState(self._checkpointer._world.rank)
+                self._random = RandomState(self._checkpointer.session.world.rank)
             self._pins = Pins(self._checkpointer.directory)
             self._start()
         except BaseException:
@@ -164,13 +164,13 @@ class CheckpointManager:
 
     def _start(self) -> None:
         """What works beside training, where there is a need for it."""
-        world, node = self._checkpointer._world, self._checkpointer._node
+        world, node = self._checkpointer.session.world, self._checkpointer.session.node
         if world.size > 1:
             world.require_alike(
                 save=sorted(map(_name, self._policies)), keep=sorted(map(_name, self._keep)), random=bool(self._random)
             )
         with world.agreeing("cannot save its state"):
-            self._checkpointer._submission.check(self._state)
+            self._checkpointer.session.submission.check(self._state)
         if isinstance(node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in self._keep):
             raise InvalidArgumentError(
                 "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "
@@ -182,7 +182,7 @@ class CheckpointManager:
             self._retention = self._make_retention()
         if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
             # Not methods of this object: the thread must not keep a dropped manager alive.
-            ask, session = self._schedule.request, self._checkpointer._session
+            ask, session = self._schedule.request, self._checkpointer.session.id
             self._trigger = TriggerWatch(
                 self._checkpointer.directory,
                 session,
@@ -208,7 +208,7 @@ class CheckpointManager:
         """
         if name in self._state or (self._random is not None and name == RANDOM_STATE):
             raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
-        self._checkpointer._submission.check({name: value})
+        self._checkpointer.session.submission.check({name: value})
         self._state[name] = value
 
     def write_file(self, name: str, content: str | bytes) -> None:
@@ -312,7 +312,7 @@ class CheckpointManager:
                 exception=exception,
             )
         except BaseException as error:
-            self._checkpointer._give_up(step, error)
+            self._checkpointer.saver.give_up(step, error)
             raise
         began_s = time.perf_counter()
         with contextlib.nullcontext() if self._retention is None else self._retention.saving():
@@ -385,7 +385,7 @@ class CheckpointManager:
             SidesaveError: As ``Checkpointer.load``.
         """
         into, sources = self._items(), check_sources(sources)
-        world = self._checkpointer._world
+        world = self._checkpointer.session.world
         try:
             with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
                 self._checkpointer.load(step, into=into, fallback=fallback, **options)
@@ -394,7 +394,7 @@ class CheckpointManager:
                 raise
             with world.agreeing("finds a damaged checkpoint"):
                 if self._is_first_of_node:  # else a run whose checkpoints are all damaged would begin anew
-                    self._checkpointer._refuse_damaged(None, [])
+                    self._checkpointer.session.run.refuse_damaged(None, [])
             if sources:
                 into = dict(self._state)
                 restore.load_bank(self._checkpointer, into, sources, options)
@@ -444,7 +444,7 @@ class CheckpointManager:
             raise InvalidArgumentError("rollback takes a step, or steps_back=: one of them")
         if steps_back is not None:
             check_count("steps_back of rollback", steps_back)
-            step = self._checkpointer._ancestor(self._schedule.stepped - steps_back)
+            step = self._checkpointer.session.shared.ancestor(self._schedule.stepped - steps_back)
         return self.restore(step, fallback=fallback, **options)
 
     # What there is ---------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ class CheckpointManager:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints of the run in the order of :func:`sidesave.find`, with metrics; read from the directory."""
-        return self._checkpointer._whole()
+        return self._checkpointer.session.shared.checkpoints()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """The checkpoint with the best value of a metric, by the rules of :class:`Best`; None when none has it.
@@ -484,8 +484,8 @@ class CheckpointManager:
             InvalidArgumentError: Nodes keep their own parts (``node_local``), of which no rank has all.
             SidesaveError: As :meth:`save`, :meth:`wait` and :func:`sidesave.export`; the same on all ranks.
         """
-        world = self._checkpointer._world
-        if isinstance(self._checkpointer._node, NodeWorld):
+        world = self._checkpointer.session.world
+        if isinstance(self._checkpointer.session.node, NodeWorld):
             raise InvalidArgumentError("with node_local no rank has all parts of a checkpoint, so none can export it")
         report = None
         with world.agreeing("cannot export"):
@@ -500,7 +500,7 @@ class CheckpointManager:
         """The checkpoint that training stands on: after going back it is not the one that was committed last."""
         if self._newest is not None:
             return self._newest.committed.result()
-        if self._checkpointer._lineage.parent is not None:
+        if self._checkpointer.session.lineage.parent is not None:
             return restore.loaded_checkpoint(self._checkpointer)
         found = self.latest
         if found is None:
@@ -568,7 +568,7 @@ class CheckpointManager:
         except InvalidArgumentError as error:
             logger.error("step %d is saved without its metrics: %s", step, error)
             metrics = None
-        if self._checkpointer._world.size == 1:
+        if self._checkpointer.session.world.size == 1:
             try:
                 handle = self._save(step, metrics, ephemeral=ephemeral, exception=exception)
                 if not handle.skipped:
@@ -623,7 +623,7 @@ class CheckpointManager:
         retention = self._retention
         ends.append(lambda: self._schedule.finish(min(timeout_s, _AGREE_TO_END_S), failing=False))
         checkpointer: Checkpointer | None = getattr(self, "_checkpointer", None)
-        if checkpointer is not None and not checkpointer._closed:
+        if checkpointer is not None and not checkpointer.session.closed:
             if retention is not None:
                 ends.append(lambda: checkpointer.wait(timeout_s))
                 ends.append(lambda: retention.close(min(timeout_s, _AGREE_TO_END_S)))
