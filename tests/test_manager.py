@@ -695,8 +695,8 @@ def test_a_deletion_that_fails_is_logged_and_tried_again(
     manager.wait()
     orders.give("EIO", starting_at="os.rename")
     manager.unpin(0)
-    assert manager._retention is not None
-    manager._retention._commits.put(True)
+    assert manager._background.retention is not None
+    manager._background.retention._commits.put(True)
     orders.obeyed()
     wait_until(lambda: "step 0 is to be deleted, and cannot" in caplog.text)
     assert steps(run) == [0, 1]
