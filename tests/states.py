@@ -200,7 +200,7 @@ def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
     def wait() -> None:
         go_on.wait(300)
 
-    checkpointer._copier._starter.submit(wait)
+    checkpointer.session.copier._starter.submit(wait)
     try:
         yield go_on
     finally:

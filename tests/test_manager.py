@@ -109,10 +109,10 @@ def test_save_saves_now_and_the_step_is_not_saved_again(manage: Manage, run: Pat
 def test_memory_that_was_prepared_is_what_the_first_save_takes(manage: Manage):
     manager = manage({"x": torch.ones(1 << 20)}, random_state=True)
     manager.prepare().result(DEADLINE_S)
-    nbytes = manager.checkpointer._pool.nbytes
+    nbytes = manager.checkpointer.session.pool.nbytes
     assert nbytes > 4 << 20
     manager.save(0, blocking=True)
-    assert manager.checkpointer._pool.nbytes == nbytes
+    assert manager.checkpointer.session.pool.nbytes == nbytes
 
 
 def test_blocking_makes_every_save_synchronous(manage: Manage):
@@ -695,8 +695,8 @@ def test_a_deletion_that_fails_is_logged_and_tried_again(
     manager.wait()
     orders.give("EIO", starting_at="os.rename")
     manager.unpin(0)
-    assert manager._retention is not None
-    manager._retention._commits.put(True)
+    assert manager._background.retention is not None
+    manager._background.retention._commits.put(True)
     orders.obeyed()
     wait_until(lambda: "step 0 is to be deleted, and cannot" in caplog.text)
     assert steps(run) == [0, 1]

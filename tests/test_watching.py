@@ -328,9 +328,9 @@ def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(order
         manager.pin(0)
         manager.save(1, blocking=True)
         manager.unpin(0)
-        assert manager._retention is not None
+        assert manager._background.retention is not None
         orders.give("hold", starting_at="os.rename")
-        manager._retention._commits.put(True)
+        manager._background.retention._commits.put(True)
         orders.obeyed()  # the daemon is about to rename it
         with pytest.raises(CheckpointNotFoundError, match="is being deleted"), sidesave.hold(directory(run, 0)):
             pass
@@ -350,11 +350,11 @@ def test_what_could_not_be_deleted_can_be_held_again(orders: Orders, run: Path, 
         manager.pin(0)
         manager.save(1, blocking=True)
         manager.unpin(0)
-        assert manager._retention is not None
+        assert manager._background.retention is not None
         orders.give("EIO", starting_at="os.rename")
-        manager._retention._commits.put(True)
+        manager._background.retention._commits.put(True)
         orders.obeyed()
-        manager._retention.close(DEADLINE_S)
+        manager._background.retention.close(DEADLINE_S)
         assert "cannot" in caplog.text
         with sidesave.hold(directory(run, 0)) as info:
             assert info.step == 0

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import errno
-import functools
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,46 +15,36 @@ from typing import Any, Final, Literal, Self, Unpack
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.export.safetensors import Report, export
-from sidesave.client.loading.sources import Source, check_sources
+from sidesave.client.loading.sources import Source
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.reporting.stats import SaveStats, SaveSummary
 from sidesave.client.runs.info import CheckpointInfo
-from sidesave.client.runs.save_requests import TriggerWatch
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.client.training import restore
+from sidesave.client.training.background import AGREE_TO_END_S, Background, end_dropped
 from sidesave.client.training.intervals import Advice
-from sidesave.client.training.links import Links, Naming, check_naming
-from sidesave.client.training.metadata import Metrics, as_numbers, encode_metadata, is_ephemeral
+from sidesave.client.training.links import Naming, check_naming
+from sidesave.client.training.managed_state import RANDOM_STATE, ManagedState
+from sidesave.client.training.metadata import Metrics, is_ephemeral
 from sidesave.client.training.retention import (
     Best,
-    EveryNMinutes,
     KeepPolicy,
     Pins,
-    Retention,
     check_count,
     check_keep_policies,
 )
-from sidesave.client.training.rng_state import RandomState
 from sidesave.client.training.save_policies import (
     BeforeTraining,
-    Ephemeral,
     Occasion,
-    OnRequest,
     SavePolicy,
     check_save_policies,
 )
 from sidesave.client.training.schedule import Schedule
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
-from sidesave.stager import apart
-from sidesave.stager.state.annotations import PerRank
+from sidesave.errors import InvalidArgumentError, SidesaveError
 
 logger = logging.getLogger(__name__)
 
-RANDOM_STATE: Final = "random_state"
-"""The name in the state of all random number generators."""
 _EXIT_TIMEOUT_S: Final = 600.0
-_AGREE_TO_END_S: Final = 30.0
 _SETTLED_TIMEOUT_S: Final = 5.0
 _UNSETTLED_TIMEOUT_S: Final = 0.1
 _SEED_STEP: Final = 0
@@ -129,73 +115,38 @@ class CheckpointManager:
         self._policies, self._keep = check_save_policies(save), check_keep_policies(keep)
         if names is not None:
             check_naming(names)
-        self._names = names
         arguments.encode_metadata(metadata)
-        self._state = state
-        self._user = dict(metadata or {})
-        self._files: dict[str, bytes] = {}
-        self._random: RandomState | None = None
         if random_state and RANDOM_STATE in state:
             raise InvalidArgumentError(f"random_state=True saves an item {RANDOM_STATE!r}, and the state has one")
-        self._metric_names = {policy.metric for policy in self._keep if isinstance(policy, Best)}
-        self._blocking = blocking
         self._pid = os.getpid()
         self._closed = False
-        self._seed: int | None = None
-        self._last: SaveHandle | None = None
-        self._newest: SaveHandle | None = None
         self._stats = SaveStats() if stats is None else stats
-        self._retention: Retention | None = None
-        self._trigger: TriggerWatch | None = None
         self._dropped: weakref.finalize[..., Self] | None = None
         self._schedule = Schedule(self._policies)
+        self._background = Background(self._schedule)
         try:
             self._checkpointer = Checkpointer(directory, **options)
-            if random_state:
-                self._random = RandomState(self._checkpointer._world.rank)
             self._pins = Pins(self._checkpointer.directory)
-            self._start()
+            self._background.start(
+                self._checkpointer, state, self._policies, self._keep, self._pins, names, random_state=random_state
+            )
+            self._managed = ManagedState(
+                state,
+                self._checkpointer,
+                self._schedule,
+                self._background.retention,
+                self._stats,
+                random_state=random_state,
+                blocking=blocking,
+                metadata=metadata or {},
+                metric_names={policy.metric for policy in self._keep if isinstance(policy, Best)},
+            )
         except BaseException:
             self._stop(0)
             raise
-        self._dropped = weakref.finalize(self, _end_dropped, os.getpid(), self._schedule, self._trigger)
+        self._dropped = weakref.finalize(self, end_dropped, os.getpid(), self._schedule, self._background.trigger)
         self._dropped.atexit = False  # _close_all comes first, and saves the last step
         _at_exit(self)
-
-    def _start(self) -> None:
-        """What works beside training, where there is a need for it."""
-        world, node = self._checkpointer._world, self._checkpointer._node
-        if world.size > 1:
-            world.require_alike(
-                save=sorted(map(_name, self._policies)), keep=sorted(map(_name, self._keep)), random=bool(self._random)
-            )
-        with world.agreeing("cannot save its state"):
-            self._checkpointer._submission.check(self._state)
-        if isinstance(node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in self._keep):
-            raise InvalidArgumentError(
-                "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "
-                "cannot be combined with node_local=True; take EveryNSteps"
-            )
-        self._schedule.start(world)
-        self._is_first_of_node = node.rank == 0
-        if self._is_first_of_node:
-            self._retention = self._make_retention()
-        if self._is_first_of_node and any(isinstance(policy, OnRequest) for policy in self._policies):
-            # Not methods of this object: the thread must not keep a dropped manager alive.
-            ask, session = self._schedule.request, self._checkpointer._session
-            self._trigger = TriggerWatch(
-                self._checkpointer.directory,
-                session,
-                functools.partial(ask, stop=False),
-                functools.partial(ask, stop=True),
-            )
-
-    def _make_retention(self) -> Retention | None:
-        deleting = bool(self._keep) or any(isinstance(policy, Ephemeral) for policy in self._policies)
-        links = None if self._names is None else Links(self._checkpointer.directory, self._names)
-        if not deleting and links is None:
-            return None
-        return Retention(self._checkpointer, self._keep if deleting else None, self._pins, links)
 
     # Saving ----------------------------------------------------------------------------------------------------
 
@@ -206,19 +157,14 @@ class CheckpointManager:
             InvalidArgumentError: The name is taken.
             UnsupportedValueError: The value cannot be saved.
         """
-        if name in self._state or (self._random is not None and name == RANDOM_STATE):
-            raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
-        self._checkpointer._submission.check({name: value})
-        self._state[name] = value
+        self._managed.register(name, value)
 
     def write_file(self, name: str, content: str | bytes) -> None:
         """Have a small file beside the tensors of each checkpoint from the next save on, such as a ``config.json``.
 
         Given again it is replaced. See ``files`` of ``Checkpointer.save`` for names, sizes and ranks, and the errors.
         """
-        files: dict[str, str | bytes] = {**self._files, name: content}
-        arguments.encode_files(files)
-        self._files[name] = content.encode() if isinstance(content, str) else content
+        self._managed.write_file(name, content)
 
     def step(self, step: int, metrics: Metrics | None = None) -> SaveHandle | None:
         """A training step has been finished; saves it if a policy says so.
@@ -245,8 +191,8 @@ class CheckpointManager:
         if not (due.lasting or due.ephemeral):
             return None
         if due.stop:  # there may be no other save
-            return self._save_at_last(ephemeral=not due.lasting)
-        return self._save(self._schedule.stepped, metrics, ephemeral=not due.lasting)
+            return self._managed.save_at_last(ephemeral=not due.lasting)
+        return self._managed.save(self._schedule.stepped, metrics, ephemeral=not due.lasting)
 
     def save(
         self,
@@ -269,7 +215,7 @@ class CheckpointManager:
             SidesaveError: As ``Checkpointer.save``.
         """
         step = self._schedule.note_finished(step, metrics)
-        return self._save(step, metrics, blocking=blocking, metadata=metadata)
+        return self._managed.save(step, metrics, blocking=blocking, metadata=metadata)
 
     def stats(self) -> SaveSummary:
         """What the saves of this manager have cost so far."""
@@ -290,67 +236,6 @@ class CheckpointManager:
     def stopping(self) -> bool:
         """Whether the loop is asked to end with the step just finished, which is saved, and the same on all ranks."""
         return self._schedule.stopping
-
-    def _save(
-        self,
-        step: int,
-        metrics: Metrics | None,
-        *,
-        ephemeral: bool = False,
-        blocking: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        seed: bool = False,
-        exception: BaseException | None = None,
-    ) -> SaveHandle:
-        """The one way from here to a checkpoint."""
-        try:
-            told = encode_metadata(
-                as_numbers(step, metrics, self._metric_names),
-                {**self._user, **(metadata or {})},
-                ephemeral=ephemeral,
-                seed=seed,
-                exception=exception,
-            )
-        except BaseException as error:
-            self._checkpointer._give_up(step, error)
-            raise
-        began_s = time.perf_counter()
-        with contextlib.nullcontext() if self._retention is None else self._retention.saving():
-            called = time.monotonic()
-            try:
-                handle = self._checkpointer.save(
-                    step,
-                    self._items(),
-                    blocking=blocking or self._blocking,
-                    overwrite=step == self._seed,
-                    metadata=told,
-                    files=self._files,
-                )
-            except BaseException as error:
-                self._stats.refused(step, error, called, time.monotonic())
-                raise
-            self._stats.watch(handle, called, time.monotonic())
-            if self._retention is not None and not handle.skipped:
-                self._retention.add(handle)
-        if handle.skipped:
-            return handle
-        cost = self._schedule.cost
-        cost.add_stall(time.perf_counter() - began_s)
-
-        def committed(done: object) -> None:
-            if handle.committed.peek() is None:
-                cost.add_commit(time.perf_counter() - began_s)
-
-        handle.committed.add_done_callback(committed)
-        self._last = self._newest = handle
-        self._seed = step if seed else None
-        self._schedule.note_save(step, ephemeral=ephemeral, seed=seed)
-        return handle
-
-    def _items(self) -> dict[str, Any]:
-        if self._random is None:
-            return self._state
-        return {**self._state, RANDOM_STATE: PerRank(self._random, self._random.when_resized)}
 
     # Resuming --------------------------------------------------------------------------------------------------
 
@@ -384,34 +269,12 @@ class CheckpointManager:
             SystemExit: A signal has asked for the end meanwhile (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.load``.
         """
-        into, sources = self._items(), check_sources(sources)
-        world = self._checkpointer._world
-        try:
-            with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
-                self._checkpointer.load(step, into=into, fallback=fallback, **options)
-        except CheckpointNotFoundError:
-            if step is not None:
-                raise
-            with world.agreeing("finds a damaged checkpoint"):
-                if self._is_first_of_node:  # else a run whose checkpoints are all damaged would begin anew
-                    self._checkpointer._refuse_damaged(None, [])
-            if sources:
-                into = dict(self._state)
-                restore.load_bank(self._checkpointer, into, sources, options)
-                self._state.update(into)
-            self._schedule.begin_anew()
-            if any(isinstance(policy, BeforeTraining) for policy in self._policies):
-                self._save(_SEED_STEP, None, seed=True)
-        else:
-            self._state.update({name: into[name] for name in self._state})
-            if self._random is not None:
-                self._random.apply()
-            loaded = restore.what_was_loaded(self._checkpointer)
-            self._seed, self._newest = loaded.step if loaded.is_seed else None, None
-            self._schedule.go_on(loaded)
+        restored = self._managed.restore(step, sources, options, fallback=fallback)
+        if not restored and any(isinstance(policy, BeforeTraining) for policy in self._policies):
+            self._managed.save(_SEED_STEP, None, seed=True)
         ending = self._schedule.resume()
         if ending:
-            self._leave(ending, self._last)
+            self._leave(ending, self._managed.last)
         return self._schedule.stepped + 1
 
     def rollback(
@@ -444,7 +307,7 @@ class CheckpointManager:
             raise InvalidArgumentError("rollback takes a step, or steps_back=: one of them")
         if steps_back is not None:
             check_count("steps_back of rollback", steps_back)
-            step = self._checkpointer._ancestor(self._schedule.stepped - steps_back)
+            step = self._checkpointer.session.shared.ancestor(self._schedule.stepped - steps_back)
         return self.restore(step, fallback=fallback, **options)
 
     # What there is ---------------------------------------------------------------------------------------------
@@ -462,7 +325,7 @@ class CheckpointManager:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints of the run in the order of :func:`sidesave.find`, with metrics; read from the directory."""
-        return self._checkpointer._whole()
+        return self._checkpointer.session.shared.checkpoints()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """The checkpoint with the best value of a metric, by the rules of :class:`Best`; None when none has it.
@@ -484,32 +347,21 @@ class CheckpointManager:
             InvalidArgumentError: Nodes keep their own parts (``node_local``), of which no rank has all.
             SidesaveError: As :meth:`save`, :meth:`wait` and :func:`sidesave.export`; the same on all ranks.
         """
-        world = self._checkpointer._world
-        if isinstance(self._checkpointer._node, NodeWorld):
+        world = self._checkpointer.session.world
+        if isinstance(self._checkpointer.session.node, NodeWorld):
             raise InvalidArgumentError("with node_local no rank has all parts of a checkpoint, so none can export it")
         report = None
         with world.agreeing("cannot export"):
-            if self._has_unsaved_step():
-                self._save_at_last()
+            if self._managed.has_unsaved_step():
+                self._managed.save_at_last()
             self.wait()
             if world.rank == 0:
-                report = export(self._current(), target, **options)
+                report = export(self._managed.current(), target, **options)
         return report
-
-    def _current(self) -> CheckpointInfo:
-        """The checkpoint that training stands on: after going back it is not the one that was committed last."""
-        if self._newest is not None:
-            return self._newest.committed.result()
-        if self._checkpointer._lineage.parent is not None:
-            return restore.loaded_checkpoint(self._checkpointer)
-        found = self.latest
-        if found is None:
-            raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", self._checkpointer.directory)
-        return found
 
     def prepare(self) -> Future[None]:
         """Allocate staging memory for the state in the background; optional, see ``Checkpointer.prepare``."""
-        return self._checkpointer.prepare(self._items(), files=self._files)
+        return self._checkpointer.prepare(self._managed.items, files=self._managed.files)
 
     def pin(self, step: int) -> None:
         """Never delete this step, in this run and in later ones; durable when this returns.
@@ -517,13 +369,13 @@ class CheckpointManager:
         May be called by all ranks or by rank 0 alone; of nodes with disks of their own (``node_local``) all have to.
         """
         step = arguments.check_step(step)
-        if self._is_first_of_node:
+        if self._checkpointer.session.node.rank == 0:
             self._pins.change(step, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Leave this step to the policies again."""
         step = arguments.check_step(step)
-        if self._is_first_of_node:
+        if self._checkpointer.session.node.rank == 0:
             self._pins.change(step, pinned=False)
 
     @property
@@ -546,37 +398,15 @@ class CheckpointManager:
 
     def _save_and_leave(self, number: int, *, together: bool) -> None:
         """Save the step just finished, unless other ranks would not, and end the process as a signal has asked for."""
-        handle, step = self._last, self._schedule.stepped
+        handle, step = self._managed.last, self._schedule.stepped
         if not together:
             logger.error("step %d is not saved before the end, for another rank has failed or died", step)
-        elif self._has_unsaved_step():
+        elif self._managed.has_unsaved_step():
             try:
-                handle = self._save_at_last()
+                handle = self._managed.save_at_last()
             except SidesaveError as error:
                 logger.error("step %d is not saved before the end: %s", step, error)
         self._leave(number, handle)
-
-    def _has_unsaved_step(self) -> bool:
-        """Whether a step was finished, and not saved since."""
-        return self._schedule.stepped >= 0 and self._schedule.stepped != self._schedule.saved_step
-
-    def _save_at_last(self, *, ephemeral: bool = False, exception: BaseException | None = None) -> SaveHandle:
-        """Save the last finished step with all that can be done for it: there is no other chance."""
-        step, metrics = self._schedule.stepped, self._schedule.metrics
-        try:
-            as_numbers(step, metrics, self._metric_names)
-        except InvalidArgumentError as error:
-            logger.error("step %d is saved without its metrics: %s", step, error)
-            metrics = None
-        if self._checkpointer._world.size == 1:
-            try:
-                handle = self._save(step, metrics, ephemeral=ephemeral, exception=exception)
-                if not handle.skipped:
-                    return handle
-                self._checkpointer.wait()  # on_busy="skip": now there are slots
-            except SidesaveError as error:  # perhaps of an earlier save
-                logger.error("step %d is saved in a second attempt: %s", step, error)
-        return self._save(step, metrics, ephemeral=ephemeral, exception=exception)
 
     def _leave(self, number: int, handle: SaveHandle | None) -> None:
         if handle is not None and not self._schedule.await_save(handle, number):
@@ -601,15 +431,15 @@ class CheckpointManager:
         self._closed = True
         try:
             schedule = self._schedule
-            left = schedule.finish(_AGREE_TO_END_S, failing=occasion != "close")
+            left = schedule.finish(AGREE_TO_END_S, failing=occasion != "close")
             due = occasion is not None and (schedule.is_due(occasion) or (occasion == "close" and bool(left)))
-            if due and self._has_unsaved_step():
+            if due and self._managed.has_unsaved_step():
                 ephemeral = left.ephemeral and not left.lasting and not schedule.is_due("close")
-                self._save_at_last(ephemeral=ephemeral, exception=error)
-            if self._last is not None and not schedule.ending:
-                schedule.await_save(self._last)
+                self._managed.save_at_last(ephemeral=ephemeral, exception=error)
+            if self._managed.last is not None and not schedule.ending:
+                schedule.await_save(self._managed.last)
             if schedule.ending:
-                self._leave(schedule.ending, self._last)
+                self._leave(schedule.ending, self._managed.last)
         finally:
             self._stop(_EXIT_TIMEOUT_S)
 
@@ -617,21 +447,7 @@ class CheckpointManager:
         """End all that works here, and wait for saves and deletions for that long; raises what saves have failed of."""
         if self._dropped is not None:
             self._dropped.detach()
-        ends: list[Callable[[], object]] = []
-        if self._trigger is not None:
-            ends.append(self._trigger.close)
-        retention = self._retention
-        ends.append(lambda: self._schedule.finish(min(timeout_s, _AGREE_TO_END_S), failing=False))
-        checkpointer: Checkpointer | None = getattr(self, "_checkpointer", None)
-        if checkpointer is not None and not checkpointer._closed:
-            if retention is not None:
-                ends.append(lambda: checkpointer.wait(timeout_s))
-                ends.append(lambda: retention.close(min(timeout_s, _AGREE_TO_END_S)))
-            ends.append(lambda: checkpointer.close(timeout_s))
-        ends.append(self._schedule.close)
-        with contextlib.ExitStack() as stack:
-            for end in reversed(ends):
-                stack.callback(end)
+        self._background.stop(timeout_s, getattr(self, "_checkpointer", None))
         _open.discard(self)
 
     def __enter__(self) -> Self:
@@ -658,12 +474,6 @@ class CheckpointManager:
         return f"<CheckpointManager {self._checkpointer.directory!r}{' closed' if self._closed else ''}>"
 
 
-def _name(policy: object) -> str:
-    """What ranks compare of a policy."""
-    known = dataclasses.is_dataclass(policy)
-    return repr(policy) if known else f"{type(policy).__module__}.{type(policy).__qualname__}"
-
-
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 _registered: Callable[[], None] | None = None
 
@@ -674,20 +484,6 @@ def _at_exit(manager: CheckpointManager) -> None:
     _open.add(manager)
     if _registered is None:
         _registered = atexit.register(_close_all)
-
-
-def _end_dropped(pid: int, schedule: Schedule, trigger: TriggerWatch | None) -> None:
-    """End what a manager that was dropped without ``close()`` has left; its checkpointer does the same for itself."""
-    if pid != os.getpid():
-        return
-
-    def work() -> None:
-        if trigger is not None:
-            trigger.close()
-        schedule.finish(_AGREE_TO_END_S, failing=True)
-
-    schedule.close()
-    apart.start(work, "sidesave-close-manager")
 
 
 def _close_all() -> None:

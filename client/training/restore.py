@@ -5,10 +5,7 @@ Of several ranks all read the same checkpoints, or none is given anything.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +14,9 @@ from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.loading.loader import Loaded
 from sidesave.client.loading.sources import Source, read_sources
 from sidesave.client.options import LoadOptions
-from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.training import metadata
-from sidesave.errors import CheckpointNotFoundError, StateMismatchError
-from sidesave.writer_daemon.format.manifest import step_directory
+from sidesave.errors import StateMismatchError
 
 
 def load_bank(
@@ -31,7 +26,7 @@ def load_bank(
 
     To be called by all ranks; raises what one of them raises on all of them.
     """
-    world, paths = checkpointer._world, [""]
+    world, paths = checkpointer.session.world, [""]
     pickled = options.get("allow_pickle")
     with world.agreeing("finds no source"):
         if world.rank == 0:
@@ -45,7 +40,7 @@ def load_bank(
             into,
             strict=False,
             verify=options.get("verify", True),
-            allow_pickle=checkpointer._allow_pickle if pickled is None else pickled,
+            allow_pickle=checkpointer.session.allow_pickle if pickled is None else pickled,
             rank=world.rank,
             size=world.size,
         )
@@ -78,9 +73,9 @@ class Resumed:
 
 def what_was_loaded(checkpointer: Checkpointer) -> Resumed:
     """What kind of checkpoint ``checkpointer`` has just loaded; the same on all ranks, which all have to ask."""
-    parent = checkpointer._lineage.parent
+    parent = checkpointer.session.lineage.parent
     assert parent is not None
-    world = checkpointer._world
+    world = checkpointer.session.world
     seen: list[bool] | None = None
     with world.agreeing("cannot read what it has loaded"):
         if world.rank == 0:
@@ -96,12 +91,6 @@ def loaded_checkpoint(checkpointer: Checkpointer) -> CheckpointInfo:
     Raises:
         CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
     """
-    parent = checkpointer._lineage.parent
+    parent = checkpointer.session.lineage.parent
     assert parent is not None
-    step, session = parent
-    for directory in checkpointer._directories():
-        with contextlib.suppress(CheckpointNotFoundError):
-            info = catalog.read_settled(os.path.join(directory, step_directory(step)), catalog.read_info)
-            if info.session == session:
-                return info
-    raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", checkpointer.directory)
+    return checkpointer.session.run.read(*parent)

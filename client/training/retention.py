@@ -296,7 +296,7 @@ class Retention:
     @contextlib.contextmanager
     def reading(self, step: int | None) -> Generator[None]:
         """Around a load of ``step``: what is there then stays, and what is being deleted has gone before."""
-        self._checkpointer._saves.settle(step)
+        self._checkpointer.session.saves.settle(step)
         looked = Latch()
         self._commits.put(looked)  # after what was committed before
         looked.wait(_DELETE_TIMEOUT_S)
@@ -312,7 +312,7 @@ class Retention:
                 self._loading = frozenset()
 
     def _work(self) -> None:
-        self._guarded(lambda: self._link(self._checkpointer._scan()))
+        self._guarded(lambda: self._link(self._checkpointer.session.run.scan()))
         goes_on = True
         while goes_on:
             batch = [self._commits.get()]
@@ -344,7 +344,7 @@ class Retention:
             before = dict(self._handles)
             settled = {step for step, handle in before.items() if handle.done()}
             going = set(self._deletions)
-        checkpoints = self._checkpointer._scan()
+        checkpoints = self._checkpointer.session.run.scan()
         pinned = self._pins.read()
         with self._turn:
             for step in self._surplus(checkpoints, pinned):
@@ -365,7 +365,8 @@ class Retention:
         return [] if self._policies is None else to_delete(checkpoints, self._policies, pinned, self._loading)
 
     def _delete(self, step: int) -> None:
-        deletion = self._checkpointer._delete(step, spare_read=True)
+        checkpointer = self._checkpointer  # not dropped meanwhile
+        deletion = checkpointer.saver.delete(step, spare_read=True)
         ended = self._deletions[step] = Future[None]()
 
         def gone(done: Future[None]) -> None:

@@ -1,0 +1,170 @@
+"""The checkpoints of one run as this process sees them, in its directory and in its fallback directories."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterable
+
+from sidesave.client.runs import catalog
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.errors import CheckpointNotFoundError, DirectoryInUseError, IntegrityError, InvalidArgumentError
+from sidesave.writer_daemon.format import fallbacks, rollback
+from sidesave.writer_daemon.format.manifest import step_directory
+from sidesave.writer_daemon.lease.lease import current_holder
+from sidesave.writer_daemon.storage import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """Where the checkpoints of a run are, and which of them a step means."""
+
+    def __init__(self, directory: str, fallback: str) -> None:
+        """Look at nothing yet; an empty ``fallback`` is none."""
+        self.directory = directory
+        self._fallback = fallback
+        self._elsewhere: list[str] = []  # fallback directories of earlier sessions
+        self._lost: list[str] = []  # those that are not there
+
+    def remember_fallbacks(self) -> None:
+        """Take down this session's fallback directory, and learn of those of earlier ones."""
+        self._elsewhere, self._lost = fallbacks.remember(self.directory, self._fallback)
+
+    def has_leftovers_elsewhere(self) -> bool:
+        """Whether something unfinished is in a fallback directory, which the daemon recovers when it first needs it."""
+        return any(map(catalog.has_leftovers, [self._fallback, *self._elsewhere]))
+
+    def tell_elsewhere(self, found: list[CheckpointInfo], *, alone: bool) -> None:
+        """Say what an earlier session has left in a fallback directory that this one was not given.
+
+        Several ranks do not look there: for them that is an ``InvalidArgumentError``.
+        """
+        for place in self._lost:
+            logger.warning("%s", self._lost_text(place))
+        for place in self._elsewhere:
+            there = [info for info in found if os.path.dirname(info.path) == place]
+            if there and not alone:
+                raise InvalidArgumentError(
+                    f"the run has steps {_steps(there)} in {place}, the fallback directory of a session of one rank, "
+                    f"where several ranks do not look: move them to {self.directory}, and remove {place}"
+                )
+            if there:
+                logger.warning(
+                    "the run has steps %s in %s, the fallback directory of an earlier session: they are loaded like "
+                    "the rest; pass fallback_directory to save and delete there as well",
+                    _steps(there),
+                    place,
+                )
+
+    def scan(self, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
+        """The checkpoints of all directories, the latest last; see :func:`catalog.scan`."""
+        rollbacks = catalog.read_rollbacks(self.directory, strict=refuse_newer)
+        found = catalog.scan(self.directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
+        for directory in self._directories()[1:]:
+            known = {(info.session, info.sequence) for info in found}
+            further = catalog.scan(directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
+            found += [info for info in further if (info.session, info.sequence) not in known]
+        return catalog.in_order(found)
+
+    def read(self, step: int, session: str) -> CheckpointInfo:
+        """The checkpoint that ``session`` has saved as ``step``, as it stands there now.
+
+        Raises:
+            CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
+        """
+        for directory in self._directories():
+            with contextlib.suppress(CheckpointNotFoundError):
+                info = catalog.read_settled(os.path.join(directory, step_directory(step)), catalog.read_info)
+                if info.session == session:
+                    return info
+        raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", self.directory)
+
+    def refuse_damaged(self, step: int | None, checkpoints: list[CheckpointInfo]) -> None:
+        """Raise what is wrong with what is here in the place of ``step``, or of one newer than all ``checkpoints``."""
+        if step is None:
+            if self._lost:
+                raise IntegrityError(self._lost_text(self._lost[0]))
+            for directory in self._directories():
+                catalog.refuse_newer_damaged(directory, checkpoints)
+            return
+        for path in self._left_out(step, checkpoints):
+            try:
+                catalog.read_info(path)
+            except FileNotFoundError:
+                if all(info.step != step for info in checkpoints):
+                    raise
+
+    def choose(
+        self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool, in_parts: bool
+    ) -> list[CheckpointInfo]:
+        """What to try to load for ``step``, or None for the latest: best first, one alone without ``fallback``.
+
+        With ``in_parts`` every node keeps its own part, and ``checkpoints`` are those of which all nodes have theirs.
+
+        Raises:
+            CheckpointNotFoundError: There is no such step, or no checkpoint.
+            IntegrityError: The checkpoint that the run went back to is gone.
+        """
+        wanted = [info for info in checkpoints if info.step == step or (step is None and not info.given_up)]
+        left_out = self._left_out(step, checkpoints) if step is not None and not wanted else []
+        if left_out and fallback:
+            wanted = [info for info in checkpoints if step is None or info.step < step]
+        if not wanted:
+            if step is None and checkpoints:
+                text = "the checkpoint that the run went back to is not there any more; load one of those given up"
+                raise IntegrityError(f"{self.directory}: {text} by its step: {_steps(checkpoints)}")
+            elsewhere = left_out and in_parts
+            text = f"not every node has its part of step {step}" if elsewhere else _not_found(step, checkpoints)
+            raise CheckpointNotFoundError(errno.ENOENT, text, self.directory)
+        best = max(wanted, key=lambda info: info.order)
+        older = [info for info in checkpoints if info.sequence < best.sequence and info.given_up <= best.given_up]
+        older.sort(key=lambda info: info.sequence, reverse=True)
+        return [best, *older] if fallback else [best]
+
+    def give_up_after(self, info: CheckpointInfo, last: int, session: str) -> None:
+        """Write down that the run goes on from ``info``: what was saved after it, up to ``last``, is given up.
+
+        Raises:
+            DirectoryInUseError: The run is not ``session``'s any more.
+        """
+        before = catalog.read_rollbacks(self.directory, strict=True)
+        after = before.going_back(info.sequence, last)
+        if after == before:
+            return
+        with contextlib.closing(PosixStorage(self.directory)) as storage:
+            holder = current_holder(storage)
+        if holder is None or holder.session != session:
+            text = f"the run has passed to {holder or 'nobody'}, so this session can neither go back nor save"
+            raise DirectoryInUseError(errno.EBUSY, text, self.directory)
+        rollback.write(self.directory, after)
+        logger.warning("the run goes on from step %d: what was saved after it is given up", info.step)
+
+    def _directories(self) -> list[str]:
+        """Where the checkpoints are."""
+        further = filter(os.path.isdir, [self._fallback, *self._elsewhere])
+        return [self.directory, *further]
+
+    def _left_out(self, step: int, checkpoints: Iterable[CheckpointInfo]) -> list[str]:
+        """The directories that have the name of a step, and are none of ``checkpoints``."""
+        listed = {info.path for info in checkpoints}
+        paths = [os.path.join(directory, step_directory(step)) for directory in self._directories()]
+        return [path for path in paths if path not in listed and os.path.isdir(path)]
+
+    def _lost_text(self, place: str) -> str:
+        return (
+            f"{place}, the fallback directory that this run has saved to, is not there, and perhaps its newest "
+            f"checkpoint is: mount it, or remove {self.directory}/{fallbacks.USED} to go on without it"
+        )
+
+
+def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:
+    if step is None or not checkpoints:
+        return "there is no checkpoint"
+    return f"there is no step {step}; there are {_steps(checkpoints)}"
+
+
+def _steps(checkpoints: list[CheckpointInfo]) -> list[int]:
+    return sorted(info.step for info in checkpoints)[-20:]

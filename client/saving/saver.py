@@ -1,0 +1,176 @@
+"""The calls that save and delete, and what an interrupted one has left; see :mod:`sidesave.stager.apart`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from sidesave.client import arguments
+from sidesave.client.saving.handle import Outcome, SaveHandle
+from sidesave.client.saving.in_flight import SaveInFlight
+from sidesave.client.saving.session import Session
+from sidesave.errors import StagingError
+from sidesave.stager.devices import kinds
+from sidesave.writer_daemon.protocol import Delete
+
+
+class Saver:
+    """Saves one state after the other; see :class:`Checkpointer` for what is public of it. Thread-safe."""
+
+    def __init__(self, session: Session, on_busy: Literal["wait", "skip"], busy_timeout_s: float) -> None:
+        """Save for a session, which may still be to be started."""
+        self._session = session
+        self._on_busy = on_busy
+        self._busy_timeout_s = busy_timeout_s
+        self._call = threading.RLock()
+        self._entry: SaveInFlight | None = None  # of the call of save() under way, or of one that was interrupted
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        blocking: bool,
+        overwrite: bool,
+        metadata: Mapping[str, Any] | None,
+        files: Mapping[str, str | bytes] | None,
+    ) -> SaveHandle:
+        """See :meth:`Checkpointer.save`."""
+        session = self._session
+        session.check_open()
+        self._refuse_reentry("save")
+        if blocking:
+            self._refuse_in_callback("save")
+        with kinds.exclusion():
+            refusal: StagingError | None = None
+            try:
+                kinds.await_captures("save()")
+            except StagingError as error:
+                refusal = error
+            with self._call:
+                self.undo_interrupted()
+                # Every call takes a place, whatever comes of it: by its place other ranks know which save is meant.
+                handle = SaveHandle(step)
+                entry = self._entry = SaveInFlight(step, handle, session.copier.new_copy())
+                try:
+                    session.lineage.give_place(entry)
+                    session.check_open()  # again: close() may have come first
+                    if session.world.size == 1:  # of several ranks some may have read it, and the others go on
+                        session.saves.raise_failure()
+                    if refusal is not None:
+                        raise refusal
+                    step = entry.step = handle.step = arguments.check_step(step)
+                    entry.unrecorded = True
+                    told, beside = arguments.encode_metadata(metadata), arguments.encode_files(files)
+                    pending = session.saves.place_of(step)
+                    replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
+                    flat = session.submission.flatten(state)
+                    entry.slot = session.pool.try_acquire(entry)
+                    if entry.slot is None and self._on_busy == "skip":
+                        session.history.came_to_nothing(entry)
+                        self._entry = None
+                        return SaveHandle(step, skipped=True)
+                    entry.slot = entry.slot or session.pool.acquire(entry, self._busy_timeout_s)
+                    session.submission.stage(
+                        entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside
+                    )
+                except BaseException as error:
+                    self._undo(entry, error)
+                    raise
+                self._entry = None
+                session.history.returned(entry)
+        if blocking:
+            handle.committed.result()
+        return handle
+
+    def give_up(self, step: int, error: BaseException) -> None:
+        """Take the place of a save that came to nothing before it was called, and tell the other ranks."""
+        with self._call:
+            self.undo_interrupted()
+            entry = SaveInFlight(step, SaveHandle(step), self._session.copier.new_copy())
+            self._entry = entry
+            self._undo(entry, error)
+
+    def delete(self, step: int, *, spare_read: bool = False) -> Future[None]:
+        """See :meth:`Checkpointer.delete`; with ``spare_read`` it is refused, with EBUSY, while somebody reads it."""
+        session = self._session
+        session.check_open()
+        step = arguments.check_step(step)
+        lineage = session.lineage
+        request = Delete(
+            attempt=1,
+            save_id=next(session.ids),
+            step=step,
+            sequence=lineage.sequence,
+            retry=False,
+            spare_read=spare_read,
+        )
+        saves, connection, copier = session.saves, session.connection, session.copier
+        future: Future[None] = Outcome()
+        future.set_running_or_notify_cancel()
+        future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
+
+        def submit() -> None:
+            saves.add_deletion(request.save_id, future)
+            connection.submit(request)
+
+        session.books.submit(lambda: copier.when_copied(submit))
+        return future
+
+    # What may call, and what a call has left ---------------------------------------------------------------------
+
+    def refuse_waiting(self, what: str) -> None:
+        """Raise ``StagingError`` where a call that waits for saves would wait for itself: in one, or in a callback."""
+        self._refuse_reentry(what)
+        self._refuse_in_callback(what)
+
+    def await_call(self, timeout_s: float | None) -> None:
+        """Wait for a ``save()`` of another thread, at most so long or ``busy_timeout_s``."""
+        try:
+            self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s)
+        finally:
+            with contextlib.suppress(RuntimeError):  # else another thread's save() is still at work
+                self._call.release()
+
+    def undo_interrupted(self) -> None:
+        """Give back what an interrupted call of :meth:`save` has left; not inside another one."""
+        entry = self._entry
+        if entry is not None and not self._is_saving(entry.thread):
+            with self._call:
+                if self._entry is entry:
+                    self._undo(entry, None)
+
+    def _undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
+        """End a call of :meth:`save` that came to nothing; where this is interrupted, the next call does it again."""
+        undo = functools.partial(self._session.submission.undo, entry, error)
+        if self._session.is_our_thread():  # that nothing interrupts, and that this would wait for
+            self._session.books.submit(undo)
+        else:
+            self._session.books.call(undo)
+        self._entry = None
+
+    def _is_saving(self, thread: int) -> bool:
+        """Whether that thread is inside :meth:`save`, as its frames tell, which no interrupt can leave behind."""
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            if frame.f_code is Saver.save.__code__ and frame.f_locals.get("entry") is self._entry:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _refuse_reentry(self, what: str) -> None:
+        if self._entry is not None and self._is_saving(threading.get_ident()):
+            raise StagingError(
+                f"{what}() was called inside this thread's save(), by a signal handler for instance; "
+                "set a flag there and call it from the training loop"
+            )
+
+    def _refuse_in_callback(self, what: str) -> None:
+        """What waits for our own threads would wait for ever in one of them."""
+        if self._session.is_our_thread():
+            raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")

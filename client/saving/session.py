@@ -1,0 +1,297 @@
+"""What a checkpointer runs on: one daemon, some staging slots, one copier. Made at the start, ended at the close.
+
+Nothing here refers to the checkpointer, so that one which is dropped without ``close()`` is closed all the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import itertools
+import logging
+import os
+import secrets
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
+
+from sidesave.client.daemon_link.connection import Connection, DaemonConfig
+from sidesave.client.ranks.group import World, tidy
+from sidesave.client.runs import catalog
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.run import Run
+from sidesave.client.runs.save_requests import forget_requests
+from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
+from sidesave.client.saving.lineage import Lineage
+from sidesave.client.saving.own_history import OwnHistory
+from sidesave.client.saving.pipeline import Submission
+from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
+from sidesave.errors import ClosedError, SidesaveError
+from sidesave.stager.apart import Worker
+from sidesave.stager.copy.copier import Copier
+from sidesave.stager.copy.pool import SlotPool
+from sidesave.writer_daemon.format import rollback
+from sidesave.writer_daemon.format.rollback import Rollbacks
+
+logger = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT_S: Final = 600.0
+_THREAD_TIMEOUT_S: Final = 10.0
+_FIRST_ID: Final = 1 << 60
+"""Of requests that are no saves: a save is known by its place, which is the same on all ranks."""
+
+
+class Session:
+    """The parts of one checkpointer, which are there from :meth:`start` on, and their life cycle."""
+
+    id: str
+    allow_pickle: bool
+    copier: Copier
+    connection: Connection
+    pool: SlotPool
+    saves: SavesInFlight
+    lineage: Lineage
+    history: OwnHistory
+    submission: Submission
+    shared: SharedRun
+
+    def __init__(self, world: World, node: World, run: Run) -> None:
+        """Nothing runs yet. The world is left at the end."""
+        self.world, self.node, self.run = world, node, run
+        self.directory, self.pid = run.directory, os.getpid()
+        self.books = Worker("sidesave-books")
+        self.ids = itertools.count(_FIRST_ID)
+        self.closed = self._stopped = self.ended = self._left = False
+
+    # The start -------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        config: DaemonConfig,
+        *,
+        slots: int,
+        max_host_memory_bytes: int | None,
+        overlap: bool | None,
+        validate: bool,
+        bearable_failures: int,
+        allow_pickle: bool,
+    ) -> None:
+        """Start everything, together with the other ranks; where this raises, :meth:`stop` has to follow.
+
+        See :class:`Checkpointer` for the arguments; ``config`` lacks only the name of the session.
+        """
+
+        def start_daemon(session_id: str) -> None:
+            self.books.call(
+                lambda: self._start_daemon(
+                    replace(config, session=session_id), slots, max_host_memory_bytes, bearable_failures
+                )
+            )
+
+        self.allow_pickle = allow_pickle
+        self.copier = self.books.call(lambda: Copier(overlap=overlap, validate=validate))
+        self._open(start_daemon)
+        for name in self.connection.recovered:
+            logger.info("finished %s, which a dead session had left", name)
+        for name in self.connection.removed:
+            logger.info("removed %s, which a dead session had left", name)
+        self.submission = Submission(
+            self.node,
+            self.id,
+            self.ids,
+            self.books,
+            self.connection,
+            self.pool,
+            self.copier,
+            self.saves,
+            self.lineage,
+            self.history,
+            allow_pickle=allow_pickle,
+        )
+        for worker in (self.books, *self.copier.workers):
+            worker.on_failure = self.submission.lose
+
+    def _open(self, start_daemon: Callable[[str], None]) -> None:
+        """The first rank of each node opens the directory, and settles what is there; the others join its session."""
+        world, leads = self.world, self.node.rank == 0
+        session_id: str = world.gather("a session", secrets.token_hex(8))[0]
+        mine: list[CheckpointInfo] = []
+        leftovers, rollbacks = False, Rollbacks()
+        with world.agreeing("cannot open the run directory"):
+            if leads:
+                start_daemon(session_id)
+                leftovers, rollbacks, mine = self.books.call(self._look_around)
+        told = world.gather("what is there", [leftovers, rollbacks.pairs, to_json(mine)] if leads else None)
+        views = [answer for answer in told if answer is not None]
+        agreed = Rollbacks(tuple((target, last) for target, last in views[0][1]))
+        with world.agreeing("cannot start its daemon"):
+            if not leads:
+                start_daemon(session_id)
+            elif rollbacks != agreed:  # nodes that keep their own parts, of which some have crashed on going back
+                rollback.write(self.directory, agreed)
+        everything = [from_json(infos, self.directory) for *_, infos in views]
+        complete = common(everything)
+        self.shared = SharedRun(
+            world,
+            self.node,
+            self.run,
+            session_id,
+            self.saves,
+            self.lineage,
+            {(info.session, info.sequence) for info in complete},
+        )
+        self.lineage.begin(complete, everything, after=agreed.last, leftovers=any(left for left, *_ in views))
+
+    def _look_around(self) -> tuple[bool, Rollbacks, list[CheckpointInfo]]:
+        """Whether something may still be finished, where the run has gone back, and what is there."""
+        tidy(self.directory)
+        forget_requests(self.directory)
+        self.run.remember_fallbacks()
+        leftovers = bool(self.connection.left)
+        leftovers |= self.run.has_leftovers_elsewhere()
+        rollbacks = catalog.read_rollbacks(self.directory, strict=True)
+        found = self.run.scan(refuse_newer=True)
+        self.run.tell_elsewhere(found, alone=self.world.size == 1)
+        return leftovers, rollbacks, found
+
+    def _start_daemon(
+        self, config: DaemonConfig, slots: int, max_host_memory_bytes: int | None, bearable_failures: int
+    ) -> None:
+        self.id = config.session
+        lineage = self.lineage = Lineage(self.directory)
+
+        def release_slot(entry: SaveInFlight) -> None:
+            pool.release(entry)
+
+        def on_committed(info: CheckpointInfo) -> None:
+            lineage.add(info)
+
+        self.saves = SavesInFlight(
+            self.directory,
+            bearable_failures=bearable_failures,
+            logs_failures=self.world.size > 1,
+            release_slot=release_slot,
+            on_committed=on_committed,
+        )
+        self.connection = Connection(config, self.saves.receive, self.saves.lose)
+        pool = self.pool = SlotPool(slots, max_host_memory_bytes, self.connection.attach, self.connection.detach)
+        self.history = OwnHistory(self.directory, config.fallback_directory, self.id, self.connection)
+        self.connection.start()
+        if self._stopped:  # by the main thread, which did not see the connection yet
+            self.connection.give_up_starting()
+        self.connection.wait_ready()
+
+    # Meanwhile -------------------------------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Raise ``ClosedError`` in a forked child."""
+        if self.pid != os.getpid():
+            raise ClosedError(
+                f"this checkpointer belongs to process {self.pid}; a forked child cannot use it, make one of its own"
+            )
+
+    def check_open(self) -> None:
+        """The same, and also when the checkpointer is closed."""
+        self.check_process()
+        if self.closed:
+            raise ClosedError(f"the checkpointer of {self.directory} is closed")
+
+    def is_our_thread(self) -> bool:
+        """Whether the caller runs in a thread of this session, as callbacks of saves do."""
+        threads = (self.books, *self.copier.workers)
+        return self.connection.is_this_thread() or any(worker.is_current() for worker in threads)
+
+    # The end, in one thread that nothing interrupts --------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End what a start that failed has left, and keep the failure short: a daemon that starts is not waited for."""
+        self._stopped = True
+        if hasattr(self, "connection"):
+            self.connection.give_up_starting()
+        self.close(5.0)
+
+    def close(self, patience_s: float) -> None:
+        """End everything; the daemon may take ``patience_s`` seconds to finish. Idempotent."""
+        self.books.call(functools.partial(self._end, patience_s))
+        self.books.close(_THREAD_TIMEOUT_S)
+
+    def drop(self) -> None:
+        """End what a checkpointer dropped without ``close()`` has left, without waiting: saves finish first."""
+        if self.pid != os.getpid() or self.ended:
+            return
+
+        def work() -> None:
+            try:
+                if hasattr(self, "saves"):
+                    self.saves.wait(_EXIT_TIMEOUT_S)
+                    self.saves.raise_failure()
+            except SidesaveError as error:
+                logger.error("a save to %s failed: %s", self.directory, error)
+            finally:
+                self._end(10.0)
+                _dropped.discard(self)
+
+        _dropped.add(self)
+        self.books.submit(work)
+
+    def _end(self, patience_s: float) -> None:
+        if hasattr(self, "copier"):
+            self.copier.close()
+        if hasattr(self, "connection"):
+            self.connection.close(patience_s)
+        if hasattr(self, "saves"):
+            self.saves.abandon()
+        if hasattr(self, "pool"):
+            self.pool.close()
+        left, self._left = self._left, True
+        if not left:
+            self.world.close()
+        self.ended = True
+        self.books.end()
+
+
+class _Checkpointer(Protocol):
+    @property
+    def directory(self) -> str: ...
+
+    def close(self, timeout_s: float | None = None) -> None: ...
+
+
+_open: weakref.WeakSet[_Checkpointer] = weakref.WeakSet()
+_dropped: set[Session] = set()
+"""Of checkpointers that were dropped and are being closed."""
+_registered: Callable[[], None] | None = None
+
+
+def close_at_exit(checkpointer: _Checkpointer) -> None:
+    """Have an unclosed checkpointer closed when the interpreter ends, and never in a forked child."""
+    global _registered
+    _open.add(checkpointer)
+    if _registered is None:
+        _registered = atexit.register(_close_all)
+
+
+def was_closed(checkpointer: _Checkpointer) -> None:
+    """Take back :func:`close_at_exit`; idempotent."""
+    _open.discard(checkpointer)
+
+
+def _close_all() -> None:
+    for checkpointer in list(_open):
+        try:
+            checkpointer.close(_EXIT_TIMEOUT_S)
+        except SidesaveError as error:
+            logger.error("a save failed: %s", error)
+    await_dropped()
+
+
+def await_dropped(directory: str | None = None) -> None:
+    """Wait until checkpointers that nobody refers to any more are closed: those of one directory, or all."""
+    place = None if directory is None else os.path.realpath(directory)
+    if any(os.path.realpath(other.directory) == place for other in _open):
+        gc.collect()  # it may be one that only refers to itself
+    for session in list(_dropped):
+        if session.pid == os.getpid() and place in (None, os.path.realpath(session.directory)):
+            session.books.close(_EXIT_TIMEOUT_S)

@@ -1,0 +1,135 @@
+"""A run as all ranks of a session see it: they load the same checkpoint, or none of them does."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from sidesave.client import arguments
+from sidesave.client.loading.loader import Loaded
+from sidesave.client.ranks.group import NodeWorld, World
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.run import Run
+from sidesave.client.saving.in_flight import SavesInFlight
+from sidesave.client.saving.lineage import Lineage
+from sidesave.errors import CheckpointNotFoundError, IntegrityError
+
+logger = logging.getLogger(__name__)
+
+
+class SharedRun:
+    """Which checkpoints there are for all ranks, and going on from one of them."""
+
+    def __init__(
+        self,
+        world: World,
+        node: World,
+        run: Run,
+        session_id: str,
+        saves: SavesInFlight,
+        lineage: Lineage,
+        complete: Collection[tuple[str, int]],
+    ) -> None:
+        """See ``run`` as ``world`` does; of earlier sessions every node has its part of the ``complete`` ones."""
+        self._world = world
+        self._node = node
+        self._run = run
+        self._session_id = session_id
+        self._saves = saves
+        self._lineage = lineage
+        self._complete = complete
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The checkpoints; of nodes that keep their own parts those of earlier sessions that every node has."""
+        found = self._run.scan()
+        if not isinstance(self._node, NodeWorld):
+            return found
+        return [
+            info
+            for info in found
+            if info.session == self._session_id or (info.session, info.sequence) in self._complete
+        ]
+
+    def load(self, step: int | None, read: Callable[[CheckpointInfo], Loaded], *, fallback: bool) -> dict[str, Any]:
+        """Give live objects what ``read`` reads of ``step``, or of the latest, and go on from there."""
+        began = time.monotonic()
+        candidates, checkpoints = self._candidates(step, fallback=fallback)
+        for info in candidates:
+            try:
+                with self._world.agreeing(f"cannot load step {info.step}"):
+                    loaded = read(info)
+            except IntegrityError as error:
+                if info is candidates[-1]:
+                    raise
+                logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
+                continue
+            with self._world.agreeing(f"cannot give its objects what it has loaded of step {info.step}"):
+                state = loaded.apply()
+            self._lineage.go_back_to(info, checkpoints)
+            if step is not None:
+                with self._world.agreeing(f"cannot write down that it goes on from step {info.step}"):
+                    if self._node.rank == 0:
+                        self._run.give_up_after(info, self._lineage.sequence, self._session_id)
+            seconds = time.monotonic() - began
+            logger.info("loaded step %d: %d bytes read in %.2f s", info.step, loaded.nbytes_read, seconds)
+            return state
+        raise AssertionError("unreachable: the last candidate returns or raises")
+
+    def ancestor(self, upto: int) -> int:
+        """The newest step, up to ``upto``, that training descends from; the same on all ranks, which all ask."""
+        found: list[int] = []
+        with self._world.agreeing("finds nothing to go back to"):
+            if self._world.rank == 0:
+                self._saves.settle(None)
+                ancestors = self._lineage.ancestors
+                found = [info.step for info in self.checkpoints() if info.step <= upto and info.step in ancestors][-1:]
+                if not found:
+                    text = f"there is no checkpoint to go back to, up to step {upto}"
+                    raise CheckpointNotFoundError(errno.ENOENT, text, self._run.directory)
+        return self._world.gather("the step to go back to", found)[0][0]
+
+    def _candidates(self, step: int | None, *, fallback: bool) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
+        """What to try to load, best first, and all checkpoints there are; as rank 0 sees them."""
+        world, leads = self._world, self._node.rank == 0
+        found: list[list[CheckpointInfo]] = []
+        mine: list[CheckpointInfo] = []
+        with world.agreeing("cannot list the run directory"):
+            if step is not None:
+                step = arguments.check_step(step)
+            self._saves.settle(step)
+            if leads:
+                mine = self._run.scan()
+        if world.size > 1:
+            world.require_alike(step=step, fallback=fallback)
+            told = world.gather("checkpoints", to_json(mine) if leads else None)
+            mine = common([from_json(answer, self._run.directory) for answer in told if answer is not None])
+        with world.agreeing("finds a damaged checkpoint"):
+            if leads and not fallback:
+                self._run.refuse_damaged(step, mine)
+        with world.agreeing("finds nothing to load"):
+            if world.rank == 0:
+                in_parts = isinstance(self._node, NodeWorld)
+                found = [self._run.choose(step, mine, fallback=fallback, in_parts=in_parts)]
+        if world.size > 1:
+            told = world.gather("candidates", to_json([info for infos in found for info in infos]))[0]
+            found = [from_json(told, self._run.directory)]
+        return found[0], mine
+
+
+def common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
+    """The checkpoints of which every node has its part, as the first one has them."""
+    keys = [{(info.step, info.session, info.sequence) for info in view} for view in views]
+    return [info for info in views[0] if all((info.step, info.session, info.sequence) in known for known in keys)]
+
+
+def to_json(checkpoints: list[CheckpointInfo]) -> list[Any]:
+    """What one rank tells the others of checkpoints."""
+    return [info.to_json() for info in checkpoints]
+
+
+def from_json(told: list[Any], directory: str) -> list[CheckpointInfo]:
+    """What another rank has told of checkpoints, as they are found in ``directory``."""
+    return [CheckpointInfo.from_json(info, directory) for info in told]
