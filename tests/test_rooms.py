@@ -68,8 +68,7 @@ LONG = {
     "client.cli.doctor": 507,
     "client.daemon_link.connection": 586,
     "client.training.manager": 699,
-    "stager.state.tree": 660,
-    "stager.state.treespec": 510,
+    "stager.state.treespec": 511,
     "writer_daemon.storage.posix": 547,
 }
 

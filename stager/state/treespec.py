@@ -195,6 +195,11 @@ def rebuilt(node: Any, tensor: Callable[[TensorRef], Any]) -> Any:
     return _Builder("", 0, tensor, _everything, lambda data: object(), set()).build(node, "", 0)
 
 
+def pack(node: Any) -> bytes:
+    """A node as msgpack."""
+    return cast("bytes", msgpack.packb(node, unicode_errors="surrogatepass"))
+
+
 def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A module's state as torch makes it: its metadata tells ``load_state_dict`` which version of a class it is of."""
     if not isinstance(cast("object", metadata), dict) or not all(type(each) is dict for each in metadata.values()):
@@ -243,7 +248,7 @@ class _Merger:
         """What two nodes have not alike, down to the leaves of dicts and of lists of one length."""
         if depth > MAX_DEPTH + 5:
             raise ValueError(f"{fqn} is nested too deep")
-        if _pack(first) == _pack(second):
+        if pack(first) == pack(second):
             return
         ours, theirs = _items_of(first), _items_of(second)
         if ours is not None and theirs is not None:
@@ -289,11 +294,7 @@ def _items_of(node: Any) -> _Items | None:
         return None
     body = parts[-1]
     pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
-    return {key if isinstance(key, str) else _pack(key): (key, item) for key, item in pairs}
-
-
-def _pack(key: Any) -> bytes:
-    return cast("bytes", msgpack.packb(key, unicode_errors="surrogatepass"))
+    return {key if isinstance(key, str) else pack(key): (key, item) for key, item in pairs}
 
 
 # Building --------------------------------------------------------------------------------------------------------
