@@ -68,7 +68,6 @@ LONG = {
     "client.cli.doctor": 507,
     "client.daemon_link.connection": 586,
     "client.training.manager": 699,
-    "stager.state.treespec": 511,
     "writer_daemon.storage.posix": 547,
 }
 

@@ -22,7 +22,7 @@ from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
 from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.sharding import Grid
-from sidesave.stager.state.treespec import SPARSE_PARTS, Tag, pack
+from sidesave.stager.state.tags import SPARSE_PARTS, Tag, pack
 
 
 class NoValuesYet(UnsupportedValueError):

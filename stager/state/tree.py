@@ -25,8 +25,9 @@ from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedVal
 from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.dtypes import dtype_name
 from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
+from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PRIMITIVES, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
-from sidesave.stager.state.treespec import FACTORIES, MAX_DEPTH, PRIMITIVES, Tag, TensorRef, pack, rebuilt
+from sidesave.stager.state.treespec import TensorRef, rebuilt
 
 logger = logging.getLogger(__name__)
 
