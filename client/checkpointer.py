@@ -24,8 +24,8 @@ from typing import Any, Final, Literal, Self
 import torch
 
 from sidesave.client import arguments
-from sidesave.client.arguments import path_text
-from sidesave.client.daemon_link.connection import Connection, DaemonConfig
+from sidesave.client.daemon_link.config import DaemonConfig
+from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.loading import loader
 from sidesave.client.loading.rename import Rename
 from sidesave.client.ranks.group import NodeWorld, World, find_node, find_world, tidy
@@ -147,8 +147,8 @@ class Checkpointer:
             InvalidArgumentError: An option makes no sense.
             SidesaveError: Whatever kept another rank from starting; the message names it.
         """
-        self._directory = path_text(directory)
-        self._fallback = "" if fallback_directory is None else path_text(fallback_directory)
+        self._directory = arguments.path_text(directory)
+        self._fallback = "" if fallback_directory is None else arguments.path_text(fallback_directory)
         self._elsewhere: list[str] = []  # fallback directories of earlier sessions
         self._lost: list[str] = []  # those that are not there
         for path in filter(None, (self._directory, self._fallback)):

@@ -66,7 +66,6 @@ def test_no_room_is_crowded():
 LONG = {
     "client.checkpointer": 951,
     "client.cli.doctor": 507,
-    "client.daemon_link.connection": 586,
     "client.training.manager": 699,
     "writer_daemon.storage.posix": 547,
 }

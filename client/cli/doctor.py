@@ -238,9 +238,9 @@ def _gpu() -> Iterator[Verdict]:
 
 
 def _sockets() -> Iterator[Verdict]:
-    from sidesave.client.daemon_link import connection
+    from sidesave.client.daemon_link.socket_dir import socket_directory
 
-    directory = Path(connection.socket_directory())
+    directory = Path(socket_directory())
     directory.rmdir()
     yield "ok", f"in {directory.parent}", ""
 
