@@ -67,7 +67,6 @@ LONG = {
     "client.checkpointer": 951,
     "client.cli.doctor": 507,
     "client.training.manager": 699,
-    "writer_daemon.storage.posix": 547,
 }
 
 
