@@ -15,7 +15,7 @@ import torch
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.daemon_link.connection import DaemonConfig
+from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.loading import loader
 from sidesave.client.loading.rename import Rename
 from sidesave.client.ranks.group import find_node, find_world

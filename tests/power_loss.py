@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sidesave.writer_daemon.storage import descriptor, posix
+from sidesave.writer_daemon.storage import descriptor, posix, posix_file
 
 _PAGE = 4096
 _SECTOR = 512
@@ -186,7 +186,7 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (posix, descriptor):
+            for module in (posix, posix_file, descriptor):
                 patch.setattr(module, "os", _Os(self))
             patch.setattr(posix, "_libc", _Libc(self, posix._libc))
             yield self
@@ -291,12 +291,12 @@ class Recorder:
 
 def _site() -> str:
     """The line outside of the storage backend that asked for what is being done."""
-    frame, called = sys._getframe(1), ""
+    frame, called, storage = sys._getframe(1), "", (posix.__name__, posix_file.__name__)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("sidesave.") and name != posix.__name__:
+        if name.startswith("sidesave.") and name not in storage:
             return f"{name.rpartition('.')[2]}.{frame.f_code.co_name}:{frame.f_lineno} {called}"
-        if name == posix.__name__ and not frame.f_code.co_name.startswith("_"):
+        if name in storage and not frame.f_code.co_name.startswith("_"):
             called = frame.f_code.co_name
         frame = frame.f_back
     raise AssertionError("nobody asked for this")

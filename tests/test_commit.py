@@ -24,6 +24,7 @@ from sidesave.errors import CheckpointExistsError, FormatVersionError, Integrity
 from sidesave.stager.copy.pool import SlotPool
 from sidesave.stager.plan import make_plan, structure_of
 from sidesave.stager.state import tree
+from sidesave.stager.state.flat_state import OBJECTS
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
@@ -97,7 +98,7 @@ class Session:
             rank=0,
             world_size=1,
             files=tuple(Extent(name=f.container, offset=base + f.offset, nbytes=f.nbytes) for f in plan.files),
-            objects=Extent(name=tree.OBJECTS, offset=base + offset, nbytes=len(flat.objects)),
+            objects=Extent(name=OBJECTS, offset=base + offset, nbytes=len(flat.objects)),
             parent=Parent(step=1, session=OLD),
             replace=replace,
             pickled=False,

@@ -40,7 +40,8 @@ from sidesave.errors import (
     WriteError,
 )
 from sidesave.stager.memory.arena import Arena
-from sidesave.stager.state.treespec import Skeleton, Tag
+from sidesave.stager.state.tags import Tag
+from sidesave.stager.state.treespec import Skeleton
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, tensor_file
 

@@ -25,7 +25,7 @@ from trainers import DEADLINE_S, Orders, Traces, a_state, check, pidfd_of, stagi
 from zmq.utils.monitor import recv_monitor_message
 
 import sidesave
-from sidesave.client.daemon_link import connection
+from sidesave.client.daemon_link import connection, socket_dir
 from sidesave.errors import DaemonStartError, IntegrityError, SidesaveError
 from sidesave.stager.memory.arena import Arena
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
@@ -119,7 +119,7 @@ print(json.dumps(opened))
 def test_another_user_cannot_reach_the_socket(place: Path, monkeypatch: pytest.MonkeyPatch):
     place.chmod(0o1777)
     monkeypatch.setenv("TMPDIR", str(place))
-    directory = Path(connection.socket_directory())
+    directory = Path(socket_dir.socket_directory())
     assert directory.parent == place
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     with socket.socket(socket.AF_UNIX) as listening:
@@ -302,7 +302,7 @@ def test_the_socket_is_not_put_where_others_can_rename_it(
     try:
         base.chmod(mode)
         monkeypatch.setenv("TMPDIR", str(base))
-        directory = Path(connection.socket_directory())
+        directory = Path(socket_dir.socket_directory())
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         if used is not None:  # root may write wherever it likes
             assert (directory.parent == base) is used
@@ -315,7 +315,7 @@ def test_a_temporary_directory_that_is_none_is_passed_over(tmp_path: Path, monke
     (tmp_path / "file").touch()
     for odd in (tmp_path / "file", tmp_path / "nowhere"):
         monkeypatch.setenv("TMPDIR", str(odd))
-        directory = Path(connection.socket_directory())
+        directory = Path(socket_dir.socket_directory())
         assert directory.parent != odd
         directory.rmdir()
 

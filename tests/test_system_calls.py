@@ -10,7 +10,7 @@ from denied import NUMBERS
 from trainers import DEADLINE_S, Traces, Zygote, a_state, same
 
 import sidesave
-from sidesave.client.cli import doctor
+from sidesave.client.cli import directory_checks
 from sidesave.client.runs import catalog
 from sidesave.stager.system_calls import CALLS, hint, needs
 
@@ -95,7 +95,7 @@ def test_doctor_finds_what_is_refused(zygote: Zygote, tmp_path: Path, name: str)
 
 
 def test_doctor_tries_every_call_of_the_list(tmp_path: Path):
-    assert {name for name, _ in doctor.system_call_attempts(tmp_path)} == CALLS.keys()
+    assert {name for name, _ in directory_checks.system_call_attempts(tmp_path)} == CALLS.keys()
 
 
 def test_every_call_of_the_list_can_be_taken_away():

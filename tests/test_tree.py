@@ -28,7 +28,8 @@ import sidesave
 from sidesave.client.loading import selection
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.state import tree
-from sidesave.stager.state.treespec import Skeleton, Tag, TensorRef
+from sidesave.stager.state.tags import Tag
+from sidesave.stager.state.treespec import Skeleton, TensorRef
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"

@@ -651,14 +651,14 @@ def examine_without(folder: str, calls: str, code: str) -> None:
     """Says what the doctor finds where these system calls are refused."""
     from denied import deny
 
-    from sidesave.client.cli import doctor
+    from sidesave.client.cli import directory_checks
 
     try:
         deny(calls.split(","), int(code))
     except OSError as error:
         say("skipped", error)
         os._exit(0)
-    for status, finding, remedy in doctor._system_calls(Path(folder)):
+    for status, finding, remedy in directory_checks._system_calls(Path(folder)):
         say(status, finding, "|", remedy)
     os._exit(0)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sidesave.stager.state import dtypes, tree
+from sidesave.stager.state.flat_state import OBJECTS
 from sidesave.writer_daemon.commit.manifest_builder import assemble
 from sidesave.writer_daemon.format import layout
 from sidesave.writer_daemon.format.layout import ELSEWHERE, Layout, Part, Table, TensorInfo
@@ -149,7 +150,7 @@ def write_world(
             apart=apart[rank],
         )
         files = tuple(_write_tensors(path, container, rank, cells) for container, cells in ours[rank].items())
-        objects = _write(path, rank_file(tree.OBJECTS, rank, "msgpack"), flat.objects)
+        objects = _write(path, rank_file(OBJECTS, rank, "msgpack"), flat.objects)
         about = (SESSION, step, step, rank, world, None, flat.pickled, 1e9, torch.__version__)
         records.append(RankRecord(*about, files=files, objects=objects, part=part))
         _write(path, record_file(rank), records[-1].to_bytes())

@@ -457,7 +457,8 @@ def doctor(
     What sidesave needs is tried out, which takes some seconds and leaves nothing behind. Exit status 1 means that a
     check has failed.
     """
-    from sidesave.client.cli.doctor import Finding, examine
+    from sidesave.client.cli.doctor import examine
+    from sidesave.client.cli.finding import Finding
 
     place = Path(path_text(directory))
     if place.exists() and not place.is_dir():

@@ -9,28 +9,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import logging
 import os
 import queue
 import secrets
 import select
-import shutil
 import socket
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import zmq
 
 from sidesave import errors
+from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.daemon_link.pending import Request, Requests
 from sidesave.client.daemon_link.process import DaemonProcess
+from sidesave.client.daemon_link.socket_dir import locked_socket_directory
 from sidesave.errors import (
     ClosedError,
     CommitUnknownError,
@@ -57,32 +53,12 @@ MAX_DEATHS: Final = 5
 _HEALTHY_S: Final = 60.0
 """A daemon that lived this long was well: the one after it starts without a pause."""
 _KILL_TIMEOUT_S: Final = 10.0
-_SOCKET_PATH_LIMIT: Final = 107
-_SOCKET_PREFIX: Final = "sidesave-socket-"
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 2.0
 _MAX_IDLE_BACKOFF_S: Final = 10.0
 """Before a further daemon where nothing waits for one: the first request starts it sooner."""
 _DESCRIPTORS: Final = 24
 """That many a connection takes for a moment: sockets, pidfds, those of ZeroMQ's threads, a directory being removed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaemonConfig:
-    """What a daemon is told at its start; see ``protocol.Boot``."""
-
-    directory: str
-    fallback_directory: str
-    session: str
-    rank: int
-    world_size: int
-    retries: int
-    stall_timeout_s: float
-    takeover_timeout_s: float
-    commit_timeout_s: float
-    nice: int
-    io_class: str
-    cpus: tuple[int, ...]
 
 
 class Connection:
@@ -264,30 +240,12 @@ class Connection:
     def _spawned(self) -> Generator[DaemonProcess]:
         _require_descriptors()
         try:
-            with _locked_socket_directory() as directory:
+            with locked_socket_directory() as directory:
                 self._attempt += 1
                 token = secrets.token_bytes(16)
                 endpoint = f"ipc://{directory}/{self._attempt}"
                 process = DaemonProcess()
-                boot = protocol.Boot(
-                    attempt=self._attempt,
-                    endpoint=endpoint,
-                    token=token,
-                    directory=self._config.directory,
-                    fallback_directory=self._config.fallback_directory,
-                    retries=self._config.retries,
-                    session=self._config.session,
-                    rank=self._config.rank,
-                    world_size=self._config.world_size,
-                    commit_timeout_s=self._config.commit_timeout_s,
-                    trainer_pid=os.getpid(),
-                    resumes=self._ready.is_set(),
-                    stall_timeout_s=self._config.stall_timeout_s,
-                    takeover_timeout_s=self._config.takeover_timeout_s,
-                    nice=self._config.nice,
-                    io_class=self._config.io_class,
-                    cpus=self._config.cpus,
-                )
+                boot = self._config.boot(self._attempt, endpoint, token, resumes=self._ready.is_set())
                 me = os.pidfd_open(os.getpid())
                 try:
                     with self._lock:
@@ -506,81 +464,3 @@ def _require_descriptors() -> None:
     finally:
         for fd in spare:
             os.close(fd)
-
-
-@contextlib.contextmanager
-def _locked_socket_directory() -> Generator[str]:
-    """A :func:`socket_directory`, removed at the end and locked until then.
-
-    A trainer that is killed before its daemon has connected leaves its directory behind. The lock goes with its holder:
-    by that the next start of any checkpointer tells what is abandoned, and removes it.
-    """
-    lock = -1
-    while True:
-        directory = socket_directory()
-        try:
-            lock = _lock_directory(directory)
-        except (FileNotFoundError, BlockingIOError):  # it was taken for abandoned before it was locked
-            continue
-        except OSError as error:  # no locks here: nobody can take it for abandoned either
-            logger.debug("%s cannot be locked: %s", directory, error)
-        break
-    try:
-        _remove_abandoned(os.path.dirname(directory))
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        if lock >= 0:
-            os.close(lock)
-
-
-def _lock_directory(path: str) -> int:
-    """Lock a directory until the returned descriptor is closed; an ``OSError`` says why it is not to be had."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(path)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _remove_abandoned(base: str) -> None:
-    """Remove socket directories of this user that nobody has locked; of what is in them, sockets alone."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(base) if name.startswith(_SOCKET_PREFIX)]
-    for name in names:
-        path = os.path.join(base, name)
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_uid != os.geteuid():
-                continue
-            lock = _lock_directory(path)
-            try:
-                for entry in os.listdir(lock):
-                    if stat.S_ISSOCK(os.lstat(entry, dir_fd=lock).st_mode):
-                        os.unlink(entry, dir_fd=lock)
-                os.rmdir(path)
-            finally:
-                os.close(lock)
-
-
-def socket_directory() -> str:
-    """A private directory whose path leaves room for a socket's name within the kernel's limit."""
-    for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
-        if base and len(base) + 32 < _SOCKET_PATH_LIMIT and os.access(base, os.W_OK | os.X_OK) and _keeps_names(base):
-            with contextlib.suppress(OSError):  # it is full, for instance
-                return tempfile.mkdtemp(prefix=_SOCKET_PREFIX, dir=base)
-    raise DaemonStartError(
-        "no writable temporary directory with a short path for a socket, where others cannot rename it: set TMPDIR"
-    )
-
-
-def _keeps_names(directory: str) -> bool:
-    """Whether what we make in ``directory`` stays under its name: not where everybody may write and nothing sticks."""
-    try:
-        mode = Path(directory).stat().st_mode
-    except OSError:
-        return False
-    return stat.S_ISDIR(mode) and (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX))

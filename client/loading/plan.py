@@ -18,7 +18,8 @@ from sidesave.client.reading.checkpoint_reader import Reader, Wanted
 from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.dtypes import CARRIERS
-from sidesave.stager.state.tree import Stateful, check, is_dtensor
+from sidesave.stager.state.tensor_collector import is_dtensor
+from sidesave.stager.state.tree import Stateful, check
 from sidesave.stager.state.treespec import TensorRef
 
 DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)

@@ -29,7 +29,8 @@ from sidesave.client.runs.finding import INDEX, WEIGHTS
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.memory import host_memory
 from sidesave.stager.state.dtypes import DTYPES
-from sidesave.stager.state.treespec import Skeleton, Tag, TensorRef
+from sidesave.stager.state.tags import Tag
+from sidesave.stager.state.treespec import Skeleton, TensorRef
 from sidesave.writer_daemon.format.layout import Layout
 from sidesave.writer_daemon.format.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import (

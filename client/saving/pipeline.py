@@ -32,6 +32,7 @@ from sidesave.stager.copy.pool import Slot, SlotPool
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import FileImage, Plan, Structure, make_plan, structure_of
 from sidesave.stager.state import tree
+from sidesave.stager.state.flat_state import OBJECTS, FlatState
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Extent, Parent, Refuse, Save, Spare
 
@@ -82,7 +83,7 @@ class Submission:
         self._caught_up = 0
         saves.on_misaligned = self._catch_up
 
-    def flatten(self, state: Mapping[str, Any]) -> tree.FlatState:
+    def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Take a state apart; raises what cannot be saved."""
         ranks = None if self._placements is None else self._world.ranks
         return tree.flatten(state, allow_pickle=self._allow_pickle, ranks=ranks)
@@ -92,7 +93,7 @@ class Submission:
         ranks = None if self._placements is None else self._world.ranks
         tree.check(state, allow_pickle=self._allow_pickle, ranks=ranks)
 
-    def fit(self, flat: tree.FlatState, slot: Slot, beside: bytes = b"") -> None:
+    def fit(self, flat: FlatState, slot: Slot, beside: bytes = b"") -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated.
 
         For a thread that nothing interrupts.
@@ -102,7 +103,7 @@ class Submission:
     def stage(
         self,
         entry: SaveInFlight,
-        state: tree.FlatState,
+        state: FlatState,
         *,
         replace: bool,
         blocking: bool,
@@ -229,7 +230,7 @@ class Submission:
             self._caught_up = self._lineage.next_sequence()
             self.refuse(save.step, self._caught_up, StateMismatchError(text))
 
-    def _place(self, flat: tree.FlatState) -> Placed:
+    def _place(self, flat: FlatState) -> Placed:
         if self._placements is not None:
             return self._placements.place(flat)
         structure = structure_of(flat.containers)
@@ -249,9 +250,9 @@ class Submission:
         metadata: bytes = b"",
         beside: bytes = b"",
     ) -> dict[str, bytes]:
-        parts = {tree.OBJECTS: placed.flat.objects, "table": placed.table, "spare": placed.spare_table}
+        parts = {OBJECTS: placed.flat.objects, "table": placed.table, "spare": placed.spare_table}
         parts |= {"metadata": metadata, "beside": b"" if self._world.rank else beside}
-        parts = {name: part for name, part in parts.items() if part or name == tree.OBJECTS}
+        parts = {name: part for name, part in parts.items() if part or name == OBJECTS}
         try:
             wanted = slot, placed.plan, [*parts.values()], _device(placed.flat)
             if not self._pool.fits(*wanted):
@@ -295,7 +296,7 @@ class Submission:
             rank=self._world.rank,
             world_size=self._world.size,
             files=extents([file for file in placed.plan.files if file.container not in placed.spare]),
-            objects=small[tree.OBJECTS],
+            objects=small[OBJECTS],
             parent=None if parent is None else Parent(step=parent[0], session=parent[1]),
             replace=replace,
             pickled=placed.flat.pickled,
@@ -309,6 +310,6 @@ class Submission:
         )
 
 
-def _device(flat: tree.FlatState) -> torch.device | None:
+def _device(flat: FlatState) -> torch.device | None:
     """A device for whose copies staging memory is to be page-locked."""
     return kinds.first_with_runtime(tensor for tensors in flat.containers.values() for tensor in tensors.values())

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
-from sidesave.client.daemon_link.connection import Connection, DaemonConfig
+from sidesave.client.daemon_link.config import DaemonConfig
+from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.ranks.group import World, tidy
 from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo

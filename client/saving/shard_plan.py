@@ -24,8 +24,8 @@ from sidesave.errors import UnsupportedValueError
 from sidesave.stager.plan import Plan, make_plan, structure_of
 from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import DTYPES, NAMES
+from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.sharding import Box, Grid, Share
-from sidesave.stager.state.tree import FlatState
 from sidesave.writer_daemon.format import layout
 from sidesave.writer_daemon.format.layout import ELSEWHERE, MORE, Layout, Part, Table, TensorInfo
 

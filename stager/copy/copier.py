@@ -25,7 +25,7 @@ from sidesave.stager.copy.pool import Job, Slot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import Plan
 from sidesave.stager.state import ownership
-from sidesave.stager.state.tree import FlatState
+from sidesave.stager.state.flat_state import FlatState
 
 logger = logging.getLogger(__name__)
 

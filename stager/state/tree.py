@@ -1,7 +1,6 @@
 """Nested state to a flat map of tensors plus a skeleton (:mod:`sidesave.stager.state.treespec`).
 
-Tensors are collected as they are, without a copy. One memory region is collected once: tied weights become a second
-reference to the first FQN.
+Tensors are collected as they are, without a copy (:mod:`sidesave.stager.state.tensor_collector`).
 """
 
 from __future__ import annotations
@@ -10,39 +9,28 @@ import collections
 import dataclasses
 import datetime
 import enum
-import functools
 import io
 import logging
-import math
-import operator
 import pathlib
 import pickle
-import re
 import sys
 import zoneinfo
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
-import msgpack
 import torch
-import xxhash
 from torch import nn
 
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError, brief
-from sidesave.stager.state import sharding
 from sidesave.stager.state.annotations import PerRank, Replicated
-from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
-from sidesave.stager.state.sharding import Grid
-from sidesave.stager.state.treespec import FACTORIES, MAX_DEPTH, PRIMITIVES, SPARSE_PARTS, Tag, TensorRef, rebuilt
+from sidesave.stager.state.dtypes import dtype_name
+from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
+from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PRIMITIVES, Tag, pack
+from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
+from sidesave.stager.state.treespec import TensorRef, rebuilt
 
 logger = logging.getLogger(__name__)
 
-TENSORS: Final = "tensors"
-"""The container of bare tensors at the top level."""
-OBJECTS: Final = "objects"
-"""The stem of the file that holds the skeleton."""
-_MAX_STEM: Final = 150
 _DEEP: Final = 20
 """Nested deeper than this, which hardly any state is, containers are watched for cycles."""
 _SHOWN: Final = 20
@@ -76,35 +64,6 @@ class Stateful(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class FlatState:
-    """A state taken apart.
-
-    Attributes:
-        containers: FQN to tensor, per container (one file each), in the order of the state. The tensors are dense and
-            of a dtype that safetensors knows; their memory is the caller's.
-        objects: The encoded skeleton with all plain data.
-        pickled: Whether a value had to be pickled.
-        optimizers: Every optimizer met, for the ownership rules.
-        modules: Every module met.
-        grids: Of tensors that are known to be shared with other ranks, which of them hold what.
-        undeclared: Plain tensors of modules and optimizers of which nobody has said which ranks hold the same: they are
-            compared in each save.
-        per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
-        shared_digest: Of what the skeleton says of modules, optimizers and all else that ranks share.
-    """
-
-    containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])
-    objects: bytes = b""
-    pickled: bool = False
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
-    modules: list[nn.Module] = field(default_factory=list[nn.Module])
-    grids: dict[str, Grid] = field(default_factory=dict[str, Grid])
-    undeclared: dict[str, None] = field(default_factory=dict[str, None])
-    per_rank: list[str] = field(default_factory=list[str])
-    shared_digest: str = ""
-
-
 def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[int, ...] | None = None) -> FlatState:
     """Take a state apart, without copying a tensor. ``ranks`` are those that save together, None for one alone.
 
@@ -122,8 +81,8 @@ def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tupl
     _without_grad(encode)
     _refuse(flattener.refused)
     flat = flattener.flat
-    flat.objects = _pack(skeleton)
-    flat.shared_digest = flattener.shared.hexdigest()
+    flat.objects = pack(skeleton)
+    flat.shared_digest = flattener.tensors.shared_digest
     return flat
 
 
@@ -145,7 +104,7 @@ def check(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[
                 logger.debug("%s does not tell its state yet: %r", key, error)
 
     _without_grad(encode)
-    _refuse([error for error in flattener.refused if not isinstance(error, _NoValuesYet)])
+    _refuse([error for error in flattener.refused if not isinstance(error, NoValuesYet)])
 
 
 def _without_grad(encode: Callable[[], None]) -> None:
@@ -166,10 +125,6 @@ def _items_of(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return state.items()
 
 
-class _NoValuesYet(UnsupportedValueError):
-    """A tensor that may get values before it is saved."""
-
-
 class _Endless(UnsupportedValueError):
     """There is no end to what is below here."""
 
@@ -185,42 +140,18 @@ def _refuse(errors: Sequence[UnsupportedValueError]) -> None:
     raise UnsupportedValueError("\n  ".join(lines)) from errors[0].__cause__
 
 
-def container_name(key: str) -> str:
-    """The file stem for a top-level key: letters, digits, ``_`` and ``-`` stand, all else is percent-encoded."""
-    stem = re.sub(
-        r"[^A-Za-z0-9_-]",
-        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass")),
-        key,
-    )
-    if stem in (TENSORS, OBJECTS, "rank", "manifest"):
-        stem = f"%{ord(stem[0]):02X}{stem[1:]}"
-    if len(stem) > _MAX_STEM:
-        stem = f"{stem[:_MAX_STEM]}-{xxhash.xxh3_64_hexdigest(stem.encode())}"
-    return stem
-
-
-def _pack(skeleton: Any) -> bytes:
-    return cast("bytes", msgpack.packb(skeleton, use_bin_type=True, unicode_errors="surrogatepass"))
-
-
 class _Flattener:
     def __init__(self, allow_pickle: bool, ranks: tuple[int, ...] | None) -> None:
         self.flat = FlatState()
-        self.container = ""
-        self.shared = xxhash.xxh3_128()
-        self._ranks = ranks
-        self._scope: tuple[int, ...] | None = None  # who holds a plain tensor; () is not known, None this rank alone
-        self._pinned = False  # inside PerRank, where nothing is shared
-        self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
+        self.tensors = TensorCollector(self.flat, ranks)
+        self._tensor = self.tensors.tensor
         self._allow_pickle = allow_pickle
         self.refused: list[UnsupportedValueError] = []
-        self._fqns: set[str] = set()
         self._above: dict[int, str] = {}  # where something deep is within: containers by id
-        self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
 
     def item(self, key: str, value: Any) -> Any:
         """The node of an item at the top; what cannot be saved of it is in ``refused``."""
-        self.container = TENSORS if isinstance(value, torch.Tensor) else container_name(key)
+        self.tensors.container = TENSORS if isinstance(value, torch.Tensor) else container_name(key)
         try:
             return self.encode(value, key, 0)
         except _Endless as error:
@@ -267,27 +198,18 @@ class _Flattener:
 
     def _encode_by_ancestry(self, value: Any, fqn: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._tensor_subclass(value, fqn)
+            return self.tensors.subclass(value, fqn)
         if isinstance(value, nn.Module):
-            self.flat.modules.append(value)
-            if self._ranks is not None:
-                self._held_by.update(self._held_by_data_parallel(value, self._ranks))
+            self.tensors.meet_module(value)
             state = value.state_dict(keep_vars=True)
-            return self._shared(lambda: self._module(state, fqn, depth), fqn)
+            return self.tensors.shared(lambda: self._module(state, fqn, depth), fqn)
         if isinstance(value, torch.optim.Optimizer):
-            self.flat.optimizers.append(value)
-            if self._ranks is not None:
-                self._held_by.update(self._ranks_of_states(value))
-            return self._shared(lambda: self._dict(value.state_dict(), fqn, depth), fqn)
+            self.tensors.meet_optimizer(value)
+            return self.tensors.shared(lambda: self._dict(value.state_dict(), fqn, depth), fqn)
         if isinstance(value, Replicated):
-            return self._shared(lambda: self.encode(value.value, fqn, depth), fqn, self._ranks or ())
+            return self.tensors.shared(lambda: self.encode(value.value, fqn, depth), fqn, replicated=True)
         if isinstance(value, PerRank):
-            self.flat.per_rank.append(fqn)
-            before, self._scope, self._pinned = (self._scope, self._pinned), None, True
-            try:
-                return self.encode(value.value, fqn, depth)
-            finally:
-                self._scope, self._pinned = before
+            return self.tensors.per_rank(lambda: self.encode(value.value, fqn, depth), fqn)
         if isinstance(value, enum.Enum):
             if value != value.value and type(value) not in _told:
                 _told.add(type(value))
@@ -304,8 +226,7 @@ class _Flattener:
         if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap) and not value.dtype.hasobject:
             return self._array(value, fqn)
         if isinstance(value, Stateful) and not isinstance(value, type):
-            if self._scope is None and not self._pinned:
-                self.flat.per_rank.append(fqn)
+            self.tensors.meet_stateful(fqn)
             return self.encode(value.state_dict(), fqn, depth + 1)
         if self._allow_pickle:
             self.flat.pickled = True
@@ -318,20 +239,6 @@ class _Flattener:
         raise UnsupportedValueError(
             f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; {_cure(value)}"
         )
-
-    def _shared(self, encode: Callable[[], Any], fqn: str, ranks: tuple[int, ...] = ()) -> Any:
-        """Encode an item whose names all ranks share, and whose plain tensors ``ranks`` are said to hold alike."""
-        if self._ranks is None or self._pinned:
-            return encode()
-        before = self._scope
-        self._scope = before or ranks  # what is around it may have said so already
-        try:
-            node = encode()
-        finally:
-            self._scope = before
-        if before is None:
-            self.shared.update(_pack([fqn, node]))
-        return node
 
     # Containers ------------------------------------------------------------------------------------------------
 
@@ -382,134 +289,6 @@ class _Flattener:
             return list(value)
         return [self.encode(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(value)]
 
-    # Tensors ---------------------------------------------------------------------------------------------------
-
-    def _tensor_subclass(self, value: torch.Tensor, fqn: str) -> Any:
-        if nn.parameter.is_lazy(value):
-            raise _NoValuesYet(f"{fqn}: a lazy parameter has no values; run a forward pass first")
-        if isinstance(value, (nn.Parameter, nn.Buffer)):
-            plain = value.detach()
-            if type(plain) is torch.Tensor:
-                return self._tensor(plain, fqn, origin=value)
-        if is_dtensor(value):
-            return self._dtensor(value, fqn)
-        raise UnsupportedValueError(
-            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} is not a plain tensor; save its local "
-            "part or its dequantized value"
-        )
-
-    def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
-        local = cast("Any", value).to_local()
-        if self._ranks is None:
-            if local.shape != value.shape:
-                raise UnsupportedValueError(
-                    f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
-                )
-            return self._tensor(local, fqn)
-        if self._pinned:
-            return self._tensor(local, fqn)
-        self.shared.update(fqn.encode("utf-8", "surrogatepass"))
-        return self._tensor(local, fqn, grid=sharding.describe(value, fqn))
-
-    def _tensor(
-        self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, origin: torch.Tensor | None = None
-    ) -> Any:
-        if value.layout is not torch.strided:
-            return self._sparse(value, fqn)
-        dtype = value.dtype
-        if value.is_meta:
-            raise _NoValuesYet(f"{fqn}: a meta tensor has no values; materialize it first")
-        if value._is_zerotensor():
-            raise UnsupportedValueError(f"{fqn}: a tensor of zeros without memory; clone it first")
-        if value.is_nested or (dtype not in NAMES and dtype not in CARRIERS):
-            kind = "a nested tensor" if value.is_nested else dtype
-            raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
-        address = value.data_ptr() or (0 if grid is None else _address_of_empty(value, grid))
-        others = self._by_address.get(address) if address else None
-        if others is not None:
-            for other, other_grid, node in others:
-                if _same_region(value, other) and grid == other_grid:  # else a tensor and this rank's part of it
-                    return node
-        node: list[Any] = [Tag.TENSOR, fqn]
-        stored = value
-        if self._ranks is not None and not self._pinned:
-            self._share(value, fqn, grid, value if origin is None else origin)
-        carrier = CARRIERS.get(dtype)
-        if carrier is not None:
-            node.append(dtype_name(dtype))
-            stored = value.detach().resolve_conj().resolve_neg()
-            stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
-            if carrier.pair and fqn in self.flat.grids:
-                self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
-        self._add(fqn, stored)
-        if others is not None:
-            others.append((value, grid, node))
-        elif address:
-            self._by_address[address] = [(value, grid, node)]
-        return node
-
-    def _held_by_data_parallel(self, module: nn.Module, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-        """Who holds what ``DistributedDataParallel`` keeps equal, by id.
-
-        That is its parameters, and buffers if it broadcasts them, which it does from the first rank of its group: that
-        one's count. Not what it was told to ignore, under any of its names.
-        """
-        parallel = sys.modules.get("torch.nn.parallel")
-        if parallel is None or not isinstance(module, parallel.DistributedDataParallel):
-            return {}
-        replicas = cast("Any", module)
-        group = tuple(torch.distributed.get_process_group_ranks(replicas.process_group))
-        parameters = list(replicas.module.named_parameters(remove_duplicate=False))
-        buffers = list(replicas.module.named_buffers(remove_duplicate=False)) if replicas.broadcast_buffers else []
-        first = tuple(rank for rank in group if rank in ranks)[:1]
-        found = {id(tensor): group for _, tensor in parameters} | {id(tensor): first for _, tensor in buffers}
-        ignored = {id(tensor) for name, tensor in (*parameters, *buffers) if name in replicas.parameters_to_ignore}
-        return {each: holders for each, holders in found.items() if each not in ignored}
-
-    def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
-        """Who holds what an optimizer keeps of parameters of ``DistributedDataParallel``, by id.
-
-        It has all ranks change its parameters alike.
-        """
-        return {
-            id(value): self._held_by[id(parameter)]
-            for parameter, state in optimizer.state.items()
-            if id(parameter) in self._held_by
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        }
-
-    def _share(self, value: torch.Tensor, fqn: str, grid: Grid | None, origin: torch.Tensor) -> None:
-        """Note which ranks hold a tensor, where it is not this rank's own; ``origin`` is what it was detached from."""
-        if grid is None and self._scope is not None:
-            ranks = self._scope or self._held_by.get(id(origin))
-            if ranks:
-                grid = sharding.whole(tuple(value.shape), ranks)
-            else:
-                self.flat.undeclared[fqn] = None
-        if grid is not None:
-            self.flat.grids[fqn] = grid
-
-    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
-        if fqn in self._fqns or fqn == "__metadata__":
-            raise UnsupportedValueError(
-                f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
-            )
-        self._fqns.add(fqn)
-        try:
-            self.flat.containers[self.container][fqn] = tensor
-        except KeyError:
-            self.flat.containers[self.container] = {fqn: tensor}
-
-    def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
-        parts = SPARSE_PARTS.get(value.layout)
-        if parts is None or value.is_meta:
-            raise UnsupportedValueError(f"{fqn}: tensors of layout {value.layout} on {value.device} cannot be saved")
-        value = value.detach()
-        nodes = {part.strip("_"): self._tensor(getattr(value, part)(), f"{fqn}.{part.strip('_')}") for part in parts}
-        coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
-        return [Tag.SPARSE, str(value.layout).removeprefix("torch."), list(value.shape), coalesced, nodes]
-
     def _array(self, value: Any, fqn: str) -> Any:
         import numpy as np
 
@@ -520,28 +299,6 @@ class _Flattener:
             return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
         except (TypeError, ValueError):  # no such dtype; foreign byte order
             return [Tag.NUMPY_FILE, _to_npy(array, fqn)]
-
-
-@functools.lru_cache(maxsize=256)
-def _paired(grid: Grid) -> Grid:
-    """The grid of complex numbers that are stored as pairs; one object for each, as plans are found by it."""
-    return replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
-def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
-    """What tells an empty shard from others, for tied tensors have to be tied on all ranks; 0 where nothing does.
-
-    It has no address. But memory of its own, of the size that a shard has elsewhere, is that of no other tensor.
-    """
-    storage = shard.untyped_storage()
-    most = math.prod(max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts) * shard.element_size()
-    return -storage._cdata if storage.nbytes() <= most else 0
 
 
 def _gathers(module: nn.Module) -> bool:
@@ -600,17 +357,6 @@ def _to_npy(value: Any, fqn: str) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
     return file.getvalue()
-
-
-def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.device == b.device
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
 
 
 def _zone(value: datetime.datetime | datetime.time, fqn: str) -> str | None:

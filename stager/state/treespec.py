@@ -1,8 +1,8 @@
 """The skeleton of a state: the nest with every tensor replaced by its FQN and everything else by itself, as msgpack.
 
 Values that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every other node is a list
-whose first element is a :class:`Tag`. Nothing in it is pickle unless the checkpoint's writer allowed it, and decoding
-runs no code.
+whose first element is a :class:`~sidesave.stager.state.tags.Tag`. Nothing in it is pickle unless the checkpoint's
+writer allowed it, and decoding runs no code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import pathlib
 import struct
 import zoneinfo
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -25,56 +25,10 @@ import torch
 
 from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.state.dtypes import CARRIERS, dtype_from_name
+from sidesave.stager.state.merging import Merger, Partial
+from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PRIMITIVES, SPARSE_PARTS, Tag
 
-MAX_DEPTH: Final = 100
-PRIMITIVES: Final = frozenset({type(None), bool, float, str, bytes})
-"""What stands for itself whatever its value; an int does within 64 bits."""
-
-
-class Tag(enum.IntEnum):
-    """First element of a skeleton node; the numbers are part of the format."""
-
-    TENSOR = 0  # fqn [, logical dtype where the stored one is a carrier]
-    DICT = 1  # {str: node}
-    ITEMS = 2  # [[key node, node], ...]: a dict with other keys
-    LIST = 3
-    TUPLE = 4
-    INT = 5  # hexadecimal text: beyond 64 bits
-    COMPLEX = 6  # real, imaginary
-    SET = 7
-    FROZENSET = 8
-    ORDERED_DICT = 9  # like ITEMS
-    COUNTER = 10  # like ITEMS
-    DEFAULT_DICT = 11  # name of the factory, then like ITEMS
-    DEQUE = 12  # maxlen, items
-    BYTEARRAY = 13
-    BYTES_IO = 14  # content, position
-    NUMPY_SCALAR = 15  # dtype, bytes; or "" and a .npy file where neither bytes nor dtype say it all
-    NUMPY_ARRAY = 16  # tensor node
-    NUMPY_FILE = 17  # an array that torch has no dtype for, as a .npy file
-    SIZE = 18
-    DTYPE = 19
-    DEVICE = 20
-    DATETIME = 21  # ISO text, fold, zone
-    DATE = 22
-    TIME = 23  # ISO text, fold, zone
-    TIMEDELTA = 24  # days, seconds, microseconds
-    PATH = 25
-    PURE_PATH = 26
-    SPARSE = 27  # layout, shape, coalesced, {part: tensor node}
-    PICKLE = 28
-    MODULE = 29  # metadata (the version of each submodule), then like DICT or ITEMS
-
-
-FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}
 _FACTORIES_BY_NAME: Final = {name: factory for factory, name in FACTORIES.items()}
-SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
 _LAYOUTS_BY_NAME: Final = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
 _MAX_NPY_HEADER_NBYTES: Final = 10_000
 """The limit that NumPy sets to what it evaluates."""
@@ -97,15 +51,6 @@ class TensorRef:
 
 def _everything(fqn: str) -> bool:
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """A node that some of several skeletons have and others have not; it comes from that of ``rank``."""
-
-    node: Any
-    where: str
-    rank: int
 
 
 class Skeleton:
@@ -143,12 +88,12 @@ class Skeleton:
             IntegrityError: ``other`` is malformed.
         """
 
-        def partial(one: Skeleton) -> Callable[[Any], _Partial]:
-            return lambda node: node if isinstance(node, _Partial) else _Partial(node, one._where, one._rank)
+        def partial(one: Skeleton) -> Callable[[Any], Partial]:
+            return lambda node: node if isinstance(node, Partial) else Partial(node, one._where, one._rank)
 
         try:
             ours, theirs = ({key: (key, node) for key, node in one._body.items()} for one in (self, other))
-            merged = _Merger(is_shared, partial(other)).items(ours, theirs, partial(self), 0)
+            merged = Merger(is_shared, partial(other)).items(ours, theirs, partial(self), 0)
             self._body = dict(merged.values())
         except Exception as error:
             raise IntegrityError(f"{other._where}: not a skeleton: {error}") from error
@@ -159,7 +104,7 @@ class Skeleton:
         What only one of them has counts where it is of its rank alone: a shared tensor, as ``is_shared`` tells by the
         FQN, or anything that holds one, does not. ``IntegrityError`` if one of them is malformed.
         """
-        merger = _Merger(is_shared, lambda node: _Partial(node, other._where, other._rank))
+        merger = Merger(is_shared, lambda node: Partial(node, other._where, other._rank))
         try:
             return list(merger.differences([Tag.DICT, self._body], [Tag.DICT, other._body], "", 0))
         except Exception as error:
@@ -204,101 +149,6 @@ def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) ->
     return found
 
 
-# Merging ---------------------------------------------------------------------------------------------------------
-
-_MAPPINGS: Final = (Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.MODULE)
-_Items = dict[Any, tuple[Any, Any]]
-"""Key node and node of each item, by what tells its key from others."""
-
-
-class _Merger:
-    def __init__(self, is_shared: Callable[[str], bool], theirs: Callable[[Any], _Partial]) -> None:
-        self._is_shared = is_shared
-        self._theirs = theirs
-
-    def items(self, ours: _Items, theirs: _Items, mark: Callable[[Any], _Partial], depth: int) -> _Items:
-        merged = {
-            name: (key, self._node(node, theirs[name][1], mark, depth) if name in theirs else mark(node))
-            for name, (key, node) in ours.items()
-        }
-        added = {name: (key, self._theirs(node)) for name, (key, node) in theirs.items() if name not in ours}
-        return merged | added
-
-    def _node(self, first: Any, second: Any, mark: Callable[[Any], _Partial], depth: int) -> Any:
-        """The first node, and what only the second has of it where both are dicts."""
-        if isinstance(first, _Partial):
-            where, rank = first.where, first.rank
-            merged = self._node(first.node, second, lambda node: _Partial(node, where, rank), depth)
-            return _Partial(merged, where, rank)
-        ours, theirs = _items_of(first), _items_of(second)
-        if ours is None or theirs is None or depth > MAX_DEPTH or not self._holds_shared(second):
-            return first
-        pairs = list(self.items(ours, theirs, mark, depth + 1).values())
-        tag, *about, _ = cast("list[Any]", first)
-        if tag == Tag.DICT and all(isinstance(key, str) for key, _ in pairs):
-            return [tag, dict(pairs)]
-        return [Tag.ITEMS if tag == Tag.DICT else tag, *about, pairs]
-
-    def differences(self, first: Any, second: Any, fqn: str, depth: int) -> Iterator[tuple[str, bool]]:
-        """What two nodes have not alike, down to the leaves of dicts and of lists of one length."""
-        if depth > MAX_DEPTH + 5:
-            raise ValueError(f"{fqn} is nested too deep")
-        if _pack(first) == _pack(second):
-            return
-        ours, theirs = _items_of(first), _items_of(second)
-        if ours is not None and theirs is not None:
-            for name, (key, node) in {**theirs, **ours}.items():
-                below = f"{fqn}.{key}" if fqn else str(key)
-                if name in ours and name in theirs:
-                    yield from self.differences(node, theirs[name][1], below, depth + 1)
-                elif not self._holds_shared(node):
-                    yield below, _is_number(node)
-        elif _is_sequence(first) and _is_sequence(second) and len(first) == len(second):
-            for index, (one, other) in enumerate(zip(first[1:], second[1:], strict=True)):
-                yield from self.differences(one, other, f"{fqn}.{index}", depth + 1)
-        else:
-            yield fqn, _is_number(first) and _is_number(second)
-
-    def _holds_shared(self, node: Any) -> bool:
-        if isinstance(node, dict):  # the parts of a sparse tensor
-            return any(map(self._holds_shared, cast("dict[str, Any]", node).values()))
-        items = _items_of(node)
-        if items is not None:
-            return any(self._holds_shared(item) for _, item in items.values())
-        tag, *parts = cast("list[Any]", node) if isinstance(node, list) and node else [None]
-        if tag == Tag.TENSOR and parts:
-            return self._is_shared(str(parts[0]))
-        return any(map(self._holds_shared, parts))
-
-
-def _is_sequence(node: Any) -> bool:
-    return isinstance(node, list) and len(cast("list[Any]", node)) > 1 and node[0] in (Tag.LIST, Tag.TUPLE)
-
-
-def _is_number(node: Any) -> bool:
-    if isinstance(node, list):
-        tag, *parts = cast("list[Any]", node) or [None]
-        return tag in (Tag.INT, Tag.COMPLEX) or (tag == Tag.NUMPY_SCALAR and parts[0][1:2] in tuple("biufc"))
-    return isinstance(node, (bool, int, float))
-
-
-def _items_of(node: Any) -> _Items | None:
-    """The items of a dict's node; None for any other one."""
-    parts = cast("list[Any]", node) if isinstance(node, list) else []
-    if len(parts) < 2 or parts[0] not in _MAPPINGS:
-        return None
-    body = parts[-1]
-    pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
-    return {key if isinstance(key, str) else _pack(key): (key, item) for key, item in pairs}
-
-
-def _pack(key: Any) -> bytes:
-    return cast("bytes", msgpack.packb(key, unicode_errors="surrogatepass"))
-
-
-# Building --------------------------------------------------------------------------------------------------------
-
-
 class _Missing(enum.Enum):
     LEFT_OUT = 0
 
@@ -335,7 +185,7 @@ class _Builder:
         if depth > MAX_DEPTH + 5:
             raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
         if not isinstance(node, list):
-            if isinstance(node, _Partial):
+            if isinstance(node, Partial):
                 self._partial.add(fqn)
                 other = _Builder(node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial)
                 return other.build(node.node, fqn, depth)

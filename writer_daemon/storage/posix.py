@@ -21,15 +21,22 @@ from collections.abc import Callable, Generator
 from typing import Final
 
 from sidesave.errors import NoSpaceError, WriteError, write_error
-from sidesave.stager import system_calls
 from sidesave.stager.system_calls import REFUSED
 from sidesave.writer_daemon.storage import locks
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
 from sidesave.writer_daemon.storage.descriptor import DIRECTORY, Descriptor
+from sidesave.writer_daemon.storage.posix_file import (
+    ALIGNMENT,
+    NO_SPACE,
+    PosixInput,
+    PosixOutput,
+    close_descriptor,
+    file_nbytes,
+    storage_error,
+)
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT: Final = 4096
 RENAME_NOREPLACE: Final = 1
 _NO_PREALLOCATION: Final = (*REFUSED, errno.EINVAL)
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -42,16 +49,12 @@ _LOCAL: Final = frozenset(
 )
 """File systems that one kernel alone writes to, so that its locks keep out everybody. Any other may be shared."""
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 _READING: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO in a file's place blocks nobody
 _PATIENCE_S: Final = 0.1
 """For a lock that only asks whether there is another, or that covers a deletion: each is gone in less."""
 _LOCK_POLL_S: Final = 0.002
 _UNKNOWN_NBYTES: Final = 1 << 62
 """What is free where the file system does not say."""
-_TRIES: Final = 4
-"""How often a call that moved less than a block, and so got nowhere, is made again before that counts as an error."""
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -126,7 +129,7 @@ class PosixStorage(Storage):
         try:
             yield
         except OSError as error:
-            raise _storage_error(error, what, self._full(path), self.descriptor, call) from error
+            raise storage_error(error, what, self._full(path), self.descriptor, call) from error
 
     def hold(self, name: str, marker: str) -> None:
         """Keep a directory open, so that reading in it goes on when it is renamed: deletion begins with that.
@@ -179,7 +182,7 @@ class PosixStorage(Storage):
             except (FileNotFoundError, NotADirectoryError):
                 return None
             with file:
-                nbytes = _file_nbytes(file.fileno())
+                nbytes = file_nbytes(file.fileno())
                 if nbytes > max_nbytes:
                     raise OSError(errno.EFBIG, "over the limit")
                 parts: list[bytes] = []
@@ -200,7 +203,7 @@ class PosixStorage(Storage):
                     raise
                 file = self.open_descriptor(path, _READING)
             with file:
-                yield _PosixInput(file.fileno())
+                yield PosixInput(file.fileno())
 
     # Writing ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +220,7 @@ class PosixStorage(Storage):
     def create(self, path: str, nbytes: int) -> OutputFile:
         with self._doing(f"cannot create a file of {nbytes:,} bytes", path, "pwrite64"):
             fd = self._open_new(path)
-        file = _PosixFile(fd, self._full(path), direct=bool(self._direct))
+        file = PosixOutput(fd, self._full(path), direct=bool(self._direct))
         try:
             self._preallocate(fd, path, nbytes)
         except WriteError:
@@ -240,10 +243,10 @@ class PosixStorage(Storage):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
             fd = os.open(probe, flags, 0o600, dir_fd=self.descriptor)
             try:
-                with mmap.mmap(-1, _ALIGNMENT) as page:
+                with mmap.mmap(-1, ALIGNMENT) as page:
                     os.pwrite(fd, page, 0)
             finally:
-                _close(fd)
+                close_descriptor(fd)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
@@ -262,8 +265,8 @@ class PosixStorage(Storage):
             code = ctypes.get_errno()
             if code == errno.EINTR:
                 continue
-            if code in _NO_SPACE or (code in _NO_PREALLOCATION and nbytes > free):
-                code = code if code in _NO_SPACE else errno.ENOSPC
+            if code in NO_SPACE or (code in _NO_PREALLOCATION and nbytes > free):
+                code = code if code in NO_SPACE else errno.ENOSPC
                 message = f"{nbytes:,} bytes are needed, {free:,} are free: {os.strerror(code)}"
                 raise NoSpaceError(code, message, self._full(path))
             if code not in _NO_PREALLOCATION:
@@ -430,87 +433,6 @@ class PosixStorage(Storage):
         return lifted
 
 
-class _PosixInput(InputFile):
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._buffer = mmap.mmap(-1, _ALIGNMENT)
-        self.nbytes = _file_nbytes(fd)
-
-    def read_at(self, offset: int, nbytes: int) -> memoryview:
-        start = offset // _ALIGNMENT * _ALIGNMENT
-        need = min(offset + nbytes, self.nbytes) - start
-        room = -(-need // _ALIGNMENT) * _ALIGNMENT
-        if need <= offset - start:
-            return memoryview(b"")
-        if room > len(self._buffer):
-            self._buffer = mmap.mmap(-1, room)
-        window, done, tries = memoryview(self._buffer)[:room], 0, _TRIES
-        while done < need:
-            count = os.preadv(self._fd, [window[done:]], start + done)
-            if count == 0:
-                break  # the file has become shorter
-            done += count
-            if done < need:  # go on from where the next direct read may start
-                tries = _TRIES if count >= _ALIGNMENT else tries - 1
-                done -= done % _ALIGNMENT
-                if not tries:
-                    raise OSError(errno.EIO, "")
-        return window[offset - start : max(offset - start, min(done, need))]
-
-
-class _PosixFile(OutputFile):
-    def __init__(self, fd: int, path: str, *, direct: bool) -> None:
-        self._fd = fd
-        self._path = path
-        self._direct = direct
-
-    def write_at(self, data: memoryview, offset: int) -> None:
-        assert not self._direct or (offset % _ALIGNMENT == 0 and len(data) % _ALIGNMENT == 0)
-        tries = _TRIES
-        try:
-            while data:
-                count = os.pwrite(self._fd, data, offset)
-                if self._direct and count < len(data):
-                    count -= count % _ALIGNMENT  # go on from where the next direct write may start
-                tries = _TRIES if count else tries - 1
-                if not tries:
-                    raise OSError(errno.EIO, "")
-                data = data[count:]
-                offset += count
-        except OSError as error:
-            doing = f"cannot write {len(data):,} bytes at byte {offset:,}"
-            raise _storage_error(error, doing, self._path, self._fd, "pwrite64") from error
-
-    def finish(self, nbytes: int) -> None:
-        call = "ftruncate"
-        try:
-            os.ftruncate(self._fd, nbytes)
-            call = "fsync"
-            os.fsync(self._fd)
-        except OSError as error:
-            # Never fsync this file again: the error is reported once, and the lost pages look clean afterwards.
-            raise _storage_error(error, f"cannot make {nbytes:,} bytes durable", self._path, self._fd, call) from error
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            _close(fd)
-
-
-def _close(fd: int) -> None:
-    """Give a descriptor back. An error of close comes too late to act on: what counts is what fsync has said."""
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
-def _file_nbytes(fd: int) -> int:
-    """The length of an open file; an ``OSError`` when something else has its name."""
-    facts = os.fstat(fd)
-    if not stat.S_ISREG(facts.st_mode):
-        raise OSError(errno.EISDIR if stat.S_ISDIR(facts.st_mode) else errno.ENXIO, "not a file")
-    return facts.st_size
-
-
 def _file_system(fd: int) -> str:
     """What the kernel calls the file system that an open file is on; empty where /proc does not tell."""
     with contextlib.suppress(OSError, ValueError):
@@ -520,19 +442,6 @@ def _file_system(fd: int) -> str:
             (kind,) = (line.rpartition(" - ")[2].split()[0] for line in file if line.split(" ", 1)[0] == mount)
         return kind
     return ""
-
-
-def _storage_error(error: OSError, doing: str, path: str, fd: int, call: str) -> WriteError:
-    """:func:`write_error`, with what is still free, or what the refused ``call`` is needed for, where that matters."""
-    hint = system_calls.hint(call, error)
-    doing += f" ({hint})" if hint else ""
-    if error.errno in _NO_SPACE:
-        with contextlib.suppress(OSError):
-            facts = os.fstatvfs(fd)
-            free = [f"{facts.f_bavail * facts.f_frsize:,} bytes"] if facts.f_blocks else []
-            free += [f"{facts.f_favail:,} files"] if facts.f_files else []
-            doing += f" ({' and '.join(free)} are free)" if free else ""
-    return write_error(error, doing, path)
 
 
 def _umask() -> int:

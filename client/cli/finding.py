@@ -1,0 +1,42 @@
+"""What a check of ``sidesave doctor`` is, and what comes of one.
+
+A check is a generator of verdicts (status, finding, remedy); an ``OSError`` or an error of sidesave that it raises is
+its failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from sidesave.errors import SidesaveError
+
+Status = Literal["ok", "warn", "fail"]
+Verdict = tuple[Status, str, str]
+Check = Callable[[], Iterator[Verdict]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of a check; ``remedy`` says what to do where it is not ``"ok"``."""
+
+    name: str
+    status: Status
+    finding: str
+    remedy: str = ""
+
+
+def run(name: str, check: Check, remedy: str) -> Iterator[Finding]:
+    """The findings of a check; ``remedy`` is for an error that it raises."""
+    try:
+        for verdict in check():
+            yield Finding(name, *verdict)
+    except (SidesaveError, OSError, ImportError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        yield Finding(name, "fail", text or type(error).__name__, remedy)
+
+
+def gb(nbytes: float) -> str:
+    """A size as findings show it."""
+    return f"{nbytes / 1e9:,.1f} GB"

@@ -1,0 +1,62 @@
+"""What a state is when it has been taken apart, and how the files of its parts are called."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import xxhash
+from torch import nn
+
+from sidesave.stager.state.sharding import Grid
+
+TENSORS: Final = "tensors"
+"""The container of bare tensors at the top level."""
+OBJECTS: Final = "objects"
+"""The stem of the file that holds the skeleton."""
+_MAX_STEM: Final = 150
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A state taken apart.
+
+    Attributes:
+        containers: FQN to tensor, per container (one file each), in the order of the state. The tensors are dense and
+            of a dtype that safetensors knows; their memory is the caller's.
+        objects: The encoded skeleton with all plain data.
+        pickled: Whether a value had to be pickled.
+        optimizers: Every optimizer met, for the ownership rules.
+        modules: Every module met.
+        grids: Of tensors that are known to be shared with other ranks, which of them hold what.
+        undeclared: Plain tensors of modules and optimizers of which nobody has said which ranks hold the same: they are
+            compared in each save.
+        per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
+        shared_digest: Of what the skeleton says of modules, optimizers and all else that ranks share.
+    """
+
+    containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])
+    objects: bytes = b""
+    pickled: bool = False
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
+    modules: list[nn.Module] = field(default_factory=list[nn.Module])
+    grids: dict[str, Grid] = field(default_factory=dict[str, Grid])
+    undeclared: dict[str, None] = field(default_factory=dict[str, None])
+    per_rank: list[str] = field(default_factory=list[str])
+    shared_digest: str = ""
+
+
+def container_name(key: str) -> str:
+    """The file stem for a top-level key: letters, digits, ``_`` and ``-`` stand, all else is percent-encoded."""
+    stem = re.sub(
+        r"[^A-Za-z0-9_-]",
+        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass")),
+        key,
+    )
+    if stem in (TENSORS, OBJECTS, "rank", "manifest"):
+        stem = f"%{ord(stem[0]):02X}{stem[1:]}"
+    if len(stem) > _MAX_STEM:
+        stem = f"{stem[:_MAX_STEM]}-{xxhash.xxh3_64_hexdigest(stem.encode())}"
+    return stem

@@ -1,0 +1,252 @@
+"""The tensors of a state, as they are, and which ranks hold them.
+
+One memory region is collected once: tied weights become a second reference to the first FQN.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import xxhash
+from torch import nn
+
+from sidesave.errors import UnsupportedValueError
+from sidesave.stager.state import sharding
+from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
+from sidesave.stager.state.flat_state import FlatState
+from sidesave.stager.state.sharding import Grid
+from sidesave.stager.state.tags import SPARSE_PARTS, Tag, pack
+
+
+class NoValuesYet(UnsupportedValueError):
+    """A tensor that may get values before it is saved."""
+
+
+class TensorCollector:
+    """Puts tensors into a :class:`FlatState`, without a copy, and gives the nodes that stand for them."""
+
+    def __init__(self, flat: FlatState, ranks: tuple[int, ...] | None) -> None:
+        """Fill ``flat``; ``ranks`` are those that save together, None for one alone."""
+        self.flat = flat
+        self.container = ""
+        self._shared_digest = xxhash.xxh3_128()
+        self._ranks = ranks
+        self._scope: tuple[int, ...] | None = None  # who holds a plain tensor; () is not known, None this rank alone
+        self._pinned = False  # inside PerRank, where nothing is shared
+        self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
+        self._fqns: set[str] = set()
+        self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
+
+    @property
+    def shared_digest(self) -> str:
+        """Of all that :meth:`shared` has encoded."""
+        return self._shared_digest.hexdigest()
+
+    def shared(self, encode: Callable[[], Any], fqn: str, *, replicated: bool = False) -> Any:
+        """Encode an item whose names all ranks share; ``replicated`` if its plain tensors are said to be alike too."""
+        if self._ranks is None or self._pinned:
+            return encode()
+        before = self._scope
+        self._scope = before or (self._ranks if replicated else ())  # what is around it may have said so already
+        try:
+            node = encode()
+        finally:
+            self._scope = before
+        if before is None:
+            self._shared_digest.update(pack([fqn, node]))
+        return node
+
+    def per_rank(self, encode: Callable[[], Any], fqn: str) -> Any:
+        """Encode an item that each rank has for itself."""
+        self.flat.per_rank.append(fqn)
+        before, self._scope, self._pinned = (self._scope, self._pinned), None, True
+        try:
+            return encode()
+        finally:
+            self._scope, self._pinned = before
+
+    def meet_stateful(self, fqn: str) -> None:
+        """Note an object with a state dict: unless it is part of what is shared, each rank has one for itself."""
+        if self._scope is None and not self._pinned:
+            self.flat.per_rank.append(fqn)
+
+    def meet_module(self, module: nn.Module) -> None:
+        """Note a module, and who holds its tensors if it tells; before they are encoded."""
+        self.flat.modules.append(module)
+        if self._ranks is not None:
+            self._held_by.update(_held_by_data_parallel(module, self._ranks))
+
+    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer, and that ranks which hold a parameter alike hold its states alike."""
+        self.flat.optimizers.append(optimizer)
+        if self._ranks is not None:
+            self._held_by.update(self._ranks_of_states(optimizer))
+
+    def subclass(self, value: torch.Tensor, fqn: str) -> Any:
+        """The node of a parameter, a buffer or a ``DTensor``; any other subclass is refused."""
+        if nn.parameter.is_lazy(value):
+            raise NoValuesYet(f"{fqn}: a lazy parameter has no values; run a forward pass first")
+        if isinstance(value, (nn.Parameter, nn.Buffer)):
+            plain = value.detach()
+            if type(plain) is torch.Tensor:
+                return self.tensor(plain, fqn, origin=value)
+        if is_dtensor(value):
+            return self._dtensor(value, fqn)
+        raise UnsupportedValueError(
+            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} is not a plain tensor; save its local "
+            "part or its dequantized value"
+        )
+
+    def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
+        local = cast("Any", value).to_local()
+        if self._ranks is None:
+            if local.shape != value.shape:
+                raise UnsupportedValueError(
+                    f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
+                )
+            return self.tensor(local, fqn)
+        if self._pinned:
+            return self.tensor(local, fqn)
+        self._shared_digest.update(fqn.encode("utf-8", "surrogatepass"))
+        return self.tensor(local, fqn, grid=sharding.describe(value, fqn))
+
+    def tensor(
+        self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, origin: torch.Tensor | None = None
+    ) -> Any:
+        """The node of a plain tensor, cut as ``grid`` says and detached from ``origin``."""
+        if value.layout is not torch.strided:
+            return self._sparse(value, fqn)
+        dtype = value.dtype
+        if value.is_meta:
+            raise NoValuesYet(f"{fqn}: a meta tensor has no values; materialize it first")
+        if value._is_zerotensor():
+            raise UnsupportedValueError(f"{fqn}: a tensor of zeros without memory; clone it first")
+        if value.is_nested or (dtype not in NAMES and dtype not in CARRIERS):
+            kind = "a nested tensor" if value.is_nested else dtype
+            raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
+        address = value.data_ptr() or (0 if grid is None else _address_of_empty(value, grid))
+        others = self._by_address.get(address) if address else None
+        if others is not None:
+            for other, other_grid, node in others:
+                if _same_region(value, other) and grid == other_grid:  # else a tensor and this rank's part of it
+                    return node
+        node: list[Any] = [Tag.TENSOR, fqn]
+        stored = value
+        if self._ranks is not None and not self._pinned:
+            self._share(value, fqn, grid, value if origin is None else origin)
+        carrier = CARRIERS.get(dtype)
+        if carrier is not None:
+            node.append(dtype_name(dtype))
+            stored = value.detach().resolve_conj().resolve_neg()
+            stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
+            if carrier.pair and fqn in self.flat.grids:
+                self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
+        self._add(fqn, stored)
+        if others is not None:
+            others.append((value, grid, node))
+        elif address:
+            self._by_address[address] = [(value, grid, node)]
+        return node
+
+    def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
+        """Who holds what an optimizer keeps of parameters of ``DistributedDataParallel``, by id.
+
+        It has all ranks change its parameters alike.
+        """
+        return {
+            id(value): self._held_by[id(parameter)]
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in self._held_by
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _share(self, value: torch.Tensor, fqn: str, grid: Grid | None, origin: torch.Tensor) -> None:
+        """Note which ranks hold a tensor, where it is not this rank's own; ``origin`` is what it was detached from."""
+        if grid is None and self._scope is not None:
+            ranks = self._scope or self._held_by.get(id(origin))
+            if ranks:
+                grid = sharding.whole(tuple(value.shape), ranks)
+            else:
+                self.flat.undeclared[fqn] = None
+        if grid is not None:
+            self.flat.grids[fqn] = grid
+
+    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
+        if fqn in self._fqns or fqn == "__metadata__":
+            raise UnsupportedValueError(
+                f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
+            )
+        self._fqns.add(fqn)
+        try:
+            self.flat.containers[self.container][fqn] = tensor
+        except KeyError:
+            self.flat.containers[self.container] = {fqn: tensor}
+
+    def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
+        parts = SPARSE_PARTS.get(value.layout)
+        if parts is None or value.is_meta:
+            raise UnsupportedValueError(f"{fqn}: tensors of layout {value.layout} on {value.device} cannot be saved")
+        value = value.detach()
+        nodes = {part.strip("_"): self.tensor(getattr(value, part)(), f"{fqn}.{part.strip('_')}") for part in parts}
+        coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
+        return [Tag.SPARSE, str(value.layout).removeprefix("torch."), list(value.shape), coalesced, nodes]
+
+
+def _held_by_data_parallel(module: nn.Module, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Who holds what ``DistributedDataParallel`` keeps equal, by id.
+
+    That is its parameters, and buffers if it broadcasts them, which it does from the first rank of its group: that
+    one's count. Not what it was told to ignore, under any of its names.
+    """
+    parallel = sys.modules.get("torch.nn.parallel")
+    if parallel is None or not isinstance(module, parallel.DistributedDataParallel):
+        return {}
+    replicas = cast("Any", module)
+    group = tuple(torch.distributed.get_process_group_ranks(replicas.process_group))
+    parameters = list(replicas.module.named_parameters(remove_duplicate=False))
+    buffers = list(replicas.module.named_buffers(remove_duplicate=False)) if replicas.broadcast_buffers else []
+    first = tuple(rank for rank in group if rank in ranks)[:1]
+    found = {id(tensor): group for _, tensor in parameters} | {id(tensor): first for _, tensor in buffers}
+    ignored = {id(tensor) for name, tensor in (*parameters, *buffers) if name in replicas.parameters_to_ignore}
+    return {each: holders for each, holders in found.items() if each not in ignored}
+
+
+def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _paired(grid: Grid) -> Grid:
+    """The grid of complex numbers that are stored as pairs; one object for each, as plans are found by it."""
+    return replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
+    """What tells an empty shard from others, for tied tensors have to be tied on all ranks; 0 where nothing does.
+
+    It has no address. But memory of its own, of the size that a shard has elsewhere, is that of no other tensor.
+    """
+    storage = shard.untyped_storage()
+    most = math.prod(max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts) * shard.element_size()
+    return -storage._cdata if storage.nbytes() <= most else 0
