@@ -295,13 +295,17 @@ class Training(RuleBasedStateMachine):
         self.parts[0].step_graph = self.forward = None
         weight = self.parts[0].model.get_parameter("0.weight")
         kept, nbytes = weight.detach().clone(), weight.untyped_storage().nbytes()
+        if not self.norms.acquire(timeout=1.0):  # the launch waits for what is held
+            return
         self.write_behind_the_guards_back()
-        with self.norms:
+        try:
             weight.untyped_storage().resize_(0)
             if not back:
                 self.overwrite_freed_memory(nbytes)
             weight.untyped_storage().resize_(nbytes)
             weight.data.copy_(kept)
+        finally:
+            self.norms.release()
         self.write_behind_the_guards_back()
 
     def write_behind_the_guards_back(self) -> None:
