@@ -340,7 +340,7 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, options: list[str], status:
 
 EXPORT = """
 import sys, torch
-from sidesave.client.export import export
+from sidesave.client.export.safetensors import export
 
 def peak():  # unlike ru_maxrss, which a process inherits
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:"))
