@@ -258,6 +258,26 @@ def test_states_that_torch_casts_come_back_as_they_were_saved(tmp_path: Path):
         assert difference(optimizer.state_dict(), other.state_dict()) == ""
 
 
+def test_a_count_of_steps_gets_the_dtype_that_the_optimizer_needs(tmp_path: Path):
+    model, optimizer = named("ab")
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["step"] = state["step"].long()
+    path = save(tmp_path, {"optimizer": saved})
+    fused = torch.optim.Adam(model.named_parameters(), fused=True)
+    sidesave.load(path, into={"optimizer": fused}, exclude="optimizer.param_groups.*.fused")
+    assert {(state["step"].dtype, float(state["step"])) for state in fused.state.values()} == {(torch.float32, 1.0)}
+    fused.step()
+
+
+def test_a_number_that_the_checkpoint_does_not_have_stays_if_it_is_excluded(tmp_path: Path):
+    path = save(tmp_path, {"optimizer": torch.optim.SGD(linear(1).parameters(), lr=0.5)})
+    optimizer = torch.optim.AdamW(linear(2).parameters(), lr=0.1)
+    names = ["betas", "eps"]
+    sidesave.load(path, into={"optimizer": optimizer}, exclude=[f"optimizer.param_groups.*.{name}" for name in names])
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.5, (0.9, 0.999))
+
+
 @pytest.mark.parametrize(
     ("saved", "live"),
     [

@@ -158,14 +158,18 @@ def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
 
 
 def _put_back_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Give states that torch has cast to the dtype of their parameter the values and the dtype they were saved with."""
+    """Give states that torch has cast to the dtype of their parameter the values and the dtype they were saved with.
+
+    Not the count of steps: torch makes it what its kernels need, and a count is a count in any dtype.
+    """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         state = optimizer.state.get(parameter, {})
         for key, value in saved["state"].get(number, {}).items():
             now = state.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and value.dtype != now.dtype:
+            both = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+            if both and key != "step" and value.dtype != now.dtype:
                 state[key] = value.to(now.device)
 
 

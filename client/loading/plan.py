@@ -342,7 +342,8 @@ class Fitting:
         if lacking:
             self._problems.append(
                 f"{fqn}: the checkpoint holds the state of another kind of optimizer than {type(target).__name__}: it "
-                f"has no {', '.join(lacking)}"
+                f"has no {', '.join(lacking)}; to keep what the optimizer has, "
+                f"exclude {fqn}.param_groups.*.{lacking[0]}"
             )
 
     def _parameter_names(self, target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> None:
