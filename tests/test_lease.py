@@ -667,6 +667,26 @@ def test_later_daemon_of_a_session_refuses_a_directory_that_another_session_had_
         first.check()
 
 
+def test_holder_that_is_replaced_between_two_looks_is_not_taken_for_nobody(storage: Storage, root: Path, take: Take):
+    first = take(storage, 1)
+
+    class Overtaken(PosixStorage):
+        """A daemon that finds the lease of one daemon listed, and reads it once the next one has tidied it away."""
+
+        def read(self, path: str, max_nbytes: int) -> bytes | None:
+            if path == f"{LEASE_DIRECTORY}/1":
+                first.release(final=False)
+                successors.append(Lease(storage, Holder.current(SESSIONS[1], os.getpid()), 0.0, lambda: True, PERIOD_S))
+            return super().read(path, max_nbytes)
+
+    successors: list[Lease] = []
+    with contextlib.closing(Overtaken(str(root))) as slow:
+        holder = current_holder(slow)
+    assert len(successors) == 1 and not (root / LEASE_DIRECTORY / "1").exists()
+    assert holder is not None and (holder.session, holder.epoch) == (SESSIONS[1], 2)
+    successors[0].release()
+
+
 def _tell_trainer_gone(lease: Lease, storage: Storage) -> None:
     """And wait until it can be read, which it is told by and by."""
     lease.tell_trainer_gone()

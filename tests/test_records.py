@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from test_protocol import a_save
 
-from sidesave.errors import WriteError
+from sidesave.errors import NoSpaceError, WriteError
 from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.commit.coordination import GivenUp
 from sidesave.writer_daemon.format.layout import Part, Table
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord, Refusal, record_file
 from sidesave.writer_daemon.format.tensor_file import digest
-from sidesave.writer_daemon.protocol import Save
+from sidesave.writer_daemon.protocol import Save, failure
 from sidesave.writer_daemon.storage import PosixStorage
 
 WORLD = 512
@@ -89,3 +90,16 @@ def test_a_record_of_another_save_is_refused(tmp_path: Path, save: Save):
     (tmp_path / coordination.partial_of(save) / record_file(9)).write_bytes(other.to_bytes())
     with pytest.raises(coordination.IntegrityError, match="another save"):
         coordination.await_records(PosixStorage(str(tmp_path)), save, 60, no_wait)
+
+
+def test_what_a_rank_has_made_since_rank_0_tidied_up_goes_when_it_learns_of_the_end(tmp_path: Path, save: Save):
+    storage = PosixStorage(str(tmp_path))
+    aborted = coordination.abort(storage, save, failure(0, None, NoSpaceError(28, "full")), "0-1")
+    assert aborted is not None and storage.list_directory(aborted) == [coordination.ABORT]
+    record, other = record_file(1), record_file(2)
+    for name in (record, other, f".{record}.1-1", "model.rank-00001.safetensors", "claim.rank-00001.0"):
+        (tmp_path / aborted / name).touch()
+    late = dataclasses.replace(save, rank=1)
+    with pytest.raises(GivenUp, match="full"):
+        coordination.await_commit(storage, late, 60, no_wait, no_wait, time.monotonic())
+    assert sorted(storage.list_directory(aborted)) == [coordination.ABORT, other]

@@ -103,9 +103,8 @@ def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> Side
     aborted = _tombstone(names, save)
     if aborted is None:
         return None
-    if save.rank and partial_of(save) in names:  # made again by a rank that came too late, or of another step
-        with contextlib.suppress(WriteError):
-            storage.remove_tree(partial_of(save))
+    if save.rank:
+        _tidy(lambda: _remove_late(storage, save, aborted))
     data = None
     with contextlib.suppress(WriteError):
         data = storage.read(f"{aborted}/{ABORT}", manifest.MAX_JSON_NBYTES)
@@ -280,6 +279,12 @@ def _tidy(remove: Callable[[], None]) -> None:
             break
 
 
+def _remove_late(storage: Storage, save: Save | Refuse, aborted: str) -> None:
+    """Remove what this rank has made since rank 0 has tidied up."""
+    storage.remove_tree(partial_of(save))  # made again, or of another step
+    _remove_files(storage, aborted, save.rank)  # by a call that had found the directory before it was renamed
+
+
 # The other ranks -------------------------------------------------------------------------------------------------
 
 
@@ -293,10 +298,8 @@ def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str)
     """
     directory, record = partial_of(save), manifest.record_file(save.rank)
     try:
-        beside = storage.list_directory("")
-        reason, aborted = _reason(storage, save, beside), _tombstone(beside, save)
-        if reason is not None and aborted is not None:
-            _tidy(lambda: _remove_files(storage, aborted, save.rank))  # made while rank 0 tidied up
+        reason = _reason(storage, save, storage.list_directory(""))
+        if reason is not None:
             raise GivenUp(reason)
         storage.make_directory(directory, 0o700)
         if record in storage.list_directory(directory):  # it has been told before
@@ -309,7 +312,7 @@ def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str)
 
 def _remove_files(storage: Storage, directory: str, rank: int) -> None:
     for name in storage.list_directory(directory):
-        if f".rank-{rank:05d}." in name:
+        if f".rank-{rank:05d}." in name or name == manifest.record_file(rank):
             storage.remove(f"{directory}/{name}")
 
 

@@ -78,8 +78,13 @@ def _read(storage: Storage, epoch: int) -> bytes | None:
 
 def current_holder(storage: Storage) -> Holder | None:
     """What the newest lease says; None where there is none, or it says nothing."""
-    epoch = _newest(storage)
-    return Holder.from_bytes(_read(storage, epoch) or b"") if epoch else None
+    looked = 0
+    while (epoch := _newest(storage)) != looked:
+        data = _read(storage, epoch)
+        if data is not None:
+            return Holder.from_bytes(data)
+        looked = epoch  # it is gone: taken over, and tidied away, between the two looks
+    return None
 
 
 def closed_ranks(storage: Storage, session: str) -> frozenset[int]:
