@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -177,7 +178,7 @@ class RankZygote(Zygote):
             group: Whether they have a process group.
             environments: Variables of single ranks, and of their daemons.
         """
-        meeting = str(folder / f"group-{len(list(folder.iterdir()))}") if group else ""
+        meeting = str(folder / f"group-{secrets.token_hex(8)}") if group else ""
         ranks: list[Rank] = []
         for rank in range(count):
             environment = {"TMPDIR": traces.folder, **(environments or {}).get(rank, {})}

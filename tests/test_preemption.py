@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def start_ranks(start: Start, tmp_path: Path) -> Callable[..., list[ManagedTrain
     """Starts it as several ranks."""
 
     def start_ranks(size: int, **options: Any) -> list[ManagedTrainer]:
-        meeting = str(tmp_path / f"group-{len(list(tmp_path.iterdir()))}")
+        meeting = str(tmp_path / f"group-{secrets.token_hex(8)}")
         return [start(rank=rank, size=size, meeting=meeting, **options) for rank in range(size)]
 
     return start_ranks
