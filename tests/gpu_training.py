@@ -403,11 +403,11 @@ class Training(RuleBasedStateMachine):
     )
     def save_that_fails(self, what: str, skip: int, then: int | None) -> None:
         state = self.state()
-        self.may_block()  # a failed save waits for what has been begun, its own and before it
         if what == "value":
             with pytest.raises(UnsupportedValueError):
                 self.checkpointer.save(self.step + 1, state | {"unsupported": object()})
             return
+        self.may_block()  # one that has begun to copy waits for what it has begun, and for what was before it
         expected = snapshot(state)
         self.step += 1
         handle = None

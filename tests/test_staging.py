@@ -20,7 +20,7 @@ from states import assert_torn, difference, frozen, held, scramble, swap_back, s
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, HostMemoryError, TornSnapshotError
+from sidesave import Checkpointer, HostMemoryError, TornSnapshotError, UnsupportedValueError
 from sidesave.stager.apart import Worker
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 
@@ -571,6 +571,17 @@ def test_by_default_everything_on_the_cpu_is_copied_at_the_call(tmp_path: Path, 
         backward(state["model"])
         state["optimizer"].step()
         assert_holds(checkpointer, handle, expected)
+
+
+def test_a_save_that_is_refused_does_not_wait_for_the_copies_before_it(shared: Checkpointer):
+    state = trained()
+    expected = frozen(state)
+    with held(shared):
+        handle = shared.save(next(steps), state)
+        with pytest.raises(UnsupportedValueError):
+            shared.save(next(steps), state | {"unsupported": object()})
+        assert not handle.staged.done()
+    assert_holds(shared, handle, expected)
 
 
 def test_a_blocking_save_is_committed_when_it_returns(shared: Checkpointer):

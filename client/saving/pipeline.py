@@ -160,8 +160,9 @@ class Submission:
     def undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
         """Give back what the call of a save has taken that ended with ``error``, None if it was not seen to end.
 
-        For a thread that nothing interrupts; blocks until what the call has handed over is copied. Idempotent: nothing
-        is undone of a save that was handed over as a whole.
+        For a thread that nothing interrupts; blocks until what the call has handed over is copied, and for no copies
+        before it where it has handed over nothing. Idempotent: nothing is undone of a save that was handed over as a
+        whole.
         """
         undone = apart.Latch()
 
@@ -173,8 +174,11 @@ class Submission:
             finally:
                 undone.open()
 
-        self._copier.when_copied(undo)
-        undone.wait()
+        if entry.slot is None:
+            undo()
+        else:
+            self._copier.when_copied(undo)
+            undone.wait()
 
     def _undo(self, entry: SaveInFlight, error: BaseException) -> None:
         self._lineage.give_place(entry)
