@@ -1,6 +1,7 @@
 """The ordering lines of the code that copies from devices, each with the tests that notice when it is not there.
 
-    python tests/mutants.py [WORDS]      in the simulated GPU's environment; with WORDS only lines that have one of them
+    python tests/mutants.py [WORDS]      in the simulated GPU's environment; with WORDS all lines that have one of them,
+                                         else a third, by chance, or all with SIDESAVE_CAMPAIGN=whole
 
 Each mutant is a copy of the code with one line replaced. Its tests are run on it under one schedule after the other;
 one of them must fail. ``test_mutants`` checks that the table has every line with an ordering word.
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import campaigns
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 100
@@ -116,8 +119,9 @@ def _noticed(mutant: Mutant, root: Path, schedule: str) -> str | None:
 
 
 def main(words: list[str]) -> int:
-    """Run all mutants, two at a time, and print who noticed; 1 if somebody should have and nobody did."""
-    chosen = [m for m in MUTANTS if not words or any(word in f"{m.file}: {m.line}" for word in words)]
+    """Run mutants, two at a time, and print who noticed; 1 if somebody should have and nobody did."""
+    named = [mutant for mutant in MUTANTS if any(word in f"{mutant.file}: {mutant.line}" for word in words)]
+    chosen = named if words else campaigns.some(MUTANTS)
     live = [mutant for mutant in chosen if not mutant.equivalent]
     survived = 0
     began = time.monotonic()

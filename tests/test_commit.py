@@ -2,17 +2,19 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 import torch
 from hypothesis import given
@@ -693,12 +695,9 @@ def dies(session: Session, last: int, daemon: Callable[[], object]) -> bool:
         session.end()
 
 
-def deaths(daemon: Callable[[int], bool]) -> int:
-    """Call ``daemon`` with 0, 1, 2 and so on as its last operation until it survives; how many deaths that took."""
-    last = 0
-    while not daemon(last):
-        last += 1
-    return last
+def deaths(daemon: Callable[[int], bool], points: Iterable[int] | None = None) -> int:
+    """Call ``daemon`` with 0, 1, 2 and so on as its last operation until it survives; which operation that was."""
+    return next(last for last in points or itertools.count() if daemon(last))
 
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
@@ -797,7 +796,7 @@ def test_daemon_dead_in_the_middle_of_a_recovery_next_one_finishes_it(tmp_path: 
         shutil.rmtree(root)
         return survived
 
-    deaths(save_once)
+    deaths(save_once, campaigns.numbers())
 
 
 # Records ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import campaigns
 import pytest
 from trainers import (
     DEADLINE_S,
@@ -34,6 +35,8 @@ from sidesave.client.runs import catalog
 
 _BUSY = pytest.mark.timeout(1200)
 """Hundreds of processes are started: that takes its time on a machine that does other things as well."""
+_ENOUGH = 8 // campaigns.STRIDE
+"""After so many kills that came later than what a campaign is about it has gone through all of it."""
 
 
 @pytest.fixture
@@ -157,15 +160,19 @@ def test_daemon_killed_at_every_step_of_a_save_every_save_commits(
 ):
     ledger = Ledger(run)
     killed_at: list[str] = []
+    late = 0
     with sidesave.Checkpointer(run) as ckpt:
-        while killed_at[1:] == [] or killed_at[-1] != "got SAVE":
-            orders.give("kill", starting_at="got SAVE", after=len(killed_at), every_step=True)
-            for _ in range(2):  # the last step of a save may come after its commit is known
+        for after in campaigns.numbers():
+            orders.give("kill", starting_at="got SAVE", after=after, every_step=True)
+            for is_second in (False, True):  # the last step of a save may come after its commit is known
+                late += is_second and not orders.was_obeyed()
                 commit(ckpt, len(ledger.acknowledged))
                 ledger.acknowledged.add(len(ledger.acknowledged))
             killed_at.append(_name(orders.obeyed()[1]))
-    assert set(killed_at) >= _STEPS_OF_A_SAVE
-    assert len(killed_at) >= 40
+            if late > _ENOUGH:
+                break
+    assert set(killed_at) >= _STEPS_OF_A_SAVE or not campaigns.WHOLE
+    assert len(killed_at) >= campaigns.length(40)
     ledger.check()
     traces.check()
     tell(f"{len(killed_at)} kills of the daemon, at every step of a save; {len(ledger)} saves acknowledged, none lost")
@@ -178,11 +185,13 @@ def test_daemon_killed_at_every_step_of_its_start_and_recovery(
 ):
     crashed = _crashed_run(tmp_path / "crashed", orders)
     killed_at: list[str] = []
-    while killed_at[-1:] != ["got SAVE"]:
+    late, points = 0, campaigns.numbers()
+    while late <= _ENOUGH:
         shutil.copytree(crashed, run)
         ledger = Ledger(run)
-        orders.give("kill", starting_at="got BOOT", after=len(killed_at), every_step=True)
+        orders.give("kill", starting_at="got BOOT", after=next(points), every_step=True)
         with sidesave.Checkpointer(run) as ckpt:
+            late += not orders.was_obeyed()
             assert ckpt.steps() == [1, 2, 4], "what was whole is finished, and nothing else is"
             commit(ckpt, 5)
             killed_at.append(_name(orders.obeyed()[1]))
@@ -190,9 +199,9 @@ def test_daemon_killed_at_every_step_of_its_start_and_recovery(
         ledger.check()
         traces.check()
         shutil.rmtree(run)
-    assert {"got BOOT", "sends HELLO", "sent HELLO", "open", "os.rename", "os.link", "os.rmdir"} <= set(killed_at)
-    assert {"sends READY", "sent READY", "got ATTACH", "got SAVE"} <= set(killed_at)
-    assert len(killed_at) > 30
+    steps = {"got BOOT", "sends HELLO", "sent HELLO", "open", "os.rename", "os.link", "os.rmdir", "sends READY"}
+    assert steps | {"sent READY", "got ATTACH", "got SAVE"} <= set(killed_at) or not campaigns.WHOLE
+    assert len(killed_at) > campaigns.length(30)
     tell(f"{len(killed_at)} kills of the daemon, at every step of its start and recovery; nothing lost")
 
 
@@ -234,8 +243,7 @@ def _crashed_run(root: Path, orders: Orders) -> Path:
 def test_daemon_killed_at_every_step_of_its_end(run: Path, orders: Orders, traces: Traces):
     ledger = Ledger(run)
     killed_at: list[str] = []
-    while True:
-        count = len(killed_at)
+    for count in campaigns.numbers():
         orders.give("kill", starting_at="got DRAIN", after=count, every_step=True)
         ckpt = sidesave.Checkpointer(run)
         handles = [ckpt.save(step, a_state(step, size_of(step))) for step in (2 * count, 2 * count + 1)]
@@ -246,7 +254,7 @@ def test_daemon_killed_at_every_step_of_its_end(run: Path, orders: Orders, trace
         if not orders.was_obeyed():
             break
         killed_at.append(orders.obeyed()[1])
-    assert killed_at[:1] == ["got DRAIN"]
+    assert killed_at[:1] == ["got DRAIN"] or not campaigns.WHOLE
 
 
 def _name(step: str) -> str:
@@ -287,8 +295,8 @@ def test_trainer_killed_at_every_step_no_staged_save_is_lost(
 ):
     ledger = Ledger(run)
     killed_at: list[str] = []
-    while True:
-        orders.give("kill", to="trainer", starting_at="", after=len(killed_at), every_step=True)
+    for after in campaigns.numbers():
+        orders.give("kill", to="trainer", starting_at="", after=after, every_step=True)
         with zygote.fork("keep_saving", run, 2 * len(killed_at), 2, follow) as trainer:
             trainer.go_on()
             ledger.hear(trainer, daemon_lives=True)
@@ -298,11 +306,12 @@ def test_trainer_killed_at_every_step_no_staged_save_is_lost(
         ledger.start()
         check_is_clean(traces, zygote)
         if not orders.was_obeyed():
+            assert trainer.heard[-1] == "closed"
             break
         killed_at.append(_name(orders.obeyed()[1]))
-    assert trainer.heard[-1] == "closed"
-    assert set(killed_at) >= {"subprocess.Popen", "sends BOOT", "sent BOOT", "got HELLO", "got READY"}
-    assert len(killed_at) >= 25, "the order of the rest depends on how its threads take turns"
+    steps = {"subprocess.Popen", "sends BOOT", "sent BOOT", "got HELLO", "got READY"}
+    assert set(killed_at) >= steps or not campaigns.WHOLE
+    assert len(killed_at) >= campaigns.length(25), "the order of the rest depends on how its threads take turns"
     tell(f"{len(killed_at)} kills of the trainer, one a step; {len(ledger)} saves acknowledged, none lost")
 
 
@@ -342,8 +351,8 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
 ):
     ledger = Ledger(run)
     killed_at: list[str] = []
-    while True:
-        orders.give("stop", starting_at="got BOOT", after=len(killed_at), every_step=True)
+    for after in campaigns.numbers():
+        orders.give("stop", starting_at="got BOOT", after=after, every_step=True)
         with zygote.fork("keep_saving", run, 2 * len(killed_at), 2, 0) as trainer:
             trainer.go_on()
             for _ in trainer.lines(until_readable=orders.reports):
@@ -360,8 +369,9 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
             break
         ledger.start()
         check_is_clean(traces, zygote)
-    assert set(killed_at) >= _STEPS_OF_A_SAVE | {"got BOOT", "sends HELLO", "sends READY", "got DRAIN"}
-    assert len(killed_at) > 60
+    steps = _STEPS_OF_A_SAVE | {"got BOOT", "sends HELLO", "sends READY", "got DRAIN"}
+    assert set(killed_at) >= steps or not campaigns.WHOLE
+    assert len(killed_at) > campaigns.length(60)
     ledger.start()
     check_is_clean(traces, zygote)
     tell(f"{len(killed_at)} kills of both, one a step of the daemon; {len(ledger)} saves acknowledged, none lost")
@@ -372,18 +382,18 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
 
 @pytest.mark.slow
 @_BUSY
-def test_five_hundred_kills_at_random_instants_lose_no_acknowledged_save(
+def test_kills_at_random_instants_lose_no_acknowledged_save(
     run: Path, zygote: Zygote, traces: Traces, seed: int, tell: Callable[[str], None]
 ):
     chance = random.Random(seed)
     kills: Counter[str] = Counter()
     ledger = Ledger(run)
-    _kill_daemons(ledger, run, chance, kills, 280)
+    _kill_daemons(ledger, run, chance, kills, campaigns.length(280))
     traces.check(sparing={zygote.pid})
-    _kill_trainers(ledger, run, chance, kills, 230, zygote, traces)
+    _kill_trainers(ledger, run, chance, kills, campaigns.length(230), zygote, traces)
     ledger.start(again=True)
     check_is_clean(traces, zygote)
-    assert kills.total() >= 500
+    assert kills.total() >= campaigns.length(500)
     tell(
         f"{kills.total()} kills at random instants: {kills['daemon']} of the daemon, {kills['trainer']} of the "
         f"trainer, {kills['both']} of both; {len(ledger):,} saves acknowledged, none lost; seed {seed}"

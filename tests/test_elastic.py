@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import campaigns
 import psutil
 import pytest
 from elastic_trainer import Job, Story
@@ -141,7 +142,7 @@ def test_ranks_without_a_process_group_meet_again_after_each_death(campaign: Cam
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_fifty_kills_lose_no_acknowledged_step_and_change_no_bit(
+def test_kills_lose_no_acknowledged_step_and_change_no_bit(
     campaign: Campaign, traces: Traces, seed: int, capsys: pytest.CaptureFixture[str]
 ):
     chance = random.Random(seed)
@@ -150,13 +151,13 @@ def test_fifty_kills_lose_no_acknowledged_step_and_change_no_bit(
         return chance.choices(["worker", "daemon", "both"], weights=[3, 4, 1], k=count)
 
     began = time.monotonic()
-    for _ in range(3):
+    for _ in range(campaigns.length(3)):
         campaign.train(4, *blows(12))
     campaign.train_undisturbed(4, max(event["step"] for event in campaign.story.events))
     for size in (3, 2, 4):
         campaign.train(size, *blows(5))
     campaign.story.check(traces)
-    assert campaign.blows.total() >= 50
+    assert campaign.blows.total() >= campaigns.length(50)
     told = Counter(event["what"] for event in campaign.story.events)
     with capsys.disabled():
         print(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -125,7 +126,7 @@ def test_every_sequence_of_calls_goes_on_from_where_it_stands(calls: list[tuple[
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.length(300), suppress_health_check=[HealthCheck.too_slow])
 @given(CALLS)
 def test_many_more_sequences_go_on_from_where_they_stand(calls: list[tuple[str, int, Any]]):
     check(calls)

@@ -1,6 +1,6 @@
 """Ctrl-C at any moment, and threads and callbacks that end as they should not: the next calls work, nothing is left.
 
-The campaign of real signals runs for three minutes; ``SIDESAVE_CAMPAIGN_S=600`` makes it ten.
+The campaign of real signals runs for one minute, or three.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import psutil
 import pytest
 import torch
@@ -34,7 +35,7 @@ from sidesave.stager.copy.device_copy import DeviceCopy
 from sidesave.stager.devices import device
 from sidesave.stager.memory.arena import Arena
 
-CAMPAIGN_S = float(os.environ.get("SIDESAVE_CAMPAIGN_S", "180"))
+CAMPAIGN_S = campaigns.length(180)
 
 
 @pytest.fixture

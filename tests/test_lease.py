@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -774,7 +775,7 @@ def test_processes_that_die_at_any_moment_never_hold_it_two_at_a_time(root: Path
     journal.touch()
     deadline = time.monotonic() + 500
     try:
-        while (begun := journal.read_bytes().count(b"begin")) < 60 or kills < 40:
+        while (begun := journal.read_bytes().count(b"begin")) < campaigns.length(60) or kills < campaigns.length(40):
             assert time.monotonic() < deadline
             while len(processes) < 4:
                 processes.append(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 import torch
 from rank_trainers import Answer, Ranks, RankZygote, Stored, leftovers, orders_to, same_tensors, stored
@@ -778,7 +779,7 @@ def test_failing_disk_of_one_rank_fails_the_save_of_all_or_of_none(
 def test_failing_disk_of_one_rank_at_any_operation(
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int, error: str
 ):
-    fail_operations(start, run, traces, ordered, culprit, range(60), error)
+    fail_operations(start, run, traces, ordered, culprit, campaigns.some(range(60)), error)
 
 
 def fail_operations(
@@ -912,7 +913,7 @@ def test_daemon_killed_at_some_operations_is_replaced_and_the_save_commits(
 def test_daemon_killed_at_any_operation_is_replaced_and_the_save_commits(
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int
 ):
-    kill_daemons(start, run, traces, ordered, culprit, range(60))
+    kill_daemons(start, run, traces, ordered, culprit, campaigns.some(range(60)))
 
 
 def kill_daemons(
@@ -973,7 +974,7 @@ def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
     ranks.do("build", "small")
     ranks.open(run)
     step = 0
-    for attempt in range(12):
+    for attempt in range(campaigns.length(12)):
         ranks.do("restructure", attempt // 2)
         steps = range(step + 1, step + 1 + chance.randrange(2, 5))
         for step in steps:
@@ -1131,7 +1132,7 @@ def test_ranks_killed_in_the_midst_of_saves_are_followed_by_whole_steps_of_one_a
 
 @pytest.mark.slow
 def test_ranks_killed_in_the_midst_of_saves_many_times(start: Start, run: Path, traces: Traces):
-    kill_and_restart(start, run, traces, rounds=25, seed=random.randrange(1 << 32))
+    kill_and_restart(start, run, traces, rounds=campaigns.length(25), seed=random.randrange(1 << 32))
 
 
 def kill_and_restart(start: Start, run: Path, traces: Traces, rounds: int, seed: int) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import campaigns
 import psutil
 import pytest
 import torch
@@ -179,27 +180,28 @@ def test_hundred_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
 
 
 @pytest.mark.slow
-def test_three_thousand_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
+def test_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
     run: Path, traces: Traces, orders: Orders, capsys: pytest.CaptureFixture[str]
 ):
     with Soak(run, traces, orders) as soak:
-        soak.go_on(200)
-        early = soak.watch(300, fail_every=37)
-        soak.go_on(1000, kill_every=19, fail_every=37)
-        new_daemon = soak.watch(300, fail_every=37)
-        soak.go_on(900, fail_every=37)
-        late = soak.watch(300, fail_every=37)
+        soak.go_on(campaigns.length(200))
+        early = soak.watch(campaigns.length(300), fail_every=37)
+        soak.go_on(campaigns.length(1000), kill_every=19, fail_every=37)
+        new_daemon = soak.watch(campaigns.length(300), fail_every=37)
+        soak.go_on(campaigns.length(900), fail_every=37)
+        late = soak.watch(campaigns.length(300), fail_every=37)
         assert_flat(early, late, lambda name: not name.startswith("daemon"), LARGEST_NBYTES)
         assert_flat(new_daemon, late, lambda name: name.startswith("daemon"), LARGEST_NBYTES)
-        assert soak.deaths >= 45
-        assert soak.failures >= 70
+        assert soak.deaths >= campaigns.length(45)
+        assert soak.failures >= campaigns.length(70)
     assert len(entries(run)) == 3
     traces.check()
     with capsys.disabled():
         trainer = late["trainer memory"] - early["trainer memory"]
         daemon = late["daemon memory"] - new_daemon["daemon memory"]
         print(
-            f"\n3,000 saves of {STRUCTURES} structures, {soak.deaths} daemons killed, {soak.failures} saves refused: "
+            f"\n{campaigns.length(3000):,} saves of {STRUCTURES} structures, {soak.deaths} daemons killed, "
+            f"{soak.failures} saves refused: "
             f"memory of the trainer {trainer / 2**10:+,.0f} KiB, of the daemon {daemon / 2**10:+,.0f} KiB; "
             "descriptors, threads, arenas and files as at the start"
         )
