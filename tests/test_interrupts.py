@@ -92,13 +92,14 @@ CALLS = ["save", "save_large", "save_blocking", "wait", "load"]
 
 
 def interrupt_at_every(subject: Subject, call: Callable[[], object], count: int | None) -> None:
-    """Interrupt ``call`` at ``count`` of its points, evenly spread, or at all."""
+    """Interrupt ``call`` at ``count`` of its points, evenly spread, or at all that a campaign goes through."""
     subject.check()
     counting = Interrupts()
     counting.run(call)
     subject.check()
     hits = 0
-    for at in range(1, counting.count, max(1, counting.count // count) if count else 1):
+    points = range(1, counting.count)
+    for at in points[:: max(1, counting.count // count)] if count else campaigns.some(points):
         interrupts = Interrupts(at)
         try:
             interrupts.run(call)
@@ -124,7 +125,7 @@ def test_a_call_interrupted_at_any_point_leaves_nothing(run: Path, name: str):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_interrupted_at_every_point_leaves_nothing(run: Path, name: str):
     subject = Subject(run)
-    interrupt_at_every(subject, getattr(subject, name), None if name != "load" else 1000)
+    interrupt_at_every(subject, getattr(subject, name), None if name != "load" else campaigns.length(1000))
     subject.ckpt.close()
 
 
@@ -185,7 +186,7 @@ def test_a_start_or_an_end_interrupted_at_any_point_leaves_no_daemon_thread_or_d
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_start_or_an_end_interrupted_at_many_points_leaves_no_daemon_thread_or_descriptor(run: Path):
-    _interrupt_ends(run, 120)
+    _interrupt_ends(run, campaigns.length(120))
 
 
 def _reading(run: Path) -> dict[str, Callable[[], object]]:
@@ -228,7 +229,7 @@ def test_reading_interrupted_at_any_point_leaves_no_descriptor_or_thread(run: Pa
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python has closed it
 @pytest.mark.parametrize("name", READING)
 def test_reading_interrupted_at_many_points_leaves_no_descriptor_or_thread(run: Path, name: str):
-    _interrupt_reading(run, name, 200)
+    _interrupt_reading(run, name, campaigns.length(200))
 
 
 class _Interrupter:
