@@ -1,6 +1,7 @@
 """Asynchronous, out-of-process checkpoints for PyTorch training.
 
 Public names are resolved on first use (PEP 562), so that ``python -m sidesave.writer_daemon`` stays without torch.
+Errors are in :mod:`sidesave.errors`, statistics, metrics and records in :mod:`sidesave.reporting`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,25 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sidesave import errors, reporting
     from sidesave.client.checkpointer import Checkpointer
     from sidesave.client.export.safetensors import export
-    from sidesave.client.loading.loader import VerifyReport, load, verify
+    from sidesave.client.loading.loader import load, verify
     from sidesave.client.loading.sources import Source, load_sources
-    from sidesave.client.reporting.prometheus import prometheus_text, write_prometheus_file
-    from sidesave.client.reporting.stats import SaveEvent, SaveStats, SaveSummary
-    from sidesave.client.reporting.trace import Trace
     from sidesave.client.runs.finding import contains_checkpoint, find, is_checkpoint, latest
     from sidesave.client.runs.history import history
     from sidesave.client.runs.info import CheckpointInfo
     from sidesave.client.runs.watch import hold, watch
     from sidesave.client.saving.handle import SaveHandle
-    from sidesave.client.training.intervals import Advice
+    from sidesave.client.training.keep_policies import (
+        KeepBest,
+        KeepEveryMinutes,
+        KeepEverySteps,
+        KeepLatest,
+        KeepPolicy,
+        KeepSteps,
+    )
     from sidesave.client.training.manager import CheckpointManager
-    from sidesave.client.training.retention import Best, EveryNMinutes, EveryNSteps, KeepPolicy, Latest
     from sidesave.client.training.save_policies import (
         AtSteps,
         BeforeTraining,
@@ -34,40 +39,16 @@ if TYPE_CHECKING:
         EverySteps,
         FirstStep,
         LastStep,
-        Moment,
         OnException,
         OnRequest,
         OnSignal,
         OptimalInterval,
         OverheadBudget,
+        PolicyContext,
         SavePolicy,
     )
-    from sidesave.errors import (
-        CheckpointError,
-        CheckpointExistsError,
-        CheckpointNotFoundError,
-        ClosedError,
-        CommitUnknownError,
-        DaemonDiedError,
-        DaemonError,
-        DaemonStartError,
-        DirectoryInUseError,
-        FormatVersionError,
-        HostMemoryError,
-        IntegrityError,
-        InvalidArgumentError,
-        NoSpaceError,
-        ProtocolError,
-        SidesaveError,
-        StagingError,
-        StateMismatchError,
-        TornSnapshotError,
-        UnsupportedValueError,
-        WriteError,
-        WriteStalledError,
-    )
+    from sidesave.errors import SidesaveError
     from sidesave.stager.state.annotations import PerRank, Replicated
-    from sidesave.writer_daemon.log import SaveRecord
 
 if sys.platform != "linux":
     raise ImportError("sidesave runs on Linux only: it is built on memfd, O_DIRECT and pidfd")
@@ -77,62 +58,36 @@ if sys.version_info < (3, 11):  # noqa: UP036 - said here as well, for those who
 __version__ = "0.1.0"
 
 __all__ = [
-    "Advice",
     "AtSteps",
     "BeforeTraining",
-    "Best",
-    "CheckpointError",
-    "CheckpointExistsError",
     "CheckpointInfo",
     "CheckpointManager",
-    "CheckpointNotFoundError",
     "Checkpointer",
-    "ClosedError",
-    "CommitUnknownError",
-    "DaemonDiedError",
-    "DaemonError",
-    "DaemonStartError",
-    "DirectoryInUseError",
     "Ephemeral",
-    "EveryNMinutes",
-    "EveryNSteps",
     "EverySeconds",
     "EverySteps",
     "FirstStep",
-    "FormatVersionError",
-    "HostMemoryError",
-    "IntegrityError",
-    "InvalidArgumentError",
+    "KeepBest",
+    "KeepEveryMinutes",
+    "KeepEverySteps",
+    "KeepLatest",
     "KeepPolicy",
+    "KeepSteps",
     "LastStep",
-    "Latest",
-    "Moment",
-    "NoSpaceError",
     "OnException",
     "OnRequest",
     "OnSignal",
     "OptimalInterval",
     "OverheadBudget",
     "PerRank",
-    "ProtocolError",
+    "PolicyContext",
     "Replicated",
-    "SaveEvent",
     "SaveHandle",
     "SavePolicy",
-    "SaveRecord",
-    "SaveStats",
-    "SaveSummary",
     "SidesaveError",
     "Source",
-    "StagingError",
-    "StateMismatchError",
-    "TornSnapshotError",
-    "Trace",
-    "UnsupportedValueError",
-    "VerifyReport",
-    "WriteError",
-    "WriteStalledError",
     "contains_checkpoint",
+    "errors",
     "export",
     "find",
     "history",
@@ -141,60 +96,33 @@ __all__ = [
     "latest",
     "load",
     "load_sources",
-    "prometheus_text",
+    "reporting",
     "verify",
     "watch",
-    "write_prometheus_file",
 ]
 
-_ELSEWHERE = {
-    "Advice": "sidesave.client.training.intervals",
-    "AtSteps": "sidesave.client.training.save_policies",
-    "BeforeTraining": "sidesave.client.training.save_policies",
-    "Best": "sidesave.client.training.retention",
-    "Checkpointer": "sidesave.client.checkpointer",
-    "CheckpointInfo": "sidesave.client.saving.handle",
-    "CheckpointManager": "sidesave.client.training.manager",
-    "contains_checkpoint": "sidesave.client.runs.finding",
-    "Ephemeral": "sidesave.client.training.save_policies",
-    "EveryNMinutes": "sidesave.client.training.retention",
-    "EveryNSteps": "sidesave.client.training.retention",
-    "EverySeconds": "sidesave.client.training.save_policies",
-    "EverySteps": "sidesave.client.training.save_policies",
-    "export": "sidesave.client.export.safetensors",
-    "find": "sidesave.client.runs.finding",
-    "FirstStep": "sidesave.client.training.save_policies",
-    "history": "sidesave.client.runs.history",
-    "hold": "sidesave.client.runs.watch",
-    "is_checkpoint": "sidesave.client.runs.finding",
-    "KeepPolicy": "sidesave.client.training.retention",
-    "LastStep": "sidesave.client.training.save_policies",
-    "Latest": "sidesave.client.training.retention",
-    "latest": "sidesave.client.runs.finding",
-    "load": "sidesave.client.loading.loader",
-    "load_sources": "sidesave.client.loading.sources",
-    "Moment": "sidesave.client.training.save_policies",
-    "OnException": "sidesave.client.training.save_policies",
-    "OnRequest": "sidesave.client.training.save_policies",
-    "OnSignal": "sidesave.client.training.save_policies",
-    "OptimalInterval": "sidesave.client.training.save_policies",
-    "OverheadBudget": "sidesave.client.training.save_policies",
-    "PerRank": "sidesave.stager.state.annotations",
-    "prometheus_text": "sidesave.client.reporting.prometheus",
-    "Replicated": "sidesave.stager.state.annotations",
-    "SaveEvent": "sidesave.client.reporting.stats",
-    "SaveHandle": "sidesave.client.saving.handle",
-    "SavePolicy": "sidesave.client.training.save_policies",
-    "SaveRecord": "sidesave.writer_daemon.log",
-    "SaveStats": "sidesave.client.reporting.stats",
-    "SaveSummary": "sidesave.client.reporting.stats",
-    "Source": "sidesave.client.loading.sources",
-    "Trace": "sidesave.client.reporting.trace",
-    "verify": "sidesave.client.loading.loader",
-    "VerifyReport": "sidesave.client.loading.loader",
-    "watch": "sidesave.client.runs.watch",
-    "write_prometheus_file": "sidesave.client.reporting.prometheus",
+_MODULES = {
+    "sidesave.client.checkpointer": "Checkpointer",
+    "sidesave.client.export.safetensors": "export",
+    "sidesave.client.loading.loader": "load verify",
+    "sidesave.client.loading.sources": "Source load_sources",
+    "sidesave.client.runs.finding": "contains_checkpoint find is_checkpoint latest",
+    "sidesave.client.runs.history": "history",
+    "sidesave.client.runs.info": "CheckpointInfo",
+    "sidesave.client.runs.watch": "hold watch",
+    "sidesave.client.saving.handle": "SaveHandle",
+    "sidesave.client.training.keep_policies": (
+        "KeepBest KeepEveryMinutes KeepEverySteps KeepLatest KeepPolicy KeepSteps "
+    ),
+    "sidesave.client.training.manager": "CheckpointManager",
+    "sidesave.client.training.save_policies": (
+        "AtSteps BeforeTraining Ephemeral EverySeconds EverySteps FirstStep LastStep OnException "
+        "OnRequest OnSignal OptimalInterval OverheadBudget PolicyContext SavePolicy"
+    ),
+    "sidesave.errors": "SidesaveError",
+    "sidesave.stager.state.annotations": "PerRank Replicated",
 }
+_ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -202,7 +130,9 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'sidesave' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_ELSEWHERE.get(name, "sidesave.errors")), name)
+    if name not in _ELSEWHERE:
+        return importlib.import_module(f"sidesave.{name}")
+    value = getattr(importlib.import_module(_ELSEWHERE[name]), name)
     globals()[name] = value
     return value
 

@@ -12,7 +12,7 @@ from gpu_training import Training
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from sidesave import StagingError
+from sidesave.errors import StagingError
 
 
 def wait_a_moment_until(condition: Callable[[], bool]) -> None:

@@ -14,7 +14,8 @@ from states import difference, like
 from torch import nn
 
 import sidesave
-from sidesave import SaveHandle, StagingError, TornSnapshotError
+from sidesave import SaveHandle
+from sidesave.errors import StagingError, TornSnapshotError
 from sidesave.stager.copy import device_copy, fingerprint
 from sidesave.stager.state import ownership
 

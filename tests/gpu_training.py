@@ -34,7 +34,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, UnsupportedValueError
+from sidesave import Checkpointer
+from sidesave.errors import UnsupportedValueError
 from sidesave.stager import plan
 from sidesave.stager.copy import device_copy, fingerprint
 from sidesave.stager.memory import pinning

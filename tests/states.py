@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, TornSnapshotError
+from sidesave import Checkpointer
+from sidesave.errors import TornSnapshotError
 from sidesave.stager.state import ownership
 from sidesave.stager.state.dtypes import CARRIERS, NAMES
 

@@ -153,7 +153,7 @@ def test_a_save_that_does_not_fit_for_its_files_is_refused_before_a_byte_is_writ
     with sidesave.Checkpointer(small, on_error="warn") as ckpt:
         with pytest.warns(RuntimeWarning, match="are free"):
             error = ckpt.save(1, a_state(1), files={"vocab": bytes(12 << 20)}).committed.exception(DEADLINE_S)
-        assert isinstance(error, sidesave.NoSpaceError)
+        assert isinstance(error, sidesave.errors.NoSpaceError)
         assert re.match(r"step 1 needs 1\d,\d{3},\d{3} bytes", error.strerror or "")
         ckpt.save(1, a_state(1), files=FILES, blocking=True)
     assert entries(small) == [STEP]

@@ -25,7 +25,7 @@ def chosen(graph: changed.Graph, *files: str) -> set[str]:
     [
         ("client/cli/listing.py", {"test_cli", "test_top"}, {"test_lease", "test_manager", "test_staging"}),
         ("client/runs/watch.py", {"test_watching"}, {"test_cli", "test_staging"}),  # sidesave.watch, by its public name
-        ("client/training/retention.py", {"test_manager", "test_manager_policies"}, {"test_staging", "test_storage"}),
+        ("client/training/retention.py", {"test_manager"}, {"test_staging", "test_storage"}),
         ("stager/memory/arena.py", {"test_arena", "test_image", "test_daemon"}, {"test_conftest"}),
         ("writer_daemon/process/jobs.py", {"test_jobs", "test_daemon", "test_manager"}, {"test_arena", "test_storage"}),
         ("writer_daemon/storage/__init__.py", {"test_storage"}, {"test_arena"}),

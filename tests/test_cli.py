@@ -134,13 +134,13 @@ def test_ls_tells_a_newer_format_from_damage_and_lists_the_rest(tmp_path: Path):
 def test_a_newer_format_keeps_a_run_from_going_on_and_older_checkpoints_loadable(tmp_path: Path):
     paths = save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
     to_newer_format(paths[1])
-    with pytest.raises(sidesave.FormatVersionError):
+    with pytest.raises(sidesave.errors.FormatVersionError):
         sidesave.Checkpointer(tmp_path)
-    with pytest.raises(sidesave.FormatVersionError):
+    with pytest.raises(sidesave.errors.FormatVersionError):
         sidesave.load(paths[1])
     assert sidesave.load(paths[0])["x"].sum() == 0
     assert [info.step for info in catalog.scan(str(tmp_path))] == [0]
-    with pytest.raises(sidesave.FormatVersionError):
+    with pytest.raises(sidesave.errors.FormatVersionError):
         catalog.scan(str(tmp_path), refuse_newer=True)
 
 
@@ -150,7 +150,7 @@ def test_ls_lists_what_came_to_nothing_since_the_latest_checkpoint(tmp_path: Pat
         for step in (1, 3):
             (tmp_path / f"step-{step:08d}").mkdir()
             checkpointer.save(step, state)
-            with pytest.raises(sidesave.CheckpointExistsError):
+            with pytest.raises(sidesave.errors.CheckpointExistsError):
                 checkpointer.wait()
             (tmp_path / f"step-{step:08d}").rmdir()
             if step == 1:

@@ -641,7 +641,7 @@ def test_wait_from_a_signal_handler_inside_save_is_refused_at_once(tmp_path: Pat
         for call in (checkpointer.wait, checkpointer.close, lambda: checkpointer.save(9, {})):
             try:
                 call()
-            except sidesave.StagingError as error:
+            except sidesave.errors.StagingError as error:
                 raised.append(error)
 
     with sidesave.Checkpointer(tmp_path) as checkpointer:

@@ -23,8 +23,14 @@ from trainers import DEADLINE_S
 from worlds import Apart, Own, Spread, cut, write_world
 
 import sidesave
-from sidesave import IntegrityError, InvalidArgumentError, NoSpaceError, StateMismatchError, UnsupportedValueError
 from sidesave.client.export.safetensors import export, parse_size
+from sidesave.errors import (
+    IntegrityError,
+    InvalidArgumentError,
+    NoSpaceError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
 from sidesave.writer_daemon.format.layout import Layout
 
 

@@ -298,7 +298,7 @@ def test_a_dropped_manager_frees_its_directory_its_threads_and_its_signals(run: 
             run,
             {"state": a_state(step)},
             save=[sidesave.EverySteps(1), sidesave.OnRequest(), sidesave.OnSignal(signal.SIGUSR1)],
-            keep=[sidesave.Latest(5)],
+            keep=[sidesave.KeepLatest(5)],
             names="checkpoint-{step}",
         )
         assert manager.restore() == (step if step > 1 else 0)

@@ -715,7 +715,7 @@ with sidesave.Checkpointer(run) as ckpt:
     large = torch.zeros(120 << 20)  # 480 MiB, and once more in staging memory
     try:
         ckpt.save(2, {"w": large})
-    except sidesave.HostMemoryError as error:
+    except sidesave.errors.HostMemoryError as error:
         print(error)
     del large
     ckpt.save(3, {"w": torch.arange(1 << 20)}).committed.result(300)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import sidesave
-from sidesave import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, Source
+from sidesave import Source
 from sidesave.client.runs import finding
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_a_directory_that_cannot_be_read_is_no_empty_one(original: Path):
     code = """
 import os, sys, sidesave
 functions = sidesave.find, sidesave.latest, sidesave.contains_checkpoint
-kind = sidesave.WriteError
+kind = sidesave.errors.WriteError
 print(*(bool(function(sys.argv[1])) for function in functions))
 os.chmod(sys.argv[1], 0)
 if os.geteuid() == 0:

@@ -22,19 +22,20 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import drop_from_cache
 
 import sidesave
-from sidesave import (
-    CheckpointNotFoundError,
-    IntegrityError,
-    InvalidArgumentError,
-    Source,
-    StateMismatchError,
-    UnsupportedValueError,
-    load_sources,
-)
+from sidesave import Source, load_sources
 from sidesave.client.export.safetensors import export
 from sidesave.client.loading import sources
 from sidesave.client.reading.safetensors_reader import ForeignReader
-from sidesave.errors import HostMemoryError, SidesaveError, WriteError
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    HostMemoryError,
+    IntegrityError,
+    InvalidArgumentError,
+    SidesaveError,
+    StateMismatchError,
+    UnsupportedValueError,
+    WriteError,
+)
 
 MiB = 1 << 20
 INDEX = "model.safetensors.index.json"

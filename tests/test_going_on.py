@@ -309,7 +309,7 @@ def test_what_a_run_has_gone_back_to_is_not_deleted(manage: Manage, run: Path):
         manager.checkpointer.delete(1).result(DEADLINE_S)
     manager.checkpointer.delete(3).result(DEADLINE_S)
     manager.close()
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(2)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(2)])
     assert manager.restore() == 2
     manager.step(2)
     manager.close()

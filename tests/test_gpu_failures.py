@@ -11,7 +11,8 @@ from states import held
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, UnsupportedValueError
+from sidesave import Checkpointer
+from sidesave.errors import UnsupportedValueError
 from sidesave.stager.copy import device_copy
 
 pytestmark = gpu.MARKS
@@ -59,7 +60,7 @@ except Exception as raised:
 assert isinstance(error, (sidesave.SidesaveError, RuntimeError)), error
 assert "illegal memory access" in str(error), error
 if handle is not None:
-    assert isinstance(error, sidesave.StagingError), repr(error)
+    assert isinstance(error, sidesave.errors.StagingError), repr(error)
 try:
     checkpointer.close(60)
 except sidesave.SidesaveError as error:
@@ -204,7 +205,7 @@ def test_memory_that_is_freed_by_another_thread_is_told_as_torn(
         with monkeypatch.context() as patch:
             patch.setattr(device_copy._Part, "copy_out", copy_out_and_free)
             error = checkpointer.save(1, state).committed.exception(60)
-        assert isinstance(error, sidesave.TornSnapshotError)
+        assert isinstance(error, sidesave.errors.TornSnapshotError)
         assert "parameter, whose memory was freed" in str(error)
 
 
@@ -221,7 +222,7 @@ def test_the_error_of_a_failed_save_holds_no_device_memory(tmp_path: Path):
             state["other"] = torch.zeros(400_000, device="cuda")
             parameter.untyped_storage().resize_(0)
         error = handle.committed.exception(60)
-        assert isinstance(error, sidesave.TornSnapshotError)
+        assert isinstance(error, sidesave.errors.TornSnapshotError)
         parameter.data = state.pop("other")
         assert torch.cuda.memory_allocated() == allocated
         parameter.untyped_storage().resize_(0)

@@ -24,7 +24,8 @@ from gpu import (
 from states import difference, held, wait_until
 
 import sidesave
-from sidesave import Checkpointer, StagingError
+from sidesave import Checkpointer
+from sidesave.errors import StagingError
 from sidesave.stager.memory import host_memory
 from sidesave.stager.memory.arena import Arena
 

@@ -27,7 +27,8 @@ from states import difference, frozen, held
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, TornSnapshotError
+from sidesave import Checkpointer
+from sidesave.errors import TornSnapshotError
 from sidesave.stager.copy import fingerprint
 from sidesave.stager.copy.memcopy import MemoryCopier
 from sidesave.stager.state import ownership
@@ -363,7 +364,7 @@ with sidesave.Checkpointer(sys.argv[1]) as checkpointer:
         if not child:
             try:
                 checkpointer.save(2, state)
-            except sidesave.ClosedError:
+            except sidesave.errors.ClosedError:
                 {end}
             os._exit(3)
         assert os.waitpid(child, 0)[1] == 0

@@ -136,7 +136,7 @@ def test_a_copy_out_that_fails_leaves_its_half_in_order(
             first = _save(checkpointer, state, 1)
         with torch.cuda.stream(other):
             handles = [_save(checkpointer, elsewhere, step) for step in (2, 3)]
-    assert isinstance(first.committed.exception(60), sidesave.StagingError)
+    assert isinstance(first.committed.exception(60), sidesave.errors.StagingError)
     for step, handle in enumerate(handles, start=2):
         assert_holds(handle, _filled(step))
 
@@ -308,7 +308,7 @@ def test_a_torn_save_gives_its_slot_back_when_nothing_is_copied_into_it(checkpoi
                 del last
             second = Call(lambda: _save(one, large, 2))
             second.goes_as_far_as_it_gets()
-        assert isinstance(first.committed.exception(60), sidesave.TornSnapshotError)
+        assert isinstance(first.committed.exception(60), sidesave.errors.TornSnapshotError)
         assert_holds(second.result(), _filled(2, 10 * MIB))
 
 

@@ -22,8 +22,13 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import sidesave
-from sidesave import (
-    Checkpointer,
+from sidesave import Checkpointer
+from sidesave.client.loading import loader
+from sidesave.client.loading.plan import Expected
+from sidesave.client.loading.rename import Rearrangement, Renaming
+from sidesave.client.messages import Names
+from sidesave.client.reading.checkpoint_reader import open_checkpoint
+from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     FormatVersionError,
@@ -31,11 +36,6 @@ from sidesave import (
     InvalidArgumentError,
     StateMismatchError,
 )
-from sidesave.client.loading import loader
-from sidesave.client.loading.plan import Expected
-from sidesave.client.loading.rename import Rearrangement, Renaming
-from sidesave.client.messages import Names
-from sidesave.client.reading.checkpoint_reader import open_checkpoint
 from sidesave.stager.state.treespec import TensorRef
 from sidesave.writer_daemon.format.tensor_file import digest
 
@@ -698,7 +698,7 @@ def test_pickled_keys_and_members_come_back(tmp_path: Path):
         checkpointer.save(1, state, blocking=True)
         for rename in (None, {"x": "x"}):
             assert difference(state, sidesave.load(tmp_path / "step-00000001", rename=rename, allow_pickle=True)) == ""
-        with pytest.raises(sidesave.UnsupportedValueError):
+        with pytest.raises(sidesave.errors.UnsupportedValueError):
             sidesave.load(tmp_path / "step-00000001")
 
 

@@ -21,6 +21,7 @@ from managers import Manage, damage, steps, wait_until
 from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
+from sidesave import KeepBest, KeepEverySteps, KeepLatest, KeepSteps
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.runs import catalog, save_requests
 from sidesave.client.training import retention
@@ -63,7 +64,7 @@ def test_the_steps_that_policies_name_are_saved_once_and_resumed_after(manage: M
 
 def test_steps_may_be_of_any_type_that_counts(manage: Manage, run: Path):
     state = {"x": 0}
-    manager = manage(state, save=2, keep=sidesave.AtSteps(range(9)))
+    manager = manage(state, save=2, keep=KeepSteps(range(9)))
     of: Any = np.int64
     for step in range(5):
         manager.step(of(step))
@@ -135,7 +136,7 @@ def test_the_last_step_is_saved_at_close_unless_it_was(manage: Manage, run: Path
 def test_the_last_step_is_saved_even_if_its_metrics_are_wrong_and_the_save_before_has_failed(
     orders: Orders, manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
 ):
-    manager = manage(save=[sidesave.LastStep()], keep=[sidesave.Best(1, metric="loss")], retries=0)
+    manager = manage(save=[sidesave.LastStep()], keep=[KeepBest(1, metric="loss")], retries=0)
     orders.give("EIO", starting_at="os.mkdir")
     handle = manager.save(0)
     concurrent.futures.wait([handle.committed], DEADLINE_S)
@@ -196,7 +197,7 @@ def test_a_loop_that_is_asked_to_stop_is_told_when_its_step_is_saved(manage: Man
 def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
     manage: Manage, run: Path, orders: Orders, trouble: str
 ):
-    manager = manage(save=[], keep=[sidesave.Best(1, metric="loss")], on_busy="skip", slots=1)
+    manager = manage(save=[], keep=[KeepBest(1, metric="loss")], on_busy="skip", slots=1)
     if trouble == "all slots are busy":
         orders.give("hold")
         manager.save(0, {"loss": 1})
@@ -214,10 +215,10 @@ def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
 
 def test_a_request_to_stop_is_neither_lost_nor_outlives_a_restore(manage: Manage):
     class Asking(sidesave.SavePolicy):
-        def due(self, moment: sidesave.Moment) -> bool:
-            if moment.step == 1:
+        def due(self, context: sidesave.PolicyContext) -> bool:
+            if context.step == 1:
                 manager.request_stop()  # as a signal handler may at this moment
-            return moment.occasion == "step"
+            return context.event == "step"
 
     manager = manage(save=[Asking()])
     told: list[bool] = []
@@ -233,8 +234,8 @@ def test_a_request_to_stop_is_neither_lost_nor_outlives_a_restore(manage: Manage
 
 def test_a_step_is_never_saved_with_the_metrics_of_another(manage: Manage):
     class Broken(sidesave.SavePolicy):
-        def due(self, moment: sidesave.Moment) -> bool:
-            return moment.occasion == "step" and 1 // (1 - moment.step) < 0
+        def due(self, context: sidesave.PolicyContext) -> bool:
+            return context.event == "step" and 1 // (1 - context.step) < 0
 
     manager = manage(save=[Broken(), sidesave.OnException()])
 
@@ -329,7 +330,7 @@ def test_a_step_that_does_not_grow_is_refused(manage: Manage):
 
 
 def test_an_unknown_metric_is_refused_and_nan_is_never_the_best(manage: Manage, run: Path):
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Best(1, metric="loss"), sidesave.Latest(1)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepBest(1, metric="loss"), KeepLatest(1)])
     with pytest.raises(InvalidArgumentError, match=r"needs the metric loss.* given lost, accuracy"):
         manager.step(0, {"lost": 1.0, "accuracy": 0.5})
     with pytest.raises(InvalidArgumentError, match="'loss' must be one number, not str"):
@@ -555,8 +556,8 @@ def test_renamed_items_of_the_run_itself_are_restored(manage: Manage):
 
 
 def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest.LogCaptureFixture):
-    events: list[sidesave.SaveEvent] = []
-    stats = sidesave.SaveStats(callbacks=[events.append])
+    events: list[sidesave.reporting.SaveEvent] = []
+    stats = sidesave.reporting.SaveStats(callbacks=[events.append])
     with caplog.at_level("INFO", "sidesave.client.reporting.stats"):
         manager = manage({"x": torch.ones(1000)}, stats=stats, save=[sidesave.EverySteps(2), sidesave.FirstStep()])
         for step in range(4):
@@ -575,7 +576,12 @@ def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest
 def test_only_what_a_policy_wants_is_kept_and_the_newest(manage: Manage, run: Path):
     manager = manage(
         save=[sidesave.EverySteps(1)],
-        keep=[sidesave.Latest(2), sidesave.EveryNSteps(5), sidesave.Best(1, metric="loss"), sidesave.AtSteps([3])],
+        keep=[
+            KeepLatest(2),
+            KeepEverySteps(5),
+            KeepBest(1, metric="loss"),
+            KeepSteps([3]),
+        ],
     )
     for step in range(10):
         manager.step(step, {"loss": abs(step - 6)})
@@ -590,7 +596,7 @@ def test_a_restart_knows_the_metrics_of_earlier_sessions_and_obeys_its_own_keep_
     manager = manage(save=[sidesave.EverySteps(1)])
     for step in range(6):
         manager.step(step, {"loss": [4, 0.5, 3, 1, 2, 5][step]})
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Best(2, metric="loss")])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepBest(2, metric="loss")])
     assert manager.restore() == 6
     assert sorted(steps(run)) == [0, 1, 2, 3, 4, 5], "nothing goes before something newer is committed"
     manager.step(6, {"loss": 0.7})
@@ -601,7 +607,7 @@ def test_a_restart_knows_the_metrics_of_earlier_sessions_and_obeys_its_own_keep_
 
 def test_a_step_that_is_saved_anew_is_not_deleted_in_the_place_of_the_one_given_up(manage: Manage, run: Path):
     state = {"x": ""}
-    manager = manage(state, save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(2)])
+    manager = manage(state, save=[sidesave.EverySteps(1)], keep=[KeepLatest(2)])
     last = -1
     for time_line in range(12):
         for step in range(last + 1, last + 4):
@@ -618,7 +624,7 @@ def test_a_step_that_is_saved_anew_is_not_deleted_in_the_place_of_the_one_given_
 def test_a_restore_begins_when_what_was_committed_before_is_looked_at(
     manage: Manage, run: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
     looked: list[list[int]] = []
     look, load = retention.Retention._run, sidesave.Checkpointer.load
 
@@ -639,11 +645,11 @@ def test_a_restore_begins_when_what_was_committed_before_is_looked_at(
 
 
 def test_pinned_checkpoints_stay_until_they_are_unpinned(manage: Manage, run: Path):
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
     manager.pin(1)
     for step in range(4):
         manager.step(step)
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
     assert manager.pinned == {1}
     assert manager.restore() == 4
     manager.step(4)
@@ -659,7 +665,7 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(manage: Manage, run: Pa
 def test_nothing_is_deleted_while_it_is_not_known_what_is_pinned(
     manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
 ):
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
     (run / PINS).write_text("[1, ")
     for step in range(3):
         manager.step(step)
@@ -671,8 +677,8 @@ def test_nothing_is_deleted_while_it_is_not_known_what_is_pinned(
 
 
 def test_an_ephemeral_checkpoint_goes_with_the_next_one(manage: Manage, run: Path):
-    lasting = [sidesave.AtSteps([0]), sidesave.EverySteps(4)]
-    manager = manage(save=[*lasting, sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)])
+    persistent = [sidesave.AtSteps([0]), sidesave.EverySteps(4)]
+    manager = manage(save=[*persistent, sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)])
     seen = []
     for step in range(8):
         handle = manager.step(step)
@@ -688,7 +694,7 @@ def test_an_ephemeral_checkpoint_goes_with_the_next_one(manage: Manage, run: Pat
 def test_a_deletion_that_fails_is_logged_and_tried_again(
     orders: Orders, manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
 ):
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)])
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
     manager.pin(0)
     for step in range(2):
         manager.step(step)
@@ -715,5 +721,5 @@ def test_advice_needs_a_measure_and_gives_an_interval(manage: Manage):
     manager.save(0, blocking=True)
     advice = manager.advise(3600)
     assert advice.stall_s > 0 and advice.commit_s > 0
-    assert advice.interval_s == max(advice.daly_s, advice.commit_s)
+    assert advice.interval_s >= advice.commit_s
     assert 0 < advice.lost < 1

@@ -30,7 +30,7 @@ def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Ma
     def links() -> dict[str, str]:
         return {path.name: str(path.readlink()) for path in run.iterdir() if path.is_symlink()}
 
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(2)], names="checkpoint-{step}")
+    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(2)], names="checkpoint-{step}")
     for step in range(4):
         manager.step(step)
         manager.wait()
@@ -51,7 +51,7 @@ def test_no_link_is_left_to_any_of_many_steps_that_go_at_once(manage: Manage, ru
     for step in range(12):
         manager.save(step)
     manager.close()
-    manager = manage(keep=[sidesave.Latest(1)], names="checkpoint-{step}")
+    manager = manage(keep=[sidesave.KeepLatest(1)], names="checkpoint-{step}")
     manager.save(12)
     manager.close()
     assert {path.name for path in run.iterdir() if path.is_symlink()} == {"checkpoint-12"}
@@ -130,7 +130,7 @@ def test_weights_of_another_step_are_never_exported(manage: Manage, run: Path, o
     assert exported("busy") == 3
     manager.step(4)
     orders.give("EROFS", starting_at="os.mkdir", keep=True)
-    with pytest.warns(RuntimeWarning, match="step 4 failed"), pytest.raises(sidesave.WriteError):
+    with pytest.warns(RuntimeWarning, match="step 4 failed"), pytest.raises(sidesave.errors.WriteError):
         manager.export(run.parent / "failed")
     assert orders.withdraw() or True
     assert not (run.parent / "failed").exists()

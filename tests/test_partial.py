@@ -24,9 +24,10 @@ from torch import nn
 from worlds import cut, write_world
 
 import sidesave
-from sidesave import Checkpointer, IntegrityError, InvalidArgumentError, Source, StateMismatchError, load_sources
+from sidesave import Checkpointer, Source, load_sources
 from sidesave.client.loading import keeping, loader
 from sidesave.client.reading.filters import selector
+from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.writer_daemon.format.layout import Layout
 
 LR = "optimizer.param_groups.*.lr"
@@ -426,7 +427,7 @@ def test_a_pickled_value_that_is_left_out_is_not_unpickled(tmp_path: Path):
         state = {"x": Thing({"a": 1, "odd": range(3), "odder": {range(4)}})}
         path = Path(checkpointer.save(1, state, blocking=True).committed.result())
     into = {"x": Thing({"a": 0, "odd": "mine", "odder": "mine too"})}
-    with pytest.raises(sidesave.UnsupportedValueError, match=r"x\.odd was pickled; pass allow_pickle=True"):
+    with pytest.raises(sidesave.errors.UnsupportedValueError, match=r"x\.odd was pickled; pass allow_pickle=True"):
         sidesave.load(path, into=into, exclude="x.odder")
     sidesave.load(path, into=into, exclude="x.odd*")
     assert into["x"].state == {"a": 1, "odd": "mine", "odder": "mine too"}

@@ -244,7 +244,7 @@ def test_a_killed_trainer_resumes_with_another_keep_list(start: Start, run: Path
     trainer.train(5)
     trainer.hear("saved 4")
     trainer.kill()
-    trainer = start(save="[EverySteps(2)]", keep='[Latest(1), Best(1, metric="loss")]', total=8)
+    trainer = start(save="[EverySteps(2)]", keep='[KeepLatest(1), KeepBest(1, metric="loss")]', total=8)
     assert trainer.expect("restored") == ["5"]
     assert trainer.train(3) == [(step, undisturbed[step]) for step in range(5, 8)]
     trainer.leaves(0)
@@ -303,7 +303,7 @@ def test_ranks_stop_at_the_same_step_whichever_of_them_is_asked(
 @pytest.mark.slow
 def test_ranks_agree_when_the_time_has_come(start_ranks: Callable[..., list[ManagedTrainer]], run: Path):
     save = "[EverySeconds(1.5), Ephemeral(EverySeconds(0.5)), OnSignal()]"
-    ranks = start_ranks(2, save=save, keep="[Latest(1)]", paced=False, total=10**6, rest_s=0.01, quiet=True)
+    ranks = start_ranks(2, save=save, keep="[KeepLatest(1)]", paced=False, total=10**6, rest_s=0.01, quiet=True)
     for _ in range(3):
         agreed(ranks)
     for trainer in ranks:
@@ -396,13 +396,13 @@ def test_ranks_export_their_last_step_once_and_fail_together(
 def test_a_rank_with_other_metrics_is_told_of_and_keeps_nobody_waiting(
     start: Start, run: Path, tmp_path: Path, export: bool
 ):
-    about: dict[str, Any] = {"size": 2, "meeting": str(tmp_path / "group"), "keep": "[Best(1, metric='loss')]"}
+    about: dict[str, Any] = {"size": 2, "meeting": str(tmp_path / "group"), "keep": "[KeepBest(1, metric='loss')]"}
     about |= {"paced": False, "total": 1, "quiet": True}
     about |= {"export": str(tmp_path / "weights")} if export else {"save": "[EverySteps(1)]"}
     ranks = [start(rank=rank, metric=metric, **about) for rank, metric in enumerate(["loss", "lost"])]
     for trainer in ranks:
         trainer.leaves(0 if export else 1)
-        assert ("Best needs the metric loss" in trainer.complaints()) is not export
+        assert ("KeepBest needs the metric loss" in trainer.complaints()) is not export
     assert steps(run) == [0] * export
 
 
@@ -411,14 +411,15 @@ def test_nodes_with_disks_of_their_own_delete_the_same_steps(start: Start, tmp_p
     about: dict[str, Any] = {"size": 2, "save": "[EverySteps(1)]", "total": 3, "options": {"node_local": True}}
     meeting = str(tmp_path / "refused")
     refused = [
-        start(at=run, rank=rank, meeting=meeting, keep="[EveryNMinutes(1)]", **about) for rank, run in enumerate(runs)
+        start(at=run, rank=rank, meeting=meeting, keep="[KeepEveryMinutes(1)]", **about)
+        for rank, run in enumerate(runs)
     ]
     for trainer in refused:
         trainer.leaves(1)
-        assert "take EveryNSteps" in trainer.complaints()
+        assert "take KeepEverySteps" in trainer.complaints()
     meeting = str(tmp_path / "group")
     ranks = [
-        start(at=run, rank=rank, meeting=meeting, keep="[Latest(1), AtSteps([0])]", **about)
+        start(at=run, rank=rank, meeting=meeting, keep="[KeepLatest(1), KeepSteps([0])]", **about)
         for rank, run in enumerate(runs)
     ]
     for trainer in ranks:

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from worlds import Apart, Own, Spread, cut, drop_from_cache, write_world
 
 import sidesave
-from sidesave import IntegrityError, PerRank, Replicated, StateMismatchError
+from sidesave import PerRank, Replicated
 from sidesave.client.loading import loader
 from sidesave.client.reading import regions
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
+from sidesave.errors import IntegrityError, StateMismatchError
 from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
 from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES
 
@@ -186,7 +187,7 @@ def test_a_box_that_is_not_in_the_tensor_is_refused(tmp_path: Path):
     path = write_world(tmp_path, [{"x": torch.zeros(3, 4)}], whole)
     with CheckpointReader(str(path)) as reader:
         for box in [((0, 0), (4, 4)), ((0,), (3,)), ((-1, 0), (1, 1)), ((0, 0), (1, -1))]:
-            with pytest.raises(sidesave.InvalidArgumentError, match="there is no box"):
+            with pytest.raises(sidesave.errors.InvalidArgumentError, match="there is no box"):
                 reader.read_boxes([("x", box)])
 
 

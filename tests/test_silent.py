@@ -17,8 +17,9 @@ from states import difference
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, IntegrityError, InvalidArgumentError, StateMismatchError
+from sidesave import Checkpointer
 from sidesave.client.training.rng_state import RandomState
+from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 
 
 def save(run: Path, state: dict[str, Any], step: int = 1) -> str:
@@ -482,6 +483,6 @@ def test_any_state_comes_back_from_disk_in_type_order_and_bits_or_is_refused(
 ):
     try:
         handle = shared.save(1, state, overwrite=True)
-    except sidesave.UnsupportedValueError:
+    except sidesave.errors.UnsupportedValueError:
         return
     assert difference(expected(state), sidesave.load(handle.committed.result().path)) == ""

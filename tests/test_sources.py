@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import cut, write_world
 
 import sidesave
-from sidesave import (
+from sidesave import Source, load_sources
+from sidesave.client.loading import loader, sources
+from sidesave.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
     IntegrityError,
     InvalidArgumentError,
-    Source,
     StateMismatchError,
-    load_sources,
 )
-from sidesave.client.loading import loader, sources
 from sidesave.writer_daemon.format.layout import Layout
 
 
@@ -249,7 +248,7 @@ def test_a_newer_format_and_pickled_values_are_told(bank: Path, tmp_path: Path):
     with sidesave.Checkpointer(tmp_path / "run", allow_pickle=True) as checkpointer:
         checkpointer.save(1, {"odd": {"range": range(3)}}, blocking=True)
     into: dict[str, Any] = {"odd": {"range": None}}
-    assert_untouched(into, sidesave.UnsupportedValueError, "odd.range", of=[Source(tmp_path / "run")])
+    assert_untouched(into, sidesave.errors.UnsupportedValueError, "odd.range", of=[Source(tmp_path / "run")])
     load_sources([Source(tmp_path / "run")], into, allow_pickle=True)
     assert into["odd"]["range"] == range(3)
 

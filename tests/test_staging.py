@@ -20,7 +20,8 @@ from states import assert_torn, difference, frozen, held, scramble, swap_back, s
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer, HostMemoryError, TornSnapshotError, UnsupportedValueError
+from sidesave import Checkpointer
+from sidesave.errors import HostMemoryError, TornSnapshotError, UnsupportedValueError
 from sidesave.stager.apart import Worker
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 

@@ -141,7 +141,7 @@ def test_a_failed_save_is_told_at_warning_level_with_its_reason(tmp_path: Path, 
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         (tmp_path / "step-00000001").mkdir()
         save(stats, checkpointer, 1)
-        with pytest.raises(sidesave.CheckpointExistsError):
+        with pytest.raises(sidesave.errors.CheckpointExistsError):
             checkpointer.wait()
         save(stats, checkpointer, 2).committed.result()
         first, second = told.wait(2)

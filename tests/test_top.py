@@ -278,7 +278,7 @@ def run(tmp_path: Path) -> Path:
                 checkpointer.save(step, STATE).committed.result()
             (path / "step-00000099").mkdir()
             checkpointer.save(99, STATE)
-            with pytest.raises(sidesave.CheckpointExistsError):
+            with pytest.raises(sidesave.errors.CheckpointExistsError):
                 checkpointer.wait()
             (path / "step-00000099").rmdir()
     return path
@@ -496,7 +496,7 @@ def test_trigger_reports_the_failure_of_the_save(tmp_path: Path):
     with obeying(checkpointer, tmp_path, lambda: checkpointer.save(4, STATE)):
         text = output("trigger", tmp_path, "--wait", "--timeout", DEADLINE_S, status=1)
     assert text.startswith("sidesave: the save of step 4 failed: CheckpointExistsError: the step exists")
-    with pytest.raises(sidesave.CheckpointExistsError):
+    with pytest.raises(sidesave.errors.CheckpointExistsError):
         checkpointer.close()
 
 

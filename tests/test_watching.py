@@ -91,7 +91,7 @@ def wait_for_steps(run: Path, *steps: int) -> None:
 
 def manage_one(traces: Traces, run: Path, **options: Any) -> ManagedTrainer:
     """A paced trainer that saves each step and keeps the newest."""
-    return ManagedTrainer(traces, run, save="[EverySteps(1)]", keep="[Latest(1)]", **options)
+    return ManagedTrainer(traces, run, save="[EverySteps(1)]", keep="[KeepLatest(1)]", **options)
 
 
 def train(trainer: ManagedTrainer, *steps: int) -> None:
@@ -230,7 +230,7 @@ def test_many_readers_hold_one_checkpoint(traces: Traces, run: Path):
 
 def test_retention_spares_what_any_process_loads(traces: Traces, run: Path):
     with sidesave.CheckpointManager(
-        run, a_state(0, 8), save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)]
+        run, a_state(0, 8), save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(1)]
     ) as manager:
         manager.save(0, blocking=True)
         with Reader(traces, "load_slowly", directory(run, 0), 0) as reader:
@@ -322,7 +322,7 @@ def test_a_full_disk_takes_back_nothing_that_is_read_and_the_save_fails(run: Pat
 
 def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(orders: Orders, run: Path):
     with sidesave.CheckpointManager(
-        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)]
+        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(1)]
     ) as manager:
         manager.save(0, blocking=True)
         manager.pin(0)
@@ -344,7 +344,7 @@ def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(order
 
 def test_what_could_not_be_deleted_can_be_held_again(orders: Orders, run: Path, caplog: pytest.LogCaptureFixture):
     with sidesave.CheckpointManager(
-        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)]
+        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(1)]
     ) as manager:
         manager.save(0, blocking=True)
         manager.pin(0)
@@ -422,7 +422,7 @@ def _public_directory() -> Iterator[Path]:
 @pytest.mark.root
 def test_a_read_only_mount_is_read_and_held(run: Path, mount: Callable[..., Path]):
     with sidesave.CheckpointManager(
-        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.Latest(1)]
+        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(1)]
     ) as manager:
         manager.save(0, blocking=True)
         point = mount("-o", "bind,ro", run)

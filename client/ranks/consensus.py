@@ -51,17 +51,17 @@ _FAILING: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PendingRequest:
     """What a rank wants at the next possible step.
 
     Attributes:
-        lasting: A save of the usual kind.
+        persistent: A save of the usual kind.
         ephemeral: A save that the next one makes superfluous.
         signal: The end, after a save: the number of the signal that says so. 0 for none.
         stop: That the loop is asked to end.
     """
 
-    lasting: bool = False
+    persistent: bool = False
     ephemeral: bool = False
     signal: int = 0
     stop: bool = False
@@ -70,23 +70,23 @@ class Wish:
         """Whether there is anything."""
         return self != _NOTHING
 
-    def __or__(self, other: Wish) -> Wish:
+    def __or__(self, other: PendingRequest) -> PendingRequest:
         """Both."""
-        return Wish(
-            self.lasting or other.lasting,
+        return PendingRequest(
+            self.persistent or other.persistent,
             self.ephemeral or other.ephemeral,
             max(self.signal, other.signal),
             self.stop or other.stop,
         )
 
 
-_NOTHING: Final = Wish()
+_NOTHING: Final = PendingRequest()
 
 
 class Agreement:
     """One rank's part in it. :meth:`pass_step` is for the training thread; everything else for any."""
 
-    def __init__(self, ranks: Sequence[int], wish: Callable[[int, Wish], Wish]) -> None:
+    def __init__(self, ranks: Sequence[int], wish: Callable[[int, PendingRequest], PendingRequest]) -> None:
         """Make the group, which blocks until all ``ranks`` do, and start the thread.
 
         Args:
@@ -98,7 +98,7 @@ class Agreement:
         self._changed = threading.Condition()
         self._passed = -1
         self._promise: int | None = None
-        self._agreed: list[tuple[int, Wish]] = []
+        self._agreed: list[tuple[int, PendingRequest]] = []
         self._ending = _GOING_ON
         self._closing = _GOING_ON
         self._pokes: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -125,7 +125,7 @@ class Agreement:
             self._passed = passed
             self._pace = _Pace()
 
-    def pass_step(self, step: int) -> Wish:
+    def pass_step(self, step: int) -> PendingRequest:
         """Go past a step; what all ranks have agreed to do with it.
 
         Blocks only at a step that was promised not to be passed before a round has ended, and no longer than that.
@@ -143,12 +143,12 @@ class Agreement:
                         f"{_TIMEOUT_S:g} s not all have answered"
                     )
             self._passed = step
-            due = Wish()
+            due = PendingRequest()
             while self._agreed and self._agreed[0][0] <= step:
                 due |= self._agreed.pop(0)[1]
             return due
 
-    def close(self, timeout_s: float, *, failing: bool = False) -> Wish:
+    def close(self, timeout_s: float, *, failing: bool = False) -> PendingRequest:
         """End the thread, here and on all ranks; what was agreed and its step has not come. Idempotent.
 
         Where the others do not take part any more it is given up after ``timeout_s`` seconds.
@@ -158,10 +158,10 @@ class Agreement:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("other ranks have not answered within %g s that this one closes", timeout_s)
-            return Wish()
+            return PendingRequest()
         with self._changed:
             left, self._agreed = self._agreed, []
-        due = Wish()
+        due = PendingRequest()
         for _, wish in left:
             due |= wish
         return due
@@ -191,18 +191,18 @@ class Agreement:
     def _round(self) -> None:
         closing = self._closing
         with self._changed:
-            pending = Wish()
+            pending = PendingRequest()
             for _, agreed in self._agreed:
                 pending |= agreed
             passed = self._passed
-        wish = Wish() if closing else self._wish(passed, pending)
+        wish = PendingRequest() if closing else self._wish(passed, pending)
         with self._changed:
             self._promise = self._passed + self._pace.margin(self._passed)
-            words = [self._promise, wish.lasting, wish.ephemeral, wish.signal, wish.stop, closing]
+            words = [self._promise, wish.persistent, wish.ephemeral, wish.signal, wish.stop, closing]
         told = torch.tensor(words, dtype=torch.int64)
         torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        step, lasting, ephemeral, signal, stop, ending = cast("list[int]", told.tolist())
-        wish = Wish(bool(lasting), bool(ephemeral), signal, bool(stop))
+        step, persistent, ephemeral, signal, stop, ending = cast("list[int]", told.tolist())
+        wish = PendingRequest(bool(persistent), bool(ephemeral), signal, bool(stop))
         with self._changed:
             self._promise = None
             self._ending = ending

@@ -12,8 +12,9 @@ from typing import Any, Final
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.runs.save_requests import TriggerWatch
+from sidesave.client.training.keep_policies import KeepEveryMinutes, KeepPolicy
 from sidesave.client.training.links import Links, Naming
-from sidesave.client.training.retention import EveryNMinutes, KeepPolicy, Pins, Retention
+from sidesave.client.training.retention import Pins, Retention
 from sidesave.client.training.save_policies import Ephemeral, OnRequest, SavePolicy
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError
@@ -58,10 +59,10 @@ class Background:
             )
         with session.world.agreeing("cannot save its state"):
             session.submission.check(state)
-        if isinstance(session.node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in keep):
+        if isinstance(session.node, NodeWorld) and any(isinstance(policy, KeepEveryMinutes) for policy in keep):
             raise InvalidArgumentError(
-                "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "
-                "cannot be combined with node_local=True; take EveryNSteps"
+                "nodes that keep their own parts have to delete the same steps, and their clocks differ: "
+                "KeepEveryMinutes cannot be combined with node_local=True; take KeepEverySteps"
             )
         self._schedule.start(session.world)
         if session.node.rank:

@@ -3,7 +3,6 @@
 A save stops training for some time C, and a failure, one in M seconds on average, throws away what was trained since
 the last checkpoint. Rare saves lose much to each failure, frequent ones lose much to saving.
 
-J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17(9), 1974.
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
 Systems 22(3), 2006.
 """
@@ -23,17 +22,12 @@ _SAMPLES: Final = 15
 """So many of the latest saves count; their median forgives the first ones, which allocate memory."""
 
 
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Young's seconds between the end of one save and the next: sqrt(2 C M)."""
-    return math.sqrt(2 * cost_s * mtbf_s)
-
-
 def daly(cost_s: float, mtbf_s: float) -> float:
     """Daly's seconds of training between saves: sqrt(2CM) [1 + sqrt(C/2M)/3 + (C/2M)/9] - C for C < 2M, else M."""
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
-    return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +38,8 @@ class Advice:
         mtbf_s: Seconds between failures that were assumed.
         stall_s: How long a save keeps training waiting, as measured.
         commit_s: How long it takes from the call until the checkpoint counts, as measured.
-        young_s: Young's interval for that stall.
-        daly_first_s: Daly's first order: Young's interval less the stall.
-        daly_s: Daly's higher order.
-        interval_s: What to take: Daly's, but not below the time that a save needs to be committed, for saves that
-            overtake each other only wait.
+        interval_s: Seconds of training between saves: Daly's, but not below the time that a save needs to be committed,
+            for saves that overtake each other only wait.
         lost: The part of the time that is lost with it: stalls, half an interval for each failure, and what is trained
             while a save is on its way, which a failure loses too.
     """
@@ -56,9 +47,6 @@ class Advice:
     mtbf_s: float
     stall_s: float
     commit_s: float
-    young_s: float
-    daly_first_s: float
-    daly_s: float
     interval_s: float
     lost: float
 
@@ -67,8 +55,7 @@ class Advice:
         """Advise for measured costs."""
         interval_s = max(daly(stall_s, mtbf_s), commit_s)
         lost = min(1.0, stall_s / (interval_s + stall_s) + (interval_s / 2 + commit_s) / mtbf_s) if interval_s else 1.0
-        first = young(stall_s, mtbf_s)
-        return cls(mtbf_s, stall_s, commit_s, first, first - stall_s, daly(stall_s, mtbf_s), interval_s, lost)
+        return cls(mtbf_s, stall_s, commit_s, interval_s, lost)
 
 
 class SaveCost:

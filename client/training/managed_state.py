@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import time
@@ -11,17 +12,17 @@ from typing import Any, Final
 
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
-from sidesave.client.loading.sources import Source, check_sources
+from sidesave.client.loading.loader import Loaded
+from sidesave.client.loading.sources import Source, check_sources, read_sources
 from sidesave.client.options import LoadOptions
 from sidesave.client.reporting.stats import SaveStats
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.client.training import restore
-from sidesave.client.training.metadata import Metrics, as_numbers, encode_metadata
+from sidesave.client.training.metadata import Metrics, as_numbers, encode_metadata, is_ephemeral, is_seed
 from sidesave.client.training.retention import Retention
 from sidesave.client.training.rng_state import RandomState
-from sidesave.client.training.schedule import Schedule
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError
+from sidesave.client.training.schedule import Resumed, Schedule
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, StateMismatchError
 from sidesave.stager.state.annotations import PerRank
 
 logger = logging.getLogger(__name__)
@@ -185,14 +186,14 @@ class ManagedState:
                     session.run.refuse_damaged(None, [])
             if sources:
                 into = dict(self._state)
-                restore.load_bank(self._checkpointer, into, sources, options)
+                _load_sources(self._checkpointer, into, sources, options)
                 self._state.update(into)
             self._schedule.begin_anew()
             return False
         self._state.update({name: into[name] for name in self._state})
         if self._random is not None:
             self._random.apply()
-        loaded = restore.what_was_loaded(self._checkpointer)
+        loaded = _what_was_loaded(self._checkpointer)
         self._seed, self._newest = loaded.step if loaded.is_seed else None, None
         self._schedule.go_on(loaded)
         return True
@@ -203,8 +204,76 @@ class ManagedState:
             return self._newest.committed.result()
         session = self._checkpointer.session
         if session.lineage.parent is not None:
-            return restore.loaded_checkpoint(self._checkpointer)
+            return _loaded_checkpoint(self._checkpointer)
         found = session.shared.checkpoints()
         if not found:
             raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", self._checkpointer.directory)
         return found[-1]
+
+
+def _load_sources(
+    checkpointer: Checkpointer, into: dict[str, Any], sources: Sequence[Source], options: LoadOptions
+) -> None:
+    """Give the items ``into`` what other runs have saved; one that no source has stays as it is. Blocking.
+
+    To be called by all ranks; raises what one of them raises on all of them.
+    """
+    world, paths = checkpointer.session.world, [""]
+    pickled = options.get("allow_pickle")
+    with world.agreeing("finds no source"):
+        if world.rank == 0:
+            paths = [source.locate() for source in sources]
+    if world.size > 1:
+        paths = world.gather("sources", paths if world.rank == 0 else None)[0]
+    with world.agreeing("cannot read the sources"):
+        found = [dataclasses.replace(source, path=path, step=None) for source, path in zip(sources, paths, strict=True)]
+        loaded = read_sources(
+            found,
+            into,
+            strict=False,
+            verify=options.get("verify", True),
+            allow_pickle=checkpointer.session.allow_pickle if pickled is None else pickled,
+            rank=world.rank,
+            size=world.size,
+        )
+        if options.get("strict", True):
+            _refuse_half(loaded, into)
+    with world.agreeing("cannot give its objects what it has read of the sources"):
+        loaded.apply()
+
+
+def _refuse_half(loaded: Loaded, items: Collection[str]) -> None:
+    """An item of the state may begin as it was made, and not with a part of what it needs."""
+    begun = tuple(f"{name}." for name in items if loaded.has(name))
+    half = [fqn for fqn in loaded.missing if fqn.startswith(begun)]
+    if half:
+        more = f" and {len(half) - 5} more" if len(half) > 5 else ""
+        raise StateMismatchError(
+            f"the sources lack {', '.join(half[:5])}{more}, and have the rest; nothing was loaded. Add a source "
+            "that has it, exclude the item from all, or pass strict=False"
+        )
+
+
+def _what_was_loaded(checkpointer: Checkpointer) -> Resumed:
+    """What kind of checkpoint ``checkpointer`` has just loaded; the same on all ranks, which all have to ask."""
+    parent = checkpointer.session.lineage.parent
+    assert parent is not None
+    world = checkpointer.session.world
+    seen: list[bool] | None = None
+    with world.agreeing("cannot read what it has loaded"):
+        if world.rank == 0:
+            info = _loaded_checkpoint(checkpointer)
+            seen = [is_seed(info), is_ephemeral(info)]
+    seed, ephemeral = world.gather("what was loaded", seen)[0] if world.size > 1 else (seen or [])
+    return Resumed(parent[0], seed, ephemeral)
+
+
+def _loaded_checkpoint(checkpointer: Checkpointer) -> CheckpointInfo:
+    """The checkpoint that ``checkpointer`` has loaded last, as it stands there now.
+
+    Raises:
+        CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
+    """
+    parent = checkpointer.session.lineage.parent
+    assert parent is not None
+    return checkpointer.session.run.read(*parent)

@@ -23,19 +23,14 @@ from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.background import AGREE_TO_END_S, Background, end_dropped
 from sidesave.client.training.intervals import Advice
+from sidesave.client.training.keep_policies import KeepBest, KeepPolicy, check_count, check_keep_policies
 from sidesave.client.training.links import Naming, check_naming
 from sidesave.client.training.managed_state import RANDOM_STATE, ManagedState
 from sidesave.client.training.metadata import Metrics, is_ephemeral
-from sidesave.client.training.retention import (
-    Best,
-    KeepPolicy,
-    Pins,
-    check_count,
-    check_keep_policies,
-)
+from sidesave.client.training.retention import Pins
 from sidesave.client.training.save_policies import (
     BeforeTraining,
-    Occasion,
+    PolicyEvent,
     SavePolicy,
     check_save_policies,
 )
@@ -59,7 +54,7 @@ class CheckpointManager:
             "runs/exp1",
             {"model": model, "optimizer": optimizer, "data": loader},
             save=[EverySteps(500), EverySeconds(600), OnSignal()],
-            keep=[Latest(3), Best(2, metric="loss")],
+            keep=[KeepLatest(3), KeepBest(2, metric="loss")],
             random_state=True,
         ) as manager:
             for step in range(manager.restore(), total):
@@ -139,7 +134,7 @@ class CheckpointManager:
                 random_state=random_state,
                 blocking=blocking,
                 metadata=metadata or {},
-                metric_names={policy.metric for policy in self._keep if isinstance(policy, Best)},
+                metric_names={policy.metric for policy in self._keep if isinstance(policy, KeepBest)},
             )
         except BaseException:
             self._stop(0)
@@ -173,26 +168,26 @@ class CheckpointManager:
 
         Args:
             step: Its number.
-            metrics: Numbers by name, kept in the checkpoint: what ``Best`` ranks by. Looked at only if the step is
+            metrics: Numbers by name, kept in the checkpoint: what ``KeepBest`` ranks by. Looked at only if the step is
                 saved; a tensor is fetched from its device then. NaN is kept, and never the best.
 
         Returns:
             The save, or None when nothing was due.
 
         Raises:
-            InvalidArgumentError: The number does not grow; ``metrics`` lacks one that ``Best`` asks for, or one is no
-                number. (Without any metrics the step is saved, and ``Best`` passes it over.)
+            InvalidArgumentError: The number does not grow; ``metrics`` lacks one that ``KeepBest`` asks for, or one is
+                no number. (Without any metrics the step is saved, and ``KeepBest`` passes it over.)
             SystemExit: A signal has asked for the end, and the step is staged (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.save``; or ranks could not agree.
         """
         due = self._schedule.pass_step(step, metrics)
         if due.signal:
             self._save_and_leave(due.signal, together=due.together)
-        if not (due.lasting or due.ephemeral):
+        if not (due.persistent or due.ephemeral):
             return None
         if due.stop:  # there may be no other save
-            return self._managed.save_at_last(ephemeral=not due.lasting)
-        return self._managed.save(self._schedule.stepped, metrics, ephemeral=not due.lasting)
+            return self._managed.save_at_last(ephemeral=not due.persistent)
+        return self._managed.save(self._schedule.stepped, metrics, ephemeral=not due.persistent)
 
     def save(
         self,
@@ -328,12 +323,12 @@ class CheckpointManager:
         return self._checkpointer.session.shared.checkpoints()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
-        """The checkpoint with the best value of a metric, by the rules of :class:`Best`; None when none has it.
+        """The checkpoint with the best value of a metric, by the rules of :class:`KeepBest`; None when none has it.
 
         An ephemeral one is never meant.
         """
         found = [info for info in self.checkpoints() if not is_ephemeral(info)]
-        steps = Best(1, metric, mode).wanted(found)
+        steps = KeepBest(1, metric, mode).wanted(found)
         return next((info for info in reversed(found) if info.step in steps), None)
 
     def export(self, target: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Report | None:
@@ -425,16 +420,16 @@ class CheckpointManager:
         """
         self._close("close")
 
-    def _close(self, occasion: Occasion | None, error: BaseException | None = None) -> None:
+    def _close(self, event: PolicyEvent | None, error: BaseException | None = None) -> None:
         if self._closed or self._pid != os.getpid():
             return
         self._closed = True
         try:
             schedule = self._schedule
-            left = schedule.finish(AGREE_TO_END_S, failing=occasion != "close")
-            due = occasion is not None and (schedule.is_due(occasion) or (occasion == "close" and bool(left)))
+            left = schedule.finish(AGREE_TO_END_S, failing=event != "close")
+            due = event is not None and (schedule.is_due(event) or (event == "close" and bool(left)))
             if due and self._managed.has_unsaved_step():
-                ephemeral = left.ephemeral and not left.lasting and not schedule.is_due("close")
+                ephemeral = left.ephemeral and not left.persistent and not schedule.is_due("close")
                 self._managed.save_at_last(ephemeral=ephemeral, exception=error)
             if self._managed.last is not None and not schedule.ending:
                 schedule.await_save(self._managed.last)

@@ -8,17 +8,15 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import bisect
-import operator
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, cast
 
 from sidesave.client.arguments import as_index
-from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.training.intervals import Advice, check_mtbf
-from sidesave.client.training.retention import KeepPolicy, check_every, check_positive
+from sidesave.client.training.keep_policies import check_every, check_positive, check_steps
 from sidesave.errors import InvalidArgumentError, brief
 
 _GO_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
@@ -26,21 +24,21 @@ _GO_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 _NOT_FOR_US: Final = frozenset(
     {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGCHLD}
 )
-Occasion = Literal["restore", "step", "close", "exception"]
+PolicyEvent = Literal["restore", "step", "close", "exception"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PolicyContext:
     """What a policy decides from.
 
     Attributes:
         step: The step that has just been finished, or the last one that was.
-        occasion: ``"step"`` after a training step; ``"restore"`` when there was nothing to restore; ``"close"`` at the
+        event: ``"step"`` after a training step; ``"restore"`` when there was nothing to restore; ``"close"`` at the
             end of the run; ``"exception"`` when the ``with`` block is left by one.
         now_s: Now, in seconds of the monotonic clock.
         saved_s: When the last save was, of whatever kind; when the run began, before the first one.
-        lasting_step: The last step that was saved, or restored, and is not ephemeral.
-        lasting_s: When that was.
+        persistent_step: The last step that was saved, or restored, and is not ephemeral.
+        persistent_s: When that was.
         signal: A signal that has come and is not yet answered, or 0.
         requested: Whether a save was asked for.
         cost: How long a save stalls training, and takes to be committed, in seconds, as measured; None at first.
@@ -48,11 +46,11 @@ class Moment:
     """
 
     step: int
-    occasion: Occasion
+    event: PolicyEvent
     now_s: float
     saved_s: float
-    lasting_step: int | None
-    lasting_s: float | None
+    persistent_step: int | None
+    persistent_s: float | None
     signal: int
     requested: bool
     cost: tuple[float, float] | None
@@ -64,11 +62,11 @@ class SavePolicy(ABC):
 
     @property
     def is_local(self) -> bool:
-        """Whether ranks may find it due at different steps: by more than ``step``, ``occasion`` and ``is_first``."""
+        """Whether ranks may find it due at different steps: by more than ``step``, ``event`` and ``is_first``."""
         return False
 
     @abstractmethod
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """Whether to save now; called after each step, so it has to be quick."""
 
 
@@ -87,9 +85,9 @@ class EverySteps(SavePolicy):
         """Check."""
         check_every("EverySteps", self.n, self.offset)
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """By the number."""
-        return moment.occasion == "step" and moment.step % self.n == self.offset and (moment.step > 0 or self.n == 1)
+        return context.event == "step" and context.step % self.n == self.offset and (context.step > 0 or self.n == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,35 +105,25 @@ class EverySeconds(SavePolicy):
         """Clocks differ."""
         return True
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """By the clock."""
-        return moment.occasion == "step" and moment.now_s - moment.saved_s >= self.seconds
+        return context.event == "step" and context.now_s - context.saved_s >= self.seconds
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class AtSteps(SavePolicy, KeepPolicy):
-    """Save these steps; in ``keep``, keep them."""
+class AtSteps(SavePolicy):
+    """Save these steps."""
 
     steps: tuple[int, ...]
 
     def __init__(self, steps: Iterable[int]) -> None:
         """Any number of steps."""
-        try:
-            listed = sorted({operator.index(step) for step in steps})
-        except TypeError:
-            listed = []
-        if not listed or listed[0] < 0:
-            raise InvalidArgumentError(f"AtSteps takes ints, 0 or more, in a list, not {brief(steps)}")
-        object.__setattr__(self, "steps", tuple(listed))
+        object.__setattr__(self, "steps", check_steps("AtSteps", steps))
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """By the number."""
-        place = bisect.bisect_left(self.steps, moment.step)
-        return moment.occasion == "step" and self.steps[place : place + 1] == (moment.step,)
-
-    def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """Those that are there."""
-        return self.steps
+        place = bisect.bisect_left(self.steps, context.step)
+        return context.event == "step" and self.steps[place : place + 1] == (context.step,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,27 +134,27 @@ class BeforeTraining(SavePolicy):
     place. Where steps are counted from 1 it stays.
     """
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """When a run begins."""
-        return moment.occasion == "restore"
+        return context.event == "restore"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep(SavePolicy):
     """Save the first step after each start, resumed or not: what is wrong with storage or memory shows at once."""
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """Once after each start, and each ``restore()``."""
-        return moment.is_first and moment.occasion == "step"
+        return context.is_first and context.event == "step"
 
 
 @dataclass(frozen=True, slots=True)
 class LastStep(SavePolicy):
     """Save the last step at ``close()``, unless it was saved."""
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """When a run ends well."""
-        return moment.occasion == "close"
+        return context.event == "close"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +165,9 @@ class OnException(SavePolicy):
     is one update further than its name says.
     """
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """When a run ends badly."""
-        return moment.occasion == "exception"
+        return context.event == "exception"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +182,9 @@ class OnRequest(SavePolicy):
         """One rank is asked."""
         return True
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """Once for each request, however many came meanwhile."""
-        return moment.requested
+        return context.requested
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -240,9 +228,9 @@ class OnSignal(SavePolicy):
         """One process is signalled."""
         return True
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """When one of its signals has come."""
-        return moment.signal in self.signals
+        return context.signal in self.signals
 
     def ends(self, number: int) -> bool:
         """Whether to leave after the save."""
@@ -269,12 +257,12 @@ class OptimalInterval(SavePolicy):
         """Clocks and costs differ."""
         return True
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """By the clock and the measured cost."""
-        if moment.occasion != "step":
+        if context.event != "step":
             return False
-        interval_s = self.initial_s if moment.cost is None else Advice.of(*moment.cost, self.mtbf_s).interval_s
-        return moment.now_s - moment.saved_s >= interval_s
+        interval_s = self.initial_s if context.cost is None else Advice.of(*context.cost, self.mtbf_s).interval_s
+        return context.now_s - context.saved_s >= interval_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,15 +288,15 @@ class OverheadBudget(SavePolicy):
         """Clocks and costs differ."""
         return True
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, context: PolicyContext) -> bool:
         """By the clock and the measured cost."""
-        if moment.occasion != "step":
+        if context.event != "step":
             return False
         interval_s = self.initial_s
-        if moment.cost is not None:
-            stall_s, commit_s = moment.cost
+        if context.cost is not None:
+            stall_s, commit_s = context.cost
             interval_s = max(commit_s, stall_s / self.fraction)
-        return moment.now_s - moment.saved_s >= interval_s
+        return context.now_s - context.saved_s >= interval_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,13 +333,13 @@ class Ephemeral(SavePolicy):
         """If its policy is, or the clock decides."""
         return self.policy.is_local or self.cool_down_s > 0
 
-    def due(self, moment: Moment) -> bool:
-        """When its policy is, and no lasting checkpoint is that young."""
-        if moment.lasting_step is not None and moment.step - moment.lasting_step < self.cool_down_steps:
+    def due(self, context: PolicyContext) -> bool:
+        """When its policy is, and no persistent checkpoint is that young."""
+        if context.persistent_step is not None and context.step - context.persistent_step < self.cool_down_steps:
             return False
-        if moment.lasting_s is not None and moment.now_s - moment.lasting_s < self.cool_down_s:
+        if context.persistent_s is not None and context.now_s - context.persistent_s < self.cool_down_s:
             return False
-        return self.policy.due(moment)
+        return self.policy.due(context)
 
 
 _ONCE: Final = (BeforeTraining, Ephemeral, FirstStep, LastStep, OnException, OnRequest, OnSignal)
@@ -391,10 +379,10 @@ def _listed(save: object) -> tuple[SavePolicy, ...]:
     return tuple(found)
 
 
-def _refuse_never(ephemeral: Ephemeral, lasting: Iterable[EverySteps]) -> None:
+def _refuse_never(ephemeral: Ephemeral, persistent: Iterable[EverySteps]) -> None:
     """An ephemeral save each of whose steps is saved for good as well would never be one."""
     policy = ephemeral.policy
-    for other in lasting:
+    for other in persistent:
         if isinstance(policy, EverySteps) and policy.n % other.n == 0 and policy.offset % other.n == other.offset:
             raise InvalidArgumentError(
                 f"{ephemeral!r} never comes to anything: {other!r} saves all of its steps for good; take an "

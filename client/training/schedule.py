@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from sidesave.client import arguments
-from sidesave.client.ranks.consensus import Agreement, Wish
+from sidesave.client.ranks.consensus import Agreement, PendingRequest
 from sidesave.client.ranks.group import GroupWorld, World
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.intervals import SaveCost
 from sidesave.client.training.metadata import Metrics
-from sidesave.client.training.restore import Resumed
 from sidesave.client.training.save_policies import (
     Ephemeral,
-    Moment,
-    Occasion,
     OnRequest,
     OnSignal,
+    PolicyContext,
+    PolicyEvent,
     SavePolicy,
     check_save_policies_for_ranks,
 )
@@ -28,25 +27,34 @@ from sidesave.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class SaveDecision:
     """What is to be done at a step.
 
     Attributes:
-        lasting: Save it for good.
+        persistent: Save it for good.
         ephemeral: Save it, if not for good then until the next save.
         stop: The loop is asked to end with this step.
         signal: Leave after that, as this signal has asked for; 0 is to stay.
         together: Whether all ranks leave, and so may save before.
     """
 
-    lasting: bool = False
+    persistent: bool = False
     ephemeral: bool = False
     stop: bool = False
     signal: int = 0
     together: bool = True
 
 
-_NOTHING: Final = Due()
+_NOTHING: Final = SaveDecision()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The checkpoint of its own that a run has gone on with."""
+
+    step: int
+    is_seed: bool
+    is_ephemeral: bool
 
 
 class Schedule:
@@ -71,7 +79,7 @@ class Schedule:
         self._stop_asked = self._resumed = False
         self._is_first = True
         self._saved_s = time.monotonic()
-        self._lasting: tuple[int, float] | None = None
+        self._persistent: tuple[int, float] | None = None
         self._policies = tuple(policies)
         self._at_step = self._in_rounds = self._policies
         self._world: World | None = None
@@ -101,7 +109,7 @@ class Schedule:
 
     # Step by step ----------------------------------------------------------------------------------------------
 
-    def pass_step(self, step: int, metrics: Metrics | None) -> Due:
+    def pass_step(self, step: int, metrics: Metrics | None) -> SaveDecision:
         """Take down that a step was finished; what is due then, unless it was saved already.
 
         Raises:
@@ -114,31 +122,31 @@ class Schedule:
         agreement = self._agreement
         agreed = None if agreement is None else agreement.pass_step(step)
         self.stepped, self._passed, self.metrics = step, step, metrics
-        moment = self._moment("step")
+        context = self._context("step")
         self._is_first = False
-        lasting = moment.requested and agreed is None
+        persistent = context.requested and agreed is None
         ephemeral = False
         for policy in self._at_step:
-            if policy.due(moment):
+            if policy.due(context):
                 if isinstance(policy, Ephemeral):
                     ephemeral = True
                 else:
-                    lasting = True
+                    persistent = True
         ending, together = self._signals.ending, True
         if agreed is not None:
-            lasting, ephemeral = lasting or agreed.lasting, ephemeral or agreed.ephemeral
+            persistent, ephemeral = persistent or agreed.persistent, ephemeral or agreed.ephemeral
             self.stopping |= agreed.stop
             together = agreed.signal > 0
             ending = agreed.signal or (ending if self._is_left_alone() else 0)
         if ending:
-            return Due(lasting, ephemeral, signal=ending, together=together)
-        if not (lasting or ephemeral) or step == self.saved_step:
+            return SaveDecision(persistent, ephemeral, signal=ending, together=together)
+        if not (persistent or ephemeral) or step == self.saved_step:
             return _NOTHING
         if agreed is None:
             self.requested, self._signals.asking = False, 0
             stop, self._stop_asked = self._stop_asked, False  # also one that has come since: this save answers it
             self.stopping |= stop
-        return Due(lasting, ephemeral, self.stopping)
+        return SaveDecision(persistent, ephemeral, self.stopping)
 
     def note_finished(self, step: int, metrics: Metrics | None) -> int:
         """A step is about to be saved, so it was finished; ``InvalidArgumentError`` where a later one was."""
@@ -158,10 +166,10 @@ class Schedule:
         )
         raise InvalidArgumentError(f"step {step} does not come after step {self.stepped}: {hint}")
 
-    def is_due(self, occasion: Occasion) -> bool:
+    def is_due(self, event: PolicyEvent) -> bool:
         """Whether a policy wants a save for what happens beside the steps."""
-        moment = self._moment(occasion)
-        return any(policy.due(moment) for policy in self._at_step)
+        context = self._context(event)
+        return any(policy.due(context) for policy in self._at_step)
 
     def note_save(self, step: int, *, ephemeral: bool, seed: bool) -> None:
         """A save was called."""
@@ -169,17 +177,17 @@ class Schedule:
         if not seed:
             self.saved_step = step
         if not ephemeral:
-            self._lasting = (step, self._saved_s)
+            self._persistent = (step, self._saved_s)
 
-    def _moment(self, occasion: Occasion, step: int | None = None) -> Moment:
-        lasting_step, lasting_s = self._lasting or (None, None)
-        return Moment(
+    def _context(self, event: PolicyEvent, step: int | None = None) -> PolicyContext:
+        persistent_step, persistent_s = self._persistent or (None, None)
+        return PolicyContext(
             self.stepped if step is None else step,
-            occasion,
+            event,
             time.monotonic(),
             self._saved_s,
-            lasting_step,
-            lasting_s,
+            persistent_step,
+            persistent_s,
             self._signals.current,
             self.requested,
             self.cost.known,
@@ -206,23 +214,23 @@ class Schedule:
         """Whether this rank has to answer a signal by itself, for no other rank takes part in anything."""
         return self._agreement is not None and self._agreement.is_broken
 
-    def _wish(self, passed: int, pending: Wish) -> Wish:
+    def _wish(self, passed: int, pending: PendingRequest) -> PendingRequest:
         """What this rank wants of the others, in the thread of the agreement."""
         if pending.signal:
-            return Wish()
+            return PendingRequest()
         signal, asking, requested = self._signals.ending, self._signals.asking, self.requested
         if asking:
             self._signals.asking = 0
         if requested:
             self.requested = False
         if pending and not (signal or asking or requested):
-            return Wish()  # what is due by time is so until the save that is agreed has been made
-        moment = self._moment("step", passed)
-        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(moment)]
-        lasting = bool(signal or asking or requested) or not all(due)
+            return PendingRequest()  # what is due by time is so until the save that is agreed has been made
+        context = self._context("step", passed)
+        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(context)]
+        persistent = bool(signal or asking or requested) or not all(due)
         stop = requested and self._stop_asked
         self._stop_asked = self._stop_asked and not stop
-        return Wish(lasting, any(due), signal, stop)
+        return PendingRequest(persistent, any(due), signal, stop)
 
     @property
     def ending(self) -> int:
@@ -247,7 +255,7 @@ class Schedule:
         self._saved_s = time.monotonic()
         self.stepped = self._passed = loaded.step - loaded.is_seed
         self.saved_step = None if loaded.is_seed else loaded.step
-        self._lasting = None if loaded.is_ephemeral else (loaded.step, self._saved_s)
+        self._persistent = None if loaded.is_ephemeral else (loaded.step, self._saved_s)
 
     def resume(self) -> int:
         """Begin to count, on all ranks; the signal that has come to any of them meanwhile and means the end, or 0."""
@@ -259,14 +267,14 @@ class Schedule:
         ending = self._signals.ending
         return max(self._world.gather("signals", ending)) if self._world.size > 1 else ending
 
-    def finish(self, timeout_s: float, *, failing: bool) -> Wish:
+    def finish(self, timeout_s: float, *, failing: bool) -> PendingRequest:
         """No step comes any more; what was wished for one that has not come. Ranks take leave of each other.
 
         Those that do not answer within ``timeout_s`` are left, and all at once where this one is ``failing``.
         """
         if self._agreement is not None:
             return self._agreement.close(timeout_s, failing=failing)
-        return Wish(lasting=self.requested or self._signals.current > 0)
+        return PendingRequest(persistent=self.requested or self._signals.current > 0)
 
     def close(self) -> None:
         """Give the signals back; idempotent."""
