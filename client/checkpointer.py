@@ -135,7 +135,6 @@ class Checkpointer:
         node = find_node(world, path, node_local=node_local)
         # The rest of sidesave may use these two, a user needs neither.
         self.session = session = Session(world, node, Run(path, further))
-        self.saver = Saver(session, on_busy, busy_timeout_s)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
         config = DaemonConfig(
@@ -162,6 +161,7 @@ class Checkpointer:
                 bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
                 allow_pickle=allow_pickle,
             )
+            self.saver = Saver(session, on_busy, busy_timeout_s)
             close_at_exit(self)
         except BaseException:
             session.stop()
@@ -219,7 +219,7 @@ class Checkpointer:
         beside = arguments.encode_files(files)
         with kinds.exclusion():
             kinds.await_captures("prepare()")
-            flat = self.session.submission.flatten(state)
+            flat = self.saver.submission.flatten(state)
         future: Future[None] = Outcome()
         future.set_running_or_notify_cancel()
 
@@ -227,7 +227,7 @@ class Checkpointer:
             failure: BaseException | None = None
             try:
                 while (slot := self.session.pool.try_acquire(future)) is not None:
-                    self.session.submission.fit(flat, slot, beside)
+                    self.saver.submission.fit(flat, slot, beside)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 failure = error
             self.session.pool.release(future)

@@ -382,10 +382,9 @@ def encode(message: Message) -> bytes:
     Half a surrogate pair, which no UTF-8 can hold, becomes its escape: only words for people may have one, names and
     paths are checked before.
     """
-    fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
-    body = {"kind": message.kind, "version": VERSION, **fields}
+    body = {"kind": message.kind, "version": VERSION, **_fields(message)}
     try:
-        return cast("bytes", msgpack.packb(body, use_bin_type=True, unicode_errors="backslashreplace"))
+        return cast("bytes", msgpack.packb(body, default=_fields, use_bin_type=True, unicode_errors="backslashreplace"))
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"{message.kind} cannot be encoded: {error}") from error
 
@@ -410,12 +409,8 @@ def decode(data: bytes | memoryview) -> Message:
     return cast("Message", _build(cls, body, cls.kind))
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
-    return value
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 _hints: dict[type, dict[str, Any]] = {}

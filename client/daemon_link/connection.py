@@ -83,7 +83,7 @@ class Connection:
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
         self._requests = Requests()
-        self._to_send: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[tuple[Request, bytes | None]] = queue.SimpleQueue()
         _require_descriptors()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._process: DaemonProcess | None = None
@@ -131,12 +131,15 @@ class Connection:
             if self._arenas.pop(number, None) is not None:
                 self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
 
-    def submit(self, request: Request) -> None:
-        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks."""
+    def submit(self, request: Request, encoded: bytes | None = None) -> None:
+        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks.
+
+        What is ``encoded`` already is sent as it is to the daemon that it is for.
+        """
         with self._lock:
             failure = self._failure
             if failure is None:
-                self._to_send.put(request)
+                self._to_send.put((request, encoded))
         if failure is None:
             self._wake_up()
         else:
@@ -234,7 +237,7 @@ class Connection:
     def _take_queued(self) -> None:
         """What was submitted while no daemon listened; the next one is told of it."""
         while not self._to_send.empty():
-            self._requests.keep(self._to_send.get())
+            self._requests.keep(self._to_send.get()[0])
 
     @contextlib.contextmanager
     def _spawned(self) -> Generator[DaemonProcess]:
@@ -349,11 +352,12 @@ class Connection:
                 self._receive(protocol.decode(data))
             while True:
                 try:
-                    request = self._to_send.get_nowait()
+                    request, encoded = self._to_send.get_nowait()
                 except queue.Empty:
                     break
                 try:
-                    self._send(self._requests.add(request, self._attempt))
+                    message = self._requests.add(request, self._attempt)
+                    self._send(message, encoded if message is request else None)
                 except ProtocolError as error:  # it cannot be told to any daemon; all others can
                     self._requests.drop(request.save_id)
                     self._on_lost([request.save_id], error)
@@ -394,10 +398,10 @@ class Connection:
         elif isinstance(message, protocol.Failed):
             logger.warning("the writer daemon complains: %s", message.message)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, encoded: bytes | None = None) -> None:
         assert self._socket is not None
         try:
-            self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+            self._socket.send(encoded or protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # it takes 1,000 messages unread; the silence deadline will deal with it
             logger.warning("the writer daemon does not take messages")
 

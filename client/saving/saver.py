@@ -13,6 +13,7 @@ from typing import Any, Literal
 from sidesave.client import arguments
 from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.saving.in_flight import SaveInFlight
+from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.session import Session
 from sidesave.errors import StagingError
 from sidesave.stager.devices import kinds
@@ -23,8 +24,9 @@ class Saver:
     """Saves one state after the other; see :class:`Checkpointer` for what is public of it. Thread-safe."""
 
     def __init__(self, session: Session, on_busy: Literal["wait", "skip"], busy_timeout_s: float) -> None:
-        """Save for a session, which may still be to be started."""
+        """Save for a session that has started."""
         self._session = session
+        self.submission = Submission(session)
         self._on_busy = on_busy
         self._busy_timeout_s = busy_timeout_s
         self._call = threading.RLock()
@@ -69,16 +71,14 @@ class Saver:
                     told, beside = arguments.encode_metadata(metadata), arguments.encode_files(files)
                     pending = session.saves.place_of(step)
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
-                    flat = session.submission.flatten(state)
+                    flat = self.submission.flatten(state)
                     entry.slot = session.pool.try_acquire(entry)
                     if entry.slot is None and self._on_busy == "skip":
                         session.history.came_to_nothing(entry)
                         self._entry = None
                         return SaveHandle(step, skipped=True)
                     entry.slot = entry.slot or session.pool.acquire(entry, self._busy_timeout_s)
-                    session.submission.stage(
-                        entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside
-                    )
+                    self.submission.stage(entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside)
                 except BaseException as error:
                     self._undo(entry, error)
                     raise
@@ -147,7 +147,7 @@ class Saver:
 
     def _undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
         """End a call of :meth:`save` that came to nothing; where this is interrupted, the next call does it again."""
-        undo = functools.partial(self._session.submission.undo, entry, error)
+        undo = functools.partial(self.submission.undo, entry, error)
         if self._session.is_our_thread():  # that nothing interrupts, and that this would wait for
             self._session.books.submit(undo)
         else:

@@ -27,7 +27,6 @@ from sidesave.client.runs.save_requests import forget_requests
 from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.own_history import OwnHistory
-from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
 from sidesave.errors import ClosedError, SidesaveError
 from sidesave.stager.apart import Worker
@@ -55,7 +54,6 @@ class Session:
     saves: SavesInFlight
     lineage: Lineage
     history: OwnHistory
-    submission: Submission
     shared: SharedRun
 
     def __init__(self, world: World, node: World, run: Run) -> None:
@@ -98,21 +96,6 @@ class Session:
             logger.info("finished %s, which a dead session had left", name)
         for name in self.connection.removed:
             logger.info("removed %s, which a dead session had left", name)
-        self.submission = Submission(
-            self.node,
-            self.id,
-            self.ids,
-            self.books,
-            self.connection,
-            self.pool,
-            self.copier,
-            self.saves,
-            self.lineage,
-            self.history,
-            allow_pickle=allow_pickle,
-        )
-        for worker in (self.books, *self.copier.workers):
-            worker.on_failure = self.submission.lose
 
     def _open(self, start_daemon: Callable[[str], None]) -> None:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""

@@ -57,7 +57,7 @@ class Background:
                 save=sorted(map(_name, save)), keep=sorted(map(_name, keep)), random=random_state
             )
         with session.world.agreeing("cannot save its state"):
-            session.submission.check(state)
+            checkpointer.saver.submission.check(state)
         if isinstance(session.node, NodeWorld) and any(isinstance(policy, EveryNMinutes) for policy in keep):
             raise InvalidArgumentError(
                 "nodes that keep their own parts have to delete the same steps, and their clocks differ: EveryNMinutes "

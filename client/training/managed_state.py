@@ -81,7 +81,7 @@ class ManagedState:
         """Add an item."""
         if name in self._state or (self._random is not None and name == RANDOM_STATE):
             raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
-        self._checkpointer.session.submission.check({name: value})
+        self._checkpointer.saver.submission.check({name: value})
         self._state[name] = value
 
     def write_file(self, name: str, content: str | bytes) -> None:

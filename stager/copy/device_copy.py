@@ -13,6 +13,7 @@ where more is captured than both halves hold.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -241,7 +242,7 @@ class _Lane:
             runs = _pack(memory, captured)
             packed = self.runtime.new_event()
             packed.record(part.compute)
-            submit(lambda half=half, runs=runs, packed=packed: part.copy_batch(half, runs, packed))
+            submit(functools.partial(part.copy_batch, half, runs, packed))
 
     def _take(self, part: _Part, size: int) -> _Half:
         """Make a half that belongs to nobody ``part``'s; without memory if there is none for it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import queue
@@ -61,7 +62,7 @@ class Server:
         self._control = control
         self._arenas: dict[int, Arena] = {}
         self._events: queue.SimpleQueue[jobs.Event] = queue.SimpleQueue()
-        self._work: _Tasks = queue.SimpleQueue()
+        self._work = _Tasks()
         self._commits = self._work
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._trainer_gone = False
@@ -218,16 +219,16 @@ class Server:
                     if memory:
                         self._history.started(save)
                     arena = self._arenas.get(save.arena) if memory else None
-                    self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena))
+                    self._work.put(functools.partial(self._worker.write, save, arena))
                 case jobs.StartCommit(save):
-                    self._commits.put(lambda save=save: self._worker.commit(save))
+                    self._commits.put(functools.partial(self._worker.commit, save))
                 case jobs.StartDelete(request):
                     self._last_progress = time.monotonic()
-                    self._work.put(lambda request=request: self._worker.delete(request))
+                    self._work.put(functools.partial(self._worker.delete, request))
                 case jobs.StartRefusal(request):
-                    self._work.put(lambda request=request: self._worker.refuse(request))
+                    self._work.put(functools.partial(self._worker.refuse, request))
                 case jobs.Reclaim(save, failure):
-                    self._work.put(lambda save=save, failure=failure: self._worker.reclaim(save, failure))
+                    self._work.put(functools.partial(self._worker.reclaim, save, failure))
                 case jobs.Exit():
                     self._running = False
 
