@@ -15,9 +15,9 @@ import torch
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.loading import loader
 from sidesave.client.loading.rename import Rename
+from sidesave.client.options import Options, check_cores
 from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
@@ -29,6 +29,7 @@ from sidesave.stager import apart
 from sidesave.stager.devices import kinds
 from sidesave.stager.state import ownership
 from sidesave.writer_daemon.log import SaveRecord
+from sidesave.writer_daemon.protocol import DaemonOptions
 
 logger = logging.getLogger(__name__)
 
@@ -118,50 +119,41 @@ class Checkpointer:
             arguments.check_path(each)
         world = find_world(path, distributed, process_group, node_local=node_local)
         with world.agreeing("cannot use the run directory"):  # before anybody waits for anybody
-            arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
-            arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
-            arguments.check_seconds(
+            options = Options(
+                slots=slots,
+                max_host_memory_bytes=max_host_memory_bytes,
+                overlap=overlap,
+                validate=validate,
+                on_error=on_error,
+                max_consecutive_failures=max_consecutive_failures,
+                on_busy=on_busy,
                 busy_timeout_s=busy_timeout_s,
-                stall_timeout_s=stall_timeout_s,
-                takeover_timeout_s=takeover_timeout_s,
-                commit_timeout_s=commit_timeout_s,
+                allow_pickle=allow_pickle,
+                daemon=DaemonOptions(
+                    fallback_directory=further,
+                    retries=retries,
+                    stall_timeout_s=stall_timeout_s,
+                    takeover_timeout_s=takeover_timeout_s,
+                    commit_timeout_s=commit_timeout_s,
+                    nice=nice,
+                    io_class=io_class,
+                    cpus=check_cores(cpus),
+                ),
             )
             if world.size > 1:
-                arguments.check_alone(fallback_directory=further, on_busy=on_busy)
+                options.check_shared()
             if further and os.path.realpath(further) == os.path.realpath(path):
                 raise InvalidArgumentError(f"fallback_directory is the run directory itself: {further}")
             arguments.make_directory(path)
             await_dropped(path)
         node = find_node(world, path, node_local=node_local)
         # The rest of sidesave may use these two, a user needs neither.
-        self.session = session = Session(world, node, Run(path, further))
+        self.session = session = Session(world, node, Run(path, further), options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
-        config = DaemonConfig(
-            directory=path,
-            fallback_directory=further,
-            session="",
-            rank=node.rank,
-            world_size=node.size,
-            retries=retries,
-            stall_timeout_s=stall_timeout_s,
-            takeover_timeout_s=takeover_timeout_s,
-            commit_timeout_s=commit_timeout_s,
-            nice=nice,
-            io_class=io_class,
-            cpus=tuple(cpus),
-        )
         try:
-            session.start(
-                config,
-                slots=slots,
-                max_host_memory_bytes=max_host_memory_bytes,
-                overlap=overlap,
-                validate=validate,
-                bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
-                allow_pickle=allow_pickle,
-            )
-            self.saver = Saver(session, on_busy, busy_timeout_s)
+            session.start()
+            self.saver = Saver(session)
             close_at_exit(self)
         except BaseException:
             session.stop()
@@ -307,7 +299,7 @@ class Checkpointer:
                 strict=strict,
                 dtype=dtype,
                 verify=verify,
-                allow_pickle=self.session.allow_pickle if allow_pickle is None else allow_pickle,
+                allow_pickle=self.session.options.allow_pickle if allow_pickle is None else allow_pickle,
                 rank=self.session.node.rank,
                 size=self.session.node.size,
             )

@@ -21,7 +21,7 @@ from managers import Manage, damage, steps, wait_until
 from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
-from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
+from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions, Options
 from sidesave.client.runs import catalog, save_requests
 from sidesave.client.training import retention
 from sidesave.client.training.retention import PINS
@@ -34,6 +34,7 @@ from sidesave.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
+from sidesave.writer_daemon.protocol import DaemonOptions
 
 
 @pytest.fixture
@@ -353,6 +354,8 @@ def test_options_that_are_passed_on_are_all_those_there_are():
     own = {"self", "directory"}
     known = inspect.signature(sidesave.Checkpointer.__init__).parameters.keys() - own
     assert CheckpointerOptions.__annotations__.keys() == known
+    kept = {*Options.__slots__, *DaemonOptions.__slots__} - {"daemon"}
+    assert kept == known - {"distributed", "process_group", "node_local"}
     own = {"path", "target"}
     assert ExportOptions.__annotations__.keys() == inspect.signature(sidesave.export).parameters.keys() - own
     own = {"self", "step", "into", "map_location", "fallback"}

@@ -29,7 +29,7 @@ ONLY = {
     "client.reporting": {"client.arguments", "client.messages", "client.runs", "client.reading", "client.saving"},
     "client.export": {"client.arguments", "client.messages", "client.runs", "client.reading"},
 }
-KNOW_MESSAGES = {f"client.{name}" for name in ("saving", "daemon_link", "checkpointer", "ranks", "arguments")}
+KNOW_MESSAGES = {f"client.{name}" for name in "saving daemon_link checkpointer options ranks arguments".split()}  # noqa: SIM905
 MAX_MODULES = 12
 MAX_LINES = 500
 

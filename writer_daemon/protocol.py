@@ -103,23 +103,10 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boot(Message):
-    """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
+class DaemonOptions:
+    """What a user may choose of a daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` all."""
 
-    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory. An empty
-    ``fallback_directory`` means none, no ``cpus`` all. ``io_class`` is ``""``, ``"idle"`` or ``"best-effort"``.
-    """
-
-    kind: ClassVar[str] = "BOOT"
-    endpoint: str
-    token: bytes
-    directory: str
-    session: str
-    rank: int
-    world_size: int
     fallback_directory: str
-    trainer_pid: int
-    resumes: bool
     retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
@@ -127,6 +114,25 @@ class Boot(Message):
     nice: int
     io_class: str
     cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boot(Message):
+    """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
+
+    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory.
+    """
+
+    kind: ClassVar[str] = "BOOT"
+    endpoint: str = ""
+    token: bytes = b""
+    directory: str
+    session: str
+    rank: int
+    world_size: int
+    trainer_pid: int
+    resumes: bool = False
+    options: DaemonOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ When the daemon dies, a new one gets the same memory and every open request once
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
@@ -18,12 +17,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Final
 
 import zmq
 
 from sidesave import errors
-from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.daemon_link.pending import Request, Requests
 from sidesave.client.daemon_link.process import DaemonProcess
 from sidesave.client.daemon_link.socket_dir import locked_socket_directory
@@ -40,7 +39,7 @@ from sidesave.errors import (
 from sidesave.stager.memory.arena import Arena, forget_in_child
 from sidesave.stager.system_calls import REFUSED, needs
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Message, Note
+from sidesave.writer_daemon.protocol import Boot, Message, Note
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +65,18 @@ class Connection:
 
     def __init__(
         self,
-        config: DaemonConfig,
+        boot: Boot,
         on_message: Callable[[Message], None],
         on_lost: Callable[[list[int], SidesaveError], None],
     ) -> None:
         """Make it; :meth:`start` starts it.
 
         Args:
-            config: For every daemon of this connection.
+            boot: The first message to every daemon of this connection, but for what is each one's own.
             on_message: Told of PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
             on_lost: Told of the ids of requests that no daemon will finish, and why; same thread.
         """
-        self._config = config
+        self._boot = boot
         self._on_message = on_message
         self._on_lost = on_lost
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
@@ -149,7 +148,7 @@ class Connection:
         """Tell what needs no answer; never blocks, and is lost where no daemon listens."""
         with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
-                data = protocol.encode(dataclasses.replace(note, attempt=self._attempt))
+                data = protocol.encode(replace(note, attempt=self._attempt))
                 self._process.control.send(data, socket.MSG_DONTWAIT)
 
     def close(self, timeout_s: float) -> None:
@@ -161,7 +160,7 @@ class Connection:
             self._thread.join(timeout_s + 5)
         with self._lock:
             # What another thread had begun before is refused: nobody would answer it.
-            self._failure = self._failure or ClosedError(f"the checkpointer of {self._config.directory} is closed")
+            self._failure = self._failure or ClosedError(f"the checkpointer of {self._boot.directory} is closed")
             if not self._thread.is_alive():
                 self._forget()
 
@@ -248,7 +247,8 @@ class Connection:
                 token = secrets.token_bytes(16)
                 endpoint = f"ipc://{directory}/{self._attempt}"
                 process = DaemonProcess()
-                boot = self._config.boot(self._attempt, endpoint, token, resumes=self._ready.is_set())
+                resumes = self._ready.is_set()
+                boot = replace(self._boot, attempt=self._attempt, endpoint=endpoint, token=token, resumes=resumes)
                 me = os.pidfd_open(os.getpid())
                 try:
                     with self._lock:
@@ -298,7 +298,7 @@ class Connection:
 
     def _await_ready(self, process: DaemonProcess) -> None:
         ready = self._await(
-            process, START_TIMEOUT_S + self._config.takeover_timeout_s + 600, "to recover the directory"
+            process, START_TIMEOUT_S + self._boot.options.takeover_timeout_s + 600, "to recover the directory"
         )
         if isinstance(ready, protocol.Failed):
             self._end(process)
@@ -327,7 +327,7 @@ class Connection:
             if self._draining and not self._ready.is_set():
                 process.kill()  # nothing was asked of it yet
                 self._end(process)
-                raise ClosedError(f"the checkpointer of {self._config.directory} was closed while it started")
+                raise ClosedError(f"the checkpointer of {self._boot.directory} was closed while it started")
             if self._socket in events:
                 return protocol.decode(self._socket.recv(zmq.NOBLOCK))
             if process.pidfd in events or left <= 0:
@@ -428,7 +428,7 @@ class Connection:
         if not self._ready.is_set():
             raise DaemonDiedError(text)
         logger.error("%s; another one starts when it does", text)
-        fail_at = time.monotonic() + self._config.stall_timeout_s
+        fail_at = time.monotonic() + self._boot.options.stall_timeout_s
         poller = select.poll()
         poller.register(process.pidfd, select.POLLIN)
         poller.register(self._wake, select.POLLIN)
@@ -436,7 +436,7 @@ class Connection:
             if self._draining and time.monotonic() > self._drain_by:
                 raise DaemonDiedError(text)
             if time.monotonic() > fail_at:
-                self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._config.directory))
+                self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._boot.directory))
             poller.poll(200)
             self._drain_wakeups()
 
@@ -449,7 +449,7 @@ class Connection:
         """Fail all that is open; of what was said to be written nobody knows if it will be committed."""
         self._take_queued()
         lost = self._requests.give_up()
-        unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._config.directory)
+        unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._boot.directory)
         self._on_lost([save_id for save_id, written in lost.items() if not written], error)
         self._on_lost([save_id for save_id, written in lost.items() if written], unknown)
 

@@ -60,12 +60,12 @@ class Submission:
     def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Take a state apart; raises what cannot be saved."""
         ranks = None if self._placements is None else self._world.ranks
-        return tree.flatten(state, allow_pickle=self._session.allow_pickle, ranks=ranks)
+        return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise what will not be saved of a state, as far as that can be told before training."""
         ranks = None if self._placements is None else self._world.ranks
-        tree.check(state, allow_pickle=self._session.allow_pickle, ranks=ranks)
+        tree.check(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
     def fit(self, flat: FlatState, slot: Slot, beside: bytes = b"") -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated.

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from sidesave.client import arguments
 from sidesave.client.saving.handle import Outcome, SaveHandle
@@ -23,12 +23,10 @@ from sidesave.writer_daemon.protocol import Delete
 class Saver:
     """Saves one state after the other; see :class:`Checkpointer` for what is public of it. Thread-safe."""
 
-    def __init__(self, session: Session, on_busy: Literal["wait", "skip"], busy_timeout_s: float) -> None:
+    def __init__(self, session: Session) -> None:
         """Save for a session that has started."""
         self._session = session
         self.submission = Submission(session)
-        self._on_busy = on_busy
-        self._busy_timeout_s = busy_timeout_s
         self._call = threading.RLock()
         self._entry: SaveInFlight | None = None  # of the call of save() under way, or of one that was interrupted
 
@@ -73,11 +71,11 @@ class Saver:
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
                     flat = self.submission.flatten(state)
                     entry.slot = session.pool.try_acquire(entry)
-                    if entry.slot is None and self._on_busy == "skip":
+                    if entry.slot is None and session.options.on_busy == "skip":
                         session.history.came_to_nothing(entry)
                         self._entry = None
                         return SaveHandle(step, skipped=True)
-                    entry.slot = entry.slot or session.pool.acquire(entry, self._busy_timeout_s)
+                    entry.slot = entry.slot or session.pool.acquire(entry, session.options.busy_timeout_s)
                     self.submission.stage(entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside)
                 except BaseException as error:
                     self._undo(entry, error)
@@ -132,7 +130,7 @@ class Saver:
     def await_call(self, timeout_s: float | None) -> None:
         """Wait for a ``save()`` of another thread, at most so long or ``busy_timeout_s``."""
         try:
-            self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s)
+            self._call.acquire(timeout=self._session.options.busy_timeout_s if timeout_s is None else timeout_s)
         finally:
             with contextlib.suppress(RuntimeError):  # else another thread's save() is still at work
                 self._call.release()

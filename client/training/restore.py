@@ -40,7 +40,7 @@ def load_bank(
             into,
             strict=False,
             verify=options.get("verify", True),
-            allow_pickle=checkpointer.session.allow_pickle if pickled is None else pickled,
+            allow_pickle=checkpointer.session.options.allow_pickle if pickled is None else pickled,
             rank=world.rank,
             size=world.size,
         )
