@@ -100,7 +100,7 @@ class Submission:
         descriptor = protocol.encode(save)
         if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
             raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
-        handle._nbytes_total = save.nbytes
+        handle.nbytes = save.nbytes
         entry.metadata = json.loads(metadata or b"{}")
         session.history.begin(entry)
         session.saves.add(entry)
@@ -120,7 +120,8 @@ class Submission:
                 if not follow:  # else the daemon finds out by itself
                     self.refuse(entry.step, entry.sequence, error)
                 return
-            handle._resolve(handle.staged, None)
+            handle.staged.resolve(None)
+            session.history.staged(entry)
             if not follow:
                 session.connection.submit(save, descriptor)
 

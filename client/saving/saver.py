@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -81,7 +82,7 @@ class Saver:
                     self._undo(entry, error)
                     raise
                 self._entry = None
-                session.history.returned(entry)
+                entry.returned = time.monotonic()
         if blocking:
             handle.committed.result()
         return handle

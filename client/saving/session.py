@@ -23,7 +23,7 @@ from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.runs.save_requests import forget_requests
-from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
+from sidesave.client.saving.in_flight import SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.own_history import OwnHistory
 from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
@@ -122,18 +122,13 @@ class Session:
         options = self.options
         lineage = self.lineage = Lineage(self.directory)
 
-        def release_slot(entry: SaveInFlight) -> None:
-            pool.release(entry)
-
-        def on_committed(info: CheckpointInfo) -> None:
-            lineage.add(info)
-
         self.saves = SavesInFlight(
             self.directory,
             bearable_failures=options.bearable_failures,
             logs_failures=self.world.size > 1,
-            release_slot=release_slot,
-            on_committed=on_committed,
+            release_slot=lambda entry: pool.release(entry),
+            on_committed=lineage.add,
+            on_ended=lambda entry: history.ended(entry),
         )
         boot = Boot(
             attempt=0,
@@ -147,7 +142,7 @@ class Session:
         connection = self.connection = Connection(boot, self.saves.receive, self.saves.lose)
         budget = options.max_host_memory_bytes
         pool = self.pool = SlotPool(options.slots, budget, connection.attach, connection.detach)
-        self.history = OwnHistory(self.directory, options.daemon.fallback_directory, self.id, connection)
+        history = self.history = OwnHistory(self.directory, options.daemon.fallback_directory, self.id, connection)
         self.connection.start()
         if self._stopped:  # by the main thread, which did not see the connection yet
             self.connection.give_up_starting()
