@@ -147,13 +147,12 @@ class Checkpointer:
             arguments.make_directory(path)
             await_dropped(path)
         node = find_node(world, path, node_local=node_local)
-        # The rest of sidesave may use these two, a user needs neither.
-        self.session = session = Session(world, node, Run(path, further), options)
+        session = Session(world, node, Run(path, further), options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
         try:
             session.start()
-            self.saver = Saver(session)
+            self._saver = Saver(session)
             close_at_exit(self)
         except BaseException:
             session.stop()
@@ -199,7 +198,7 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
             SidesaveError: An earlier save failed, and nobody has been told (``on_error="raise"``, one rank).
         """
-        return self.saver.save(step, state, blocking=blocking, overwrite=overwrite, metadata=metadata, files=files)
+        return self._saver.save(step, state, blocking=blocking, overwrite=overwrite, metadata=metadata, files=files)
 
     def prepare(self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None) -> Future[None]:
         """Allocate, populate and pin the staging memory for states of this structure, in the background.
@@ -207,22 +206,22 @@ class Checkpointer:
         With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first saves do so. Raises
         like :meth:`save` for a state that cannot be saved; what goes wrong later is the future's exception.
         """
-        self.session.check_open()
+        self._saver.session.check_open()
         beside = arguments.encode_files(files)
         with kinds.exclusion():
             kinds.await_captures("prepare()")
-            flat = self.saver.submission.flatten(state)
+            flat = self._saver.submission.flatten(state)
         future: Future[None] = Outcome()
         future.set_running_or_notify_cancel()
 
         def work() -> None:
             failure: BaseException | None = None
             try:
-                while (slot := self.session.pool.try_acquire(future)) is not None:
-                    self.saver.submission.fit(flat, slot, beside)
+                while (slot := self._saver.session.pool.try_acquire(future)) is not None:
+                    self._saver.submission.fit(flat, slot, beside)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 failure = error
-            self.session.pool.release(future)
+            self._saver.session.pool.release(future)
             if failure is None:
                 future.set_result(None)
             else:
@@ -247,11 +246,11 @@ class Checkpointer:
             SidesaveError: A save failed (``on_error="raise"``).
             WriteStalledError: ``timeout_s`` seconds passed first.
         """
-        self.session.check_process()
-        self.saver.refuse_waiting("wait")
-        self.saver.undo_interrupted()
-        self.session.saves.wait(timeout_s)
-        self.session.saves.raise_failure()
+        self._saver.session.check_process()
+        self._saver.refuse_waiting("wait")
+        self._saver.undo_interrupted()
+        self._saver.session.saves.wait(timeout_s)
+        self._saver.session.saves.raise_failure()
 
     # Loading ---------------------------------------------------------------------------------------------------
 
@@ -285,8 +284,8 @@ class Checkpointer:
         Saves of this session that are under way are waited for first, of a ``step`` only its own. One that fails
         meanwhile is logged as a warning, and raised where it would have been without this call.
         """
-        self.session.check_open()
-        self.saver.refuse_waiting("load")
+        self._saver.session.check_open()
+        self._saver.refuse_waiting("load")
 
         def read(info: CheckpointInfo) -> loader.Loaded:
             return loader.read(
@@ -299,20 +298,20 @@ class Checkpointer:
                 strict=strict,
                 dtype=dtype,
                 verify=verify,
-                allow_pickle=self.session.options.allow_pickle if allow_pickle is None else allow_pickle,
-                rank=self.session.node.rank,
-                size=self.session.node.size,
+                allow_pickle=self._saver.session.options.allow_pickle if allow_pickle is None else allow_pickle,
+                rank=self._saver.session.node.rank,
+                size=self._saver.session.node.size,
             )
 
-        return self.session.shared.load(step, read, fallback=fallback)
+        return self._saver.session.shared.load(step, read, fallback=fallback)
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
-        return sorted({info.step for info in self.session.shared.checkpoints()})
+        return sorted({info.step for info in self._saver.session.shared.checkpoints()})
 
     def latest_step(self) -> int | None:
         """The step committed last, or gone back to since; None when there is none."""
-        checkpoints = self.session.shared.checkpoints()
+        checkpoints = self._saver.session.shared.checkpoints()
         return checkpoints[-1].step if checkpoints else None
 
     def delete(self, step: int) -> Future[None]:
@@ -323,7 +322,7 @@ class Checkpointer:
         is the future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint,
         which can be deleted only once a newer one is committed; ``WriteError``.
         """
-        return self.saver.delete(step)
+        return self._saver.delete(step)
 
     def history(self) -> list[SaveRecord]:
         """What became of every save of the run directory, in the order of the calls, those under way included.
@@ -331,28 +330,28 @@ class Checkpointer:
         The log that it comes from is bounded: of a long run the oldest are missing. See :func:`sidesave.history`, which
         needs no checkpointer.
         """
-        self.session.check_process()
-        return self.session.history.records()
+        self._saver.session.check_process()
+        return self._saver.session.history.records()
 
     @property
     def recovered(self) -> tuple[str, ...]:
         """Checkpoints that dead sessions had left unfinished, and that were finished when this one began."""
-        return self.session.connection.recovered
+        return self._saver.session.connection.recovered
 
     @property
     def removed(self) -> tuple[str, ...]:
         """Leftovers of dead sessions that could not be finished and were removed when this one began."""
-        return self.session.connection.removed
+        return self._saver.session.connection.removed
 
     @property
     def directory(self) -> str:
         """The run directory."""
-        return self.session.directory
+        return self._saver.session.directory
 
     @property
     def daemon_pid(self) -> int | None:
         """The writer daemon's process id; None while it is being replaced, or when closed."""
-        return self.session.connection.pid
+        return self._saver.session.connection.pid
 
     # The end ---------------------------------------------------------------------------------------------------
 
@@ -362,15 +361,15 @@ class Checkpointer:
         Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s`` seconds the daemon
         is left to finish what was staged by itself.
         """
-        session = self.session
+        session = self._saver.session
         if session.pid != os.getpid() or session.ended:
             return
-        self.saver.refuse_waiting("close")
+        self._saver.refuse_waiting("close")
         session.closed = True
         patience_s = 0.0
         try:
-            self.saver.await_call(timeout_s)
-            self.saver.undo_interrupted()
+            self._saver.await_call(timeout_s)
+            self._saver.undo_interrupted()
             session.saves.wait(timeout_s)
             patience_s = 10.0
         finally:
@@ -397,4 +396,4 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         """Directory and state."""
-        return f"<Checkpointer {self.directory!r}{' closed' if self.session.closed else ''}>"
+        return f"<Checkpointer {self.directory!r}{' closed' if self._saver.session.closed else ''}>"

@@ -110,10 +110,10 @@ def test_save_saves_now_and_the_step_is_not_saved_again(manage: Manage, run: Pat
 def test_memory_that_was_prepared_is_what_the_first_save_takes(manage: Manage):
     manager = manage({"x": torch.ones(1 << 20)}, random_state=True)
     manager.prepare().result(DEADLINE_S)
-    nbytes = manager.checkpointer.session.pool.nbytes
+    nbytes = manager.checkpointer._saver.session.pool.nbytes
     assert nbytes > 4 << 20
     manager.save(0, blocking=True)
-    assert manager.checkpointer.session.pool.nbytes == nbytes
+    assert manager.checkpointer._saver.session.pool.nbytes == nbytes
 
 
 def test_blocking_makes_every_save_synchronous(manage: Manage):

@@ -18,6 +18,7 @@ import torch
 
 import sidesave
 from sidesave.client.daemon_link import connection
+from sidesave.stager import torch_private
 from sidesave.stager.apart import Worker
 from sidesave.stager.copy import memcopy
 from sidesave.writer_daemon.process import server
@@ -129,7 +130,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
 
     note(memcopy, "_memmove", "copy", lambda target, source, nbytes: nbytes)
     note(torch.Tensor, "copy_", "copy", lambda target, source: source.nbytes)
-    note(torch, "_foreach_copy_", "copy", lambda targets, sources: sum(source.nbytes for source in sources))
+    note(torch_private, "foreach_copy", "copy", lambda targets, sources: sum(source.nbytes for source in sources))
     note(os, "pwrite", "write", lambda fd, data, offset: len(data))
     monkeypatch.setattr(server, "_Tasks", Tasks)
     monkeypatch.setattr(connection, "DaemonProcess", DaemonInAThread)

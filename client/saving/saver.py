@@ -26,7 +26,7 @@ class Saver:
 
     def __init__(self, session: Session) -> None:
         """Save for a session that has started."""
-        self._session = session
+        self.session = session
         self.submission = Submission(session)
         self._call = threading.RLock()
         self._entry: SaveInFlight | None = None  # of the call of save() under way, or of one that was interrupted
@@ -42,7 +42,7 @@ class Saver:
         files: Mapping[str, str | bytes] | None,
     ) -> SaveHandle:
         """See :meth:`Checkpointer.save`."""
-        session = self._session
+        session = self.session
         session.check_open()
         self._refuse_reentry("save")
         if blocking:
@@ -91,13 +91,13 @@ class Saver:
         """Take the place of a save that came to nothing before it was called, and tell the other ranks."""
         with self._call:
             self.undo_interrupted()
-            entry = SaveInFlight(step, SaveHandle(step), self._session.copier.new_copy())
+            entry = SaveInFlight(step, SaveHandle(step), self.session.copier.new_copy())
             self._entry = entry
             self._undo(entry, error)
 
     def delete(self, step: int, *, spare_read: bool = False) -> Future[None]:
         """See :meth:`Checkpointer.delete`; with ``spare_read`` it is refused, with EBUSY, while somebody reads it."""
-        session = self._session
+        session = self.session
         session.check_open()
         step = arguments.check_step(step)
         lineage = session.lineage
@@ -131,7 +131,7 @@ class Saver:
     def await_call(self, timeout_s: float | None) -> None:
         """Wait for a ``save()`` of another thread, at most so long or ``busy_timeout_s``."""
         try:
-            self._call.acquire(timeout=self._session.options.busy_timeout_s if timeout_s is None else timeout_s)
+            self._call.acquire(timeout=self.session.options.busy_timeout_s if timeout_s is None else timeout_s)
         finally:
             with contextlib.suppress(RuntimeError):  # else another thread's save() is still at work
                 self._call.release()
@@ -147,15 +147,15 @@ class Saver:
     def _undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
         """End a call of :meth:`save` that came to nothing; where this is interrupted, the next call does it again."""
         undo = functools.partial(self.submission.undo, entry, error)
-        if self._session.is_our_thread():  # that nothing interrupts, and that this would wait for
-            self._session.books.submit(undo)
+        if self.session.is_our_thread():  # that nothing interrupts, and that this would wait for
+            self.session.books.submit(undo)
         else:
-            self._session.books.call(undo)
+            self.session.books.call(undo)
         self._entry = None
 
     def _is_saving(self, thread: int) -> bool:
         """Whether that thread is inside :meth:`save`, as its frames tell, which no interrupt can leave behind."""
-        frame = sys._current_frames().get(thread)
+        frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented
         while frame is not None:
             if frame.f_code is Saver.save.__code__ and frame.f_locals.get("entry") is self._entry:
                 return True
@@ -171,5 +171,5 @@ class Saver:
 
     def _refuse_in_callback(self, what: str) -> None:
         """What waits for our own threads would wait for ever in one of them."""
-        if self._session.is_our_thread():
+        if self.session.is_our_thread():
             raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")

@@ -126,9 +126,9 @@ class Session:
             self.directory,
             bearable_failures=options.bearable_failures,
             logs_failures=self.world.size > 1,
-            release_slot=lambda entry: pool.release(entry),
+            release_slot=lambda entry: self.pool.release(entry),
             on_committed=lineage.add,
-            on_ended=lambda entry: history.ended(entry),
+            on_ended=lambda entry: self.history.ended(entry),
         )
         boot = Boot(
             attempt=0,
@@ -141,8 +141,8 @@ class Session:
         )
         connection = self.connection = Connection(boot, self.saves.receive, self.saves.lose)
         budget = options.max_host_memory_bytes
-        pool = self.pool = SlotPool(options.slots, budget, connection.attach, connection.detach)
-        history = self.history = OwnHistory(self.directory, options.daemon.fallback_directory, self.id, connection)
+        self.pool = SlotPool(options.slots, budget, connection.attach, connection.detach)
+        self.history = OwnHistory(self.directory, options.daemon.fallback_directory, self.id, connection)
         self.connection.start()
         if self._stopped:  # by the main thread, which did not see the connection yet
             self.connection.give_up_starting()

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.internals import saver_of
 from sidesave.client.loading.sources import Source, check_sources
 from sidesave.client.options import LoadOptions
 from sidesave.client.reporting.stats import SaveStats
@@ -56,7 +57,7 @@ class ManagedState:
         self._schedule = schedule
         self._retention = retention
         self._stats = stats
-        self._random = RandomState(checkpointer.session.world.rank) if random_state else None
+        self._random = RandomState(saver_of(checkpointer).session.world.rank) if random_state else None
         self._blocking = blocking
         self._user = dict(metadata)
         self._metric_names = metric_names
@@ -81,7 +82,7 @@ class ManagedState:
         """Add an item."""
         if name in self._state or (self._random is not None and name == RANDOM_STATE):
             raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
-        self._checkpointer.saver.submission.check({name: value})
+        saver_of(self._checkpointer).submission.check({name: value})
         self._state[name] = value
 
     def write_file(self, name: str, content: str | bytes) -> None:
@@ -111,7 +112,7 @@ class ManagedState:
                 exception=exception,
             )
         except BaseException as error:
-            self._checkpointer.saver.give_up(step, error)
+            saver_of(self._checkpointer).give_up(step, error)
             raise
         began_s = time.perf_counter()
         with contextlib.nullcontext() if self._retention is None else self._retention.saving():
@@ -158,7 +159,7 @@ class ManagedState:
         except InvalidArgumentError as error:
             logger.error("step %d is saved without its metrics: %s", step, error)
             metrics = None
-        if self._checkpointer.session.world.size == 1:
+        if saver_of(self._checkpointer).session.world.size == 1:
             try:
                 handle = self.save(step, metrics, ephemeral=ephemeral, exception=exception)
                 if not handle.skipped:
@@ -173,7 +174,7 @@ class ManagedState:
     ) -> bool:
         """Give the items what was saved of them; false when there is no checkpoint, and they begin with ``sources``."""
         into, sources = self.items, check_sources(sources)
-        session = self._checkpointer.session
+        session = saver_of(self._checkpointer).session
         try:
             with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
                 self._checkpointer.load(step, into=into, fallback=fallback, **options)
@@ -201,7 +202,7 @@ class ManagedState:
         """The checkpoint that training stands on: after going back it is not the one that was committed last."""
         if self._newest is not None:
             return self._newest.committed.result()
-        session = self._checkpointer.session
+        session = saver_of(self._checkpointer).session
         if session.lineage.parent is not None:
             return restore.loaded_checkpoint(self._checkpointer)
         found = session.shared.checkpoints()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.internals import saver_of
 from sidesave.client.loading.loader import Loaded
 from sidesave.client.loading.sources import Source, read_sources
 from sidesave.client.options import LoadOptions
@@ -26,7 +27,7 @@ def load_bank(
 
     To be called by all ranks; raises what one of them raises on all of them.
     """
-    world, paths = checkpointer.session.world, [""]
+    world, paths = saver_of(checkpointer).session.world, [""]
     pickled = options.get("allow_pickle")
     with world.agreeing("finds no source"):
         if world.rank == 0:
@@ -40,7 +41,7 @@ def load_bank(
             into,
             strict=False,
             verify=options.get("verify", True),
-            allow_pickle=checkpointer.session.options.allow_pickle if pickled is None else pickled,
+            allow_pickle=saver_of(checkpointer).session.options.allow_pickle if pickled is None else pickled,
             rank=world.rank,
             size=world.size,
         )
@@ -73,9 +74,9 @@ class Resumed:
 
 def what_was_loaded(checkpointer: Checkpointer) -> Resumed:
     """What kind of checkpoint ``checkpointer`` has just loaded; the same on all ranks, which all have to ask."""
-    parent = checkpointer.session.lineage.parent
+    parent = saver_of(checkpointer).session.lineage.parent
     assert parent is not None
-    world = checkpointer.session.world
+    world = saver_of(checkpointer).session.world
     seen: list[bool] | None = None
     with world.agreeing("cannot read what it has loaded"):
         if world.rank == 0:
@@ -91,6 +92,6 @@ def loaded_checkpoint(checkpointer: Checkpointer) -> CheckpointInfo:
     Raises:
         CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
     """
-    parent = checkpointer.session.lineage.parent
+    parent = saver_of(checkpointer).session.lineage.parent
     assert parent is not None
-    return checkpointer.session.run.read(*parent)
+    return saver_of(checkpointer).session.run.read(*parent)

@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.links import Links
@@ -296,7 +297,7 @@ class Retention:
     @contextlib.contextmanager
     def reading(self, step: int | None) -> Generator[None]:
         """Around a load of ``step``: what is there then stays, and what is being deleted has gone before."""
-        self._checkpointer.session.saves.settle(step)
+        saver_of(self._checkpointer).session.saves.settle(step)
         looked = Latch()
         self._commits.put(looked)  # after what was committed before
         looked.wait(_DELETE_TIMEOUT_S)
@@ -312,7 +313,7 @@ class Retention:
                 self._loading = frozenset()
 
     def _work(self) -> None:
-        self._guarded(lambda: self._link(self._checkpointer.session.run.scan()))
+        self._guarded(lambda: self._link(saver_of(self._checkpointer).session.run.scan()))
         goes_on = True
         while goes_on:
             batch = [self._commits.get()]
@@ -344,7 +345,7 @@ class Retention:
             before = dict(self._handles)
             settled = {step for step, handle in before.items() if handle.done()}
             going = set(self._deletions)
-        checkpoints = self._checkpointer.session.run.scan()
+        checkpoints = saver_of(self._checkpointer).session.run.scan()
         pinned = self._pins.read()
         with self._turn:
             for step in self._surplus(checkpoints, pinned):
@@ -366,7 +367,7 @@ class Retention:
 
     def _delete(self, step: int) -> None:
         checkpointer = self._checkpointer  # not dropped meanwhile
-        deletion = checkpointer.saver.delete(step, spare_read=True)
+        deletion = saver_of(checkpointer).delete(step, spare_read=True)
         ended = self._deletions[step] = Future[None]()
 
         def gone(done: Future[None]) -> None:

@@ -23,7 +23,7 @@ from typing import Final
 import torch
 
 from sidesave.errors import StagingError, TornSnapshotError
-from sidesave.stager import plan
+from sidesave.stager import plan, torch_private
 from sidesave.stager.apart import Monitor
 from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint
 from sidesave.stager.copy.pool import Job, Slot
@@ -366,7 +366,7 @@ def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]]) -> lis
         targets.append(whole.as_strided(source.shape, source.stride(), begin // dtype.itemsize))
         sources.append(source)
     for _, targets, sources in flat.values():
-        torch._foreach_copy_(targets, sources)
+        torch_private.foreach_copy(targets, sources)
     return runs
 
 
