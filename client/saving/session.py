@@ -120,14 +120,13 @@ class Session:
 
     def _start_daemon(self) -> None:
         options = self.options
-        lineage = self.lineage = Lineage(self.directory)
-
+        self.lineage = Lineage(self.directory)
         self.saves = SavesInFlight(
             self.directory,
             bearable_failures=options.bearable_failures,
             logs_failures=self.world.size > 1,
             release_slot=lambda entry: self.pool.release(entry),
-            on_committed=lineage.add,
+            on_committed=self.lineage.add,
             on_ended=lambda entry: self.history.ended(entry),
         )
         boot = Boot(
