@@ -7,7 +7,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, SupportsIndex, cast
 
 from sidesave.errors import InvalidArgumentError, brief, write_error
@@ -93,59 +93,6 @@ def _encode_file(name: str, content: object) -> bytes:
         return content.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"the content of file {name} cannot be UTF-8: {error}") from error
-
-
-def check_options(
-    slots: int,
-    on_error: str,
-    on_busy: str,
-    nice: int,
-    io_class: str,
-    max_host_memory_bytes: int | None,
-    cpus: object,
-) -> None:
-    """Options with few legal values, and what concerns the machine."""
-    if type(slots) is not int or slots < 1:
-        raise InvalidArgumentError(f"slots must be 1 or more, not {brief(slots)}")
-    if on_error not in ("raise", "warn"):
-        raise InvalidArgumentError(f"on_error must be 'raise' or 'warn', not {brief(on_error)}")
-    if on_busy not in ("wait", "skip"):
-        raise InvalidArgumentError(f"on_busy must be 'wait' or 'skip', not {brief(on_busy)}")
-    if not 0 <= nice <= 19:
-        raise InvalidArgumentError(f"nice must be 0 to 19, not {nice}")
-    if io_class not in ("", "idle", "best-effort"):
-        raise InvalidArgumentError(f"io_class must be '', 'idle' or 'best-effort', not {brief(io_class)}")
-    if max_host_memory_bytes is not None and max_host_memory_bytes < 1:
-        raise InvalidArgumentError(f"max_host_memory_bytes must be positive, not {max_host_memory_bytes}")
-    told = brief(cpus)
-    cores = cast("list[Any]", list(cast("Iterable[Any]", cpus)) if isinstance(cpus, Iterable) else [None])
-    if not all(type(core) is int and core >= 0 for core in cores):
-        raise InvalidArgumentError(f"cpus must be numbers of cores in a list, not {told}")
-    last = os.sysconf("SC_NPROCESSORS_CONF") - 1
-    if max(cores, default=0) > last:
-        raise InvalidArgumentError(f"cpus={told}: this machine has cores 0 to {last}")
-
-
-def check_counts(**counts: int) -> None:
-    """How often something may happen: 0 or more."""
-    for name, count in counts.items():
-        if type(count) is not int or count < 0:
-            raise InvalidArgumentError(f"{name} must be an int, 0 or more, not {brief(count)}")
-
-
-def check_seconds(**timeouts: float) -> None:
-    """Timeouts: positive and finite."""
-    for name, seconds in timeouts.items():
-        if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
-            raise InvalidArgumentError(f"{name} must be a positive number of seconds, not {brief(seconds)}")
-
-
-def check_alone(*, fallback_directory: str, on_busy: str) -> None:
-    """What only a process that saves alone can have."""
-    if fallback_directory:
-        raise InvalidArgumentError("fallback_directory is for a process that saves alone; ranks share one directory")
-    if on_busy == "skip":
-        raise InvalidArgumentError('on_busy="skip" is for a process that saves alone; a save takes all ranks')
 
 
 def check_path(path: str) -> None:

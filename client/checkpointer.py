@@ -15,9 +15,9 @@ import torch
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.loading import loader
 from sidesave.client.loading.rename import Rename
+from sidesave.client.options import Options, check_cores
 from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
@@ -29,6 +29,7 @@ from sidesave.stager import apart
 from sidesave.stager.devices import kinds
 from sidesave.stager.state import ownership
 from sidesave.writer_daemon.log import SaveRecord
+from sidesave.writer_daemon.protocol import DaemonOptions
 
 logger = logging.getLogger(__name__)
 
@@ -118,50 +119,40 @@ class Checkpointer:
             arguments.check_path(each)
         world = find_world(path, distributed, process_group, node_local=node_local)
         with world.agreeing("cannot use the run directory"):  # before anybody waits for anybody
-            arguments.check_options(slots, on_error, on_busy, nice, io_class, max_host_memory_bytes, cpus)
-            arguments.check_counts(max_consecutive_failures=max_consecutive_failures, retries=retries)
-            arguments.check_seconds(
+            options = Options(
+                slots=slots,
+                max_host_memory_bytes=max_host_memory_bytes,
+                overlap=overlap,
+                validate=validate,
+                on_error=on_error,
+                max_consecutive_failures=max_consecutive_failures,
+                on_busy=on_busy,
                 busy_timeout_s=busy_timeout_s,
-                stall_timeout_s=stall_timeout_s,
-                takeover_timeout_s=takeover_timeout_s,
-                commit_timeout_s=commit_timeout_s,
+                allow_pickle=allow_pickle,
+                daemon=DaemonOptions(
+                    fallback_directory=further,
+                    retries=retries,
+                    stall_timeout_s=stall_timeout_s,
+                    takeover_timeout_s=takeover_timeout_s,
+                    commit_timeout_s=commit_timeout_s,
+                    nice=nice,
+                    io_class=io_class,
+                    cpus=check_cores(cpus),
+                ),
             )
             if world.size > 1:
-                arguments.check_alone(fallback_directory=further, on_busy=on_busy)
+                options.check_shared()
             if further and os.path.realpath(further) == os.path.realpath(path):
                 raise InvalidArgumentError(f"fallback_directory is the run directory itself: {further}")
             arguments.make_directory(path)
             await_dropped(path)
         node = find_node(world, path, node_local=node_local)
-        # The rest of sidesave may use these two, a user needs neither.
-        self.session = session = Session(world, node, Run(path, further))
-        self.saver = Saver(session, on_busy, busy_timeout_s)
+        session = Session(world, node, Run(path, further), options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
-        config = DaemonConfig(
-            directory=path,
-            fallback_directory=further,
-            session="",
-            rank=node.rank,
-            world_size=node.size,
-            retries=retries,
-            stall_timeout_s=stall_timeout_s,
-            takeover_timeout_s=takeover_timeout_s,
-            commit_timeout_s=commit_timeout_s,
-            nice=nice,
-            io_class=io_class,
-            cpus=tuple(cpus),
-        )
         try:
-            session.start(
-                config,
-                slots=slots,
-                max_host_memory_bytes=max_host_memory_bytes,
-                overlap=overlap,
-                validate=validate,
-                bearable_failures=max_consecutive_failures if on_error == "warn" else 0,
-                allow_pickle=allow_pickle,
-            )
+            session.start()
+            self._saver = Saver(session)
             close_at_exit(self)
         except BaseException:
             session.stop()
@@ -207,7 +198,7 @@ class Checkpointer:
             ClosedError: The checkpointer is closed.
             SidesaveError: An earlier save failed, and nobody has been told (``on_error="raise"``, one rank).
         """
-        return self.saver.save(step, state, blocking=blocking, overwrite=overwrite, metadata=metadata, files=files)
+        return self._saver.save(step, state, blocking=blocking, overwrite=overwrite, metadata=metadata, files=files)
 
     def prepare(self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None) -> Future[None]:
         """Allocate, populate and pin the staging memory for states of this structure, in the background.
@@ -215,22 +206,22 @@ class Checkpointer:
         With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first saves do so. Raises
         like :meth:`save` for a state that cannot be saved; what goes wrong later is the future's exception.
         """
-        self.session.check_open()
+        self._saver.session.check_open()
         beside = arguments.encode_files(files)
         with kinds.exclusion():
             kinds.await_captures("prepare()")
-            flat = self.session.submission.flatten(state)
+            flat = self._saver.submission.flatten(state)
         future: Future[None] = Outcome()
         future.set_running_or_notify_cancel()
 
         def work() -> None:
             failure: BaseException | None = None
             try:
-                while (slot := self.session.pool.try_acquire(future)) is not None:
-                    self.session.submission.fit(flat, slot, beside)
+                while (slot := self._saver.session.pool.try_acquire(future)) is not None:
+                    self._saver.submission.fit(flat, slot, beside)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 failure = error
-            self.session.pool.release(future)
+            self._saver.session.pool.release(future)
             if failure is None:
                 future.set_result(None)
             else:
@@ -255,11 +246,11 @@ class Checkpointer:
             SidesaveError: A save failed (``on_error="raise"``).
             WriteStalledError: ``timeout_s`` seconds passed first.
         """
-        self.session.check_process()
-        self.saver.refuse_waiting("wait")
-        self.saver.undo_interrupted()
-        self.session.saves.wait(timeout_s)
-        self.session.saves.raise_failure()
+        self._saver.session.check_process()
+        self._saver.refuse_waiting("wait")
+        self._saver.undo_interrupted()
+        self._saver.session.saves.wait(timeout_s)
+        self._saver.session.saves.raise_failure()
 
     # Loading ---------------------------------------------------------------------------------------------------
 
@@ -293,8 +284,8 @@ class Checkpointer:
         Saves of this session that are under way are waited for first, of a ``step`` only its own. One that fails
         meanwhile is logged as a warning, and raised where it would have been without this call.
         """
-        self.session.check_open()
-        self.saver.refuse_waiting("load")
+        self._saver.session.check_open()
+        self._saver.refuse_waiting("load")
 
         def read(info: CheckpointInfo) -> loader.Loaded:
             return loader.read(
@@ -307,20 +298,20 @@ class Checkpointer:
                 strict=strict,
                 dtype=dtype,
                 verify=verify,
-                allow_pickle=self.session.allow_pickle if allow_pickle is None else allow_pickle,
-                rank=self.session.node.rank,
-                size=self.session.node.size,
+                allow_pickle=self._saver.session.options.allow_pickle if allow_pickle is None else allow_pickle,
+                rank=self._saver.session.node.rank,
+                size=self._saver.session.node.size,
             )
 
-        return self.session.shared.load(step, read, fallback=fallback)
+        return self._saver.session.shared.load(step, read, fallback=fallback)
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
-        return sorted({info.step for info in self.session.shared.checkpoints()})
+        return sorted({info.step for info in self._saver.session.shared.checkpoints()})
 
     def latest_step(self) -> int | None:
         """The step committed last, or gone back to since; None when there is none."""
-        checkpoints = self.session.shared.checkpoints()
+        checkpoints = self._saver.session.shared.checkpoints()
         return checkpoints[-1].step if checkpoints else None
 
     def delete(self, step: int) -> Future[None]:
@@ -331,7 +322,7 @@ class Checkpointer:
         is the future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint,
         which can be deleted only once a newer one is committed; ``WriteError``.
         """
-        return self.saver.delete(step)
+        return self._saver.delete(step)
 
     def history(self) -> list[SaveRecord]:
         """What became of every save of the run directory, in the order of the calls, those under way included.
@@ -339,28 +330,28 @@ class Checkpointer:
         The log that it comes from is bounded: of a long run the oldest are missing. See :func:`sidesave.history`, which
         needs no checkpointer.
         """
-        self.session.check_process()
-        return self.session.history.records()
+        self._saver.session.check_process()
+        return self._saver.session.history.records()
 
     @property
     def recovered(self) -> tuple[str, ...]:
         """Checkpoints that dead sessions had left unfinished, and that were finished when this one began."""
-        return self.session.connection.recovered
+        return self._saver.session.connection.recovered
 
     @property
     def removed(self) -> tuple[str, ...]:
         """Leftovers of dead sessions that could not be finished and were removed when this one began."""
-        return self.session.connection.removed
+        return self._saver.session.connection.removed
 
     @property
     def directory(self) -> str:
         """The run directory."""
-        return self.session.directory
+        return self._saver.session.directory
 
     @property
     def daemon_pid(self) -> int | None:
         """The writer daemon's process id; None while it is being replaced, or when closed."""
-        return self.session.connection.pid
+        return self._saver.session.connection.pid
 
     # The end ---------------------------------------------------------------------------------------------------
 
@@ -370,15 +361,15 @@ class Checkpointer:
         Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s`` seconds the daemon
         is left to finish what was staged by itself.
         """
-        session = self.session
+        session = self._saver.session
         if session.pid != os.getpid() or session.ended:
             return
-        self.saver.refuse_waiting("close")
+        self._saver.refuse_waiting("close")
         session.closed = True
         patience_s = 0.0
         try:
-            self.saver.await_call(timeout_s)
-            self.saver.undo_interrupted()
+            self._saver.await_call(timeout_s)
+            self._saver.undo_interrupted()
             session.saves.wait(timeout_s)
             patience_s = 10.0
         finally:
@@ -405,4 +396,4 @@ class Checkpointer:
 
     def __repr__(self) -> str:
         """Directory and state."""
-        return f"<Checkpointer {self.directory!r}{' closed' if self.session.closed else ''}>"
+        return f"<Checkpointer {self.directory!r}{' closed' if self._saver.session.closed else ''}>"

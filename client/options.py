@@ -1,14 +1,85 @@
-"""The keyword arguments that ``CheckpointManager`` passes on, so that checkers know them by name and type."""
+"""What a checkpointer is asked to be, checked; and keyword arguments that are passed on, by name and type."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, cast
 
 import torch
 
 from sidesave.client.loading.rename import Rename
+from sidesave.errors import InvalidArgumentError, brief
+from sidesave.writer_daemon.protocol import DaemonOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What :class:`~sidesave.Checkpointer` was given; ``daemon`` is the part that its daemons are told.
+
+    Making one raises ``InvalidArgumentError`` for what makes no sense.
+    """
+
+    slots: int
+    max_host_memory_bytes: int | None
+    overlap: bool | None
+    validate: bool
+    on_error: str
+    max_consecutive_failures: int
+    on_busy: str
+    busy_timeout_s: float
+    allow_pickle: bool
+    daemon: DaemonOptions
+
+    def __post_init__(self) -> None:
+        daemon = self.daemon
+        _require("slots", self.slots, "1 or more", type(self.slots) is int and self.slots >= 1)
+        most = self.max_host_memory_bytes
+        _require("max_host_memory_bytes", most, "positive", most is None or most >= 1)
+        _require("on_error", self.on_error, "'raise' or 'warn'", self.on_error in ("raise", "warn"))
+        _require("on_busy", self.on_busy, "'wait' or 'skip'", self.on_busy in ("wait", "skip"))
+        _require("nice", daemon.nice, "0 to 19", 0 <= daemon.nice <= 19)
+        kinds = ("", "idle", "best-effort")
+        _require("io_class", daemon.io_class, "'', 'idle' or 'best-effort'", daemon.io_class in kinds)
+        for options, name in ((self, "max_consecutive_failures"), (daemon, "retries")):
+            count = getattr(options, name)
+            _require(name, count, "an int, 0 or more", type(count) is int and count >= 0)
+        timeouts = ("stall_timeout_s", "takeover_timeout_s", "commit_timeout_s")
+        for options, name in ((self, "busy_timeout_s"), *((daemon, name) for name in timeouts)):
+            seconds = getattr(options, name)
+            is_one = type(seconds) in (int, float) and 0 < seconds < float("inf")
+            _require(name, seconds, "a positive number of seconds", is_one)
+
+    @property
+    def bearable_failures(self) -> int:
+        """So many failed saves in a row are only warned of."""
+        return self.max_consecutive_failures if self.on_error == "warn" else 0
+
+    def check_shared(self) -> None:
+        """Raise ``InvalidArgumentError`` for what only a process that saves alone can have."""
+        if self.daemon.fallback_directory:
+            text = "fallback_directory is for a process that saves alone; ranks share one directory"
+            raise InvalidArgumentError(text)
+        if self.on_busy == "skip":
+            raise InvalidArgumentError('on_busy="skip" is for a process that saves alone; a save takes all ranks')
+
+
+def check_cores(cpus: object) -> tuple[int, ...]:
+    """The cores that a daemon may use."""
+    told = brief(cpus)
+    cores = cast("list[Any]", list(cast("Iterable[Any]", cpus)) if isinstance(cpus, Iterable) else [None])
+    if not all(type(core) is int and core >= 0 for core in cores):
+        raise InvalidArgumentError(f"cpus must be numbers of cores in a list, not {told}")
+    last = os.sysconf("SC_NPROCESSORS_CONF") - 1
+    if max(cores, default=0) > last:
+        raise InvalidArgumentError(f"cpus={told}: this machine has cores 0 to {last}")
+    return tuple(cores)
+
+
+def _require(name: str, value: object, what: str, holds: bool) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name} must be {what}, not {brief(value)}")
 
 
 class CheckpointerOptions(TypedDict, total=False):

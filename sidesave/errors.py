@@ -65,7 +65,7 @@ __all__ = [
 class SidesaveError(Exception):
     """Base of every error that sidesave raises on purpose."""
 
-    _was_read = False
+    was_read = False
     """Whether the user has read it from a future of the save that failed of it: it is then not raised again."""
 
 

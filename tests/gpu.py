@@ -146,7 +146,9 @@ def warm_up(checkpointer: Checkpointer, state: dict[str, Any]) -> None:
 
 def side_streams(checkpointer: Checkpointer) -> list[torch.cuda.Stream]:
     """Those that copies run on; there are none before the first save of CUDA tensors."""
-    streams = [cast("torch.cuda.Stream", lane.stream) for lane in checkpointer.session.copier._lanes._lanes.values()]
+    streams = [
+        cast("torch.cuda.Stream", lane.stream) for lane in checkpointer._saver.session.copier._lanes._lanes.values()
+    ]
     assert streams
     return streams
 

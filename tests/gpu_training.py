@@ -123,7 +123,7 @@ class Training(RuleBasedStateMachine):
         if len(halves) > 1:  # scratch grows, and what it was is free for others
             self.save_what_a_stream_has_for_itself()
             self.checkpointer.wait(60)
-            [lane] = self.checkpointer.session.copier._lanes._lanes.values()
+            [lane] = self.checkpointer._saver.session.copier._lanes._lanes.values()
             self.gates.append(gates.Gate(cast("torch.cuda.Stream", lane.stream)))
             self.save_what_a_stream_has_for_itself()
             self.save_here()
@@ -362,7 +362,7 @@ class Training(RuleBasedStateMachine):
 
     @rule(which=st.sampled_from(["side 0", "side 1", "compute", "another"]))
     def hold(self, which: str) -> None:
-        lanes = list(self.checkpointer.session.copier._lanes._lanes.values())
+        lanes = list(self.checkpointer._saver.session.copier._lanes._lanes.values())
         if len(lanes) < len(DEVICES):  # looking for scratch where there is no memory waits for the device
             return
         if which.startswith("side"):

@@ -350,7 +350,7 @@ class Actor:
         self._ckpt = ckpt = sidesave.Checkpointer(run.format(rank=self.rank), **options)
         return {
             "daemon": ckpt.daemon_pid,
-            "session": ckpt.session.id,
+            "session": ckpt._saver.session.id,
             "latest": ckpt.latest_step(),
             "recovered": ckpt.recovered,
             "removed": ckpt.removed,
@@ -473,7 +473,7 @@ class Actor:
         import sidesave
 
         with contextlib.suppress(sidesave.SidesaveError):
-            self.ckpt.session.saves.raise_failure()
+            self.ckpt._saver.session.saves.raise_failure()
 
     def wait(self) -> None:
         self.ckpt.wait(DEADLINE_S)
@@ -497,7 +497,7 @@ class Actor:
 
     def staging_nbytes(self) -> int:
         """What the largest of the slots takes."""
-        slots = self.ckpt.session.pool._slots
+        slots = self.ckpt._saver.session.pool._slots
         return max((slot.arena.data_nbytes for slot in slots if slot.arena is not None), default=0)
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
     def wait() -> None:
         go_on.wait(300)
 
-    checkpointer.session.copier._starter.submit(wait)
+    checkpointer._saver.session.copier._starter.submit(wait)
     try:
         yield go_on
     finally:

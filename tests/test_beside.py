@@ -130,10 +130,10 @@ def test_memory_that_was_prepared_with_files_is_what_the_first_save_takes(tmp_pa
     files = {"tokenizer.json": bytes(20 << 20)}
     with sidesave.Checkpointer(tmp_path) as ckpt:
         ckpt.prepare(a_state(1), files=files).result(DEADLINE_S)
-        arenas = {slot.arena_id for slot in ckpt.session.pool._slots}
+        arenas = {slot.arena_id for slot in ckpt._saver.session.pool._slots}
         for step in (1, 2):
             ckpt.save(step, a_state(step), files=files, blocking=True)
-        assert {slot.arena_id for slot in ckpt.session.pool._slots} == arenas
+        assert {slot.arena_id for slot in ckpt._saver.session.pool._slots} == arenas
 
 
 def test_the_fallback_directory_gets_them_as_well(tmp_path: Path, orders: Orders):

@@ -161,12 +161,12 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
     def look() -> None:
         latest = ckpt.latest_step()
         assert latest is None or latest in ckpt.steps()
-        if ckpt.session.closed:
+        if ckpt._saver.session.closed:
             raise ClosedError("these go on working")
 
     def wait() -> None:
         ckpt.wait(DEADLINE_S)
-        if ckpt.session.closed:
+        if ckpt._saver.session.closed:
             raise ClosedError("this goes on working")
 
     ckpt = sidesave.Checkpointer(run, slots=slots)

@@ -594,8 +594,8 @@ def test_error_of_the_medium_fails_that_save_at_most_and_not_the_next(
 def test_request_that_cannot_be_encoded_fails_alone(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         future: Future[None] = Future()
-        ckpt.session.saves.add_deletion(1 << 61, future)
-        ckpt.session.connection.submit(Delete(attempt=1, save_id=1 << 61, step=1 << 70, sequence=0, retry=False))
+        ckpt._saver.session.saves.add_deletion(1 << 61, future)
+        ckpt._saver.session.connection.submit(Delete(attempt=1, save_id=1 << 61, step=1 << 70, sequence=0, retry=False))
         assert isinstance(future.exception(DEADLINE_S), ProtocolError)
         commit(ckpt, 1)
 

@@ -47,7 +47,7 @@ def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.C
 def fail(ckpt: sidesave.Checkpointer, step: int) -> None:
     """Save a step whose way is blocked, and return when the failure has been told."""
     handle = ckpt.save(step, a_state(step))
-    ckpt.session.saves.wait(DEADLINE_S)
+    ckpt._saver.session.saves.wait(DEADLINE_S)
     assert handle.committed.peek() is not None
 
 

@@ -197,7 +197,7 @@ def test_closing_unregisters_the_memory_and_leaves_no_error_behind(tmp_path: Pat
     for number in range(5):
         with Checkpointer(tmp_path / str(number)) as checkpointer:
             checkpointer.save(1, state)
-            assert any(slot.pinned is not None for slot in checkpointer.session.pool._slots)
+            assert any(slot.pinned is not None for slot in checkpointer._saver.session.pool._slots)
     torch.cuda.synchronize()
     assert torch.ones(3, device="cuda").sum().item() == 3
 
@@ -209,7 +209,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(tmp_path: 
         # The same structure in host memory: an arena of the right size that is not pinned yet. With its first page
         # registered by somebody else it cannot be.
         checkpointer.save(0, on_host(frozen(state)), blocking=True)
-        [slot] = checkpointer.session.pool._slots
+        [slot] = checkpointer._saver.session.pool._slots
         assert slot.arena is not None
         arena = slot.arena
         assert int(runtime.cudaHostRegister(arena.address, 4096, 0)) == 0
@@ -388,7 +388,7 @@ if sys.argv[2] != "True":
     gpu.warm_up(checkpointer, state)
 torch.save(gpu.seen(state), sys.argv[3])
 ending = threading.Event()
-checkpointer.session.copier._starter.submit(lambda: ending.wait(60))  # the copies are not enqueued before the end
+checkpointer._saver.session.copier._starter.submit(lambda: ending.wait(60))  # nothing is enqueued before the end
 handle = checkpointer.save(1, state)
 assert not handle.staged.done()
 threading._register_atexit(ending.set)

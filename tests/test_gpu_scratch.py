@@ -145,7 +145,7 @@ def test_a_copy_out_that_fails_leaves_its_half_in_order(
 def test_calls_that_fail_after_a_pack_give_its_half_back(
     checkpointer: Checkpointer, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    target = device_copy if where == "_pack" else checkpointer.session.copier._starter
+    target = device_copy if where == "_pack" else checkpointer._saver.session.copier._starter
 
     def fails(*_: object) -> None:
         monkeypatch.undo()
@@ -170,7 +170,7 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
     other = torch.cuda.Stream()
     elsewhere = {"buffer": torch.zeros(1000, device="cuda")}
     torch.cuda.synchronize()
-    original = device_copy._pack if where == "_pack" else checkpointer.session.copier._starter.submit
+    original = device_copy._pack if where == "_pack" else checkpointer._saver.session.copier._starter.submit
 
     def fails(*arguments: Any) -> None:
         monkeypatch.undo()
@@ -178,7 +178,7 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
             original(*arguments)
         raise _Refusal
 
-    target = device_copy if where == "_pack" else checkpointer.session.copier._starter
+    target = device_copy if where == "_pack" else checkpointer._saver.session.copier._starter
     compute = torch.cuda.current_stream()
     sides = side_streams(checkpointer) if copies_held else []
     with gates.held(sides) as copies, gates.held([compute]) as computing:
@@ -260,12 +260,12 @@ def test_a_call_that_is_interrupted_when_its_copies_are_handed_over_waits_for_th
 ):
     state = trained(torch.optim.SGD, momentum=0.9)
     warm_up(checkpointer, state)
-    starter = checkpointer.session.copier._starter
+    starter = checkpointer._saver.session.copier._starter
     submit = starter.submit
 
     def interrupted(run: Any) -> None:
         submit(run)
-        if run.__name__ == "start":
+        if getattr(run, "__name__", "") == "start":
             monkeypatch.undo()
             raise KeyboardInterrupt
 

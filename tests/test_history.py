@@ -180,7 +180,7 @@ def test_a_torn_snapshot_has_failed_and_its_daemon_has_been_told(run: Path):
         go_on.wait(DEADLINE_S)
 
     with sidesave.Checkpointer(run, overlap=True) as ckpt:
-        ckpt.session.copier._starter.submit(wait)  # copies wait behind it
+        ckpt._saver.session.copier._starter.submit(wait)  # copies wait behind it
         handle = ckpt.save(1, state)
         weight.data.view(torch.uint8).random_()  # which no version counter and no hook notices
         go_on.set()

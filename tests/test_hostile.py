@@ -745,11 +745,9 @@ class Daemon:
             token=b"token",
             directory=str(self._run),
             trainer_pid=os.getpid(),
-            io_class="",
-            nice=0,
-            cpus=(),
-            stall_timeout_s=60.0,
-            **{field.name: "" for field in dataclasses.fields(example) if field.name == "fallback_directory"},
+            options=dataclasses.replace(
+                example.options, fallback_directory="", stall_timeout_s=60.0, nice=0, io_class="", cpus=()
+            ),
         )
         me = os.pidfd_open(os.getpid())
         socket.send_fds(self.control, [protocol.encode(boot)], [me])

@@ -81,9 +81,9 @@ class Subject:
         assert not other.is_alive(), "a lock is held"
         self.save().committed.result(DEADLINE_S)
         self.ckpt.wait(DEADLINE_S)
-        assert [slot.owner for slot in self.ckpt.session.pool._slots] == [None]
-        assert not self.ckpt.session.saves._entries
-        assert not self.ckpt.session.history._under_way
+        assert [slot.owner for slot in self.ckpt._saver.session.pool._slots] == [None]
+        assert not self.ckpt._saver.session.saves._entries
+        assert not self.ckpt._saver.session.history._under_way
         assert torch.is_grad_enabled()
         assert not device.exclusion()._is_owned()  # type: ignore[attr-defined]
 
@@ -319,7 +319,7 @@ def _campaign(run: Path, seed: int, seconds: float) -> None:
                 if name == "start":
                     subject.ckpt.close()
                     hits += interrupter.interrupt(lambda: setattr(subject, "ckpt", _open(run)), delay_s)
-                    if subject.ckpt.session.ended:
+                    if subject.ckpt._saver.session.ended:
                         subject.ckpt = _open(run)
                 elif name == "close":
                     subject.save()
@@ -415,7 +415,7 @@ def test_when_the_thread_of_the_connection_ends_what_is_open_fails_and_later_cal
     os.kill(pid, signal.SIGSTOP)
     try:
         handle = ckpt.save(1, {"w": torch.zeros(9)})
-        ident = ckpt.session.connection._thread.ident
+        ident = ckpt._saver.session.connection._thread.ident
         assert ident is not None
         _end_thread(ident)
         assert isinstance(handle.committed.peek(DEADLINE_S), DaemonDiedError)
@@ -439,9 +439,9 @@ def test_a_thread_that_stages_survives_what_would_end_it(
     with sidesave.Checkpointer(run, overlap=True) as ckpt:
         ckpt.save(1, state).committed.result(DEADLINE_S)
         workers = {
-            "books": ckpt.session.books,
-            "starter": ckpt.session.copier._starter,
-            "finisher": ckpt.session.copier._finisher,
+            "books": ckpt._saver.session.books,
+            "starter": ckpt._saver.session.copier._starter,
+            "finisher": ckpt._saver.session.copier._finisher,
         }
         worker = workers[which]
         if at_work:
@@ -498,4 +498,4 @@ def test_a_save_whose_staging_ends_in_a_thread_fails_loudly(run: Path, monkeypat
             ckpt.wait(DEADLINE_S)
         for step in (3, 4, 5):
             ckpt.save(step, state).committed.result(DEADLINE_S)
-        assert [slot.owner for slot in ckpt.session.pool._slots] == [None]
+        assert [slot.owner for slot in ckpt._saver.session.pool._slots] == [None]

@@ -22,7 +22,7 @@ from trainers import DEADLINE_S, ROOT, Orders
 
 import sidesave
 from sidesave import KeepBest, KeepEverySteps, KeepLatest, KeepSteps
-from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
+from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions, Options
 from sidesave.client.runs import catalog, save_requests
 from sidesave.client.training import retention
 from sidesave.client.training.retention import PINS
@@ -35,6 +35,7 @@ from sidesave.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
+from sidesave.writer_daemon.protocol import DaemonOptions
 
 
 @pytest.fixture
@@ -110,10 +111,10 @@ def test_save_saves_now_and_the_step_is_not_saved_again(manage: Manage, run: Pat
 def test_memory_that_was_prepared_is_what_the_first_save_takes(manage: Manage):
     manager = manage({"x": torch.ones(1 << 20)}, random_state=True)
     manager.prepare().result(DEADLINE_S)
-    nbytes = manager.checkpointer.session.pool.nbytes
+    nbytes = manager.checkpointer._saver.session.pool.nbytes
     assert nbytes > 4 << 20
     manager.save(0, blocking=True)
-    assert manager.checkpointer.session.pool.nbytes == nbytes
+    assert manager.checkpointer._saver.session.pool.nbytes == nbytes
 
 
 def test_blocking_makes_every_save_synchronous(manage: Manage):
@@ -354,6 +355,8 @@ def test_options_that_are_passed_on_are_all_those_there_are():
     own = {"self", "directory"}
     known = inspect.signature(sidesave.Checkpointer.__init__).parameters.keys() - own
     assert CheckpointerOptions.__annotations__.keys() == known
+    kept = {*Options.__slots__, *DaemonOptions.__slots__} - {"daemon"}
+    assert kept == known - {"distributed", "process_group", "node_local"}
     own = {"path", "target"}
     assert ExportOptions.__annotations__.keys() == inspect.signature(sidesave.export).parameters.keys() - own
     own = {"self", "step", "into", "map_location", "fallback"}

@@ -90,10 +90,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         type(None): st.none(),
         Save: saves(),
     }
-    return plain[hint]
+    return plain[hint] if hint in plain else messages_of(hint)
 
 
-def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
+def messages_of(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """Messages of a kind, or values of a class that is a field of some."""
     if cls in (Save, Refuse):
         return saves() if cls is Save else refusals()
     hints = typing.get_type_hints(cls)

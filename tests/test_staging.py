@@ -437,7 +437,7 @@ weight = torch.nn.Parameter(torch.ones(1 << 20))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 with sidesave.Checkpointer(sys.argv[1], overlap=True, on_error="warn") as checkpointer:
     go_on = threading.Event()
-    checkpointer.session.copier._starter.submit(go_on.wait)
+    checkpointer._saver.session.copier._starter.submit(go_on.wait)
     handle = checkpointer.save(1, {"weight": weight, "optimizer": optimizer})
     weight.untyped_storage().resize_(0)
     go_on.set()
@@ -685,7 +685,7 @@ def test_a_state_of_another_size_gets_another_arena_and_the_old_one_goes(tmp_pat
             handle = checkpointer.save(step, state)
             assert_holds(checkpointer, handle, state)
             assert len(arenas_nbytes()) == elsewhere + 1
-            nbytes = sum(slot.arena.nbytes for slot in checkpointer.session.pool._slots if slot.arena is not None)
+            nbytes = checkpointer._saver.session.pool.nbytes
             assert nbytes in arenas_nbytes()
             assert count * 4 < nbytes < 2 * count * 4 + 2 * MIB
             daemon = checkpointer.daemon_pid or 0
@@ -756,6 +756,6 @@ def test_staged_copies_grow_no_autograd_graph(shared: Checkpointer):
     state = trained()
     state["no leaf"] = state["model"][0].weight * 2
     shared.save(next(steps), state).committed.result(300)
-    targets = [target.view for slot in shared.session.pool._slots for target in slot.targets]
+    targets = [target.view for slot in shared._saver.session.pool._slots for target in slot.targets]
     assert targets
     assert not any(view.requires_grad or view.grad_fn for view in targets)

@@ -354,7 +354,7 @@ def test_plot_without_its_extra_says_which_to_install(run: Path):
 @contextlib.contextmanager
 def obeying(checkpointer: sidesave.Checkpointer, run: Path, obey: Callable[[], object]) -> Iterator[None]:
     """A trainer's loop: it does as it is told when the request is there."""
-    listen(str(run), checkpointer.session.id)
+    listen(str(run), checkpointer._saver.session.id)
     end = threading.Event()
 
     def train() -> None:
@@ -374,7 +374,7 @@ def obeying(checkpointer: sidesave.Checkpointer, run: Path, obey: Callable[[], o
 
 def test_trigger_leaves_a_request_for_a_live_session_however_often(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
-        listen(str(tmp_path), checkpointer.session.id)
+        listen(str(tmp_path), checkpointer._saver.session.id)
         for _ in range(2):
             assert "asked to save" in output("trigger", tmp_path)
             assert (tmp_path / TRIGGER).exists()
@@ -398,7 +398,7 @@ def test_trigger_is_refused_where_the_run_does_not_listen(tmp_path: Path):
 
 def test_requests_end_with_the_session_that_they_were_made_for(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
-        listen(str(tmp_path), checkpointer.session.id)
+        listen(str(tmp_path), checkpointer._saver.session.id)
         output("trigger", tmp_path, "--stop")
         earlier = (tmp_path / STOP).read_bytes()
     with sidesave.CheckpointManager(tmp_path, dict(STATE), save=[sidesave.OnRequest()]) as manager:
@@ -483,7 +483,7 @@ def test_trigger_can_have_the_loop_stop_as_well(tmp_path: Path):
 def test_trigger_that_waits_in_vain_says_whether_the_request_was_seen(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, STATE).committed.result()
-        listen(str(tmp_path), checkpointer.session.id)
+        listen(str(tmp_path), checkpointer._saver.session.id)
         text = output("trigger", tmp_path, "--wait", "--timeout", 0, status=1)
         assert "within 0 s; the trainer has not seen the request" in text
         assert (tmp_path / TRIGGER).exists()
@@ -502,7 +502,7 @@ def test_trigger_reports_the_failure_of_the_save(tmp_path: Path):
 
 def test_trigger_ends_with_the_session_and_takes_back_what_was_not_seen(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
-        listen(str(tmp_path), checkpointer.session.id)
+        listen(str(tmp_path), checkpointer._saver.session.id)
         command = [*MODULE, "trigger", tmp_path, "--wait"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             deadline = time.monotonic() + DEADLINE_S
@@ -535,7 +535,7 @@ def test_commands_for_runs_under_way_do_without_torch(command: list[str], tmp_pa
     pytest.importorskip("matplotlib")
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, STATE).committed.result()
-        listen(str(tmp_path), checkpointer.session.id)
+        listen(str(tmp_path), checkpointer._saver.session.id)
         code = (
             "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
         )

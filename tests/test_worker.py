@@ -261,7 +261,7 @@ def test_a_deletion_comes_after_a_save_that_is_still_being_copied(tmp_path: Path
 def test_what_is_asked_for_in_the_moment_of_the_end_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ckpt = sidesave.Checkpointer(tmp_path)
     ckpt.save(1, a_state(1)).committed.result(DEADLINE_S)
-    monkeypatch.setattr(ckpt.session, "check_open", lambda: None)  # it had passed before close()
+    monkeypatch.setattr(ckpt._saver.session, "check_open", lambda: None)  # it had passed before close()
     ckpt.close()
     with pytest.raises(SidesaveError):
         ckpt.delete(1).result(DEADLINE_S)

@@ -103,23 +103,10 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boot(Message):
-    """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
+class DaemonOptions:
+    """What a user may choose of a daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` all."""
 
-    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory. An empty
-    ``fallback_directory`` means none, no ``cpus`` all. ``io_class`` is ``""``, ``"idle"`` or ``"best-effort"``.
-    """
-
-    kind: ClassVar[str] = "BOOT"
-    endpoint: str
-    token: bytes
-    directory: str
-    session: str
-    rank: int
-    world_size: int
     fallback_directory: str
-    trainer_pid: int
-    resumes: bool
     retries: int
     stall_timeout_s: float
     takeover_timeout_s: float
@@ -127,6 +114,25 @@ class Boot(Message):
     nice: int
     io_class: str
     cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boot(Message):
+    """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
+
+    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory.
+    """
+
+    kind: ClassVar[str] = "BOOT"
+    endpoint: str = ""
+    token: bytes = b""
+    directory: str
+    session: str
+    rank: int
+    world_size: int
+    trainer_pid: int
+    resumes: bool = False
+    options: DaemonOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,10 +388,9 @@ def encode(message: Message) -> bytes:
     Half a surrogate pair, which no UTF-8 can hold, becomes its escape: only words for people may have one, names and
     paths are checked before.
     """
-    fields = {field.name: _plain(getattr(message, field.name)) for field in dataclasses.fields(message)}
-    body = {"kind": message.kind, "version": VERSION, **fields}
+    body = {"kind": message.kind, "version": VERSION, **_fields(message)}
     try:
-        return cast("bytes", msgpack.packb(body, use_bin_type=True, unicode_errors="backslashreplace"))
+        return cast("bytes", msgpack.packb(body, default=_fields, use_bin_type=True, unicode_errors="backslashreplace"))
     except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"{message.kind} cannot be encoded: {error}") from error
 
@@ -410,12 +415,8 @@ def decode(data: bytes | memoryview) -> Message:
     return cast("Message", _build(cls, body, cls.kind))
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in cast("tuple[Any, ...]", value)]
-    return value
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 _hints: dict[type, dict[str, Any]] = {}

@@ -7,7 +7,6 @@ When the daemon dies, a new one gets the same memory and every open request once
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
@@ -18,12 +17,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Final
 
 import zmq
 
 from sidesave import errors
-from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.daemon_link.pending import Request, Requests
 from sidesave.client.daemon_link.process import DaemonProcess
 from sidesave.client.daemon_link.socket_dir import locked_socket_directory
@@ -40,7 +39,7 @@ from sidesave.errors import (
 from sidesave.stager.memory.arena import Arena, forget_in_child
 from sidesave.stager.system_calls import REFUSED, needs
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Message, Note
+from sidesave.writer_daemon.protocol import Boot, Message, Note
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +65,24 @@ class Connection:
 
     def __init__(
         self,
-        config: DaemonConfig,
+        boot: Boot,
         on_message: Callable[[Message], None],
         on_lost: Callable[[list[int], SidesaveError], None],
     ) -> None:
         """Make it; :meth:`start` starts it.
 
         Args:
-            config: For every daemon of this connection.
+            boot: The first message to every daemon of this connection, but for what is each one's own.
             on_message: Told of PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
             on_lost: Told of the ids of requests that no daemon will finish, and why; same thread.
         """
-        self._config = config
+        self._boot = boot
         self._on_message = on_message
         self._on_lost = on_lost
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
         self._requests = Requests()
-        self._to_send: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[tuple[Request, bytes | None]] = queue.SimpleQueue()
         _require_descriptors()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._process: DaemonProcess | None = None
@@ -131,12 +130,15 @@ class Connection:
             if self._arenas.pop(number, None) is not None:
                 self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
 
-    def submit(self, request: Request) -> None:
-        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks."""
+    def submit(self, request: Request, encoded: bytes | None = None) -> None:
+        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks.
+
+        What is ``encoded`` already is sent as it is to the daemon that it is for.
+        """
         with self._lock:
             failure = self._failure
             if failure is None:
-                self._to_send.put(request)
+                self._to_send.put((request, encoded))
         if failure is None:
             self._wake_up()
         else:
@@ -146,7 +148,7 @@ class Connection:
         """Tell what needs no answer; never blocks, and is lost where no daemon listens."""
         with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
-                data = protocol.encode(dataclasses.replace(note, attempt=self._attempt))
+                data = protocol.encode(replace(note, attempt=self._attempt))
                 self._process.control.send(data, socket.MSG_DONTWAIT)
 
     def close(self, timeout_s: float) -> None:
@@ -158,7 +160,7 @@ class Connection:
             self._thread.join(timeout_s + 5)
         with self._lock:
             # What another thread had begun before is refused: nobody would answer it.
-            self._failure = self._failure or ClosedError(f"the checkpointer of {self._config.directory} is closed")
+            self._failure = self._failure or ClosedError(f"the checkpointer of {self._boot.directory} is closed")
             if not self._thread.is_alive():
                 self._forget()
 
@@ -234,7 +236,7 @@ class Connection:
     def _take_queued(self) -> None:
         """What was submitted while no daemon listened; the next one is told of it."""
         while not self._to_send.empty():
-            self._requests.keep(self._to_send.get())
+            self._requests.keep(self._to_send.get()[0])
 
     @contextlib.contextmanager
     def _spawned(self) -> Generator[DaemonProcess]:
@@ -245,7 +247,8 @@ class Connection:
                 token = secrets.token_bytes(16)
                 endpoint = f"ipc://{directory}/{self._attempt}"
                 process = DaemonProcess()
-                boot = self._config.boot(self._attempt, endpoint, token, resumes=self._ready.is_set())
+                resumes = self._ready.is_set()
+                boot = replace(self._boot, attempt=self._attempt, endpoint=endpoint, token=token, resumes=resumes)
                 me = os.pidfd_open(os.getpid())
                 try:
                     with self._lock:
@@ -295,7 +298,7 @@ class Connection:
 
     def _await_ready(self, process: DaemonProcess) -> None:
         ready = self._await(
-            process, START_TIMEOUT_S + self._config.takeover_timeout_s + 600, "to recover the directory"
+            process, START_TIMEOUT_S + self._boot.options.takeover_timeout_s + 600, "to recover the directory"
         )
         if isinstance(ready, protocol.Failed):
             self._end(process)
@@ -324,7 +327,7 @@ class Connection:
             if self._draining and not self._ready.is_set():
                 process.kill()  # nothing was asked of it yet
                 self._end(process)
-                raise ClosedError(f"the checkpointer of {self._config.directory} was closed while it started")
+                raise ClosedError(f"the checkpointer of {self._boot.directory} was closed while it started")
             if self._socket in events:
                 return protocol.decode(self._socket.recv(zmq.NOBLOCK))
             if process.pidfd in events or left <= 0:
@@ -349,11 +352,12 @@ class Connection:
                 self._receive(protocol.decode(data))
             while True:
                 try:
-                    request = self._to_send.get_nowait()
+                    request, encoded = self._to_send.get_nowait()
                 except queue.Empty:
                     break
                 try:
-                    self._send(self._requests.add(request, self._attempt))
+                    message = self._requests.add(request, self._attempt)
+                    self._send(message, encoded if message is request else None)
                 except ProtocolError as error:  # it cannot be told to any daemon; all others can
                     self._requests.drop(request.save_id)
                     self._on_lost([request.save_id], error)
@@ -394,10 +398,10 @@ class Connection:
         elif isinstance(message, protocol.Failed):
             logger.warning("the writer daemon complains: %s", message.message)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, encoded: bytes | None = None) -> None:
         assert self._socket is not None
         try:
-            self._socket.send(protocol.encode(message), zmq.NOBLOCK)
+            self._socket.send(encoded or protocol.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # it takes 1,000 messages unread; the silence deadline will deal with it
             logger.warning("the writer daemon does not take messages")
 
@@ -424,7 +428,7 @@ class Connection:
         if not self._ready.is_set():
             raise DaemonDiedError(text)
         logger.error("%s; another one starts when it does", text)
-        fail_at = time.monotonic() + self._config.stall_timeout_s
+        fail_at = time.monotonic() + self._boot.options.stall_timeout_s
         poller = select.poll()
         poller.register(process.pidfd, select.POLLIN)
         poller.register(self._wake, select.POLLIN)
@@ -432,7 +436,7 @@ class Connection:
             if self._draining and time.monotonic() > self._drain_by:
                 raise DaemonDiedError(text)
             if time.monotonic() > fail_at:
-                self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._config.directory))
+                self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._boot.directory))
             poller.poll(200)
             self._drain_wakeups()
 
@@ -445,7 +449,7 @@ class Connection:
         """Fail all that is open; of what was said to be written nobody knows if it will be committed."""
         self._take_queued()
         lost = self._requests.give_up()
-        unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._config.directory)
+        unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._boot.directory)
         self._on_lost([save_id for save_id, written in lost.items() if not written], error)
         self._on_lost([save_id for save_id, written in lost.items() if written], unknown)
 

@@ -28,6 +28,8 @@ class _Open:
         if self.first_attempt is None:
             self.first_attempt = attempt
         again = attempt > self.first_attempt
+        if self.request.attempt == attempt and not again:
+            return self.request
         request = dataclasses.replace(self.request, attempt=attempt, retry=again or self.request.retry)
         if self.written and isinstance(request, Save):
             return Watch(attempt=attempt, save=request)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import bisect
 import collections
-import itertools
 import logging
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from sidesave.client.saving.handle import Outcome, SaveHandle
+from sidesave.client.saving.handle import SaveHandle
 from sidesave.errors import CommitUnknownError, DaemonDiedError
 from sidesave.writer_daemon.log import describe_error, wall_clock_s
 
@@ -170,26 +169,27 @@ class SaveStats:
             called: When it was called, by ``time.monotonic()``.
             returned: When it returned.
         """
-        save = _Watched(handle, called, returned)
         if handle.skipped:
-            self._end(save.event("skipped", None))
+            self._end(_event(handle, "skipped", None, called, returned))
             return
         with self._lock:
             self._under_way += 1
 
-        def ended() -> None:
+        def ended(_: object) -> None:
             with self._lock:
                 self._under_way -= 1
             error = handle.committed.peek()
             # A daemon that died may have made it durable before it did.
             unknown = isinstance(error, (CommitUnknownError, DaemonDiedError))
-            self._end(save.event("committed" if error is None else "unknown" if unknown else "failed", error))
+            outcome = "committed" if error is None else "unknown" if unknown else "failed"
+            self._end(_event(handle, outcome, error, called, returned))
 
-        save.follow(ended)
+        # What is written while it is copied may be committed a moment before it is known that all of it is staged.
+        handle.staged.add_done_callback(lambda _: handle.committed.add_done_callback(ended))
 
     def refused(self, step: int, error: BaseException, called: float, returned: float) -> None:
         """Take in a call of ``save()`` that has raised ``error``: a failed save, and time lost all the same."""
-        self._end(_Watched(SaveHandle(step, skipped=True), called, returned).event("failed", error))
+        self._end(_event(SaveHandle(step, skipped=True), "failed", error, called, returned))
 
     def events(self) -> list[SaveEvent]:
         """The last thousand saves that have ended, in the order of their ends."""
@@ -240,55 +240,29 @@ class SaveStats:
                 logger.exception("a callback failed that was told of step %d", event.step)
 
 
-class _Watched:
-    """One save, and when it reached what."""
-
-    def __init__(self, handle: SaveHandle, called: float, returned: float) -> None:
-        self._handle = handle
-        self._called = called
-        self._returned = returned
-        self._called_s = wall_clock_s() - (time.monotonic() - called)
-        self._reached: dict[str, float] = {}
-
-    def follow(self, ended: Callable[[], None]) -> None:
-        """Note when each future is done; after the last of them call ``ended``.
-
-        The last one need not be ``committed``: what is written while it is copied may be committed a moment before the
-        copier's thread has said that all of it is staged.
-        """
-        left = itertools.count(2, -1)  # whose next() is atomic: the callbacks come in several threads
-        handle = self._handle
-        for phase, future in (("staged", handle.staged), ("written", handle.written), ("committed", handle.committed)):
-            early = future.done()  # reached within the call, whose end is the closest that is known
-
-            def note(_: object, future: Outcome[Any] = future, phase: str = phase, early: bool = early) -> None:
-                at = self._returned if early else time.monotonic()
-                if future.peek() is None:
-                    self._reached[phase] = at
-                if next(left) == 0:
-                    ended()
-
-            future.add_done_callback(note)
-
-    def event(self, outcome: SaveOutcome, error: BaseException | None) -> SaveEvent:
-        """What became of it."""
-        now = self._returned if self._handle.skipped else time.monotonic()
-        committed = self._reached.get("committed")
-        seconds = {phase: max(0.0, at - self._called) for phase, at in self._reached.items()}
-        return SaveEvent(
-            step=self._handle.step,
-            outcome=outcome,
-            error=None if error is None else ": ".join(describe_error(error)[:2]),
-            nbytes=self._handle._nbytes_total,
-            checkpoint_nbytes=self._handle.committed.result().nbytes if outcome == "committed" else None,
-            called=self._called,
-            called_s=self._called_s,
-            stall_s=max(0.0, self._returned - self._called),
-            staged_s=seconds.get("staged"),
-            written_s=seconds.get("written"),
-            committed_s=seconds.get("committed"),
-            ended_s=max(0.0, (now if committed is None else committed) - self._called),
-        )
+def _event(
+    handle: SaveHandle, outcome: SaveOutcome, error: BaseException | None, called: float, returned: float
+) -> SaveEvent:
+    """What became of a save."""
+    now = time.monotonic()
+    staged_s, written_s, committed_s = (
+        None if future.reached is None else max(0.0, future.reached - called)
+        for future in (handle.staged, handle.written, handle.committed)
+    )
+    return SaveEvent(
+        step=handle.step,
+        outcome=outcome,
+        error=None if error is None else ": ".join(describe_error(error)[:2]),
+        nbytes=handle.nbytes,
+        checkpoint_nbytes=handle.committed.result().nbytes if outcome == "committed" else None,
+        called=called,
+        called_s=wall_clock_s() - (now - called),
+        stall_s=max(0.0, returned - called),
+        staged_s=staged_s,
+        written_s=written_s,
+        committed_s=committed_s,
+        ended_s=max(0.0, (returned if handle.skipped else now) - called) if committed_s is None else committed_s,
+    )
 
 
 class _Durations:

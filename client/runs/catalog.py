@@ -134,14 +134,14 @@ def read_settled(path: str, read: Callable[[str], T], *, is_whole: Callable[[T],
     """
     for _ in range(_MAX_TRIES - 1):
         place = _locate(path)
-        before = _identity(place)
+        before = identity(place)
         try:
             result = read(place)
         except (CheckpointError, OSError):
-            if (_locate(path), _identity(place)) == (place, before):
+            if (_locate(path), identity(place)) == (place, before):
                 raise
         else:
-            if is_whole(result) or (_locate(path), _identity(place)) == (place, before):
+            if is_whole(result) or (_locate(path), identity(place)) == (place, before):
                 return result
     return read(_locate(path))
 
@@ -163,7 +163,7 @@ def _locate(path: str) -> str:
     return current
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def identity(path: str) -> tuple[int, int] | None:
     """What tells a directory from another one of that name, and from itself while it is being removed."""
     try:
         facts = os.stat(path)

@@ -43,7 +43,7 @@ def find(path: str | os.PathLike[str]) -> list[CheckpointInfo]:
         InvalidArgumentError: ``path`` is a URL.
         WriteError: The directory is there and cannot be read.
     """
-    place = _local(path)
+    place = resolved(path)
     alone = _info(place)
     if alone is not None:
         return [alone]
@@ -71,7 +71,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
     Raises like :func:`find`. ``sidesave.verify`` tells whether every byte of it is as it was written.
     """
-    return _info(_local(path)) is not None
+    return _info(resolved(path)) is not None
 
 
 def contains_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -89,7 +89,7 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
         FormatVersionError: A checkpoint is in a newer format.
         WriteError: The directory cannot be read.
     """
-    place = _local(path)
+    place = resolved(path)
     if _is_unfinished(os.path.basename(place)):
         raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {what(place)}", place)
     alone = _info(place)
@@ -123,7 +123,7 @@ def locate_weights(path: str | os.PathLike[str]) -> str:
     """
     if are_weights(path):
         return os.path.abspath(path_text(path))
-    place = _local(path)
+    place = resolved(path)
     if find(place):
         raise InvalidArgumentError(
             f"{place} has checkpoints of sidesave, whose names begin with their item; item= is for plain safetensors "
@@ -193,7 +193,8 @@ def _what_directory(path: str, names: list[str]) -> str:
     return "it is a directory of something else" if names else "it is an empty directory"
 
 
-def _local(path: str | os.PathLike[str]) -> str:
+def resolved(path: str | os.PathLike[str]) -> str:
+    """A path as text, without symbolic links."""
     return os.path.realpath(path_text(path))
 
 

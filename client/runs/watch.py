@@ -60,7 +60,7 @@ def watch(
         InvalidArgumentError: ``run`` is a URL, or a checkpoint; a time is none.
         WriteError: The directory is there and cannot be read; later too, by the iterator.
     """
-    place = finding._local(run)
+    place = finding.resolved(run)
     if finding.is_checkpoint(place):
         raise InvalidArgumentError(f"{place} is a checkpoint; watch the run directory that it is in")
     if timeout_s is not None and not (type(timeout_s) in (int, float) and timeout_s >= 0):
@@ -135,14 +135,14 @@ def hold(checkpoint: str | os.PathLike[str]) -> Generator[CheckpointInfo]:
         FormatVersionError: It was written in a newer format.
         WriteError: It cannot be read.
     """
-    path = finding._local(checkpoint)
+    path = finding.resolved(checkpoint)
     with contextlib.ExitStack() as lock:
         yield catalog.read_settled(path, lambda place: _take(place, lock))
 
 
 def _take(path: str, lock: contextlib.ExitStack) -> CheckpointInfo:
     lock.close()  # of what has been replaced by this
-    before = catalog._identity(path)
+    before = catalog.identity(path)
     parent, name = os.path.split(path)
     try:
         with contextlib.closing(PosixStorage(parent)) as storage:
@@ -163,6 +163,6 @@ def _take(path: str, lock: contextlib.ExitStack) -> CheckpointInfo:
     else:
         lock.callback(unlock)
     info = catalog.read_info(path)
-    if before is None or catalog._identity(path) != before:
+    if before is None or catalog.identity(path) != before:
         raise CheckpointNotFoundError(errno.ENOENT, "the checkpoint was deleted in this moment", path)
     return info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
@@ -27,6 +28,22 @@ class Outcome(Future[T]):
         """Make it open."""
         super().__init__()
         self._condition: Any = Monitor()
+        self._at = 0.0
+
+    @property
+    def reached(self) -> float | None:
+        """When it got its result, by ``time.monotonic()``; None before, and where it failed."""
+        return self._at if self.done() and not self.cancelled() and self.peek() is None else None
+
+    def set_result(self, result: T) -> None:
+        """As of any future."""
+        self._at = time.monotonic()
+        super().set_result(result)
+
+    def resolve(self, result: T) -> None:
+        """The same, unless it has failed in this moment, in another thread."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_result(result)
 
     def result(self, timeout: float | None = None) -> T:
         """As of any future."""
@@ -37,7 +54,7 @@ class Outcome(Future[T]):
         """As of any future."""
         error = self.peek(timeout)
         if isinstance(error, SidesaveError):
-            error._was_read = True
+            error.was_read = True
         return error
 
     def peek(self, timeout: float | None = None) -> BaseException | None:
@@ -67,6 +84,8 @@ class SaveHandle:
         written: Done when this rank's bytes are durable.
         committed: Done when the checkpoint is visible and durable on all ranks; its result describes it.
         skipped: Whether nothing was saved because every slot was busy (``on_busy="skip"``); the futures are cancelled.
+        nbytes: Bytes that this rank has to write, 0 until that is known.
+        nbytes_written: How many of them storage has taken.
     """
 
     def __init__(self, step: int, *, skipped: bool = False) -> None:
@@ -76,8 +95,7 @@ class SaveHandle:
         self.staged: Outcome[None] = Outcome()
         self.written: Outcome[None] = Outcome()
         self.committed: Outcome[CheckpointInfo] = Outcome()
-        self._nbytes_written = 0
-        self._nbytes_total = 0
+        self.nbytes = self.nbytes_written = 0
         for future in (self.staged, self.written, self.committed):
             if skipped:
                 future.cancel()
@@ -87,7 +105,7 @@ class SaveHandle:
     @property
     def progress(self) -> float:
         """The part of the bytes that storage has taken, 0.0 to 1.0; 1.0 does not yet mean durable."""
-        return self._nbytes_written / self._nbytes_total if self._nbytes_total else 0.0
+        return self.nbytes_written / self.nbytes if self.nbytes else 0.0
 
     def done(self) -> bool:
         """Whether the outcome is known."""
@@ -103,12 +121,8 @@ class SaveHandle:
             state = "written" if self.written.done() else "staged" if self.staged.done() else "staging"
         return f"<SaveHandle step={self.step} {state}>"
 
-    @staticmethod
-    def _resolve(future: Future[T], value: T) -> None:
-        with contextlib.suppress(InvalidStateError):  # the save failed in this moment, in another thread
-            future.set_result(value)
-
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """For whoever saves: what was not reached has failed."""
         for future in (self.staged, self.written, self.committed):
             with contextlib.suppress(InvalidStateError):  # what was reached stays reached
                 future.set_exception(error)

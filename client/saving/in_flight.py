@@ -41,6 +41,7 @@ class SaveInFlight:
     thread: int = field(default_factory=threading.get_ident)
     called_s: float = field(default_factory=wall_clock_s)
     called: float = field(default_factory=time.monotonic)
+    returned: float | None = None
     unrecorded: bool = False
     save: Save = field(init=False)
     slot: Slot | None = None
@@ -62,6 +63,7 @@ class SavesInFlight:
         logs_failures: bool,
         release_slot: Callable[[SaveInFlight], None],
         on_committed: Callable[[CheckpointInfo], None],
+        on_ended: Callable[[SaveInFlight], None],
     ) -> None:
         """Start with none.
 
@@ -71,6 +73,7 @@ class SavesInFlight:
             logs_failures: Log those others as well, as they may be raised much later.
             release_slot: Takes the slot of a save back, if it has one.
             on_committed: Told of each checkpoint before its future is.
+            on_ended: Told of each save after its futures are.
         """
         self._directory = directory
         self._bearable_failures = bearable_failures
@@ -78,6 +81,7 @@ class SavesInFlight:
         self._failures_in_a_row = 0
         self._release_slot = release_slot
         self._on_committed = on_committed
+        self._on_ended = on_ended
         self._changed = Monitor()
         self._entries: dict[int, SaveInFlight] = {}
         self._deletions: dict[int, Future[None]] = {}
@@ -95,7 +99,7 @@ class SavesInFlight:
         with self._changed:
             entry.failed, entry.filling = True, False
         self._release(entry)
-        entry.handle._fail(error)
+        entry.handle.fail(error)
         self._forget(entry)
 
     def add_deletion(self, request_id: int, future: Future[None]) -> None:
@@ -138,10 +142,10 @@ class SavesInFlight:
         handle, save = entry.handle, entry.save
         match message:
             case protocol.Progress(nbytes=nbytes, total_nbytes=total):
-                handle._nbytes_written, handle._nbytes_total = nbytes, total
+                handle.nbytes_written, handle.nbytes = nbytes, total
             case protocol.Written():
                 self._release(entry)
-                handle._resolve(handle.written, None)
+                handle.written.resolve(None)
             case protocol.Committed(name=name, nbytes=nbytes):
                 info = CheckpointInfo(
                     step=save.step,
@@ -157,8 +161,8 @@ class SavesInFlight:
                     self._failures_in_a_row = 0
                 self._on_committed(info)
                 self._release(entry)
-                handle._resolve(handle.written, None)
-                handle._resolve(handle.committed, info)
+                handle.written.resolve(None)
+                handle.committed.resolve(info)
                 self._forget(entry)
             case protocol.Failed(error=name, message=text, errno=code, path=path, saved_instead=other):
                 if other is not None:  # first: who has seen the failure saves again
@@ -203,7 +207,7 @@ class SavesInFlight:
         elif report and self._logs_failures:
             logger.error("the save of step %d failed: %s", entry.save.step, error)
         self._release(entry)
-        entry.handle._fail(error)
+        entry.handle.fail(error)
         self._forget(entry)
 
     def abandon(self) -> None:
@@ -230,6 +234,7 @@ class SavesInFlight:
         self._release_slot(entry)
 
     def _forget(self, entry: SaveInFlight) -> None:
+        self._on_ended(entry)
         with self._changed:
             self._entries.pop(entry.sequence, None)
             self._changed.notify_all()
@@ -254,7 +259,7 @@ class SavesInFlight:
     def raise_failure(self) -> None:
         """Raise the first failure that the user has not been told of yet, and log the others."""
         count = len(self._failures)
-        failures = [error for error in self._failures[:count] if not error._was_read]
+        failures = [error for error in self._failures[:count] if not error.was_read]
         try:
             for further in failures[1:]:
                 logger.error("another save failed: %s", further)

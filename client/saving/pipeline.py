@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -13,11 +12,9 @@ from typing import Any, Final
 import torch
 
 from sidesave.client import arguments
-from sidesave.client.daemon_link.connection import Connection
-from sidesave.client.ranks.group import NodeWorld, World
-from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
-from sidesave.client.saving.lineage import Lineage
-from sidesave.client.saving.own_history import OwnHistory
+from sidesave.client.ranks.group import NodeWorld
+from sidesave.client.saving.in_flight import SaveInFlight
+from sidesave.client.saving.session import Session
 from sidesave.client.saving.shard_plan import Placed, Placements
 from sidesave.errors import (
     HostMemoryError,
@@ -27,8 +24,7 @@ from sidesave.errors import (
     UnsupportedValueError,
 )
 from sidesave.stager import apart
-from sidesave.stager.copy.copier import Copier
-from sidesave.stager.copy.pool import Slot, SlotPool
+from sidesave.stager.copy.pool import Slot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import FileImage, Plan, Structure, make_plan, structure_of
 from sidesave.stager.state import tree
@@ -49,49 +45,27 @@ for 0.35 GB it was 11 ms for 7, and there the call counts more."""
 class Submission:
     """Takes states apart, stages them, and hands them to the daemon; one call at a time."""
 
-    def __init__(
-        self,
-        world: World,
-        session: str,
-        ids: itertools.count[int],
-        books: apart.Worker,
-        connection: Connection,
-        pool: SlotPool,
-        copier: Copier,
-        saves: SavesInFlight,
-        lineage: Lineage,
-        history: OwnHistory,
-        *,
-        allow_pickle: bool,
-    ) -> None:
-        """Work for a session of ``world``; everything else stays the caller's to close."""
-        self._world = world
+    def __init__(self, session: Session) -> None:
+        """Work for a session that has started."""
         self._session = session
-        self._ids = ids
-        self._books = books
-        self._connection = connection
-        self._pool = pool
-        self._copier = copier
-        self._saves = saves
-        self._lineage = lineage
-        self._history = history
-        self._allow_pickle = allow_pickle
-        self._plans: dict[Structure, Plan] = {}
+        self._world = world = session.node
         alone = world.size == 1 and not isinstance(world, NodeWorld)
         self._placements = None if alone else Placements(world)
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MAX_STEPS)
         self._caught_up = 0
-        saves.on_misaligned = self._catch_up
+        session.saves.on_misaligned = self._catch_up
+        for worker in (session.books, *session.copier.workers):
+            worker.on_failure = self.lose
 
     def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Take a state apart; raises what cannot be saved."""
         ranks = None if self._placements is None else self._world.ranks
-        return tree.flatten(state, allow_pickle=self._allow_pickle, ranks=ranks)
+        return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise what will not be saved of a state, as far as that can be told before training."""
         ranks = None if self._placements is None else self._world.ranks
-        tree.check(state, allow_pickle=self._allow_pickle, ranks=ranks)
+        tree.check(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
     def fit(self, flat: FlatState, slot: Slot, beside: bytes = b"") -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated.
@@ -114,24 +88,24 @@ class Submission:
 
         ``metadata`` and ``beside`` are what :mod:`sidesave.client.arguments` makes of those arguments.
         """
-        slot, handle = entry.slot, entry.handle
+        session, slot, handle = self._session, entry.slot, entry.handle
         assert slot is not None
         self._steps.append((entry.sequence, entry.step))
         placed = self._place(state)
         flat, plan = placed.flat, placed.plan
-        parts = self._fit(slot, placed, self._books.call, metadata, beside)
+        parts = self._fit(slot, placed, session.books.call, metadata, beside)
         arena = slot.arena
         assert arena is not None
         save = entry.save = self._describe(entry, placed, slot, parts, replace=replace)
         descriptor = protocol.encode(save)
         if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
             raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
-        handle._nbytes_total = save.nbytes
+        handle.nbytes = save.nbytes
         entry.metadata = json.loads(metadata or b"{}")
-        self._history.begin(entry)
-        self._saves.add(entry)
+        session.history.begin(entry)
+        session.saves.add(entry)
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
-        follow = plan.nbytes >= _FOLLOW_NBYTES and self._copier.captures_all(flat)
+        follow = plan.nbytes >= _FOLLOW_NBYTES and session.copier.captures_all(flat)
 
         def staged(error: SidesaveError | None) -> None:
             if error is None:
@@ -139,22 +113,23 @@ class Submission:
                     arena.mark_staged(descriptor)  # from here on the save survives this process
                 except BaseException as failure:  # noqa: BLE001 - this save's failure
                     error = StagingError(f"declaring the state staged failed: {failure!r}")
-            if not self._saves.filled(entry):
+            if not session.saves.filled(entry):
                 return  # storage refused before all was copied
             if error is not None:
-                self._saves.fail(entry, error)
+                session.saves.fail(entry, error)
                 if not follow:  # else the daemon finds out by itself
                     self.refuse(entry.step, entry.sequence, error)
                 return
-            handle._resolve(handle.staged, None)
+            handle.staged.resolve(None)
+            session.history.staged(entry)
             if not follow:
-                self._connection.submit(save)
+                session.connection.submit(save, descriptor)
 
         if follow:
-            self._books.call(lambda: self._connection.submit(save))
-        if self._copier.copy(entry.copy, flat, plan, slot, staged, blocking=blocking):
-            self._books.submit(lambda: staged(None))
-            if not self._books.is_current():
+            session.books.call(lambda: session.connection.submit(save, descriptor))
+        if session.copier.copy(entry.copy, flat, plan, slot, staged, blocking=blocking):
+            session.books.submit(lambda: staged(None))
+            if not session.books.is_current():
                 handle.staged.peek()  # wait; not for callbacks
 
     def undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
@@ -168,7 +143,7 @@ class Submission:
 
         def undo() -> None:
             try:
-                self._copier.abandon(entry.copy)
+                self._session.copier.abandon(entry.copy)
                 if entry.filling:
                     self._undo(entry, error or StagingError("save() was interrupted"))
             finally:
@@ -177,25 +152,25 @@ class Submission:
         if entry.slot is None:
             undo()
         else:
-            self._copier.when_copied(undo)
+            self._session.copier.when_copied(undo)
             undone.wait()
 
     def _undo(self, entry: SaveInFlight, error: BaseException) -> None:
-        self._lineage.give_place(entry)
+        self._session.lineage.give_place(entry)
         if entry.slot is not None:
             entry.slot.void()  # a writer that follows gives up
         kept = error if isinstance(error, SidesaveError) else StagingError(f"copying the state failed: {error!r}")
         if entry.unrecorded:
-            self._history.came_to_nothing(entry, error)
-        self._saves.drop(entry, kept)
+            self._session.history.came_to_nothing(entry, error)
+        self._session.saves.drop(entry, kept)
         self.refuse(entry.step, entry.sequence, error)
 
     def lose(self, error: BaseException) -> None:
         """Fail what is being staged: a thread of ours has not done what it had to, perhaps for one of these saves."""
-        for entry in self._saves.being_staged():
+        for entry in self._session.saves.being_staged():
             lost = StagingError(f"a thread that stages step {entry.step} failed: {error!r}")
-            self._saves.fail(entry, lost)
-            self._books.submit(functools.partial(self.undo, entry, lost))
+            self._session.saves.fail(entry, lost)
+            self._session.books.submit(functools.partial(self.undo, entry, lost))
 
     def refuse(self, step: object, sequence: int, error: BaseException) -> None:
         """Tell the other ranks that this one will not take part in what may be under way on theirs."""
@@ -204,9 +179,9 @@ class Submission:
         failure = protocol.failure(1, None, error if isinstance(error, SidesaveError) else StagingError(str(error)))
         request = Refuse(
             attempt=1,
-            save_id=next(self._ids),
+            save_id=next(self._session.ids),
             step=step if type(step) is int and 0 <= step <= arguments.MAX_STEP else 0,
-            session=self._session,
+            session=self._session.id,
             sequence=sequence,
             rank=self._world.rank,
             world_size=self._world.size,
@@ -216,7 +191,7 @@ class Submission:
             path=failure.path,
             retry=False,
         )
-        self._connection.submit(request)
+        self._session.connection.submit(request)
 
     def _catch_up(self, save: Save, other: int) -> None:
         """Another rank has saved ``other`` at the turn of ``save``. If it was here before, this rank has missed turns.
@@ -231,20 +206,13 @@ class Submission:
         text = f"rank {self._world.rank} has missed {calls} of save() before step {other}, and catches up"
         logger.warning("%s: every rank has to save the same steps in the same order", text)
         for _ in range(missed):
-            self._caught_up = self._lineage.next_sequence()
+            self._caught_up = self._session.lineage.next_sequence()
             self.refuse(save.step, self._caught_up, StateMismatchError(text))
 
     def _place(self, flat: FlatState) -> Placed:
         if self._placements is not None:
             return self._placements.place(flat)
-        structure = structure_of(flat.containers)
-        plan = self._plans.get(structure)
-        if plan is None:
-            plan = make_plan(structure)
-            while len(self._plans) >= _MAX_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[structure] = plan
-        return Placed(flat, plan, (), b"", b"")
+        return Placed(flat, _plan_of(structure_of(flat.containers)), (), b"", b"")
 
     def _fit(
         self,
@@ -259,8 +227,8 @@ class Submission:
         parts = {name: part for name, part in parts.items() if part or name == OBJECTS}
         try:
             wanted = slot, placed.plan, [*parts.values()], _device(placed.flat)
-            if not self._pool.fits(*wanted):
-                run(lambda: self._pool.fit(*wanted))
+            if not self._session.pool.fits(*wanted):
+                run(lambda: self._session.pool.fit(*wanted))
         except HostMemoryError as error:
             if not placed.spare:
                 raise
@@ -288,14 +256,14 @@ class Submission:
         if placed.spare_table:
             files = [file for file in placed.plan.files if file.container in placed.spare]
             spare = Spare(files=extents(files), table=small["spare"])
-        parent = self._lineage.parent
+        parent = self._session.lineage.parent
         return Save(
             attempt=1,
             save_id=entry.sequence,
             arena=slot.arena_id,
             generation=arena.begin_generation(),
             step=entry.step,
-            session=self._session,
+            session=self._session.id,
             sequence=entry.sequence,
             rank=self._world.rank,
             world_size=self._world.size,
@@ -312,6 +280,11 @@ class Submission:
             metadata=small.get("metadata"),
             beside=small.get("beside"),
         )
+
+
+@functools.lru_cache(maxsize=_MAX_PLANS)
+def _plan_of(structure: Structure) -> Plan:
+    return make_plan(structure)
 
 
 def _device(flat: FlatState) -> torch.device | None:

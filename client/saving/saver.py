@@ -6,13 +6,15 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from sidesave.client import arguments
 from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.saving.in_flight import SaveInFlight
+from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.session import Session
 from sidesave.errors import StagingError
 from sidesave.stager.devices import kinds
@@ -22,11 +24,10 @@ from sidesave.writer_daemon.protocol import Delete
 class Saver:
     """Saves one state after the other; see :class:`Checkpointer` for what is public of it. Thread-safe."""
 
-    def __init__(self, session: Session, on_busy: Literal["wait", "skip"], busy_timeout_s: float) -> None:
-        """Save for a session, which may still be to be started."""
-        self._session = session
-        self._on_busy = on_busy
-        self._busy_timeout_s = busy_timeout_s
+    def __init__(self, session: Session) -> None:
+        """Save for a session that has started."""
+        self.session = session
+        self.submission = Submission(session)
         self._call = threading.RLock()
         self._entry: SaveInFlight | None = None  # of the call of save() under way, or of one that was interrupted
 
@@ -41,7 +42,7 @@ class Saver:
         files: Mapping[str, str | bytes] | None,
     ) -> SaveHandle:
         """See :meth:`Checkpointer.save`."""
-        session = self._session
+        session = self.session
         session.check_open()
         self._refuse_reentry("save")
         if blocking:
@@ -69,21 +70,19 @@ class Saver:
                     told, beside = arguments.encode_metadata(metadata), arguments.encode_files(files)
                     pending = session.saves.place_of(step)
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
-                    flat = session.submission.flatten(state)
+                    flat = self.submission.flatten(state)
                     entry.slot = session.pool.try_acquire(entry)
-                    if entry.slot is None and self._on_busy == "skip":
+                    if entry.slot is None and session.options.on_busy == "skip":
                         session.history.came_to_nothing(entry)
                         self._entry = None
                         return SaveHandle(step, skipped=True)
-                    entry.slot = entry.slot or session.pool.acquire(entry, self._busy_timeout_s)
-                    session.submission.stage(
-                        entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside
-                    )
+                    entry.slot = entry.slot or session.pool.acquire(entry, session.options.busy_timeout_s)
+                    self.submission.stage(entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside)
                 except BaseException as error:
                     self._undo(entry, error)
                     raise
                 self._entry = None
-                session.history.returned(entry)
+                entry.returned = time.monotonic()
         if blocking:
             handle.committed.result()
         return handle
@@ -92,13 +91,13 @@ class Saver:
         """Take the place of a save that came to nothing before it was called, and tell the other ranks."""
         with self._call:
             self.undo_interrupted()
-            entry = SaveInFlight(step, SaveHandle(step), self._session.copier.new_copy())
+            entry = SaveInFlight(step, SaveHandle(step), self.session.copier.new_copy())
             self._entry = entry
             self._undo(entry, error)
 
     def delete(self, step: int, *, spare_read: bool = False) -> Future[None]:
         """See :meth:`Checkpointer.delete`; with ``spare_read`` it is refused, with EBUSY, while somebody reads it."""
-        session = self._session
+        session = self.session
         session.check_open()
         step = arguments.check_step(step)
         lineage = session.lineage
@@ -132,7 +131,7 @@ class Saver:
     def await_call(self, timeout_s: float | None) -> None:
         """Wait for a ``save()`` of another thread, at most so long or ``busy_timeout_s``."""
         try:
-            self._call.acquire(timeout=self._busy_timeout_s if timeout_s is None else timeout_s)
+            self._call.acquire(timeout=self.session.options.busy_timeout_s if timeout_s is None else timeout_s)
         finally:
             with contextlib.suppress(RuntimeError):  # else another thread's save() is still at work
                 self._call.release()
@@ -147,16 +146,16 @@ class Saver:
 
     def _undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
         """End a call of :meth:`save` that came to nothing; where this is interrupted, the next call does it again."""
-        undo = functools.partial(self._session.submission.undo, entry, error)
-        if self._session.is_our_thread():  # that nothing interrupts, and that this would wait for
-            self._session.books.submit(undo)
+        undo = functools.partial(self.submission.undo, entry, error)
+        if self.session.is_our_thread():  # that nothing interrupts, and that this would wait for
+            self.session.books.submit(undo)
         else:
-            self._session.books.call(undo)
+            self.session.books.call(undo)
         self._entry = None
 
     def _is_saving(self, thread: int) -> bool:
         """Whether that thread is inside :meth:`save`, as its frames tell, which no interrupt can leave behind."""
-        frame = sys._current_frames().get(thread)
+        frame = sys._current_frames().get(thread)  # pyright: ignore[reportPrivateUsage] - documented
         while frame is not None:
             if frame.f_code is Saver.save.__code__ and frame.f_locals.get("entry") is self._entry:
                 return True
@@ -172,5 +171,5 @@ class Saver:
 
     def _refuse_in_callback(self, what: str) -> None:
         """What waits for our own threads would wait for ever in one of them."""
-        if self._session.is_our_thread():
+        if self.session.is_our_thread():
             raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")

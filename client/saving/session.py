@@ -14,20 +14,18 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final, Protocol
 
-from sidesave.client.daemon_link.config import DaemonConfig
 from sidesave.client.daemon_link.connection import Connection
+from sidesave.client.options import Options
 from sidesave.client.ranks.group import World, tidy
 from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.runs.save_requests import forget_requests
-from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
+from sidesave.client.saving.in_flight import SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.own_history import OwnHistory
-from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
 from sidesave.errors import ClosedError, SidesaveError
 from sidesave.stager.apart import Worker
@@ -35,6 +33,7 @@ from sidesave.stager.copy.copier import Copier
 from sidesave.stager.copy.pool import SlotPool
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
+from sidesave.writer_daemon.protocol import Boot
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +47,17 @@ class Session:
     """The parts of one checkpointer, which are there from :meth:`start` on, and their life cycle."""
 
     id: str
-    allow_pickle: bool
     copier: Copier
     connection: Connection
     pool: SlotPool
     saves: SavesInFlight
     lineage: Lineage
     history: OwnHistory
-    submission: Submission
     shared: SharedRun
 
-    def __init__(self, world: World, node: World, run: Run) -> None:
+    def __init__(self, world: World, node: World, run: Run, options: Options) -> None:
         """Nothing runs yet. The world is left at the end."""
-        self.world, self.node, self.run = world, node, run
+        self.world, self.node, self.run, self.options = world, node, run, options
         self.directory, self.pid = run.directory, os.getpid()
         self.books = Worker("sidesave-books")
         self.ids = itertools.count(_FIRST_ID)
@@ -68,68 +65,32 @@ class Session:
 
     # The start -------------------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        config: DaemonConfig,
-        *,
-        slots: int,
-        max_host_memory_bytes: int | None,
-        overlap: bool | None,
-        validate: bool,
-        bearable_failures: int,
-        allow_pickle: bool,
-    ) -> None:
-        """Start everything, together with the other ranks; where this raises, :meth:`stop` has to follow.
-
-        See :class:`Checkpointer` for the arguments; ``config`` lacks only the name of the session.
-        """
-
-        def start_daemon(session_id: str) -> None:
-            self.books.call(
-                lambda: self._start_daemon(
-                    replace(config, session=session_id), slots, max_host_memory_bytes, bearable_failures
-                )
-            )
-
-        self.allow_pickle = allow_pickle
-        self.copier = self.books.call(lambda: Copier(overlap=overlap, validate=validate))
-        self._open(start_daemon)
+    def start(self) -> None:
+        """Start everything, together with the other ranks; where this raises, :meth:`stop` has to follow."""
+        options = self.options
+        self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
+        self._open()
         for name in self.connection.recovered:
             logger.info("finished %s, which a dead session had left", name)
         for name in self.connection.removed:
             logger.info("removed %s, which a dead session had left", name)
-        self.submission = Submission(
-            self.node,
-            self.id,
-            self.ids,
-            self.books,
-            self.connection,
-            self.pool,
-            self.copier,
-            self.saves,
-            self.lineage,
-            self.history,
-            allow_pickle=allow_pickle,
-        )
-        for worker in (self.books, *self.copier.workers):
-            worker.on_failure = self.submission.lose
 
-    def _open(self, start_daemon: Callable[[str], None]) -> None:
+    def _open(self) -> None:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
         world, leads = self.world, self.node.rank == 0
-        session_id: str = world.gather("a session", secrets.token_hex(8))[0]
+        self.id = world.gather("a session", secrets.token_hex(8))[0]
         mine: list[CheckpointInfo] = []
         leftovers, rollbacks = False, Rollbacks()
         with world.agreeing("cannot open the run directory"):
             if leads:
-                start_daemon(session_id)
+                self.books.call(self._start_daemon)
                 leftovers, rollbacks, mine = self.books.call(self._look_around)
         told = world.gather("what is there", [leftovers, rollbacks.pairs, to_json(mine)] if leads else None)
         views = [answer for answer in told if answer is not None]
         agreed = Rollbacks(tuple((target, last) for target, last in views[0][1]))
         with world.agreeing("cannot start its daemon"):
             if not leads:
-                start_daemon(session_id)
+                self.books.call(self._start_daemon)
             elif rollbacks != agreed:  # nodes that keep their own parts, of which some have crashed on going back
                 rollback.write(self.directory, agreed)
         everything = [from_json(infos, self.directory) for *_, infos in views]
@@ -138,7 +99,7 @@ class Session:
             world,
             self.node,
             self.run,
-            session_id,
+            self.id,
             self.saves,
             self.lineage,
             {(info.session, info.sequence) for info in complete},
@@ -157,28 +118,30 @@ class Session:
         self.run.tell_elsewhere(found, alone=self.world.size == 1)
         return leftovers, rollbacks, found
 
-    def _start_daemon(
-        self, config: DaemonConfig, slots: int, max_host_memory_bytes: int | None, bearable_failures: int
-    ) -> None:
-        self.id = config.session
-        lineage = self.lineage = Lineage(self.directory)
-
-        def release_slot(entry: SaveInFlight) -> None:
-            pool.release(entry)
-
-        def on_committed(info: CheckpointInfo) -> None:
-            lineage.add(info)
-
+    def _start_daemon(self) -> None:
+        options = self.options
+        self.lineage = Lineage(self.directory)
         self.saves = SavesInFlight(
             self.directory,
-            bearable_failures=bearable_failures,
+            bearable_failures=options.bearable_failures,
             logs_failures=self.world.size > 1,
-            release_slot=release_slot,
-            on_committed=on_committed,
+            release_slot=lambda entry: self.pool.release(entry),
+            on_committed=self.lineage.add,
+            on_ended=lambda entry: self.history.ended(entry),
         )
-        self.connection = Connection(config, self.saves.receive, self.saves.lose)
-        pool = self.pool = SlotPool(slots, max_host_memory_bytes, self.connection.attach, self.connection.detach)
-        self.history = OwnHistory(self.directory, config.fallback_directory, self.id, self.connection)
+        boot = Boot(
+            attempt=0,
+            directory=self.directory,
+            session=self.id,
+            rank=self.node.rank,
+            world_size=self.node.size,
+            trainer_pid=self.pid,
+            options=options.daemon,
+        )
+        connection = self.connection = Connection(boot, self.saves.receive, self.saves.lose)
+        budget = options.max_host_memory_bytes
+        self.pool = SlotPool(options.slots, budget, connection.attach, connection.detach)
+        self.history = OwnHistory(self.directory, options.daemon.fallback_directory, self.id, connection)
         self.connection.start()
         if self._stopped:  # by the main thread, which did not see the connection yet
             self.connection.give_up_starting()

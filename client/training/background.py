@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.internals import saver_of
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.runs.save_requests import TriggerWatch
 from sidesave.client.training.keep_policies import KeepEveryMinutes, KeepPolicy
@@ -52,13 +53,13 @@ class Background:
 
         Ranks must have been given the same, and the state must be one that can be saved.
         """
-        session = checkpointer.session
+        session = saver_of(checkpointer).session
         if session.world.size > 1:
             session.world.require_alike(
                 save=sorted(map(_name, save)), keep=sorted(map(_name, keep)), random=random_state
             )
         with session.world.agreeing("cannot save its state"):
-            session.submission.check(state)
+            saver_of(checkpointer).submission.check(state)
         if isinstance(session.node, NodeWorld) and any(isinstance(policy, KeepEveryMinutes) for policy in keep):
             raise InvalidArgumentError(
                 "nodes that keep their own parts have to delete the same steps, and their clocks differ: "
@@ -91,7 +92,7 @@ class Background:
             ends.append(self.trigger.close)
         retention = self.retention
         ends.append(lambda: self._schedule.finish(min(timeout_s, AGREE_TO_END_S), failing=False))
-        if checkpointer is not None and not checkpointer.session.closed:
+        if checkpointer is not None and not saver_of(checkpointer).session.closed:
             if retention is not None:
                 ends.append(lambda: checkpointer.wait(timeout_s))
                 ends.append(lambda: retention.close(min(timeout_s, AGREE_TO_END_S)))

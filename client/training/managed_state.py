@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.internals import saver_of
 from sidesave.client.loading.loader import Loaded
 from sidesave.client.loading.sources import Source, check_sources, read_sources
 from sidesave.client.options import LoadOptions
@@ -57,7 +58,7 @@ class ManagedState:
         self._schedule = schedule
         self._retention = retention
         self._stats = stats
-        self._random = RandomState(checkpointer.session.world.rank) if random_state else None
+        self._random = RandomState(saver_of(checkpointer).session.world.rank) if random_state else None
         self._blocking = blocking
         self._user = dict(metadata)
         self._metric_names = metric_names
@@ -82,7 +83,7 @@ class ManagedState:
         """Add an item."""
         if name in self._state or (self._random is not None and name == RANDOM_STATE):
             raise InvalidArgumentError(f"the state has an item {name!r} already; choose another name")
-        self._checkpointer.session.submission.check({name: value})
+        saver_of(self._checkpointer).submission.check({name: value})
         self._state[name] = value
 
     def write_file(self, name: str, content: str | bytes) -> None:
@@ -112,7 +113,7 @@ class ManagedState:
                 exception=exception,
             )
         except BaseException as error:
-            self._checkpointer.saver.give_up(step, error)
+            saver_of(self._checkpointer).give_up(step, error)
             raise
         began_s = time.perf_counter()
         with contextlib.nullcontext() if self._retention is None else self._retention.saving():
@@ -159,7 +160,7 @@ class ManagedState:
         except InvalidArgumentError as error:
             logger.error("step %d is saved without its metrics: %s", step, error)
             metrics = None
-        if self._checkpointer.session.world.size == 1:
+        if saver_of(self._checkpointer).session.world.size == 1:
             try:
                 handle = self.save(step, metrics, ephemeral=ephemeral, exception=exception)
                 if not handle.skipped:
@@ -174,7 +175,7 @@ class ManagedState:
     ) -> bool:
         """Give the items what was saved of them; false when there is no checkpoint, and they begin with ``sources``."""
         into, sources = self.items, check_sources(sources)
-        session = self._checkpointer.session
+        session = saver_of(self._checkpointer).session
         try:
             with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
                 self._checkpointer.load(step, into=into, fallback=fallback, **options)
@@ -202,7 +203,7 @@ class ManagedState:
         """The checkpoint that training stands on: after going back it is not the one that was committed last."""
         if self._newest is not None:
             return self._newest.committed.result()
-        session = self._checkpointer.session
+        session = saver_of(self._checkpointer).session
         if session.lineage.parent is not None:
             return _loaded_checkpoint(self._checkpointer)
         found = session.shared.checkpoints()
@@ -218,7 +219,7 @@ def _load_sources(
 
     To be called by all ranks; raises what one of them raises on all of them.
     """
-    world, paths = checkpointer.session.world, [""]
+    world, paths = saver_of(checkpointer).session.world, [""]
     pickled = options.get("allow_pickle")
     with world.agreeing("finds no source"):
         if world.rank == 0:
@@ -232,7 +233,7 @@ def _load_sources(
             into,
             strict=False,
             verify=options.get("verify", True),
-            allow_pickle=checkpointer.session.allow_pickle if pickled is None else pickled,
+            allow_pickle=saver_of(checkpointer).session.options.allow_pickle if pickled is None else pickled,
             rank=world.rank,
             size=world.size,
         )
@@ -256,9 +257,9 @@ def _refuse_half(loaded: Loaded, items: Collection[str]) -> None:
 
 def _what_was_loaded(checkpointer: Checkpointer) -> Resumed:
     """What kind of checkpoint ``checkpointer`` has just loaded; the same on all ranks, which all have to ask."""
-    parent = checkpointer.session.lineage.parent
+    parent = saver_of(checkpointer).session.lineage.parent
     assert parent is not None
-    world = checkpointer.session.world
+    world = saver_of(checkpointer).session.world
     seen: list[bool] | None = None
     with world.agreeing("cannot read what it has loaded"):
         if world.rank == 0:
@@ -274,6 +275,6 @@ def _loaded_checkpoint(checkpointer: Checkpointer) -> CheckpointInfo:
     Raises:
         CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
     """
-    parent = checkpointer.session.lineage.parent
+    parent = saver_of(checkpointer).session.lineage.parent
     assert parent is not None
-    return checkpointer.session.run.read(*parent)
+    return saver_of(checkpointer).session.run.read(*parent)

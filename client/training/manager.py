@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Self, Unpack
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.export.safetensors import Report, export
+from sidesave.client.internals import saver_of
 from sidesave.client.loading.sources import Source
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions
 from sidesave.client.ranks.group import NodeWorld
@@ -302,7 +303,7 @@ class CheckpointManager:
             raise InvalidArgumentError("rollback takes a step, or steps_back=: one of them")
         if steps_back is not None:
             check_count("steps_back of rollback", steps_back)
-            step = self._checkpointer.session.shared.ancestor(self._schedule.stepped - steps_back)
+            step = saver_of(self._checkpointer).session.shared.ancestor(self._schedule.stepped - steps_back)
         return self.restore(step, fallback=fallback, **options)
 
     # What there is ---------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ class CheckpointManager:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints of the run in the order of :func:`sidesave.find`, with metrics; read from the directory."""
-        return self._checkpointer.session.shared.checkpoints()
+        return saver_of(self._checkpointer).session.shared.checkpoints()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
         """The checkpoint with the best value of a metric, by the rules of :class:`KeepBest`; None when none has it.
@@ -342,8 +343,8 @@ class CheckpointManager:
             InvalidArgumentError: Nodes keep their own parts (``node_local``), of which no rank has all.
             SidesaveError: As :meth:`save`, :meth:`wait` and :func:`sidesave.export`; the same on all ranks.
         """
-        world = self._checkpointer.session.world
-        if isinstance(self._checkpointer.session.node, NodeWorld):
+        world = saver_of(self._checkpointer).session.world
+        if isinstance(saver_of(self._checkpointer).session.node, NodeWorld):
             raise InvalidArgumentError("with node_local no rank has all parts of a checkpoint, so none can export it")
         report = None
         with world.agreeing("cannot export"):
@@ -364,13 +365,13 @@ class CheckpointManager:
         May be called by all ranks or by rank 0 alone; of nodes with disks of their own (``node_local``) all have to.
         """
         step = arguments.check_step(step)
-        if self._checkpointer.session.node.rank == 0:
+        if saver_of(self._checkpointer).session.node.rank == 0:
             self._pins.change(step, pinned=True)
 
     def unpin(self, step: int) -> None:
         """Leave this step to the policies again."""
         step = arguments.check_step(step)
-        if self._checkpointer.session.node.rank == 0:
+        if saver_of(self._checkpointer).session.node.rank == 0:
             self._pins.change(step, pinned=False)
 
     @property
@@ -485,6 +486,6 @@ def _close_all() -> None:
     for manager in list(_open):
         try:
             with contextlib.suppress(SystemExit):  # of a signal; the interpreter ends anyway
-                manager._close(None)
+                manager._close(None)  # pyright: ignore[reportPrivateUsage] - a function of the class
         except SidesaveError as error:
             logger.error("a save failed: %s", error)

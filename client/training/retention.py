@@ -20,6 +20,7 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.keep_policies import KeepPolicy, to_delete
@@ -133,7 +134,7 @@ class Retention:
     @contextlib.contextmanager
     def reading(self, step: int | None) -> Generator[None]:
         """Around a load of ``step``: what is there then stays, and what is being deleted has gone before."""
-        self._checkpointer.session.saves.settle(step)
+        saver_of(self._checkpointer).session.saves.settle(step)
         looked = Latch()
         self._commits.put(looked)  # after what was committed before
         looked.wait(_DELETE_TIMEOUT_S)
@@ -149,7 +150,7 @@ class Retention:
                 self._loading = frozenset()
 
     def _work(self) -> None:
-        self._guarded(lambda: self._link(self._checkpointer.session.run.scan()))
+        self._guarded(lambda: self._link(saver_of(self._checkpointer).session.run.scan()))
         goes_on = True
         while goes_on:
             batch = [self._commits.get()]
@@ -181,7 +182,7 @@ class Retention:
             before = dict(self._handles)
             settled = {step for step, handle in before.items() if handle.done()}
             going = set(self._deletions)
-        checkpoints = self._checkpointer.session.run.scan()
+        checkpoints = saver_of(self._checkpointer).session.run.scan()
         pinned = self._pins.read()
         with self._turn:
             for step in self._surplus(checkpoints, pinned):
@@ -203,7 +204,7 @@ class Retention:
 
     def _delete(self, step: int) -> None:
         checkpointer = self._checkpointer  # not dropped meanwhile
-        deletion = checkpointer.saver.delete(step, spare_read=True)
+        deletion = saver_of(checkpointer).delete(step, spare_read=True)
         ended = self._deletions[step] = Future[None]()
 
         def gone(done: Future[None]) -> None:

@@ -204,7 +204,9 @@ def time_cost(rank: Rank, step: int, late_s: float) -> Cost:
     call_s, written = time.monotonic() - start, moment_of(rank.handle.written)
     path = await_commit(rank)
     used_s = sum(writer.cpu_times()[:2]) - before
-    staged = sum(slot.arena.data_nbytes for slot in rank.checkpointer.session.pool._slots if slot.arena is not None)
+    staged = sum(
+        slot.arena.data_nbytes for slot in rank.checkpointer._saver.session.pool._slots if slot.arena is not None
+    )
     return Cost(staged, call_s, used_s, written.result() - start, path)
 
 

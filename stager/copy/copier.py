@@ -7,7 +7,6 @@ request. Tensors of devices go through :mod:`sidesave.stager.copy.device_copy`.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import traceback
@@ -182,52 +181,30 @@ class Copier:
         thread of its own. ``copy`` is a new one; where this raises, it is to be given to :meth:`abandon`. No graph may
         be being captured (:func:`sidesave.stager.devices.kinds.no_capture`).
         """
-        regions: list[Region] = []
-        jobs: list[Job] = []
-        named = itertools.chain.from_iterable(tensors.items() for tensors in flat.containers.values())
-        at_once = not self._overlap
-        for (fqn, source), target in zip(named, slot.targets, strict=True):
-            has_memory = source.is_cpu or kinds.runtime_of(source.device) is not None
-            if has_memory and target.nbytes and not source.untyped_storage().nbytes():
-                raise UnsupportedValueError(f"{fqn} has no memory: its storage was resized to nothing")  # FSDP does so
-            if at_once and source.is_cpu and _is_plain(source):
-                regions.append((target.address, source.data_ptr(), target.nbytes))
-            else:
-                jobs.append(Job(fqn, source, target))
+        tensors = [named for container in flat.containers.values() for named in container.items()]
         may_overlap = not (self._overlap is False or ownership.in_guard() or plan in self._distrusted)
-        owned = (
-            ownership.owned_memory(flat.optimizers, flat.modules)
-            if may_overlap and self._wants_overlap(jobs)
-            else dict[int, int]()
-        )
-        return self._start(copy, regions, jobs, owned, plan, slot, done, overlap_host=not blocking)
-
-    def _start(
-        self,
-        copy: StagingCopy,
-        regions: list[Region],
-        jobs: list[Job],
-        owned: dict[int, int],
-        plan: Plan,
-        slot: Slot,
-        done: Callable[[SidesaveError | None], None],
-        *,
-        overlap_host: bool,
-    ) -> bool:
+        owned: dict[int, int] = {}
+        if may_overlap and (self._overlap or kinds.first_with_runtime(tensor for _, tensor in tensors) is not None):
+            owned = ownership.owned_memory(flat.optimizers, flat.modules)
+        overlap_host = self._overlap and not blocking
+        regions: list[Region] = []
         overlapped: list[Job] = []
         on_device: list[Job] = []
-        for job in jobs:
-            source = job.source
-            if kinds.runtime_of(source.device) is not None:
-                on_device.append(job)
-            elif source.is_cpu and self._overlap and overlap_host and self._may_run_beside(source, owned):
-                overlapped.append(job._replace(source=source.detach()))
-            elif source.is_cpu and _is_plain(source):
-                regions.append((job.target.address, source.data_ptr(), job.target.nbytes))
+        for (fqn, source), target in zip(tensors, slot.targets, strict=True):
+            on_host = source.is_cpu
+            has_lane = not on_host and kinds.runtime_of(source.device) is not None
+            if (on_host or has_lane) and target.nbytes and not source.untyped_storage().nbytes():
+                raise UnsupportedValueError(f"{fqn} has no memory: its storage was resized to nothing")  # FSDP does so
+            if has_lane:
+                on_device.append(Job(fqn, source, target))
+            elif on_host and overlap_host and self._may_run_beside(source, owned):
+                overlapped.append(Job(fqn, source.detach(), target))
+            elif on_host and _is_plain(source):
+                regions.append((target.address, source.data_ptr(), target.nbytes))
             else:  # to be gathered, resolved, or fetched from a kind of device without a runtime
-                if not source.is_cpu:
+                if not on_host:
                     kinds.tell_synchronous(source.device.type)
-                job.target.view.copy_(source.detach())  # `no_grad` would stay on where this is interrupted
+                target.view.copy_(source.detach())  # `no_grad` would stay on where this is interrupted
         later = bool(overlapped or on_device)
         # Where this is all there is to copy, the arena tells its reader how far it is.
         arena = None if later else slot.arena
@@ -277,9 +254,6 @@ class Copier:
         return not self._overlap and all(
             tensor.is_cpu for tensors in flat.containers.values() for tensor in tensors.values()
         )
-
-    def _wants_overlap(self, jobs: list[Job]) -> bool:
-        return bool(self._overlap) or any(kinds.runtime_of(job.source.device) is not None for job in jobs)
 
     @staticmethod
     def _may_run_beside(source: torch.Tensor, owned: dict[int, int]) -> bool:

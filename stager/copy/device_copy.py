@@ -13,6 +13,7 @@ where more is captured than both halves hold.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from typing import Final
 import torch
 
 from sidesave.errors import StagingError, TornSnapshotError
-from sidesave.stager import plan
+from sidesave.stager import plan, torch_private
 from sidesave.stager.apart import Monitor
 from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint
 from sidesave.stager.copy.pool import Job, Slot
@@ -241,7 +242,7 @@ class _Lane:
             runs = _pack(memory, captured)
             packed = self.runtime.new_event()
             packed.record(part.compute)
-            submit(lambda half=half, runs=runs, packed=packed: part.copy_batch(half, runs, packed))
+            submit(functools.partial(part.copy_batch, half, runs, packed))
 
     def _take(self, part: _Part, size: int) -> _Half:
         """Make a half that belongs to nobody ``part``'s; without memory if there is none for it."""
@@ -365,7 +366,7 @@ def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]]) -> lis
         targets.append(whole.as_strided(source.shape, source.stride(), begin // dtype.itemsize))
         sources.append(source)
     for _, targets, sources in flat.values():
-        torch._foreach_copy_(targets, sources)
+        torch_private.foreach_copy(targets, sources)
     return runs
 
 

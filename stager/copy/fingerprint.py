@@ -16,6 +16,7 @@ from typing import Final, cast
 import torch
 import xxhash
 
+from sidesave.stager import torch_private
 from sidesave.stager.copy.pool import Job
 
 SAMPLES: Final = 32
@@ -56,7 +57,7 @@ class DeviceFingerprint:
         if jobs:
             flat = {job.fqn: job.source.view(-1).view(torch.uint8) for job in jobs}
             sources = [flat[job.fqn][begin : begin + WINDOW_NBYTES] for job, begin in self._spots]
-            torch._foreach_copy_(list(self._windows.unbind()), sources)
+            torch_private.foreach_copy(list(self._windows.unbind()), sources)
 
     def take_after(self) -> None:
         """Take the norms again, on the current stream, behind the copies."""
@@ -107,7 +108,7 @@ def _norms(jobs: Sequence[Job]) -> torch.Tensor | None:
     norms: list[torch.Tensor] = []
     for dtype, group in itertools.groupby(jobs, key=lambda job: job.source.dtype):
         wide = torch.float32 if dtype.itemsize == 2 else None
-        norms.append(torch.stack(torch._foreach_norm([job.source for job in group], 2, wide)).double())
+        norms.append(torch.stack(torch_private.foreach_norm([job.source for job in group], 2, wide)).double())
     return torch.cat(norms) if norms else None
 
 

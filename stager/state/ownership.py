@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sidesave.stager import torch_private
+
 
 class Guarded(Protocol):
     """A copy under way, as the guard sees it."""
@@ -57,7 +59,7 @@ def install() -> None:
 
 # Undecorated, the hook recompiled 20 frames in 14 steps. This form, which torch.optim uses too, imports the compiler (a
 # second) not here but when it is first called.
-@torch._disable_dynamo
+@torch_private.disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _seen.add(optimizer)
     close_guards()

@@ -18,6 +18,7 @@ import xxhash
 from torch import nn
 
 from sidesave.errors import UnsupportedValueError
+from sidesave.stager import torch_private
 from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
 from sidesave.stager.state.flat_state import FlatState
@@ -249,4 +250,4 @@ def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
     """
     storage = shard.untyped_storage()
     most = math.prod(max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts) * shard.element_size()
-    return -storage._cdata if storage.nbytes() <= most else 0
+    return -torch_private.storage_id(storage) if storage.nbytes() <= most else 0

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError, brief
+from sidesave.stager import torch_private
 from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.dtypes import dtype_name
 from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
@@ -109,11 +110,11 @@ def check(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[
 
 def _without_grad(encode: Callable[[], None]) -> None:
     grad = torch.is_grad_enabled()
-    try:  # an interrupt can keep `no_grad` from ending
-        torch._C._set_grad_enabled(False)
+    try:
+        torch_private.set_grad_enabled(False)
         encode()
     finally:
-        torch._C._set_grad_enabled(grad)
+        torch_private.set_grad_enabled(grad)
 
 
 def _items_of(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -205,7 +206,7 @@ class _Flattener:
             return self.tensors.shared(lambda: self._module(state, fqn, depth), fqn)
         if isinstance(value, torch.optim.Optimizer):
             self.tensors.meet_optimizer(value)
-            return self.tensors.shared(lambda: self._dict(value.state_dict(), fqn, depth), fqn)
+            return self.tensors.shared(lambda: self.dict(value.state_dict(), fqn, depth), fqn)
         if isinstance(value, Replicated):
             return self.tensors.shared(lambda: self.encode(value.value, fqn, depth), fqn, replicated=True)
         if isinstance(value, PerRank):
@@ -242,26 +243,26 @@ class _Flattener:
 
     # Containers ------------------------------------------------------------------------------------------------
 
-    def _dict(self, value: dict[Any, Any], fqn: str, depth: int) -> Any:
+    def dict(self, value: dict[Any, Any], fqn: str, depth: int) -> Any:
         encode, prefix, below = self.encode, fqn + ".", depth + 1
         if all(type(key) is str for key in value):
             return [Tag.DICT, {key: encode(item, prefix + key, below) for key, item in value.items()}]
-        return [Tag.ITEMS, self._items(value, fqn, depth)]
+        return [Tag.ITEMS, self.items(value, fqn, depth)]
 
     def _module(self, state: dict[str, Any], fqn: str, depth: int) -> Any:
-        tag, body = self._dict(state, fqn, depth)
+        tag, body = self.dict(state, fqn, depth)
         metadata = getattr(state, "_metadata", None)
         if metadata is None:
             return [tag, body]
         about = {key: dict(each) for key, each in metadata.items()}
         return [Tag.MODULE, self.encode(about, f"{fqn}.<metadata>", depth + 1), body]
 
-    def _items(self, value: dict[Any, Any], fqn: str, depth: int) -> list[Any]:
-        keys = self._hashed(value, fqn, depth + 1)
+    def items(self, value: dict[Any, Any], fqn: str, depth: int) -> list[Any]:
+        keys = self.hashed(value, fqn, depth + 1)
         items = [self.encode(item, f"{fqn}.{key}", depth + 1) for key, item in value.items()]
         return [[key, item] for key, item in zip(keys, items, strict=True)]
 
-    def _hashed(self, values: Collection[Any], fqn: str, depth: int) -> list[Any]:
+    def hashed(self, values: Collection[Any], fqn: str, depth: int) -> list[Any]:
         """Keys of a dict, or members of a set: what does not come back as one, and as another than the rest, is lost.
 
         Modules become dicts, and enums their values, which another key may be.
@@ -284,7 +285,7 @@ class _Flattener:
                 )
         return nodes
 
-    def _sequence(self, value: Any, fqn: str, depth: int) -> list[Any]:
+    def sequence(self, value: Any, fqn: str, depth: int) -> list[Any]:
         if PRIMITIVES.issuperset(map(type, value)):
             return list(value)
         return [self.encode(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(value)]
@@ -377,21 +378,21 @@ def _default_dict(flattener: _Flattener, value: Any, fqn: str, depth: int) -> An
     if value.default_factory not in FACTORIES:
         factory = brief(value.default_factory)
         raise UnsupportedValueError(f"{fqn}: a defaultdict with factory {factory}; turn it into a dict")
-    return [Tag.DEFAULT_DICT, FACTORIES[value.default_factory], flattener._items(value, fqn, depth)]
+    return [Tag.DEFAULT_DICT, FACTORIES[value.default_factory], flattener.items(value, fqn, depth)]
 
 
 _Handler = Callable[[_Flattener, Any, str, int], Any]
 
 _HANDLERS: Final[dict[type, _Handler]] = {
-    dict: lambda f, v, q, d: f._dict(v, q, d),
-    list: lambda f, v, q, d: [Tag.LIST, *f._sequence(v, q, d)],
-    tuple: lambda f, v, q, d: [Tag.TUPLE, *f._sequence(v, q, d)],
-    set: lambda f, v, q, d: [Tag.SET, *f._hashed(sorted(v, key=repr), q, d + 1)],
-    frozenset: lambda f, v, q, d: [Tag.FROZENSET, *f._hashed(sorted(v, key=repr), q, d + 1)],
-    collections.OrderedDict: lambda f, v, q, d: [Tag.ORDERED_DICT, f._items(v, q, d)],
-    collections.Counter: lambda f, v, q, d: [Tag.COUNTER, f._items(v, q, d)],
+    dict: lambda f, v, q, d: f.dict(v, q, d),
+    list: lambda f, v, q, d: [Tag.LIST, *f.sequence(v, q, d)],
+    tuple: lambda f, v, q, d: [Tag.TUPLE, *f.sequence(v, q, d)],
+    set: lambda f, v, q, d: [Tag.SET, *f.hashed(sorted(v, key=repr), q, d + 1)],
+    frozenset: lambda f, v, q, d: [Tag.FROZENSET, *f.hashed(sorted(v, key=repr), q, d + 1)],
+    collections.OrderedDict: lambda f, v, q, d: [Tag.ORDERED_DICT, f.items(v, q, d)],
+    collections.Counter: lambda f, v, q, d: [Tag.COUNTER, f.items(v, q, d)],
     collections.defaultdict: _default_dict,
-    collections.deque: lambda f, v, q, d: [Tag.DEQUE, v.maxlen, *f._sequence(v, q, d)],
+    collections.deque: lambda f, v, q, d: [Tag.DEQUE, v.maxlen, *f.sequence(v, q, d)],
     complex: lambda f, v, q, d: [Tag.COMPLEX, v.real, v.imag],
     bytearray: lambda f, v, q, d: [Tag.BYTEARRAY, bytes(v)],
     io.BytesIO: lambda f, v, q, d: [Tag.BYTES_IO, v.getvalue(), v.tell()],

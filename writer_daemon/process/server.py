@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import os
 import queue
@@ -61,7 +62,7 @@ class Server:
         self._control = control
         self._arenas: dict[int, Arena] = {}
         self._events: queue.SimpleQueue[jobs.Event] = queue.SimpleQueue()
-        self._work: _Tasks = queue.SimpleQueue()
+        self._work = _Tasks()
         self._commits = self._work
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._trainer_gone = False
@@ -74,8 +75,8 @@ class Server:
         """Serve until everything accepted is done and the trainer is gone or has asked to drain; the exit status."""
         self._catch_signals()
         boot, self._pidfd = self._receive_boot()
-        self._boot = boot
-        _be_modest(boot)
+        self._boot, options = boot, boot.options
+        _be_modest(options)
         _allow_many_files()
         self._jobs = jobs.Jobs(boot.attempt)
         self._context = zmq.Context(io_threads=1)
@@ -96,7 +97,7 @@ class Server:
                 raise WriteError(errno.ENOENT, text, boot.directory)
             if boot.rank == 0:
                 holder = Holder.current(boot.session, boot.trainer_pid)
-                lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there, resumes=boot.resumes)
+                lease = Lease(storage, holder, options.takeover_timeout_s, self._trainer_is_there, resumes=boot.resumes)
                 recovery = commit.recover(storage, lease, name)
             else:
                 lease = Membership(storage, boot.session, boot.rank)
@@ -115,20 +116,20 @@ class Server:
         found = recovery.committed, recovery.removed
         if boot.rank == 0:
             self._history = log.Recorder(boot.session, lambda record: self._work.put(lambda: records.append(record)))
-            self._work.put(lambda: log.log_recovery(records, storage, boot.session, *found, boot.fallback_directory))
+            self._work.put(lambda: log.log_recovery(records, storage, boot.session, *found, options.fallback_directory))
         else:
             self._history = log.Recorder(boot.session, lambda record: None)  # rank 0 keeps it for all
-        writer = Writer(storage, name, self._abandoned, lease.check, boot.commit_timeout_s)
+        writer = Writer(storage, name, self._abandoned, lease.check, options.commit_timeout_s)
         primary = Place(storage, lease, writer, name)
         self._worker = Worker(
             boot.attempt,
             primary,
-            boot.fallback_directory,
+            options.fallback_directory,
             self._open_fallback,
-            boot.retries,
+            options.retries,
             self._history.started,
             self._post,
-            boot.commit_timeout_s,
+            options.commit_timeout_s,
         )
         threading.Thread(target=self._execute, args=(self._work,), name="sidesave-storage", daemon=True).start()
         if boot.world_size > 1:  # the next save is written while one waits for other ranks
@@ -147,12 +148,13 @@ class Server:
     def _open_fallback(self) -> Place:
         """Take hold of the fallback directory, creating it if need be; in the storage thread."""
         boot, name = self._boot, f"{self._boot.attempt}-{os.getpid()}"
-        make_run_directory(boot.fallback_directory)
-        storage = PosixStorage(boot.fallback_directory)
+        directory = boot.options.fallback_directory
+        make_run_directory(directory)
+        storage = PosixStorage(directory)
         holder = Holder.current(boot.session, boot.trainer_pid)
         lease = None
         try:
-            lease = Lease(storage, holder, boot.takeover_timeout_s, self._trainer_is_there)
+            lease = Lease(storage, holder, boot.options.takeover_timeout_s, self._trainer_is_there)
             commit.recover(storage, lease, name)
             fallbacks.mark_used(boot.directory)
         except BaseException:  # the next save tries again
@@ -160,7 +162,7 @@ class Server:
                 lease.release()
             storage.close()
             raise
-        writer = Writer(storage, name, self._abandoned, lease.check, boot.commit_timeout_s)
+        writer = Writer(storage, name, self._abandoned, lease.check, boot.options.commit_timeout_s)
         return Place(storage, lease, writer, name)
 
     # The loop --------------------------------------------------------------------------------------------------
@@ -218,23 +220,23 @@ class Server:
                     if memory:
                         self._history.started(save)
                     arena = self._arenas.get(save.arena) if memory else None
-                    self._work.put(lambda save=save, arena=arena: self._worker.write(save, arena))
+                    self._work.put(functools.partial(self._worker.write, save, arena))
                 case jobs.StartCommit(save):
-                    self._commits.put(lambda save=save: self._worker.commit(save))
+                    self._commits.put(functools.partial(self._worker.commit, save))
                 case jobs.StartDelete(request):
                     self._last_progress = time.monotonic()
-                    self._work.put(lambda request=request: self._worker.delete(request))
+                    self._work.put(functools.partial(self._worker.delete, request))
                 case jobs.StartRefusal(request):
-                    self._work.put(lambda request=request: self._worker.refuse(request))
+                    self._work.put(functools.partial(self._worker.refuse, request))
                 case jobs.Reclaim(save, failure):
-                    self._work.put(lambda save=save, failure=failure: self._worker.reclaim(save, failure))
+                    self._work.put(functools.partial(self._worker.reclaim, save, failure))
                 case jobs.Exit():
                     self._running = False
 
     def _watch_for_stall(self, now: float) -> None:
         stuck = self._jobs.awaited
-        if stuck is not None and now - self._last_progress > self._boot.stall_timeout_s:
-            message = f"no byte of step {stuck.step} has moved for {self._boot.stall_timeout_s:g} s"
+        if stuck is not None and now - self._last_progress > self._boot.options.stall_timeout_s:
+            message = f"no byte of step {stuck.step} has moved for {self._boot.options.stall_timeout_s:g} s"
             error = WriteStalledError(errno.ETIMEDOUT, message, self._boot.directory)
             self._handle(jobs.Stalled(protocol.failure(self._boot.attempt, stuck.save_id, error)))
 
@@ -405,15 +407,15 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _be_modest(boot: protocol.Boot) -> None:
+def _be_modest(options: protocol.DaemonOptions) -> None:
     """Apply niceness, I/O class and cores; what the system refuses is logged and left."""
     me = psutil.Process()
     try:
-        if boot.nice:
-            me.nice(boot.nice)
-        if boot.io_class:
-            me.ionice(psutil.IOPRIO_CLASS_IDLE if boot.io_class == "idle" else psutil.IOPRIO_CLASS_BE)
-        if boot.cpus:
-            me.cpu_affinity(list(boot.cpus))
+        if options.nice:
+            me.nice(options.nice)
+        if options.io_class:
+            me.ionice(psutil.IOPRIO_CLASS_IDLE if options.io_class == "idle" else psutil.IOPRIO_CLASS_BE)
+        if options.cpus:
+            me.cpu_affinity(list(options.cpus))
     except (psutil.Error, OSError, ValueError) as error:
         logger.warning("cannot set the daemon's priority or cores: %s", error)

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import logging
 import math
 import os
@@ -112,7 +113,15 @@ class Worker:
         """Make a save durable, from ``arena`` or by adopting what an earlier daemon has written."""
         started = time.monotonic()
         try:
-            record = self._write(save, arena)
+            try:
+                write = self._adopt if arena is None else functools.partial(self._write_to, self._primary, arena)
+                record = self._persistently(save, write)
+            except WriteError as error:
+                fallback = None if arena is None else self._get_fallback(error)
+                if arena is None or fallback is None:
+                    raise
+                logger.warning("step %d goes to %s: %s", save.step, fallback.storage.root, error)
+                record = self._write_to(fallback, arena, save)
         except Exception as error:  # noqa: BLE001 - a fault of ours must fail one save, not the daemon
             failure = self._failure(save, error)
             if save.world_size > 1 and not isinstance(error, CommitUnknownError):
@@ -123,22 +132,7 @@ class Worker:
                 self._written[save.save_id] = time.monotonic()
             self._post(jobs.WriteEnded(save.save_id, record.nbytes, time.monotonic() - started))
 
-    def _write(self, save: Save, arena: Arena | None) -> RankRecord:
-        if arena is None:
-            return self._persistently(save, self._adopt)
-        try:
-            return self._persistently(save, lambda save: self._write_to(self._primary, save, arena))
-        except (CommitUnknownError, ProtocolError):
-            raise
-        except WriteError as error:
-            # Without the lease it is the next session's run: nothing of ours may appear there from now on.
-            fallback = None if self._primary.lease.lost else self._get_fallback()
-            if fallback is None:
-                raise
-            logger.warning("step %d goes to %s: %s", save.step, fallback.storage.root, error)
-            return self._write_to(fallback, save, arena)
-
-    def _write_to(self, place: Place, save: Save, arena: Arena) -> RankRecord:
+    def _write_to(self, place: Place, arena: Arena, save: Save) -> RankRecord:
         def progressed(nbytes: int, total: int) -> None:
             self._post(jobs.Progressed(save.save_id, nbytes, total))
 
@@ -179,7 +173,7 @@ class Worker:
         """Give a written save its name."""
         try:
             done = self._committed.pop(save.save_id, None)
-            name, nbytes = done or self._persistently(save, lambda save: self._commit_in(self._primary, save))
+            name, nbytes = done or self._persistently(save, functools.partial(self._commit_in, self._primary))
         except Exception as error:  # noqa: BLE001 - as above
             failure = self._failure(save, error)
             if isinstance(self._primary.lease, Membership):
@@ -342,8 +336,11 @@ class Worker:
         if self._fallback is not None:
             yield self._fallback
 
-    def _get_fallback(self) -> Place | None:
-        """The fallback directory; None where there is none, or it cannot be had."""
+    def _get_fallback(self, refusal: WriteError) -> Place | None:
+        """Where to write what the run directory refuses; None where there is no such place, or it cannot be had."""
+        # Without the lease it is the next session's run: nothing of ours may appear there from now on.
+        if isinstance(refusal, CommitUnknownError) or self._primary.lease.lost:
+            return None
         if self._fallback is None and self._fallback_directory:
             try:
                 self._fallback = self._open_fallback()

@@ -176,13 +176,57 @@ class Writer:
         total: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
+        lock = threading.Lock()
+        stop = threading.Event()
         done = 0
+
+        def work(image: _TensorImage, offset: int) -> None:
+            nonlocal done
+            if stop.is_set():
+                return
+            assert image.output is not None
+            nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
+            here = image.extent.offset + offset + page_up(nbytes)
+            self._await_filled(save, arena, max(here, arena.nbytes // _FOLLOW_FROM))
+            if stop.is_set():
+                return
+            image.output.write_at(arena.view(image.extent.offset + offset, page_up(nbytes)), offset)
+            arena.drop_pages(image.extent.offset + offset, nbytes)
+            with lock:
+                image.chunks_left -= 1
+                last = image.chunks_left == 0
+                done += nbytes
+                on_progress(done, total)
+            if last:
+                image.output.finish(image.layout.nbytes)
+
+        def digest(images: list[_TensorImage]) -> None:
+            # Not before all is staged: the trainer, which waits for its copy, needs the cores more than the disk does.
+            self._await_filled(save, arena, arena.nbytes)
+            for image in images:
+                for offset in range(0, image.extent.nbytes, CHUNK_NBYTES):
+                    if stop.is_set():
+                        return
+                    nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
+                    _digest_chunk(image, arena, offset, nbytes)
+                    arena.drop_pages(image.extent.offset + offset, nbytes)
+
         for first in range(0, len(images), MAX_OPEN):
             some = images[first : first + MAX_OPEN]
             try:
                 for image in some:  # reserve everything before the first byte is written
                     image.output = self._storage.create(image.temporary, image.layout.nbytes)
-                done = self._write_chunks(save, some, arena, done, total, on_progress)
+                futures: list[Future[None]] = [self._digester.submit(digest, some)]
+                for image in some:
+                    offsets = range(0, image.extent.nbytes, CHUNK_NBYTES)
+                    image.chunks_left = len(offsets)
+                    futures += [self._pool.submit(work, image, offset) for offset in offsets]
+                _, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
+                if unfinished:
+                    stop.set()
+                    wait(futures)
+                for future in futures:
+                    future.result()
             finally:
                 for image in some:
                     if image.output is not None:
@@ -241,62 +285,6 @@ class Writer:
         blocks = tensor_file.digest_blocks(layout)
         digests = bytearray(DIGEST_NBYTES * len(blocks))
         return _TensorImage(extent, f"{directory}/{name}", self._temporary(directory, name), layout, blocks, digests)
-
-    def _write_chunks(
-        self,
-        save: Save,
-        images: list[_TensorImage],
-        arena: Arena,
-        done: int,
-        total: int,
-        on_progress: Callable[[int, int], None],
-    ) -> int:
-        lock = threading.Lock()
-        stop = threading.Event()
-
-        def work(image: _TensorImage, offset: int) -> None:
-            nonlocal done
-            if stop.is_set():
-                return
-            assert image.output is not None
-            nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
-            here = image.extent.offset + offset + page_up(nbytes)
-            self._await_filled(save, arena, max(here, arena.nbytes // _FOLLOW_FROM))
-            if stop.is_set():
-                return
-            image.output.write_at(arena.view(image.extent.offset + offset, page_up(nbytes)), offset)
-            arena.drop_pages(image.extent.offset + offset, nbytes)
-            with lock:
-                image.chunks_left -= 1
-                last = image.chunks_left == 0
-                done += nbytes
-                on_progress(done, total)
-            if last:
-                image.output.finish(image.layout.nbytes)
-
-        def digest() -> None:
-            # Not before all is staged: the trainer, which waits for its copy, needs the cores more than the disk does.
-            self._await_filled(save, arena, arena.nbytes)
-            for image in images:
-                for offset in range(0, image.extent.nbytes, CHUNK_NBYTES):
-                    if stop.is_set():
-                        return
-                    nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
-                    _digest_chunk(image, arena, offset, nbytes)
-                    arena.drop_pages(image.extent.offset + offset, nbytes)
-
-        futures: list[Future[None]] = [self._digester.submit(digest)]
-        for image in images:
-            offsets = range(0, image.extent.nbytes, CHUNK_NBYTES)
-            image.chunks_left = len(offsets)
-            futures += [self._pool.submit(work, image, offset) for offset in offsets]
-        _, unfinished = wait(futures, return_when=FIRST_EXCEPTION)
-        if unfinished:
-            stop.set()
-            wait(futures)
-        for future in futures:
-            future.result()
-        return done
 
     def _await_filled(self, save: Save, arena: Arena, end: int) -> None:
         """Wait until the trainer has copied the state up to ``end``; it may still be at it. Nothing is read before."""
