@@ -16,7 +16,8 @@ import torch
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
 from sidesave.client.daemon_link.config import DaemonConfig
-from sidesave.client.loading import loader
+from sidesave.client.loading.load import Loaded
+from sidesave.client.loading.load import read as read_checkpoint
 from sidesave.client.loading.rename import Rename
 from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.info import CheckpointInfo
@@ -296,8 +297,8 @@ class Checkpointer:
         self.session.check_open()
         self.saver.refuse_waiting("load")
 
-        def read(info: CheckpointInfo) -> loader.Loaded:
-            return loader.read(
+        def read(info: CheckpointInfo) -> Loaded:
+            return read_checkpoint(
                 info.path,
                 into=into,
                 map_location=map_location,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
     from sidesave.client.export.safetensors import export
-    from sidesave.client.loading.loader import VerifyReport, load, verify
+    from sidesave.client.loading.load import load
     from sidesave.client.loading.sources import Source, load_sources
+    from sidesave.client.reading.verify import VerifyReport, verify
     from sidesave.client.reporting.prometheus import prometheus_text, write_prometheus_file
     from sidesave.client.reporting.stats import SaveEvent, SaveStats, SaveSummary
     from sidesave.client.reporting.trace import Trace
@@ -171,7 +172,7 @@ _ELSEWHERE = {
     "LastStep": "sidesave.client.training.save_policies",
     "Latest": "sidesave.client.training.retention",
     "latest": "sidesave.client.runs.finding",
-    "load": "sidesave.client.loading.loader",
+    "load": "sidesave.client.loading.load",
     "load_sources": "sidesave.client.loading.sources",
     "Moment": "sidesave.client.training.save_policies",
     "OnException": "sidesave.client.training.save_policies",
@@ -190,8 +191,8 @@ _ELSEWHERE = {
     "SaveSummary": "sidesave.client.reporting.stats",
     "Source": "sidesave.client.loading.sources",
     "Trace": "sidesave.client.reporting.trace",
-    "verify": "sidesave.client.loading.loader",
-    "VerifyReport": "sidesave.client.loading.loader",
+    "verify": "sidesave.client.reading.verify",
+    "VerifyReport": "sidesave.client.reading.verify",
     "watch": "sidesave.client.runs.watch",
     "write_prometheus_file": "sidesave.client.reporting.prometheus",
 }

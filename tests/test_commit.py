@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
 from sidesave.client.runs import catalog
 from sidesave.errors import CheckpointExistsError, FormatVersionError, IntegrityError, ProtocolError, WriteError
 from sidesave.stager.copy.pool import SlotPool

@@ -23,7 +23,7 @@ import torch
 from power_loss import Death, Disk, Note, Recorder, Sync, Trace, Tree, lay_out, read_in, show
 from test_commit import Session, State, same
 
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
 from sidesave.client.runs import catalog
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import manifest

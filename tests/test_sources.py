@@ -26,7 +26,8 @@ from sidesave import (
     StateMismatchError,
     load_sources,
 )
-from sidesave.client.loading import loader, sources
+from sidesave.client.loading import load as loader
+from sidesave.client.loading import sources
 from sidesave.writer_daemon.format.layout import Layout
 
 

@@ -17,7 +17,7 @@ from test_lease import ELSEWHERE, PERIOD_S, NetworkStorage
 from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, await_end, check, pidfd_of
 
 import sidesave
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
 from sidesave.client.runs import catalog
 from sidesave.errors import SidesaveError, WriteError
 from sidesave.writer_daemon.commit import commit

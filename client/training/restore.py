@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sidesave.client.checkpointer import Checkpointer
-from sidesave.client.loading.loader import Loaded
+from sidesave.client.loading.load import Loaded
 from sidesave.client.loading.sources import Source, read_sources
 from sidesave.client.options import LoadOptions
 from sidesave.client.runs.info import CheckpointInfo

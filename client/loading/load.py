@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,22 +12,15 @@ import torch
 
 from sidesave.client.arguments import path_text
 from sidesave.client.loading import apply, resized
-from sidesave.client.loading.mismatch import Mismatches, Strangers
-from sidesave.client.loading.plan import DICTS, Fitting
+from sidesave.client.loading.flat import FlatMap, LiveMap, fqn_of
+from sidesave.client.loading.messages import PrefixMismatch
+from sidesave.client.loading.plan import LoadPlan, filled
 from sidesave.client.loading.rename import Rename
-from sidesave.client.loading.selection import Choice, Selection, filled
-from sidesave.client.reading.checkpoint_reader import open_checkpoint
+from sidesave.client.loading.selection import LoadFilter, Selection
+from sidesave.client.messages import few
+from sidesave.client.reading.checkpoint_reader import Reader, open_checkpoint
 from sidesave.client.runs import catalog
-from sidesave.errors import (
-    InvalidArgumentError,
-    StateMismatchError,
-    WriteError,
-    brief,
-)
-from sidesave.writer_daemon.format import integrity
-from sidesave.writer_daemon.format.integrity import Fault
-from sidesave.writer_daemon.format.manifest import MANIFEST
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +64,7 @@ def load(
             the rest. Keys that only some ranks have saved, each a stage of a pipeline, may be missing in the target.
             With ``include`` or ``exclude`` the target may have more keys than what is chosen by them; behind a function
             as ``rename``, which cannot be turned round, it may not. Raise too, else log it, when there is nothing in
-            the checkpoint that a pattern speaks of; ``exclude`` may speak of what only the target of this rank has. An
+            the checkpoint that a pattern matches; ``exclude`` may match what only the target of this rank has. An
             old name in a dict ``rename`` that is not there is logged with ``into``, which tells whether that matters,
             else raised.
         dtype: Cast floating-point tensors to this, except the step counts and hyperparameters of optimizers.
@@ -130,14 +122,12 @@ class Loaded:
     nbytes_read: int
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    _state: dict[str, Any]
-    _into: dict[str, Any] | None
-    _exact: bool
+    _given: LoadPlan | dict[str, Any]
+    _exact: bool = False
 
     def has(self, name: str) -> bool:
-        """Whether there is anything for an item."""
-        found = self._state.get(name)
-        return name in self._state and not (type(found) in DICTS and not found)
+        """Whether there is anything for an item of the target."""
+        return name in self._given if isinstance(self._given, dict) else self._given.has(name)
 
     def apply(self) -> dict[str, Any]:
         """Give live objects what was loaded for them; once. Returns what :func:`load` does.
@@ -145,10 +135,10 @@ class Loaded:
         What a live object raises is raised here; objects that came before it have been put back as they were, except
         modules and tensors, which come last.
         """
-        if self._into is None:
-            return self._state
-        apply.give(self._into, self._state, strict=self._exact)
-        return self._into
+        if not isinstance(self._given, LoadPlan):
+            return self._given
+        apply.assign(self._given, strict=self._exact)
+        return self._given.live.into
 
 
 def read(
@@ -170,27 +160,95 @@ def read(
 
     ``rank`` is the one to load as, of ``size``, None for as many as have saved it; see :func:`load` for all else.
     """
-    choice = Choice(include, exclude, rename, dtype, strict=strict)
-    check_into(into)
+    wanted = LoadFilter(include, exclude, rename, dtype, strict=strict)
+    live = live_map(into)
     device = _device(map_location)
 
     def read(place: str) -> Loaded:
         with open_checkpoint(place, rank, size) as reader:
-            selection = Selection(reader, choice, into, allow_pickle=allow_pickle)
-            resized.settle(reader, selection, choice, into, allow_pickle=allow_pickle)
-            found = Mismatches()
-            if into is not None:
-                found = fit(into, selection.nest, selection.partial, choice.required, [selection], strict=strict)
-            needed = selection.needed(selection.nest)
-            selection.check_apart(needed, live=into is not None)
-            values = selection.read(needed, device if into is None else None, verify=verify)
-            exact = strict and not (found.missing or found.unexpected or found.absent)
-            state = filled(selection.nest, values)
-            apply.refuse_two_for_one(into or {}, state)
-            names = tuple(found.missing), tuple(found.unexpected)
-            return Loaded(place, reader.nbytes_read, *names, state, into, exact)
+            selection = Selection(reader, wanted, live, allow_pickle=allow_pickle)
+            resized.settle(reader, selection, wanted, live, allow_pickle=allow_pickle)
+            if live is not None:
+                plan = LoadPlan(live)
+                unplaced = plan.take(selection)
+                plan.found.unexpected, plan.found.prefixes = unplaced.unexpected, unplaced.prefixes
+                return settled(plan, [selection], [reader], wanted.leaves_out, strict=strict, verify=verify)
+            flat = selection.flat
+            selection.check_apart(flat.leaves.values(), live=False)
+            values = selection.read(flat.leaves.values(), device, verify=verify)
+            state = FlatMap({at: filled(leaf, values) for at, leaf in flat.leaves.items()}, flat.containers).nest()
+            return Loaded(place, reader.nbytes_read, (), (), state)
 
     return catalog.read_settled(os.path.realpath(path_text(path)), read)
+
+
+def settled(
+    plan: LoadPlan,
+    selections: Sequence[Selection],
+    readers: Sequence[Reader],
+    leaves_out: Callable[[str], bool],
+    *,
+    strict: bool,
+    verify: bool,
+    prefixes: Iterable[PrefixMismatch] = (),
+) -> Loaded:
+    """Compare a plan with its targets, and read what it gives them.
+
+    Raises ``StateMismatchError`` for all that does not fit; what is missing or unexpected is logged, if not ``strict``.
+    ``prefixes`` are known already, and told if something is missing.
+    """
+    plan.compare(leaves_out)
+    found = plan.found
+    if found.missing:
+        found.prefixes += prefixes
+    renamed = any(selection.renaming for selection in selections)
+    lines = found.text(
+        lambda: (name for selection in selections for name in selection.names()), renamed=renamed, strict=strict
+    )
+    into = plan.live.into
+    if lines or (strict and into and plan.is_empty):
+        items = ", ".join(repr(item) for selection in selections for item in selection.items())
+        lines = lines or f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
+        raise StateMismatchError(f"the checkpoint does not fit, and nothing was loaded:\n  {lines}")
+    where = selections[-1].where
+    if found.missing or found.unexpected:
+        logger.warning("loading what both have: of %s, %s", where, found.summary())
+    _tell_unused(plan, selections)
+    leaves = plan.leaves()
+    for selection in selections:
+        selection.check_apart(leaves, live=True)
+    values: dict[Any, Any] = {}
+    for selection in selections:
+        values.update(selection.read(leaves, None, verify=verify))
+    plan.fill(values)
+    odd = plan.two_for_one()
+    if odd:
+        raise StateMismatchError(
+            "the checkpoint does not fit, and nothing was loaded:\n  "
+            + "\n  ".join(few(odd, lambda line: f"{line} in the checkpoint; exclude one", "are one"))
+        )
+    exact = strict and not (found.missing or found.unexpected or found.absent)
+    nbytes_read = sum(reader.nbytes_read for reader in readers)
+    return Loaded(where, nbytes_read, tuple(found.missing), tuple(found.unexpected), plan, exact)
+
+
+def _tell_unused(plan: LoadPlan, selections: Sequence[Selection]) -> None:
+    """What stays as it was though something was loaded, and what there was to load and is not used, by their names."""
+    where = ", ".join(selection.where for selection in selections)
+    stay = [*plan.found.kept, *(name for name in plan.live.into if name in plan.found.absent)]
+    if stay:
+        names = ", ".join(few(stay, str, "stay"))
+        logger.warning("loading %s: it has nothing for %s, which stay as they are", where, names)
+    if plan.new:
+        names = ", ".join(few(list(map(fqn_of, plan.new)), str, "are new"))
+        logger.warning("loading %s: %s, which the state does not have, are added to it as plain data", where, names)
+    leaves = {id(leaf) for leaf in plan.leaves()}
+    for selection in selections:
+        if selection.unasked:
+            names = ", ".join(few(list(selection.unasked), str, "are not loaded"))
+            logger.warning("loading %s: nobody has asked for %s, which it has too", selection.where, names)
+        if len(selections) > 1 and not any(id(leaf) in leaves for leaf in selection.flat.leaves.values()):
+            logger.warning("nothing of %s is used: later sources have all that it was to give", selection.where)
 
 
 def _device(map_location: object) -> torch.device | None:
@@ -212,95 +270,10 @@ def _device(map_location: object) -> torch.device | None:
     return device
 
 
-def check_into(into: object) -> None:
-    """``into`` is a plain dict, or None."""
-    if into is not None and type(into) is not dict:
+def live_map(into: object) -> LiveMap | None:
+    """A plain dict as a flat map, None of None; ``InvalidArgumentError`` for anything else."""
+    if into is None:
+        return None
+    if type(into) is not dict:
         raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
-
-
-def fit(
-    into: Mapping[str, Any],
-    nest: dict[str, Any],
-    partial: Collection[str],
-    required: Callable[[str], bool] | None,
-    selections: Sequence[Selection],
-    *,
-    strict: bool,
-    strangers: Iterable[Strangers] = (),
-) -> Mismatches:
-    """Compare live objects with a nest, and take out of it what they have no place for though that is no mistake.
-
-    Raises ``StateMismatchError`` for all that does not fit; what is missing or unexpected is logged, if not ``strict``.
-    ``strangers`` are known already, and told if something is missing.
-    """
-    fitting = Fitting(partial, strict=strict, required=required)
-    fitting.compare(into, nest)
-    found = fitting.mismatches
-    if found.missing:
-        found.strangers += strangers
-    renamed = any(selection.renaming for selection in selections)
-    lines = found.text(
-        lambda: (name for selection in selections for name in selection.names()), renamed=renamed, strict=strict
-    )
-    empty = strict and into and not any(name in nest for name in into) and not lines
-    if lines or empty:
-        items = ", ".join(repr(item) for selection in selections for item in selection.items())
-        lines = lines or f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
-        raise StateMismatchError(f"the checkpoint does not fit, and nothing was loaded:\n  {lines}")
-    if found.missing or found.unexpected:
-        logger.warning("loading what both have: of %s, %s", selections[-1].where, found.summary())
-    for holder, key in fitting.surplus:
-        del holder[key]
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What :func:`verify` found.
-
-    Attributes:
-        path: The checkpoint.
-        nbytes: Bytes compared with digests.
-        faults: Everything that is wrong, one line each when printed.
-    """
-
-    path: str
-    nbytes: int
-    faults: tuple[Fault, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every byte is as it was written."""
-        return not self.faults
-
-
-def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
-    """Compare every byte of a checkpoint with its digests, read from the medium; blocking, loads nothing.
-
-    Args:
-        path: A ``step-XXXXXXXX`` directory.
-        on_bytes: Called with the number of bytes compared since its last call.
-
-    Raises:
-        WriteError: The directory cannot be opened at all.
-    """
-
-    def check(place: str) -> VerifyReport:
-        checked = 0
-
-        def count(nbytes: int) -> None:
-            nonlocal checked
-            checked += nbytes
-            if on_bytes is not None:
-                on_bytes(nbytes)
-
-        storage = PosixStorage(os.path.dirname(place))
-        try:
-            with contextlib.suppress(WriteError):  # what is wrong with it is told below
-                storage.hold(os.path.basename(place), MANIFEST)
-            faults = tuple(integrity.check_checkpoint(storage, os.path.basename(place), count))
-        finally:
-            storage.close()
-        return VerifyReport(place, checked, faults)
-
-    return catalog.read_settled(os.path.realpath(path_text(path)), check, is_whole=lambda report: report.ok)
+    return LiveMap(cast("dict[str, Any]", into))
