@@ -1091,8 +1091,17 @@ def test_a_directory_without_a_checkpoint_is_said_to_have_none(tmp_path: Path, o
     for path in (tmp_path / "empty", tmp_path / "nowhere", original / "manifest.json"):
         with pytest.raises(CheckpointNotFoundError):
             sidesave.load(path)
-    with pytest.raises(InvalidArgumentError, match=r"run directory.*step-00000007"):
-        sidesave.load(original.parent)
+
+
+def test_of_a_run_directory_the_newest_is_loaded_and_what_find_lists_too(tmp_path: Path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (2, 5):
+            checkpointer.save(step, {"step": step}, blocking=True)
+    assert sidesave.load(tmp_path) == sidesave.load(str(tmp_path), into={"step": 0}) == {"step": 5}
+    assert [sidesave.load(info)["step"] for info in sidesave.find(tmp_path)] == [2, 5]
+    (tmp_path / "step-00000005" / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(IntegrityError):
+        sidesave.load(tmp_path)
 
 
 def with_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

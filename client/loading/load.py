@@ -17,10 +17,12 @@ from sidesave.client.loading.messages import PrefixMismatch
 from sidesave.client.loading.plan import LoadPlan, filled
 from sidesave.client.loading.rename import Rename
 from sidesave.client.loading.selection import LoadFilter, Selection
+from sidesave.client.loading.tensors import EnumLoad
 from sidesave.client.messages import few
 from sidesave.client.reading.checkpoint_reader import Reader, open_checkpoint
-from sidesave.client.runs import catalog
+from sidesave.client.runs import catalog, finding
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
+from sidesave.writer_daemon.format.manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,10 @@ def load(
     rank is the one in the world, not that on the node: it is for storage that all ranks share.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
         into: Live objects by the names they were saved under: modules and optimizers and everything else with
-            ``load_state_dict`` take their state, tensors are filled in place, plain values are replaced in this dict.
+            ``load_state_dict`` take their state, tensors are filled in place, and plain data is replaced, in the dicts
+            and lists that are there. Members of enums come where it has some of their class, else as their values.
             Without it a fresh nest is returned, state dicts in the place of objects.
         map_location: Device for fresh tensors; None is the CPU.
         include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, and of all below them; None is all.
@@ -60,13 +63,14 @@ def load(
         rename: From the names in the checkpoint to those of ``into``, or of the nest: a dict of FQNs and what they
             begin with (``{"model.module": "model", "head": None}``), of which the longest counts, or a function of each
             leaf's FQN; None leaves it out. ``include`` and ``exclude`` know the names in the checkpoint.
-        strict: With ``into``, raise when an item's keys are not exactly those saved; else load what both have, and log
-            the rest. Keys that only some ranks have saved, each a stage of a pipeline, may be missing in the target.
-            With ``include`` or ``exclude`` the target may have more keys than what is chosen by them; behind a function
-            as ``rename``, which cannot be turned round, it may not. Raise too, else log it, when there is nothing in
-            the checkpoint that a pattern matches; ``exclude`` may match what only the target of this rank has. An
-            old name in a dict ``rename`` that is not there is logged with ``into``, which tells whether that matters,
-            else raised.
+        strict: Raise where a live tensor or object finds nothing in the checkpoint, or this has something of an item
+            that has no place there; else load what both have, and log the rest. What only some ranks have saved, each a
+            stage of a pipeline, need have no place. With ``include`` or ``exclude`` the target may have more than they
+            choose, but not behind a function as ``rename``, which cannot be turned round. Plain data is no matter of
+            ``strict``: it becomes what was saved; beside live objects what the checkpoint lacks stays, and what the
+            target lacks is added, with a warning. A pattern that matches nothing raises too, else is logged;
+            ``exclude`` may match what only the target of this rank has. An old name in a dict ``rename`` that is not
+            there is logged with ``into``, which tells whether that matters, else raised.
         dtype: Cast floating-point tensors to this, except the step counts and hyperparameters of optimizers.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
@@ -176,10 +180,13 @@ def read(
             flat = selection.flat
             selection.check_apart(flat.leaves.values(), live=False)
             values = selection.read(flat.leaves.values(), device, verify=verify)
+            _tell_values(place, flat.leaves.values(), values)
             state = FlatMap({at: filled(leaf, values) for at, leaf in flat.leaves.items()}, flat.containers).nest()
             return Loaded(place, reader.nbytes_read, (), (), state)
 
-    return catalog.read_settled(os.path.realpath(path_text(path)), read)
+    place = os.path.realpath(path_text(path))
+    is_run = os.path.isdir(place) and not os.path.lexists(os.path.join(place, MANIFEST)) and bool(catalog.scan(place))
+    return catalog.read_settled(finding.locate(place) if is_run else place, read)
 
 
 def settled(
@@ -220,6 +227,8 @@ def settled(
     values: dict[Any, Any] = {}
     for selection in selections:
         values.update(selection.read(leaves, None, verify=verify))
+    values.update(plan.members())
+    _tell_values(where, leaves, values)
     plan.fill(values)
     odd = plan.two_for_one()
     if odd:
@@ -249,6 +258,14 @@ def _tell_unused(plan: LoadPlan, selections: Sequence[Selection]) -> None:
             logger.warning("loading %s: nobody has asked for %s, which it has too", selection.where, names)
         if len(selections) > 1 and not any(id(leaf) in leaves for leaf in selection.flat.leaves.values()):
             logger.warning("nothing of %s is used: later sources have all that it was to give", selection.where)
+
+
+def _tell_values(where: str, leaves: Iterable[Any], values: Mapping[Any, Any]) -> None:
+    """Members of enums of which only the values are given, for no class of the checkpoint's is imported."""
+    alone = [leaf for leaf in leaves if isinstance(leaf, EnumLoad) and leaf not in values]
+    if alone:
+        lines = few(alone, lambda leaf: f"{leaf.fqn} was {leaf.kind}.{leaf.name}", "are such")
+        logger.warning("loading %s: members of enums come as their values: %s", where, ", ".join(lines))
 
 
 def _device(map_location: object) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
@@ -25,7 +26,16 @@ from sidesave.client.loading.flat import (
 )
 from sidesave.client.loading.messages import Mismatches, PrefixMismatch
 from sidesave.client.loading.selection import Selection
-from sidesave.client.loading.tensors import Local, Pickled, Shard, TensorLoad, may_be_spread, unpickled
+from sidesave.client.loading.tensors import (
+    EnumLoad,
+    Local,
+    Pickled,
+    Shard,
+    TensorLoad,
+    kind_name,
+    may_be_spread,
+    unpickled,
+)
 from sidesave.errors import StateMismatchError, UnsupportedValueError
 from sidesave.stager.state.tensor_collector import is_dtensor
 from sidesave.stager.state.tree import check
@@ -255,6 +265,20 @@ class LoadPlan:
         """What slots are given."""
         return FlatMap({at: leaf for path in paths for at, leaf in self.given[path].items()}, self.containers)
 
+    def members(self) -> dict[Any, Any]:
+        """Members of enums, of those that the target holds some of."""
+        found: dict[Any, Any] = {}
+        for path, leaves in self.given.items():
+            loads = {at: leaf for at, leaf in leaves.items() if isinstance(leaf, EnumLoad)}
+            current = self.live.slots[path].state().leaves if loads and path in self.live.slots else {}
+            here = {at: type(leaf) for at, leaf in current.items() if isinstance(leaf, enum.Enum)}
+            kinds = {kind_name(kind): kind for kind in here.values()}
+            for load in loads.values():
+                kind = kinds.get(load.kind) or here.get(path)
+                with contextlib.suppress(Exception):  # whatever the class says to a value that is its own no more
+                    found.update({load: load.member(kind)} if kind is not None else {})
+        return found
+
     def fill(self, values: Mapping[Any, Any]) -> None:
         """Put values in the place of what stood for them."""
         for leaves in self.given.values():
@@ -286,8 +310,8 @@ class LoadPlan:
 
 def filled(leaf: Any, values: Mapping[Any, Any]) -> Any:
     """The value of what stands for one."""
-    if isinstance(leaf, (TensorLoad, Pickled)):
-        return values[leaf]
+    if isinstance(leaf, (TensorLoad, Pickled, EnumLoad)):
+        return values.get(leaf, leaf.value) if isinstance(leaf, EnumLoad) else values[leaf]
     return unpickled(leaf) if type(leaf) in (set, frozenset) else leaf
 
 
@@ -328,9 +352,10 @@ def _plain(slot: Slot, leaves: Mapping[Path, Any], containers: Mapping[Path, Any
     kind = cast("type[Any]", type(target))
     if isinstance(target, enum.Enum):
         try:
-            kind(saved)
+            saved.member(kind) if isinstance(saved, EnumLoad) else kind(saved)
         except Exception:  # noqa: BLE001 - whatever the user's class says to a value that is none of its own
-            return f"the checkpoint holds {saved!r:.80}, which is no {kind.__name__}"
+            value = saved.value if isinstance(saved, EnumLoad) else saved
+            return f"the checkpoint holds {value!r:.80}, which is no {kind.__name__}"
     elif (target is None or _is_empty(target)) and any(map(_is_tensor, leaves.values())):
         return f"the checkpoint holds tensors here, and the target is {target!r}; put the object there that takes them"
     elif isinstance(target, (Mapping, list, tuple)):

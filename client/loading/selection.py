@@ -13,7 +13,7 @@ from sidesave.client.loading import keeping, tensors
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, Slot, fqn_of, prefixes
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.rename import Rename, Renamed, Renaming, refuse_two_in_one_place
-from sidesave.client.loading.tensors import Pickled, TensorLoad
+from sidesave.client.loading.tensors import EnumLoad, Pickled, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading import filters
 from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
@@ -186,6 +186,8 @@ class Selection:
         if not isinstance(leaf, Unbuilt):
             return leaf
         value = leaf.build(lambda ref: TensorLoad(ref, leaf=leaf), self._unpickle)
+        if leaf.member is not None:
+            return EnumLoad(leaf.fqn, *leaf.member, value)
         if isinstance(value, TensorLoad):
             value.look_up(self._reader, self._cast_to)
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import pickle
 import re
@@ -130,6 +131,27 @@ class TensorLoad:
         if self.ref.dtype is not None and CARRIERS[self.ref.dtype].pair:
             offsets, shape = (*offsets, 0), (*shape, 2)
         return self.name, (offsets, shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnumLoad:
+    """Stands for a member of an enum, until it is known whether the target holds one of its class."""
+
+    fqn: str
+    kind: str
+    name: str
+    value: Any
+
+    def member(self, kind: type[enum.Enum] | None) -> Any:
+        """The member of ``kind``, by its name if that is the class it was saved of; else its value."""
+        if kind is not None and self.kind == kind_name(kind) and self.name in kind.__members__:
+            return kind[self.name]
+        return self.value if kind is None else kind(self.value)
+
+
+def kind_name(kind: type) -> str:
+    """What a class is called in a checkpoint."""
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 class Pickled:

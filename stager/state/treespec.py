@@ -174,6 +174,11 @@ class Unbuilt:
     _node: list[Any]
     _depth: int
 
+    @property
+    def member(self) -> tuple[str, str] | None:
+        """Of a member of an enum the class, as ``module:qualname``, and its name; its value is what is built."""
+        return (str(self._node[1]), str(self._node[2])) if self._node[0] == Tag.ENUM else None
+
     def build(self, tensor: Callable[[TensorRef], Any], unpickle: Callable[[bytes], Any] | None = None) -> Any:
         """Its value; arguments and errors are those of :meth:`Skeleton.build`."""
         builder = _Builder(self._where, self._rank, tensor, _everything, unpickle, set())
@@ -306,6 +311,8 @@ class _Builder:
                 if isinstance(scalar, np.str_):
                     return np.str_(bytes(content).decode("utf-32", "surrogatepass"))
                 return scalar
+            case Tag.ENUM:
+                return self.build(rest[2], fqn, depth + 1)
             case Tag.PICKLE:
                 if self._unpickle is None:
                     raise UnsupportedValueError(
