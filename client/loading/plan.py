@@ -82,11 +82,13 @@ class LoadPlan:
         self._partial.update(selection.partial)
         self._take_containers(selection.flat.containers)
         given, others = dict[Path, dict[Path, Any]](), dict[Path, dict[Path, Any]]()
+        items: dict[Path, set[Any]] = {}
         for path, leaf in selection.flat.leaves.items():
             self._there.update(prefixes(path))
             for node in prefixes(path[:-1]):
+                self._clashes.pop(node, None)
                 if type(self.live.containers.get(node)) in SEQUENCES:
-                    self._items.setdefault(node, set()).add(path[len(node)])
+                    items.setdefault(node, set()).add(path[len(node)])
             slot = self.live.slot(path)
             if slot is not None:
                 given.setdefault(slot.path, {})[path] = leaf
@@ -95,6 +97,7 @@ class LoadPlan:
             else:
                 node = next(node for node in prefixes(path) if node not in self._nodes)
                 others.setdefault(node, {})[path] = leaf
+        self._items |= items
         if tie:
             self._tie(given)
         found = self._unplaced(others, given)

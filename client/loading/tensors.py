@@ -15,6 +15,7 @@ import torch
 
 from sidesave.client.reading.checkpoint_reader import Reader, Wanted
 from sidesave.errors import IntegrityError
+from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import CARRIERS
 from sidesave.stager.state.treespec import TensorRef, Unbuilt
 from sidesave.writer_daemon.format.layout import Box
@@ -37,8 +38,6 @@ class Shard:
     @classmethod
     def of(cls, like: Any, fqn: str) -> Shard:
         """The shard of a ``DTensor``; raises ``UnsupportedValueError`` where a rank's part is no box of it."""
-        from sidesave.stager.state import sharding
-
         if like.device_mesh.get_coordinate() is None:
             return cls(like, None)
         box = sharding.local_box(sharding.describe(like, fqn), torch.distributed.get_rank())
