@@ -15,7 +15,8 @@ import torch
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.loading import loader
+from sidesave.client.loading.load import Loaded
+from sidesave.client.loading.load import read as read_checkpoint
 from sidesave.client.loading.rename import Rename
 from sidesave.client.options import Options, check_cores
 from sidesave.client.ranks.group import find_node, find_world
@@ -287,8 +288,8 @@ class Checkpointer:
         self._saver.session.check_open()
         self._saver.refuse_waiting("load")
 
-        def read(info: CheckpointInfo) -> loader.Loaded:
-            return loader.read(
+        def read(info: CheckpointInfo) -> Loaded:
+            return read_checkpoint(
                 info.path,
                 into=into,
                 map_location=map_location,

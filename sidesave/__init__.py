@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from sidesave import errors, reporting
     from sidesave.client.checkpointer import Checkpointer
     from sidesave.client.export.safetensors import export
-    from sidesave.client.loading.loader import load, verify
+    from sidesave.client.loading.load import load
     from sidesave.client.loading.sources import Source, load_sources
+    from sidesave.client.reading.verify import verify
     from sidesave.client.runs.finding import contains_checkpoint, find, is_checkpoint, latest
     from sidesave.client.runs.history import history
     from sidesave.client.runs.info import CheckpointInfo
@@ -104,8 +105,9 @@ __all__ = [
 _MODULES = {
     "sidesave.client.checkpointer": "Checkpointer",
     "sidesave.client.export.safetensors": "export",
-    "sidesave.client.loading.loader": "load verify",
+    "sidesave.client.loading.load": "load",
     "sidesave.client.loading.sources": "Source load_sources",
+    "sidesave.client.reading.verify": "verify",
     "sidesave.client.runs.finding": "contains_checkpoint find is_checkpoint latest",
     "sidesave.client.runs.history": "history",
     "sidesave.client.runs.info": "CheckpointInfo",

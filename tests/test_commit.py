@@ -20,7 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
+from sidesave.client.reading.verify import verify
 from sidesave.client.runs import catalog
 from sidesave.errors import CheckpointExistsError, FormatVersionError, IntegrityError, ProtocolError, WriteError
 from sidesave.stager.copy.pool import SlotPool
@@ -187,7 +188,7 @@ def entries(root: Path) -> list[str]:
 
 def check(root: Path, step: int, state: State) -> None:
     path = root / manifest.step_directory(step)
-    report = loader.verify(path)
+    report = verify(path)
     assert report.ok, report.faults
     assert same(loader.load(path), state)
 

@@ -734,7 +734,7 @@ with sidesave.Checkpointer(run) as ckpt:
 
 NO_DESCRIPTORS = """
 import signal
-import sidesave.client.checkpointer, sidesave.client.loading.loader
+import sidesave.client.checkpointer, sidesave.client.loading.load
 run, what = run.split(":")
 state, steps = {"w": torch.arange(1000)}, iter(range(1, 1000))
 

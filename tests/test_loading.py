@@ -23,9 +23,11 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.client.loading import loader
-from sidesave.client.loading.plan import Expected
-from sidesave.client.loading.rename import Rearrangement, Renaming
+from sidesave.client.loading import apply
+from sidesave.client.loading import load as loader
+from sidesave.client.loading.flat import FlatMap, LiveMap
+from sidesave.client.loading.rename import Renamed, Renaming, refuse_two_in_one_place
+from sidesave.client.loading.tensors import TensorLoad
 from sidesave.client.messages import Names
 from sidesave.client.reading.checkpoint_reader import open_checkpoint
 from sidesave.errors import (
@@ -670,20 +672,16 @@ def test_a_renamed_nest_has_all_the_new_names_and_no_other(
     nest: dict[str, Any], rename: dict[str, str | None], shape: bool
 ):
     renaming = Renaming(rename)
-    kept = [(fqn, value) for fqn, value in flat(nest) if renaming(fqn) is not None]
-    assume(len(dict(flat(nest))) == len(list(flat(nest))))
-    expected = [(renaming(fqn), value) for fqn, value in kept]
-
-    def without(value: Any, fqn: str) -> Any:
-        if not isinstance(value, dict):
-            return value if renaming(fqn) is not None else None
-        below = {key: without(item, f"{fqn}.{key}" if fqn else str(key)) for key, item in value.items()}
-        return {key: item for key, item in below.items() if item is not None} or None
-
+    saved = FlatMap.of(nest)
+    named = {path: ".".join(map(str, path)) for path in saved.leaves}
+    assume(len(set(named.values())) == len(named))
+    names = {path: new for path, fqn in named.items() if (new := renaming(fqn)) is not None}
+    expected = [(name, saved.leaves[path]) for path, name in names.items()]
+    renamed = Renamed(saved, set(), LiveMap(nest) if shape else None)
+    places = {path: renamed.place(path, name) for path, name in names.items()}
     try:
-        found = Rearrangement(renaming, nest if shape else None, set()).build(
-            without(nest, "") or {}, [fqn for fqn, _ in kept]
-        )
+        refuse_two_in_one_place(names, places)
+        found = FlatMap({places[path]: saved.leaves[path] for path in places}, renamed.finished()).nest()
     except InvalidArgumentError:
         names = [name for name, _ in expected]
         within = any(one != other and str(one).startswith(f"{other}.") for one in names for other in names)
@@ -773,13 +771,15 @@ def test_not_strict_tells_what_was_missing_and_unexpected_and_reads_no_more(
     with caplog.at_level(logging.WARNING):
         loaded = loader.read(original, into={"model": model, "nested": table, "odd": 0}, strict=False)
         everything = loader.read(original, into={"model": live(1)["model"], "nested": live(1)["nested"]})
-    assert set(loaded.missing) == {"model.3.weight", "model.3.bias", "nested.mine", "odd"}
+    assert set(loaded.missing) == {"model.3.weight", "model.3.bias", "odd"}
+    assert "it has nothing for nested.mine, which stay as they are" in caplog.text
     assert {"model.2.weight", "nested.heads", "nested.complex"} < set(loaded.unexpected)
     assert "model.3.weight" in caplog.text and "model.2.weight" in caplog.text
     assert loaded.nbytes_read <= everything.nbytes_read
     assert (everything.missing, everything.unexpected) == ((), ())
     loaded.apply()
-    assert table.keys() == {"ema", "mine"}, "a dict takes what it has a key for"
+    assert table.keys() == {"ema", "mine", "loaders", "history", "array"}, "plain data beside live objects is taken"
+    assert "nested.loaders, nested.history, nested.array, which the state does not have, are added" in caplog.text
     assert difference(live(3)["nested"]["ema"], table["ema"]) == ""
 
 
@@ -813,6 +813,105 @@ def test_names_that_are_near_are_found_among_a_hundred_thousand():
     assert known.near("something else entirely") == []
     assert known.near("x" * 100_000) == []
     assert known.hint("model.layers.19999.norm.weigth").startswith(" (near: model.layers.19999.norm.weight")
+
+
+# Plain data ------------------------------------------------------------------------------------------------------
+
+
+def test_plain_data_is_replaced_as_it_was_saved_in_the_containers_that_are_there(tmp_path: Path):
+    saved: dict[str, Any] = {
+        "hist": {"1": 0.5},
+        "log": [{"loss": 1.0}, {"loss": 0.5}],
+        "ordered": collections.OrderedDict(b=1, a=[2]),
+        "default": collections.defaultdict(list, {"k": [1]}),
+        "counter": collections.Counter("aab"),
+        "queue": collections.deque([1, 2], maxlen=3),
+        "tuple": ([1], "new"),
+        "other kind": {"a": 1},
+    }
+    into: dict[str, Any] = {
+        "hist": {},
+        "log": [{"loss": 9.0, "old": 1}],
+        "ordered": collections.OrderedDict(old=1, a=[]),
+        "default": collections.defaultdict(list, {"old": [2]}),
+        "counter": collections.Counter("zz"),
+        "queue": collections.deque([7], maxlen=3),
+        "tuple": ([], "old"),
+        "other kind": [1, 2],
+    }
+    before, entry, inner = dict(into), into["log"][0], into["ordered"]["a"]
+    for strict in (True, False):
+        sidesave.load(save(tmp_path / str(strict), saved), into=into, strict=strict)
+        assert difference(saved, into) == ""
+    assert {name for name in into if into[name] is before[name]} == into.keys() - {"tuple", "other kind"}
+    assert into["log"][0] is entry and into["ordered"]["a"] is inner
+
+
+def test_two_names_of_one_list_become_two_where_two_were_saved(tmp_path: Path):
+    path = save(tmp_path, {"x": [[1], [2], [3]]})
+    into = {"x": [[0]] * 3}
+    assert sidesave.load(path, into=into) == {"x": [[1], [2], [3]]}
+
+
+def test_plain_data_is_put_back_when_something_behind_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = save(tmp_path, {"loader": Loader(3), "a": {"n": [1, 2]}, "t": (Loader(1), 5), "z": [1]})
+    into: dict[str, Any] = {"loader": Loader(9), "a": {"n": [7]}, "t": (Loader(2), 4), "z": []}
+    before, inner, last = values(into), into["a"]["n"], into["z"]
+    refill = apply._refill
+
+    def interrupted(target: Any, items: Any) -> None:
+        if target is last and items:
+            raise KeyboardInterrupt
+        refill(target, items)
+
+    monkeypatch.setattr(apply, "_refill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sidesave.load(path, into=into)
+    assert difference(before, values(into)) == ""
+    assert into["a"]["n"] is inner
+
+
+@pytest.mark.parametrize("target", [None, {}])
+def test_no_tensors_take_the_place_of_nothing(original: Path, target: Any):
+    for name in ("model", "optimizer", "bare"):
+        assert_refused(original, {name: target}, f"{name}: the checkpoint holds tensors here, and the target is")
+
+
+def test_beside_live_objects_only_these_must_match(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = save(tmp_path, {"x": {"w": torch.ones(2), "epoch": 3, "notes": {"a": 1}}})
+    into: dict[str, Any] = {"x": {"w": torch.zeros(2), "epoch": 0, "mine": 7}}
+    sidesave.load(path, into=into)
+    assert difference({"w": torch.ones(2), "epoch": 3, "mine": 7, "notes": {"a": 1}}, into["x"]) == ""
+    assert (
+        "has nothing for x.mine, which stay" in caplog.text and "x.notes, which the state does not have" in caplog.text
+    )
+    assert_refused(path, {"x": {"v": torch.zeros(2)}}, "x.v: missing", "x.w: unexpected")
+
+
+def test_of_plain_data_what_is_excluded_stays(tmp_path: Path):
+    path = save(tmp_path, {"cfg": {"lr": 0.1, "sizes": {"a": 1, "b": 2}, "gone": 3}})
+    into: dict[str, Any] = {"cfg": {"lr": 0.5, "sizes": {"a": 8, "b": 9}, "new": 1}}
+    sidesave.load(path, into=into, exclude=["cfg.lr", "cfg.sizes.b", "cfg.gone", "cfg.new"])
+    assert into == {"cfg": {"lr": 0.5, "sizes": {"a": 1, "b": 9}, "new": 1}}
+
+
+def test_what_is_not_used_is_told_by_name(original: Path, caplog: pytest.LogCaptureFixture):
+    sidesave.load(original, into={"model": live(1)["model"], "epoch": 0})
+    assert "nobody has asked for optimizer, scheduler, loader, bare, nested, which it has too" in caplog.text
+    caplog.clear()
+    target = {"model": live(1)["model"], "optimizer": live(1)["optimizer"]}
+    sidesave.load(original, into=target, include="model")
+    assert [record.message for record in caplog.records] == [
+        f"loading {original}: it has nothing for optimizer, which stay as they are"
+    ]
+    caplog.clear()
+    sidesave.load(original, into=live(1))
+    assert not caplog.records
+    both = [sidesave.Source(original, include="model")] * 2
+    sidesave.load_sources(both, into={"model": live(1)["model"]})
+    assert f"nothing of {original} is used: later sources have all" in caplog.text
 
 
 # Objects that raise ----------------------------------------------------------------------------------------------
@@ -992,8 +1091,17 @@ def test_a_directory_without_a_checkpoint_is_said_to_have_none(tmp_path: Path, o
     for path in (tmp_path / "empty", tmp_path / "nowhere", original / "manifest.json"):
         with pytest.raises(CheckpointNotFoundError):
             sidesave.load(path)
-    with pytest.raises(InvalidArgumentError, match=r"run directory.*step-00000007"):
-        sidesave.load(original.parent)
+
+
+def test_of_a_run_directory_the_newest_is_loaded_and_what_find_lists_too(tmp_path: Path):
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (2, 5):
+            checkpointer.save(step, {"step": step}, blocking=True)
+    assert sidesave.load(tmp_path) == sidesave.load(str(tmp_path), into={"step": 0}) == {"step": 5}
+    assert [sidesave.load(info)["step"] for info in sidesave.find(tmp_path)] == [2, 5]
+    (tmp_path / "step-00000005" / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(IntegrityError):
+        sidesave.load(tmp_path)
 
 
 def with_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -1014,7 +1122,7 @@ def test_a_skeleton_that_takes_a_tensor_for_what_it_is_not_is_damaged(
     with sidesave.Checkpointer(tmp_path) as ckpt:
         path = ckpt.save(1, {"x": stored}, blocking=True).committed.result().path
     with open_checkpoint(path) as reader, pytest.raises(IntegrityError, match="x is stored as"):
-        Expected(TensorRef("x", dtype)).look_up(reader, None)
+        TensorLoad(TensorRef("x", dtype)).look_up(reader, None)
 
 
 def test_a_newer_format_is_refused_as_such(checkpoint: Path):

@@ -24,7 +24,8 @@ import torch
 from power_loss import Death, Disk, Note, Recorder, Sync, Trace, Tree, lay_out, read_in, show
 from test_commit import Session, State, same
 
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
+from sidesave.client.reading.verify import verify
 from sidesave.client.runs import catalog
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import manifest
@@ -297,7 +298,7 @@ def visible(root: Path) -> dict[int, int]:
 def _seed_of(path: Path) -> int:
     tree = read_in(path)
     if tree not in _known:
-        report = loader.verify(path)
+        report = verify(path)
         if not report.ok:
             raise Fault(f"{path.name}: {'; '.join(map(str, report.faults))}")
         state = loader.load(path)

@@ -402,7 +402,7 @@ def test_a_rank_with_other_metrics_is_told_of_and_keeps_nobody_waiting(
     ranks = [start(rank=rank, metric=metric, **about) for rank, metric in enumerate(["loss", "lost"])]
     for trainer in ranks:
         trainer.leaves(0 if export else 1)
-        assert ("KeepKeepBest needs the metric loss" in trainer.complaints()) is not export
+        assert ("KeepBest needs the metric loss" in trainer.complaints()) is not export
     assert steps(run) == [0] * export
 
 

@@ -27,7 +27,7 @@ from worlds import Apart, Own, Spread, cut, drop_from_cache, write_world
 
 import sidesave
 from sidesave import PerRank, Replicated
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
 from sidesave.client.reading import regions
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.errors import IntegrityError, StateMismatchError

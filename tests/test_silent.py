@@ -186,11 +186,52 @@ class Phase(enum.Enum):
     MAIN = "main"
 
 
-def test_an_enum_comes_back_where_one_is_and_the_log_says_that_it_is_saved_by_value(
+class Level(enum.IntEnum):
+    LOW = 1
+    HIGH = 2
+
+
+class Options(enum.Flag):
+    A = 1
+    B = 2
+
+
+def test_members_of_enums_come_back_where_the_target_holds_some_of_their_class(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    path = save(tmp_path, {"phase": Phase.MAIN, "other": 3})
-    assert "phase: <Phase.MAIN: 'main'> is saved as 'main'" in caplog.text
+    saved: dict[str, Any] = {
+        "plan": [Phase.MAIN, Phase.WARM, {"at": Phase.MAIN}],
+        "level": Level.HIGH,
+        "both": Options.A | Options.B,
+        "object": sidesave.PerRank({"w": torch.ones(1), "phase": Phase.MAIN}),
+    }
+    path = save(tmp_path, saved)
+    target: dict[str, Any] = {
+        "plan": [Phase.WARM],
+        "level": Level.LOW,
+        "both": Options.A,
+        "object": {"w": torch.zeros(1), "phase": Phase.WARM},
+    }
+    sidesave.load(path, into=target)
+    assert difference({**saved, "object": saved["object"].value}, target) == ""
+    assert not caplog.records
+    fresh = sidesave.load(path)
+    assert fresh["plan"] == ["main", "warm", {"at": "main"}] and type(fresh["level"]) is int
+    assert f"plan.0 was {__name__}:Phase.MAIN" in caplog.text
+    assert sidesave.load(path, into={"plan": []})["plan"] == ["main", "warm", {"at": "main"}]
+
+
+def test_a_member_whose_value_has_changed_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = save(tmp_path, {"phase": Phase.MAIN})
+    changed: Any = enum.Enum("Phase", {"WARM": 1, "MAIN": 2}, module=__name__, qualname="Phase")
+    assert sidesave.load(path, into={"phase": changed.WARM})["phase"] is changed.MAIN
+
+
+def test_an_enum_comes_back_where_one_is_and_the_log_says_which_keys_are_saved_by_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = save(tmp_path, {"phase": Phase.MAIN, "other": 3, "keys": {Phase.MAIN: 1}})
+    assert "keys: <Phase.MAIN: 'main'> is saved as 'main'" in caplog.text
     target: dict[str, Any] = {"phase": Phase.WARM}
     sidesave.load(path, into=target)
     assert target["phase"] is Phase.MAIN

@@ -18,7 +18,8 @@ from worlds import cut, write_world
 
 import sidesave
 from sidesave import Source, load_sources
-from sidesave.client.loading import loader, sources
+from sidesave.client.loading import load as loader
+from sidesave.client.loading import sources
 from sidesave.errors import (
     CheckpointNotFoundError,
     FormatVersionError,

@@ -18,7 +18,8 @@ from test_lease import ELSEWHERE, PERIOD_S, NetworkStorage
 from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, await_end, check, pidfd_of
 
 import sidesave
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
+from sidesave.client.reading.verify import verify
 from sidesave.client.runs import catalog
 from sidesave.errors import SidesaveError, WriteError
 from sidesave.writer_daemon.commit import commit
@@ -79,7 +80,7 @@ def visible(root: Path) -> dict[int, int]:
     """The committed steps, each whole, with their sequences."""
     found = {info.step: info for info in catalog.scan(str(root))}
     for info in found.values():
-        report = loader.verify(info.path)
+        report = verify(info.path)
         assert report.ok, report.faults
         if info.step == 100:
             assert same(loader.load(info.path), BEFORE if info.sequence == 1 else AFTER)

@@ -25,7 +25,7 @@ from states import TENSORS, difference
 from torch import nn
 
 import sidesave
-from sidesave.client.loading import selection
+from sidesave.client.loading import tensors
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.state import tree
 from sidesave.stager.state.tags import Tag
@@ -44,7 +44,7 @@ def round_trip(value: Any, *, allow_pickle: bool = False) -> Any:
     def tensor(ref: TensorRef) -> torch.Tensor:
         source = stored[ref.fqn]
         copy = torch.empty(source.shape, dtype=source.dtype)
-        return selection._finish(copy.copy_(source.detach()), ref, None, None)
+        return tensors.finished(copy.copy_(source.detach()), ref, None, None)
 
     return Skeleton(flat.objects, "objects").build(tensor, unpickle=pickle.loads if allow_pickle else None)["x"]
 

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import enum
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from sidesave.client.loading.plan import DICTS, SEQUENCES, is_live, unwrap
-from sidesave.client.loading.sharded import Local, spread_all
+from sidesave.client.loading.flat import DICTS, FlatMap, LiveMap, Path, fqn_of, is_stateful, unwrap
+from sidesave.client.loading.plan import LoadPlan
+from sidesave.client.loading.tensors import Local
 from sidesave.client.messages import few
-from sidesave.errors import StateMismatchError
 from sidesave.stager.state.annotations import PerRank, Replicated
 
 logger = logging.getLogger(__name__)
 
+_Undo = list[Callable[[], object]]
 
-@dataclass(frozen=True, slots=True)
-class _Gift:
-    """A value for ``holder[key]``, which is ``target`` now."""
 
-    holder: Any
-    key: Any
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a target is given: a module, a tensor, an object that takes its state whole, or plain data."""
+
+    path: Path
     target: Any
-    value: Any
-    fqn: str
+    flat: FlatMap
+
+    @property
+    def value(self) -> Any:
+        """The nest of it; tensors that are spread over a mesh are made of this rank's parts only now."""
+        leaves = {at: leaf.spread() if isinstance(leaf, Local) else leaf for at, leaf in self.flat.leaves.items()}
+        return FlatMap(leaves, self.flat.containers).nest(self.path)
 
     def order(self) -> int:
         """Objects of the user's first, for what may raise; then what was checked; plain values cannot fail."""
@@ -37,124 +44,148 @@ class _Gift:
             return 1
         if isinstance(self.target, (nn.Module, torch.Tensor)):
             return 2
-        return 0 if is_live(self.target) else 3
+        return 0 if is_stateful(self.target) else 3
 
 
-def give(into: dict[str, Any], state: Mapping[str, Any], *, strict: bool) -> None:
-    """Give every item of ``into`` its state. User code may raise: then what was given before is put back as it was.
+def assign(plan: LoadPlan, *, strict: bool) -> None:
+    """Give every target its state. User code may raise: then what was given before is put back as it was.
 
-    Not so the values of modules and tensors: a copy of them may not fit. They come last, and have been checked.
+    Not so the values of modules and tensors: a copy of them may not fit. They come last of all that may raise, and have
+    been checked.
     """
-    undo: list[tuple[Any, Any]] = []
-    gifts = [gift for name in into if name in state for gift in _gifts(into, name, state[name], name)]
+    undo: _Undo = []
+    taken: set[int] = set()
     try:
-        for gift in sorted(gifts, key=_Gift.order):
-            _give(gift, undo, strict=strict)
+        for each in sorted(_assignments(plan), key=Assignment.order):
+            _assign(plan.live, each, undo, taken, strict=strict)
     except BaseException:
-        for target, before in reversed(undo):
+        for put_back in reversed(undo):
             try:
-                target.load_state_dict(before)
+                put_back()
             except Exception:
-                logger.exception("a %s could not be put back as it was", type(target).__qualname__)
+                logger.exception("something could not be put back as it was")
         raise
 
 
-def _gifts(holder: Any, key: Any, value: Any, fqn: str) -> Iterator[_Gift]:
-    """What goes where below ``holder[key]``: dicts, and sequences of live objects, take theirs item by item."""
-    target = unwrap(holder[key])
-    if type(target) in DICTS:
-        items = cast("dict[Any, Any]", target)
-        for name, item in value.items():
-            if name in items:
-                yield from _gifts(items, name, item, f"{fqn}.{name}")
-    elif type(target) in SEQUENCES and is_live(target):
-        parts = target if _keeps(target) else _Tuple(target)
-        for index, item in enumerate(value):
-            yield from _gifts(parts, index, item, f"{fqn}.{index}")
-        if parts is not target:  # another one with the same objects in it: the plain values of this one cannot change
-            yield _Gift(holder, key, None, parts, fqn)
-    else:
-        yield _Gift(holder, key, target, value, fqn)
+def _assignments(plan: LoadPlan) -> list[Assignment]:
+    modules: dict[Path, list[Path]] = {}
+    found: list[Assignment] = []
+    for path in [*(path for path in plan.live.slots if path in plan.given), *plan.new]:
+        slot = plan.live.slots.get(path) or plan.new[path]
+        if slot.module is None:
+            found.append(Assignment(path, slot.target, plan.flat(path)))
+        else:
+            modules.setdefault(path[:-1], []).append(path)
+    return found + [
+        Assignment(path, plan.live.containers[path], plan.flat(*all_of)) for path, all_of in modules.items()
+    ]
 
 
-def _keeps(target: Any) -> bool:
-    """Whether a target stays the object that it is."""
-    target = unwrap(target)
-    return all(map(_keeps, cast("tuple[Any, ...]", target))) if type(target) is tuple else is_live(target)
-
-
-class _Tuple(list[Any]):
-    """A tuple in the making."""
-
-
-def refuse_two_for_one(into: dict[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise ``StateMismatchError`` where one live tensor, under two names, would be given two different values."""
-    first: dict[int, tuple[str, torch.Tensor, Any]] = {}
-    odd: list[str] = []
-    for name in into:
-        for fqn, target, value in _tensors(into[name], state[name], name) if name in state else ():
-            known, _, other = first.setdefault(id(target), (fqn, target, value))
-            if other is not value and not _same_bits(other, value):
-                odd.append(f"{known} and {fqn} are one tensor in the target, and two with other values")
-    if odd:
-        raise StateMismatchError(
-            "the checkpoint does not fit, and nothing was loaded:\n  "
-            + "\n  ".join(few(odd, lambda line: f"{line} in the checkpoint; exclude one", "are one"))
-        )
-
-
-def _tensors(target: Any, value: Any, fqn: str) -> Iterator[tuple[str, torch.Tensor, Any]]:
-    target = unwrap(target)
-    if isinstance(target, torch.Tensor):
-        yield fqn, target, value
-    elif isinstance(target, nn.Module):
-        for key, tensor in target.state_dict(keep_vars=True).items():
-            if isinstance(tensor, torch.Tensor) and key in value:
-                yield f"{fqn}.{key}", tensor, value[key]
-    elif type(target) in DICTS:
-        for key, item in cast("dict[Any, Any]", target).items():
-            if key in value:
-                yield from _tensors(item, value[key], f"{fqn}.{key}")
-    elif type(target) in SEQUENCES and is_live(target):
-        for index, (item, found) in enumerate(zip(target, value, strict=True)):
-            yield from _tensors(item, found, f"{fqn}.{index}")
-
-
-def _same_bits(first: Any, second: Any) -> bool:
-    one, other = (value.tensor if isinstance(value, Local) else value for value in (first, second))
-    if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
-        return True
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
-
-
-def _give(gift: _Gift, undo: list[tuple[Any, Any]], *, strict: bool) -> None:
-    target = gift.target
-    if isinstance(target, (nn.Module, torch.Tensor)) or isinstance(gift.value, Local):
+def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, strict: bool) -> None:
+    target = each.target
+    if isinstance(target, (nn.Module, torch.Tensor)):
         grad = torch.is_grad_enabled()
         try:  # an interrupt can keep `no_grad` from ending
             torch._C._set_grad_enabled(False)
-            _fill(target, gift.value, strict=strict)
+            _fill(each, strict=strict)
         finally:
             torch._C._set_grad_enabled(grad)
     elif isinstance(target, torch.optim.Optimizer):
-        before = target.state_dict()
-        undo.append((target, before))  # it will hold other tensors and leave these as they are
-        state = _beside_those_of(target, spread_all(gift.value), gift.fqn)
+        before = target.state_dict()  # it will hold other tensors and leave these as they are
+        undo.append(lambda: target.load_state_dict(before))
+        state = _with_groups_of(target, each.value, fqn_of(each.path))
         target.load_state_dict(state)
         if type(target).load_state_dict is torch.optim.Optimizer.load_state_dict:
             _put_back_dtypes(target, state)
-    elif is_live(target):
-        before = target.state_dict()
-        undo.append((target, copy.deepcopy(before)))
-        if isinstance(target, torch.optim.lr_scheduler.LRScheduler) and before.keys() != gift.value.keys():
-            odd = ", ".join(sorted(before.keys() ^ gift.value.keys()))
-            logger.warning("%s: the checkpoint's schedule is of another kind than this one: %s differ", gift.fqn, odd)
-        target.load_state_dict(spread_all(gift.value))
+    elif is_stateful(target):
+        now, value = target.state_dict(), each.value
+        before = copy.deepcopy(now)
+        undo.append(lambda: target.load_state_dict(before))
+        if isinstance(target, torch.optim.lr_scheduler.LRScheduler) and now.keys() != value.keys():
+            odd, fqn = ", ".join(sorted(now.keys() ^ value.keys())), fqn_of(each.path)
+            logger.warning("%s: the checkpoint's schedule is of another kind than this one: %s differ", fqn, odd)
+        target.load_state_dict(value)
     else:
-        value = tuple(gift.value) if type(gift.value) is _Tuple else spread_all(gift.value)
-        value = type(target)(value) if isinstance(target, enum.Enum) else value
-        held = gift.holder[gift.key]
-        gift.holder[gift.key] = type(held)(value) if isinstance(held, (PerRank, Replicated)) else value
+        value = type(target)(each.value) if isinstance(target, enum.Enum) else each.value
+        _put(live.into, each.path, _in_place(target, value, undo, taken), undo)
+
+
+def _fill(each: Assignment, *, strict: bool) -> None:
+    if isinstance(each.target, nn.Module):
+        each.target.load_state_dict(each.value, strict=strict)
+        return
+    value = each.flat.leaves[each.path]
+    if isinstance(value, Local):
+        value.give()
+    else:
+        each.target.copy_(value)
+
+
+# Plain data --------------------------------------------------------------------------------------------------------
+
+
+def _in_place(target: Any, value: Any, undo: _Undo, taken: set[int]) -> Any:
+    """A value, in the container that is there if it is of the same kind, for others may hold that too.
+
+    Not where it has taken another value before: two that were one are saved as two.
+    """
+    kind = cast("type[Any]", type(target))
+    if kind is not type(value) or kind not in (*DICTS, list, collections.deque) or id(target) in taken:
+        return value
+    if kind is collections.deque and target.maxlen != value.maxlen:
+        return value
+    taken.add(id(target))
+    before: Any = list(target) if kind in (list, collections.deque) else dict(target)
+    if kind in DICTS:
+        items = {key: _in_place(target.get(key), item, undo, taken) for key, item in value.items()}
+        undo.append(lambda: _refill(target, before))
+        _refill(target, items)
+    else:
+        parts = [
+            _in_place(before[at] if at < len(before) else None, item, undo, taken) for at, item in enumerate(value)
+        ]
+        undo.append(lambda: _refill(target, before))
+        _refill(target, parts)
+    return target
+
+
+def _refill(target: Any, items: Any) -> None:
+    target.clear()
+    if isinstance(items, dict):
+        for key, item in cast("dict[Any, Any]", items).items():
+            target[key] = item
+    else:
+        target.extend(items)
+
+
+def _put(into: dict[str, Any], path: Path, value: Any, undo: _Undo) -> None:
+    """Put a value into a state; of a tuple there will be another one, with the same objects in it."""
+    holder: Any = into
+    for key in path[:-1]:
+        holder = unwrap(holder[key])
+    key: Any = path[-1]
+    if type(holder) is tuple:
+        items = cast("tuple[Any, ...]", holder)
+        _put(into, path[:-1], (*items[:key], value, *items[key + 1 :]), undo)
+        return
+    if type(holder) in DICTS and key not in holder:
+        undo.append(lambda: cast("object", holder.pop(key)))
+        holder[key] = value
+        return
+    held: Any = holder[key]
+    if unwrap(held) is not value:
+        undo.append(lambda: holder.__setitem__(key, held))
+        holder[key] = _rewrapped(held, value)
+
+
+def _rewrapped(held: Any, value: Any) -> Any:
+    """A value with what was said of the one before."""
+    if isinstance(held, (PerRank, Replicated)):
+        return dataclasses.replace(held, value=_rewrapped(held.value, value))
+    return value
+
+
+# Optimizers --------------------------------------------------------------------------------------------------------
 
 
 def _put_back_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -173,16 +204,7 @@ def _put_back_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
                 state[key] = value.to(now.device)
 
 
-def _fill(target: Any, value: Any, *, strict: bool) -> None:
-    if isinstance(target, nn.Module):
-        target.load_state_dict(spread_all(value), strict=strict)
-    elif isinstance(value, Local):
-        value.give()
-    else:
-        target.copy_(value)
-
-
-def _beside_those_of(optimizer: torch.optim.Optimizer, state: dict[str, Any], fqn: str) -> dict[str, Any]:
+def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any], fqn: str) -> dict[str, Any]:
     """The state with what torch would lose of parameter groups.
 
     Tensors in them, such as a learning rate, come to the devices of those that they replace: torch moves the state, not

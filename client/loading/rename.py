@@ -7,15 +7,13 @@ keys that its name still ends with, and what is new in front of them is one key.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, cast
 
 from torch import nn
 
-from sidesave.client.loading.plan import DICTS, SEQUENCES, unwrap
+from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, fqn_of, prefixes
 from sidesave.errors import InvalidArgumentError, brief
-from sidesave.stager.state.tree import Stateful
 from sidesave.stager.state.treespec import with_metadata
 
 Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
@@ -87,232 +85,118 @@ class Renaming:
         return fqn
 
 
-def leaves(nest: Mapping[str, Any]) -> list[Any]:
-    """The leaves of a nest as a skeleton builds it, in its order; containers without anything in them are leaves."""
-    found: list[Any] = []
-
-    def visit(items: Iterable[Any]) -> None:
-        for item in items:
-            if type(item) in DICTS and item:
-                visit(cast("dict[Any, Any]", item).values())
-            elif type(item) in SEQUENCES and item:
-                visit(cast("Sequence[Any]", item))
-            else:
-                found.append(item)
-
-    visit(nest.values())
-    return found
-
-
-class _Node:
-    """A container in the making: of the kind of ``like``, a plain dict where that is None."""
-
-    __slots__ = ("items", "like", "metadata")
-
-    def __init__(self, like: Any) -> None:
-        self.like = like
-        self.items: dict[Any, Any] = {}
-        self.metadata: dict[str, dict[str, Any]] = {}
-
-    def take_metadata(self, key: Any, holder: Any, old: Any) -> None:
-        """What a module's state said of the submodules that ``old`` was in holds for those that ``key`` is in."""
-        known: dict[str, dict[str, Any]] = getattr(holder, "_metadata", {})
-        while known and isinstance(key, str) and key and old:
-            key, _, last = key.rpartition(".")
-            old, _, before = old.rpartition(".")
-            if last != before:
-                break
-            if old in known:
-                self.metadata.setdefault(key, known[old])
-
-    def finished(self) -> Any:
-        kind = cast("type[Any]", type(self.like))
-        make = cast("Callable[[Any], Any]", kind)
-        items = {key: item.finished() if isinstance(item, _Node) else item for key, item in self.items.items()}
-        if kind in SEQUENCES:
-            ordered = [items[index] for index in sorted(items)]
-            return collections.deque(ordered, self.like.maxlen) if kind is collections.deque else make(ordered)
-        if kind is collections.defaultdict:
-            return collections.defaultdict(self.like.default_factory, items)
-        found = make(items) if kind in DICTS else items
-        return with_metadata(found, self.metadata) if self.metadata else found
-
-
-_Steps = list[tuple[Any, Any]]
-"""A way down: of each step the container that it is taken in, None for a new one, and the key."""
-
-
-class Rearrangement:
-    """A nest whose leaves have new names, put together again.
+class Renamed:
+    """Where the leaves of a checkpoint go in a live state, or in a fresh nest.
 
     Attributes:
-        partial: New names of what is partial in the old nest: leaves, and containers of them that keep their keys.
+        containers: Of the new places, those that keep their kind.
+        partial: New names of what not all ranks have saved: leaves, and containers of them that keep their keys.
     """
 
-    def __init__(
-        self, renaming: Callable[[str], str | None], into: Mapping[str, Any] | None, partial: set[str]
-    ) -> None:
-        """Rename to the names of ``into``, where there is one; ``partial`` are old names."""
-        self._renaming = renaming
-        self._into = into
+    def __init__(self, saved: FlatMap, partial: Collection[str], live: LiveMap | None) -> None:
+        """Of the leaves of ``saved``, of which the old names in ``partial`` are."""
+        self._saved = saved
         self._old_partial = partial
+        self._live = live
+        self._metadata: dict[Path, dict[str, Any]] = {}
+        self.containers: dict[Path, Any] = {}
         self.partial: set[str] = set()
-        self._root = _Node(None)
-        self._taken: dict[tuple[Any, ...], str] = {}
-        self._keys: dict[int, dict[str, Any]] = {}
-        self._states: dict[int, Any] = {}
 
-    def build(
-        self, nest: Mapping[str, Any], fqns: Sequence[str], others: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The new nest, of the leaves of the old one, which have these names; ``others`` take the place of some.
+    def where(self, old: Path, name: str) -> Path:
+        """The place of a leaf that would be called ``name``."""
+        return old if name == fqn_of(old) else self._moved(old, name)
 
-        Raises ``InvalidArgumentError`` when two of them would have one name, or one would be within another.
-        """
-        for fqn, (steps, value) in zip(fqns, _walk(nest, []) if nest else (), strict=True):
-            name = self._renaming(fqn)
-            assert name is not None, "what is left out is not in the nest"
-            steps = _with_indices(steps, fqn)
-            new = steps if name == fqn else self._moved(name, steps)
-            if self._old_partial:
-                self._mark(fqn, name, steps)
-            self._put(new, others.get(fqn, value) if others else value, fqn, name, steps[-1])
-        return cast("dict[str, Any]", self._root.finished())
+    def place(self, old: Path, name: str) -> Path:
+        """The place of a leaf that is called ``name`` from now on; with it go the kinds of what it is in."""
+        new = self.where(old, name)
+        head = _alike(old, new)
+        tail = len(old) if head == len(old) == len(new) else min(_alike(old[::-1], new[::-1]), len(old) - head)
+        for end in range(1, min(head, len(old))):
+            self.containers[new[:end]] = self._saved.containers[old[:end]]
+        for end in range(1, min(tail + 1, len(old), len(new))):
+            self.containers[new[:-end]] = self._saved.containers[old[:-end]]
+        for node in prefixes(new[:-1]):
+            around = self._live.containers.get(node) if self._live else None
+            if type(around) in SEQUENCES:
+                self.containers.setdefault(node, around)
+        if len(old) > 1 and len(new) > 1:
+            self._keep_metadata(old, new)
+        above = next((end for end in range(1, len(old) + 1) if fqn_of(old[:end]) in self._old_partial), None)
+        if self._old_partial and above is not None:
+            keeps = range(min(tail + 1, len(old) - above + 1, len(new)))
+            self.partial.update(fqn_of(new[: len(new) - end]) for end in (0, *keeps))
+        return new
 
-    def _put(self, steps: _Steps, value: Any, fqn: str, name: str, origin: tuple[Any, Any]) -> None:
-        node, path = self._root, ()
-        for at, (_, key) in enumerate(steps):
-            path = (*path, key)
-            last = at == len(steps) - 1
-            if last and key not in node.items:
-                node.items[key] = value
-                node.take_metadata(key, *origin)
-                self._taken[path] = fqn
-                return
-            if not last:
-                below = node.items.setdefault(key, _Node(steps[at + 1][0]))
-                if isinstance(below, _Node):
-                    node = below
-                    continue
-            other = self._taken.get(path) or next(
-                taken for place, taken in self._taken.items() if place[: len(path)] == path
-            )
-            raise InvalidArgumentError(f"rename puts both {other} and {fqn} in one place, {name}")
+    def finished(self) -> dict[Path, Any]:
+        """The containers, each module's with what is known of the versions of its submodules."""
+        for path, metadata in self._metadata.items():
+            known = getattr(self.containers.get(path), "_metadata", {})
+            self.containers[path] = with_metadata({}, {**known, **metadata})
+        return self.containers
 
-    def _moved(self, name: str, steps: _Steps) -> _Steps:
-        """Where a leaf goes that is called ``name`` from now on, and was at ``steps`` before."""
-        guided, begin, target = self._guided(name)
-        if begin > len(name):
+    def _moved(self, old: Path, name: str) -> Path:
+        """What the live state knows of the way; behind that the keys that the name still ends with, and one between."""
+        guided = self._live.guide(name) if self._live else ()
+        known = fqn_of(guided)
+        if known == name:
             return guided
-        if isinstance(target, nn.Module):  # its state has one key for each name
-            extra = name.find(_EXTRA, begin)
-            if extra < 0:
-                return [*guided, (None, name[begin:])]
-            end = extra + len(_EXTRA) - 1
-            return [*guided, (None, name[begin:end]), *_aligned(name, end + 1, steps)]
-        new = _aligned(name, begin, steps)
-        if not guided and new[0][0] is None and "." in new[0][1]:  # the item, and the rest
-            item, _, rest = new[0][1].partition(".")
-            new[:1] = [(None, item), (None, rest)]
-        return [*guided, *new]
-
-    def _guided(self, name: str) -> tuple[_Steps, int, Any]:
-        """How far the target tells the way to ``name``; where what is left of it begins, and the target there."""
-        steps: _Steps = []
-        target: Any = self._into
-        begin = 0
-        while begin <= len(name):
-            target = unwrap(target)
-            if isinstance(target, Stateful) and not isinstance(target, (type, dict, nn.Module)):
-                if id(target) not in self._states:
-                    self._states[id(target)] = target.state_dict()
-                target = self._states[id(target)]
-            step = self._step(target, name, begin)
-            if step is None:
+        rest = name[len(known) + 1 :] if guided else name
+        if self._live and isinstance(self._live.containers.get(guided), nn.Module):  # one key for each name
+            end = rest.find(_EXTRA)
+            if end < 0:
+                return (*guided, rest)
+            end += len(_EXTRA) - 1
+            guided, rest = (*guided, rest[:end]), rest[end + 1 :]
+        kept = 0
+        while not guided and kept < len(old) - 1 and rest.startswith(f"{old[kept]}."):
+            rest = rest[len(str(old[kept])) + 1 :]
+            kept += 1
+        head = guided or old[:kept]
+        tail: Path = ()
+        for end in range(len(old), kept, -1):
+            key, around = old[end - 1], self._saved.containers.get(old[: end - 1])
+            if rest == str(key) and type(around) not in SEQUENCES:
+                return (*head, key, *tail)
+            if not rest.endswith(f".{key}"):
                 break
-            key, begin = step
-            steps.append((target if type(target) in SEQUENCES else None, key))
-            target = cast("Any", target)[key]
-        return steps, begin, target
+            tail, rest = (key, *tail), rest[: -len(str(key)) - 1]
+        item, dot, inner = rest.partition(".")
+        return (*head, rest, *tail) if head or not dot else (item, inner, *tail)
 
-    def _step(self, target: Any, name: str, begin: int) -> tuple[Any, int] | None:
-        """A key of the target that ``name`` has at ``begin``, the longest, and where what comes behind it begins."""
-        if type(target) in SEQUENCES:
-            index = name[begin:].partition(".")[0]
-            known = index.isdecimal() and int(index) < len(cast("list[Any]", target))
-            return (int(index), begin + len(index) + 1) if known else None
-        if not isinstance(target, Mapping):
-            return None
-        place = id(cast("object", target))
-        if place not in self._keys:
-            self._keys[place] = {str(key): key for key in cast("Mapping[Any, Any]", target)}
-        keys = self._keys[place]
-        end = len(name)
-        while end > begin:
-            if name[begin:end] in keys:
-                return keys[name[begin:end]], end + 1
-            end = name.rfind(".", begin, end)
-        return None
-
-    def _mark(self, fqn: str, name: str, steps: _Steps) -> None:
-        """Take over what is known to be partial of a leaf, and of the containers above it that keep their keys."""
-        whole = {fqn[:end] for end in (*(at for at, letter in enumerate(fqn) if letter == "."), len(fqn))}
-        heads = whole & self._old_partial
-        if not heads:
-            return
-        above = len(min(heads, key=len))
-        self.partial.add(name)
-        for _, key in reversed(steps):
-            text = f".{key}"
-            if not (fqn.endswith(text) and name.endswith(text)):
-                break
-            fqn, name = fqn[: -len(text)], name[: -len(text)]
-            if len(fqn) < above:
-                break
-            self.partial.add(name)
+    def _keep_metadata(self, old: Path, new: Path) -> None:
+        """What a module's state says of the submodules that a leaf was in holds for those that it is in."""
+        known = getattr(self._saved.containers.get(old[:-1]), "_metadata", None)
+        before, key = old[-1], new[-1]
+        while known and isinstance(key, str) and key and before:
+            key, _, last = key.rpartition(".")
+            before, _, last_before = before.rpartition(".")
+            if last != last_before:
+                return
+            if before in known:
+                self._metadata.setdefault(new[:-1], {}).setdefault(key, known[before])
 
 
-def _walk(value: Any, steps: _Steps) -> Iterator[tuple[_Steps, Any]]:
-    """Every leaf, and the way to it."""
-    if type(value) in DICTS and value:
-        for key, item in cast("dict[Any, Any]", value).items():
-            yield from _walk(item, [*steps, (value, key)])
-    elif type(value) in SEQUENCES and value:
-        for index, item in enumerate(cast("Sequence[Any]", value)):
-            yield from _walk(item, [*steps, (value, index)])
-    else:
-        yield steps, value
-
-
-def _with_indices(steps: _Steps, fqn: str) -> _Steps:
-    """The way to a leaf with the indices of sequences as the name has them: items before may have been left out."""
-    found: _Steps = []
-    at = 0
-    for holder, key in steps:
-        if type(holder) in SEQUENCES:
-            key = int(fqn[at:].partition(".")[0])
-        found.append((holder, key))
-        at += len(str(key)) + 1
-    return found
-
-
-def _aligned(name: str, begin: int, steps: _Steps) -> _Steps:
-    """``name`` from ``begin`` on, in keys: at both ends those that the leaf had before, and one key between them."""
-    kept, at, first = 0, 0, 0
-    while kept < len(steps) - 1 and name.startswith(f"{steps[kept][1]}.", at):
-        at += len(str(steps[kept][1])) + 1
-        kept += 1
-        if at == begin:
-            first = kept
-    if begin and not first:
-        kept, at = 0, begin
-    head, tail = steps[first:kept] if at > begin else [], list[tuple[Any, Any]]()
-    rest = name[at:]
-    for holder, key in reversed(steps[kept:]):
-        if rest == str(key) and type(holder) not in SEQUENCES:
-            return [*head, (holder, key), *tail]
-        if not rest.endswith(f".{key}"):
+def _alike(one: Path, other: Path) -> int:
+    """With how many keys that are the same two paths begin."""
+    count = 0
+    for key, there in zip(one, other, strict=False):
+        if type(key) is not type(there) or key != there:
             break
-        tail.insert(0, (holder, key))
-        rest = rest[: -len(str(key)) - 1]
-    return [*head, (None, rest), *tail]
+        count += 1
+    return count
+
+
+def refuse_two_in_one_place(names: Mapping[Path, str], places: Mapping[Path, Path]) -> None:
+    """Raise ``InvalidArgumentError`` where two leaves would have one name, or one would be within another."""
+    taken: dict[Path, Path] = {}
+    for old, new in places.items():
+        if taken.setdefault(new, old) != old:
+            raise InvalidArgumentError(
+                f"rename puts both {fqn_of(taken[new])} and {fqn_of(old)} in one place, {names[old]}"
+            )
+    for old, new in places.items():
+        for node in prefixes(new[:-1]):
+            if node in taken:
+                raise InvalidArgumentError(
+                    f"rename puts both {fqn_of(taken[node])} and {fqn_of(old)} in one place, {names[taken[node]]}"
+                )

@@ -3,50 +3,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
-from sidesave.client.loading.selection import Choice, Selection, filled
+from sidesave.client.loading.flat import FlatMap, LiveMap, Path, fqn_of
+from sidesave.client.loading.plan import filled
+from sidesave.client.loading.selection import LoadFilter, Selection
 from sidesave.client.messages import few
 from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader, open_checkpoint
 from sidesave.errors import StateMismatchError
-from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.annotations import PerRank
 
 logger = logging.getLogger(__name__)
 
-_Path = tuple[Any, ...]
-
 
 def settle(
-    reader: Reader, selection: Selection, choice: Choice, into: Mapping[str, Any] | None, *, allow_pickle: bool
+    reader: Reader, selection: Selection, wanted: LoadFilter, live: LiveMap | None, *, allow_pickle: bool
 ) -> None:
-    """Put into a nest what functions of the user's make of all ranks' values, where the number of ranks is another one.
+    """Put in what functions of the user's make of all ranks' values, where the number of ranks is another one.
 
     All else is rank 0's in it. Where that is not what all had, and the user has not asked for it, plain numbers are
     told in a warning; anything else too if there is no live object, or else it raises ``StateMismatchError``.
     """
     if not (isinstance(reader, CheckpointReader) and reader.resized):
         return
-    marks = dict(_marks(into or {}, ()))
-    names = {".".join(map(str, path)): mark for path, mark in marks.items()}
+    marks = live.marks if live is not None else {}
+    names = {fqn_of(path): mark for path, mark in marks.items()}
 
     def mark_of(fqn: str) -> PerRank | None:
-        name = choice.renaming(fqn) or ""
+        name = wanted.renaming(fqn) or ""
         return next((mark for item, mark in names.items() if _is_in(name, item)), None)
 
-    def wanted(fqn: str) -> bool:
-        name = choice.renaming(fqn) if choice.selected(fqn) else None
+    def is_concerned(fqn: str) -> bool:
+        name = wanted.renaming(fqn) if wanted.selected(fqn) else None
         mark = mark_of(fqn)
-        chosen = name is not None and (into is None or any(_is_in(name, item) for item in into))
+        chosen = name is not None and (live is None or any(_is_in(name, item) for item in live.into))
         return chosen and (mark is None or mark.when_resized is None)
 
     items = reader.record(0).part.per_rank
     told: list[str] = []
     refused: list[str] = []
-    for fqn, is_number in reader.differences(wanted).items():
+    for fqn, is_number in reader.differences(is_concerned).items():
         item = next((item for item in items if _is_in(fqn, item)), None)
         alone = item is not None or mark_of(fqn) is not None
-        (told if into is None or (is_number and not alone) else refused).append(fqn if into is None else item or fqn)
+        (told if live is None or (is_number and not alone) else refused).append(fqn if live is None else item or fqn)
     line = (
         f"{{}} differs between the {reader.manifest.world_size} ranks that have saved it, and {reader.size} load".format
     )
@@ -61,49 +60,26 @@ def settle(
         lines = few(told, line, "differ as well")
         logger.warning("loading %s: %s; rank 0's is taken", reader.path, "; ".join(lines))
     for path, mark in marks.items():
-        holder = _holder(selection.nest, path)
-        if callable(mark.when_resized) and holder is not None:
+        part = selection.flat.below(path).leaves
+        if callable(mark.when_resized) and part:
             ranks = range(reader.manifest.world_size)
-            values = [_value(reader, rank, path, choice, into, allow_pickle) for rank in ranks]
-            holder[path[-1]] = mark.when_resized(values)
+            values = [_value(reader, rank, path, wanted, live, allow_pickle) for rank in ranks]
+            made = FlatMap.of(mark.when_resized(values), path)
+            others = {at: leaf for at, leaf in selection.flat.leaves.items() if at not in part}
+            selection.flat = FlatMap(others | made.leaves, {**selection.flat.containers, **made.containers})
 
 
 def _value(
-    reader: CheckpointReader, rank: int, path: _Path, choice: Choice, into: Mapping[str, Any] | None, allow_pickle: bool
+    reader: CheckpointReader, rank: int, path: Path, wanted: LoadFilter, live: LiveMap | None, allow_pickle: bool
 ) -> Any:
     """What a rank has saved of the item at ``path``."""
     with open_checkpoint(reader.path, rank) as other:
-        selection = Selection(other, choice, into, allow_pickle=allow_pickle)
-        holder = _holder(selection.nest, path)
-        if holder is None:
-            raise StateMismatchError(f"{reader.path}: rank {rank} has not saved {'.'.join(map(str, path))}")
-        part = {"value": holder[path[-1]]}
-        return filled(part, selection.read(selection.needed(part), None, verify=True))["value"]
-
-
-def _marks(target: Any, path: _Path) -> Iterator[tuple[_Path, PerRank]]:
-    """The ``PerRank`` items of a target, the outermost ones."""
-    if isinstance(target, PerRank):
-        yield path, target
-    elif isinstance(target, Replicated):
-        yield from _marks(target.value, path)
-    elif type(target) is dict:
-        for key, item in cast("dict[Any, Any]", target).items():
-            yield from _marks(item, (*path, key))
-    elif type(target) is list:
-        for index, item in enumerate(cast("list[Any]", target)):
-            yield from _marks(item, (*path, index))
-
-
-def _holder(nest: Any, path: _Path) -> Any:
-    """What holds the item at ``path`` in a nest; None if there is none."""
-    for depth, key in enumerate(path):
-        if not (key in nest if isinstance(nest, dict) else isinstance(nest, list) and key < len(cast("Any", nest))):
-            return None
-        if depth == len(path) - 1:
-            return cast("Any", nest)
-        nest = cast("Any", nest)[key]
-    return None
+        selection = Selection(other, wanted, live, allow_pickle=allow_pickle)
+        part = selection.flat.below(path)
+        if not part.leaves:
+            raise StateMismatchError(f"{reader.path}: rank {rank} has not saved {fqn_of(path)}")
+        values = selection.read(list(part.leaves.values()), None, verify=True)
+        return FlatMap({at: filled(leaf, values) for at, leaf in part.leaves.items()}, part.containers).nest(path)
 
 
 def _is_in(fqn: str, item: str) -> bool:

@@ -1,50 +1,42 @@
-"""What is loaded of a checkpoint: which leaves, under which names, and of each tensor which part."""
+"""What is loaded of a checkpoint: which leaves, and where they go in the target."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
-import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn, cast
+from typing import Any, Final, NoReturn
 
 import torch
 
-from sidesave.client.loading import keeping
-from sidesave.client.loading.keeping import Stays
-from sidesave.client.loading.plan import DICTS, Expected, Pickled, names_of
-from sidesave.client.loading.rename import Rearrangement, Rename, Renaming, leaves
-from sidesave.client.loading.sharded import Local
+from sidesave.client.loading import keeping, tensors
+from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, Slot, fqn_of, prefixes
+from sidesave.client.loading.keeping import KEEP_CURRENT
+from sidesave.client.loading.rename import Rename, Renamed, Renaming, refuse_two_in_one_place
+from sidesave.client.loading.tensors import EnumLoad, Pickled, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading import filters
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader, Wanted
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
 from sidesave.client.reading.filters import Word, listed, selector
-from sidesave.errors import (
-    IntegrityError,
-    InvalidArgumentError,
-    StateMismatchError,
-    UnsupportedValueError,
-    WriteError,
-)
-from sidesave.stager.state.treespec import Skeleton, TensorRef
+from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError, WriteError
+from sidesave.stager.state.treespec import Skeleton, Unbuilt
 
 logger = logging.getLogger(__name__)
+
 
 _ASKED: Final = 64
 """So many ranks are asked for what they have alone, when a pattern matches nothing that this one sees."""
 
 
-class Choice:
-    """What is wanted of a checkpoint, in the words of :func:`load`, checked.
+class LoadFilter:
+    """What is wanted of a checkpoint, checked.
 
     Attributes:
         selected: Whether a name of the checkpoint is chosen.
         renaming: Gives the target's names for those.
         cast_to: The dtype for floating-point tensors.
-        required: Of names of the target, whether the checkpoint has to have them; None is all.
-        strict: Whether a word that speaks of nothing is an error.
-        words: What speaks of names in the checkpoint.
+        words: The patterns and old names, which should match something in the checkpoint.
+        is_partial: Whether patterns leave something out, so that the target may have more than there is.
     """
 
     def __init__(
@@ -56,16 +48,14 @@ class Choice:
         *,
         strict: bool = True,
     ) -> None:
-        """``InvalidArgumentError`` for what cannot be."""
+        """``InvalidArgumentError`` for what cannot be; ``strict`` if a word that matches nothing is an error."""
         if dtype is not None and not dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
         self.cast_to = dtype
         self.selected: Callable[[str], bool] = selector(include, exclude)
         self.renaming = Renaming(rename)
-        self.required: Callable[[str], bool] | None = None
-        if include is not None or exclude is not None:
-            self.required = self._is_required
-        self.strict = strict
+        self.is_partial = include is not None or exclude is not None
+        self._strict = strict
         self.words: list[Word] = [
             *(Word("include", text) for text in listed(include, "include") or ()),
             *(Word("exclude", text) for text in listed(exclude, "exclude") or ()),
@@ -74,127 +64,172 @@ class Choice:
 
     def leaves_out(self, name: str) -> bool:
         """Whether patterns leave out what the target calls ``name``."""
-        return not self._is_required(name)
-
-    def _is_required(self, name: str) -> bool:
+        if not self.is_partial:
+            return False
         origins = self.renaming.origins(name)
-        return origins is None or any(map(self.selected, origins))
+        return origins is not None and not any(map(self.selected, origins))
 
-
-class Selection:
-    """What is loaded of a checkpoint: which leaves, under which names, and of each tensor which part.
-
-    Attributes:
-        nest: What is loaded as it will be, with :class:`Expected` and :class:`Pickled` for what has to be read.
-        partial: The names in it of what not all ranks have saved.
-        renaming: Of the names in the checkpoint.
-        where: The checkpoint.
-        given: The objects of the target that take their state whole, and have some here.
-        incomplete: Those of them that have something left out of it.
-    """
-
-    def __init__(self, reader: Reader, choice: Choice, into: Mapping[str, Any] | None, *, allow_pickle: bool) -> None:
-        """Choose what ``into`` has an item for, all where that is None; nothing is unpickled, and no tensor read.
-
-        Raises ``StateMismatchError`` when words of a strict ``choice`` speak of nothing that there is, or when what
-        they leave out of an optimizer, or of another object that takes its state whole, cannot stay as it is.
-        """
-        self.renaming = choice.renaming
-        self.where = reader.path
-        self._reader = reader
-        self._cast_to = choice.cast_to
-        self._sparse: dict[str, Expected] = {}
-        self._fqns = _names_in(reader.skeleton, Pickled if allow_pickle else None)
-        self._refuse_idle(choice, into)
-        names = self._names(choice, into)
-        objects = keeping.whole_targets(into)
-        self.given = keeping.given(names.values(), objects)
-        wholes = objects if choice.words or self.renaming else {}
-        if choice.words:
-            everything = (self.renaming(fqn) or fqn for fqn in self._fqns)
-            broken = keeping.broken_lists(into, everything, names.values())
-            if broken:
-                hint = "of a list in into= no single item can be left out; put them into a dict, by names"
-                self._refuse([f"{name}: {hint}" for name in broken])
-        staying = dict(keeping.left_out(self._fqns, names, wholes))
-        self.incomplete = {name for name in wholes if any(each.startswith(f"{name}.") for each in staying.values())}
-        names |= staying
-        fqns: list[str] = []
-
-        def chosen(fqn: str) -> bool:
-            if fqn in names:
-                fqns.append(fqn)
-            return fqn in names
-
-        def refuse_pickled(data: bytes) -> Stays:  # no key is pickled, or that would have been told above
-            if fqns[-1] in staying:
-                return Stays.AS_IT_IS
-            told = f"{fqns[-1]} was pickled; pass allow_pickle=True if you trust who wrote it"
-            raise UnsupportedValueError(f"{reader.path}: {told}")
-
-        partial: set[str] = set()
-        unpickle = Pickled if allow_pickle else refuse_pickled
-        nest = reader.skeleton.build(Expected, only=chosen, unpickle=unpickle, partial=partial)
-        found = leaves(nest)
-        if len(found) != len(fqns):
-            raise IntegrityError(f"{reader.path}: a container holds {len(found)} of {len(fqns)} items")
-        stays = {fqn: Stays.AS_IT_IS for fqn, name in staying.items() if not keeping.is_structure(name, wholes)}
-        for fqn, leaf in zip(fqns, found, strict=True):
-            if isinstance(leaf, Expected) and fqn not in stays:
-                leaf.look_up(reader, self._cast_to)
-                if leaf.ref.sparse_shape is not None:
-                    self._sparse[fqn] = leaf
-        self.nest: dict[str, Any] = nest
-        self.partial: Collection[str] = partial
-        if self.renaming or stays:
-            arranged = Rearrangement(names.__getitem__, into, partial)
-            self.nest = arranged.build(nest, fqns, stays)
-            self.partial = arranged.partial
-        problems = keeping.keep(into, self.nest, choice.leaves_out) if into and wholes else []
-        if problems:
-            self._refuse(few(problems, str, "cannot stay"))
-
-    def _names(self, choice: Choice, into: Mapping[str, Any] | None) -> dict[str, str]:
-        """What is chosen for the target, and what it is called there."""
-        found: dict[str, str] = {}
-        prefixes = tuple(name + "." for name in into or ())
-        for fqn in self._fqns:
-            name = self.renaming(fqn) if choice.selected(fqn) else None
-            if name is not None and (into is None or name in into or name.startswith(prefixes)):
-                found[fqn] = name
-        return found
-
-    def _refuse_idle(self, choice: Choice, into: Mapping[str, Any] | None) -> None:
-        """Words that speak of nothing are misspelt, most likely, and then all is loaded, or not what was meant.
+    def refuse_unmatched(self, reader: Reader, fqns: Sequence[str], live: LiveMap | None) -> None:
+        """Raise, or log, what matches nothing: misspelt, most likely, so that all is loaded, or not what was meant.
 
         A live target tells of old names itself: what they were to become is missing there, unless the checkpoint has
         the new names already, as later ones of the same run do.
         """
-        idle = filters.idle(choice.words, self._fqns)
-        if any(word.kind == "exclude" for word in idle):  # it may tell of something new that the checkpoint has not
-            new = [fqn for name, target in (into or {}).items() for fqn in names_of(target, name)]
+        idle = filters.idle(self.words, fqns)
+        if live is not None and any(word.kind == "exclude" for word in idle):  # of what the checkpoint has not
+            new = map(fqn_of, live.everything())
             known = {origin for name in new for origin in self.renaming.origins(name) or (name,)}
             unknown = filters.idle(idle, known)
             idle = [word for word in idle if word.kind != "exclude" or word in unknown]
-        elsewhere = self._names_of_others()
+        elsewhere = _names_of_others(reader)
         while idle and (names := next(elsewhere, None)) is not None:
             idle = filters.idle(idle, names)
         if not idle:
             return
-        hints = filters.Hints(self._fqns, self.items())
-        wrong = [word for word in idle if choice.strict and not (word.kind == "rename" and into is not None)]
+        hints = filters.Hints(fqns, reader.skeleton.keys())
+        wrong = [word for word in idle if self._strict and not (word.kind == "rename" and live is not None)]
+        lines = few(wrong or idle, hints.line, "match nothing")
         if wrong:
-            self._refuse(few(wrong, hints.line, "speak of nothing"))
-        logger.warning("loading %s: %s", self.where, "; ".join(few(idle, hints.line, "speak of nothing")))
+            raise StateMismatchError(f"{reader.path} does not fit, and nothing was loaded:\n  " + "\n  ".join(lines))
+        logger.warning("loading %s: %s", reader.path, "; ".join(lines))
 
-    def _names_of_others(self) -> Iterator[list[str]]:
-        """What other ranks have saved, of which this one does not see what they have for themselves alone."""
-        if not isinstance(self._reader, CheckpointReader):
-            return
-        for rank in range(min(self._reader.manifest.world_size, _ASKED)):
-            if rank != self._reader.rank:
-                with contextlib.suppress(IntegrityError, WriteError):  # what nobody needs may be damaged
-                    yield _names_in(self._reader.read_skeleton(rank), Pickled)
+
+def _names_of_others(reader: Reader) -> Iterator[list[str]]:
+    """What other ranks have saved, of which this one does not see what they have for themselves alone."""
+    if not isinstance(reader, CheckpointReader):
+        return
+    for rank in range(min(reader.manifest.world_size, _ASKED)):
+        if rank != reader.rank:
+            with contextlib.suppress(IntegrityError, WriteError):  # what nobody needs may be damaged
+                yield names_in(reader.read_skeleton(rank))
+
+
+def names_in(skeleton: Skeleton) -> list[str]:
+    """The names of all leaves."""
+    found: list[str] = []
+    skeleton.build(lambda ref: None, only=lambda fqn: bool(found.append(fqn)), unpickle=lambda data: None)
+    return found
+
+
+class Selection:
+    """What is loaded of one checkpoint.
+
+    Attributes:
+        flat: The leaves by their places in the target, with :class:`TensorLoad` and :class:`Pickled` for what has to be
+            read, and what the target has where that stays.
+        partial: The names in it of what not all ranks have saved.
+        where: The checkpoint.
+        kept: The places of what is as the target has it.
+        unasked: The items of the checkpoint that are chosen, and that the target has none for.
+        given: The objects that take their state whole and have some here.
+        incomplete: Those of them that keep something.
+    """
+
+    def __init__(self, reader: Reader, wanted: LoadFilter, live: LiveMap | None, *, allow_pickle: bool) -> None:
+        """Choose what ``live`` has an item for, all where that is None; nothing is unpickled, and no tensor read.
+
+        Raises ``StateMismatchError`` when words of a strict filter match nothing, or when what they leave out of an
+        optimizer, or of another object that takes its state whole, cannot stay as it is.
+        """
+        self.where = reader.path
+        self.renaming = wanted.renaming
+        self._reader = reader
+        self._cast_to = wanted.cast_to
+        self._unpickle = Pickled if allow_pickle else None
+        self.kept: set[Path] = set()
+        partial: set[str] = set()
+        saved = FlatMap.of(reader.skeleton.unbuilt(unpickle=self._unpickle, partial=partial))
+        saved.leaves.pop((), None)
+        self._fqns = [fqn_of(path) for path in saved.leaves]
+        wanted.refuse_unmatched(reader, self._fqns, live)
+        renamed = Renamed(saved, partial, live)
+        names = {
+            path: name
+            for path, fqn in zip(saved.leaves, self._fqns, strict=True)
+            if wanted.selected(fqn) and (name := self.renaming(fqn)) is not None
+        }
+        places = {path: renamed.where(path, name) for path, name in names.items()}
+        if live is not None:
+            places = {path: new for path, new in places.items() if new[0] in live.into}
+        asked = {path[0] for path in places}
+        self.unasked = {path[0]: None for path in names if path[0] not in asked and path[0] not in partial}
+        if self.renaming:
+            for path in places:
+                renamed.place(path, names[path])
+            refuse_two_in_one_place(names, places)
+            saved.containers, partial = renamed.finished(), renamed.partial
+        self.partial: Collection[str] = partial
+        if live is not None and wanted.words:
+            everywhere = (
+                renamed.where(path, self.renaming(fqn) or fqn)
+                for path, fqn in zip(saved.leaves, self._fqns, strict=True)
+            )
+            self._refuse_broken_lists(live, saved, everywhere, places.values())
+        slots = {path: live.slot(new) for path, new in places.items()} if live else {}
+        staying = _left_out(saved, places, slots) if wanted.words or self.renaming else {}
+        self.flat = FlatMap({}, saved.containers)
+        for path, leaf in saved.leaves.items():
+            if path in places:
+                self.flat.leaves[places[path]] = self._value(leaf)
+            elif path in staying:
+                slot, new = staying[path]
+                keeps = not keeping.is_structure(slot, new)
+                self.flat.leaves[new] = KEEP_CURRENT if keeps else self._value(leaf)
+        whole = {slot.path: slot for slot in slots.values() if slot is not None and slot.is_whole}
+        self.given = {path for path, slot in whole.items() if not slot.is_plain}
+        self.incomplete = {slot.path for slot, _ in staying.values()} & self.given
+        if wanted.words or self.renaming:
+            self._keep_current(list(whole.values()), wanted)
+
+    def _value(self, leaf: Any) -> Any:
+        """What stands for a leaf while nothing is read."""
+        if not isinstance(leaf, Unbuilt):
+            return leaf
+        value = leaf.build(lambda ref: TensorLoad(ref, leaf=leaf), self._unpickle)
+        if leaf.member is not None:
+            return EnumLoad(leaf.fqn, *leaf.member, value)
+        if isinstance(value, TensorLoad):
+            value.look_up(self._reader, self._cast_to)
+        return value
+
+    def _keep_current(self, slots: Iterable[Slot], wanted: LoadFilter) -> None:
+        """Put what targets have in the place of what is left out of their states."""
+        problems: list[str] = []
+        for slot in slots:
+            saved = self.flat.below(slot.path)
+            stays = any(leaf is KEEP_CURRENT for leaf in saved.leaves.values())
+            if not stays and not (wanted.is_partial and slot.path not in saved.leaves):
+                continue
+            found, wrong = keeping.keep_current(slot, saved, wanted.leaves_out)
+            problems += wrong
+            self.kept.update(path for path, leaf in found.leaves.items() if leaf is not saved.leaves.get(path))
+            others = {path: leaf for path, leaf in self.flat.leaves.items() if path not in saved.leaves}
+            self.flat = FlatMap(others | found.leaves, {**self.flat.containers, **found.containers})
+        if problems:
+            self._refuse(few(problems, str, "cannot stay"))
+
+    def _refuse_broken_lists(
+        self, live: LiveMap, saved: FlatMap, everywhere: Iterable[Path], chosen: Iterable[Path]
+    ) -> None:
+        """What is left of a list closes up, and would come to stand in the wrong places."""
+
+        def items(places: Iterable[Path]) -> dict[Path, set[Any]]:
+            found: dict[Path, set[Any]] = {}
+            for path in places:
+                slot = live.slot(path)
+                for end in range(1, len(path)):
+                    around = path[:end]
+                    within = slot is not None and slot.is_plain and end >= len(slot.path)
+                    like = saved.containers.get(around) if within else live.containers.get(around)
+                    if type(like) in SEQUENCES:
+                        found.setdefault(around, set()).add(path[end])
+            return found
+
+        there = items(everywhere)
+        hint = "of a list in into= no single item can be left out; put them into a dict, by names"
+        broken = [f"{fqn_of(path)}: {hint}" for path, some in items(chosen).items() if some != there.get(path)]
+        if broken:
+            self._refuse(few(broken, str, "are broken"))
 
     def _refuse(self, lines: Sequence[str]) -> NoReturn:
         raise StateMismatchError(f"{self.where} does not fit, and nothing was loaded:\n  " + "\n  ".join(lines))
@@ -207,17 +242,17 @@ class Selection:
         """Everything that the checkpoint has, whatever is chosen of it, under its new names; and what is at the top."""
         return [*self.items(), *(self.renaming(fqn) or fqn for fqn in self._fqns)]
 
-    def needed(self, nest: Mapping[str, Any]) -> dict[Expected | Pickled, None]:
-        """What there is to read of this checkpoint for a nest, in its order."""
-        mine = {leaf: None for leaf in leaves(self.nest) if isinstance(leaf, (Expected, Pickled))}
-        return {leaf: None for leaf in leaves(nest) if isinstance(leaf, (Expected, Pickled)) and leaf in mine}
+    def needed(self, leaves: Iterable[Any]) -> list[TensorLoad | Pickled]:
+        """Those of the leaves that have to be read of this checkpoint, each once."""
+        mine = {id(leaf) for leaf in self.flat.leaves.values() if isinstance(leaf, (TensorLoad, Pickled))}
+        return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if id(leaf) in mine]
 
-    def check_apart(self, needed: Iterable[Expected | Pickled], *, live: bool) -> None:
+    def check_apart(self, leaves: Iterable[Any], *, live: bool) -> None:
         """Tensors that are not the same on the ranks that have saved them, and of which none is this rank's.
 
         Of buffers, and where no live object takes them, the first rank's are taken, with a warning.
         """
-        found = [(leaf, leaf.ref.fqn) for leaf in needed if isinstance(leaf, Expected)]
+        found = [(leaf, leaf.ref.fqn) for leaf in self.needed(leaves) if isinstance(leaf, TensorLoad)]
         odd = {fqn: (leaf, ranks) for leaf, fqn in found if (ranks := self._reader.differing(fqn))}
         strict = {fqn: ranks for fqn, (leaf, ranks) in odd.items() if live and not leaf.is_buffer}
         told = strict or {fqn: ranks for fqn, (_, ranks) in odd.items()}
@@ -230,103 +265,33 @@ class Selection:
             where = "and this is another number of ranks, or one that had none"
             logger.warning("loading %s: %s, %s; of each the first rank's is taken", self.where, "; ".join(lines), where)
 
-    def read(
-        self, needed: Iterable[Expected | Pickled], device: str | torch.device | None, *, verify: bool
-    ) -> dict[Expected | Pickled, Any]:
-        """Values for leaves, read and verified; a part of a tensor is a :class:`Local`."""
-        tensors = [leaf for leaf in needed if isinstance(leaf, Expected) and leaf.ref.sparse_shape is None]
-        sparse = {fqn: leaf for fqn, leaf in self._sparse.items() if leaf in needed}
-        parts = self._parts(sparse) if sparse else []
-        wanted = [leaf.wanted for leaf in [*tensors, *parts] if leaf.wanted]
-        stored = self._reader.read_boxes(wanted, verify=verify)
-        made: dict[tuple[Wanted, bool, torch.dtype | None], torch.Tensor] = {}
-
-        def tensor(leaf: Expected) -> Any:
-            wanted, shard = leaf.wanted, leaf.shard
-            if wanted is None:
-                assert shard is not None
-                return Local(shard, shard.empty(leaf.dtype))
-            key = wanted, leaf.ref.array, leaf.cast_to
-            if key not in made:  # tied weights come back tied
-                made[key] = _finish(stored[wanted], leaf.ref, device, leaf.cast_to)
-            if shard is not None:
-                return Local(shard, made[key])
-            return made[key].numpy() if leaf.ref.array else made[key]
-
-        values: dict[Expected | Pickled, Any] = {leaf: tensor(leaf) for leaf in tensors}
-        if sparse:
-            known = {part.ref: part for part in parts}
-            nest = self._reader.skeleton.build(lambda ref: tensor(known[ref]), only=sparse.__contains__)
-            values.update(zip(sparse.values(), leaves(nest), strict=True))
-        # Only now, when all else is known to be as it should be, code of the checkpoint's may run.
-        values.update({leaf: pickle.loads(leaf.data) for leaf in needed if isinstance(leaf, Pickled)})
-        return values
-
-    def _parts(self, sparse: Collection[str]) -> list[Expected]:
-        """The tensors that sparse ones consist of."""
-        refs: list[TensorRef] = []
-        self._reader.skeleton.build(refs.append, only=sparse.__contains__)
-        parts = [Expected(ref) for ref in refs if ref.sparse_shape is None]
-        for part in parts:
-            part.look_up(self._reader, self._cast_to)
-        return parts
+    def read(self, leaves: Iterable[Any], device: torch.device | None, *, verify: bool) -> dict[Any, Any]:
+        """Values for those of the leaves that have to be read of this checkpoint."""
+        return tensors.read(self._reader, self.needed(leaves), device, verify=verify)
 
 
-def _names_in(skeleton: Skeleton, unpickle: Callable[[bytes], Any] | None) -> list[str]:
-    """The names of all leaves, of which none is built; an ``UnsupportedValueError`` for a key that was pickled."""
-    found: list[str] = []
-    skeleton.build(Expected, only=lambda fqn: bool(found.append(fqn)), unpickle=unpickle)
+def _left_out(
+    saved: FlatMap, places: Mapping[Path, Path], slots: Mapping[Path, Slot | None]
+) -> dict[Path, tuple[Slot, Path]]:
+    """Leaves that are not chosen, and belong to a state of which something is; and their places there."""
+    origins: dict[Path, Slot] = {}
+    for old, new in places.items():
+        slot = slots.get(old)
+        if slot is not None and slot.is_whole:
+            end = len(old) - len(new) + len(slot.path)
+            if end > 0 and old[end:] == new[len(slot.path) :]:
+                origins[old[:end]] = slot
+    taken, found = set(places.values()), dict[Path, tuple[Slot, Path]]()
+    for old in saved.leaves if origins else ():
+        origin = next((node for node in reversed([*prefixes(old)]) if node in origins), None)
+        if old not in places and origin is not None:
+            slot = origins[origin]
+            new = (*slot.path, *old[len(origin) :])
+            if new not in taken:
+                taken.add(new)
+                found[old] = slot, new
     return found
-
-
-def filled(value: Any, values: Mapping[Any, Any]) -> Any:
-    """A nest with its values in the place of what stands for them; dicts and lists are changed in place."""
-    if isinstance(value, (Expected, Pickled)):
-        return values[value]
-    if type(value) in DICTS:
-        items = cast("dict[Any, Any]", value)
-        if any(type(key) is not str and type(key) is not int for key in items):
-            pairs = [(_thawed(key), item) for key, item in items.items()]
-            items.clear()
-            for key, item in pairs:
-                items[key] = item
-        for key, item in items.items():
-            items[key] = filled(item, values)
-    elif type(value) is list:
-        parts = cast("list[Any]", value)
-        parts[:] = [filled(item, values) for item in parts]
-    elif type(value) is tuple:
-        return tuple(filled(item, values) for item in cast("tuple[Any, ...]", value))
-    elif type(value) is collections.deque:
-        queue = cast("collections.deque[Any]", value)
-        return collections.deque((filled(item, values) for item in queue), queue.maxlen)
-    return _thawed(value)
-
-
-def _thawed(value: Any) -> Any:
-    """A key, or a set, with what is pickled in it unpickled."""
-    if type(value) is Pickled:
-        return pickle.loads(value.data)
-    if type(value) in (tuple, set, frozenset):
-        parts = cast("tuple[Any, ...]", value)
-        return type(parts)(map(_thawed, parts))
-    return value
 
 
 def _brief(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _finish(
-    tensor: torch.Tensor, ref: TensorRef, device: str | torch.device | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    if ref.dtype is not None:
-        if ref.dtype.is_complex:
-            tensor = torch.view_as_complex(tensor)
-        else:
-            tensor = tensor.view(ref.dtype)
-    if ref.array:
-        return tensor
-    if device is not None:
-        tensor = tensor.to(device)
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

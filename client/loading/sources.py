@@ -14,17 +14,17 @@ from torch import nn
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.loading import apply, resized
-from sidesave.client.loading.loader import Loaded, check_into, fit, own_place
-from sidesave.client.loading.mismatch import Mismatches, Strangers
-from sidesave.client.loading.plan import DICTS, Fitting, unwrap
+from sidesave.client.loading import resized
+from sidesave.client.loading.flat import unwrap
+from sidesave.client.loading.load import Loaded, live_map, own_place, settled
+from sidesave.client.loading.messages import Mismatches, PrefixMismatch
+from sidesave.client.loading.plan import LoadPlan
 from sidesave.client.loading.rename import Rename
-from sidesave.client.loading.selection import Choice, Selection, filled
+from sidesave.client.loading.selection import LoadFilter, Selection
 from sidesave.client.reading.checkpoint_reader import Reader, open_checkpoint
 from sidesave.client.reading.safetensors_reader import ForeignReader
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
-from sidesave.stager.state.treespec import with_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ class Source:
                 raise InvalidArgumentError("step= chooses a checkpoint of a run, item= is for plain weights: not both")
         self.choice()
 
-    def choice(self) -> Choice:
+    def choice(self) -> LoadFilter:
         """What is wanted of it."""
-        return Choice(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
+        return LoadFilter(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
 
     def locate(self) -> str:
         """The directory of the checkpoint, as things are now: of several ranks one should ask, and tell the others.
@@ -133,7 +133,7 @@ def read_sources(
         raise InvalidArgumentError("there are no sources to load from")
     if cast("object", into) is None:
         raise InvalidArgumentError("sources are loaded into something: into must be a dict of named items")
-    check_into(into)
+    live = live_map(into)
     for source in wanted:
         _check_item(source, into)
     places = [source.locate() for source in wanted]
@@ -144,8 +144,18 @@ def read_sources(
             if item is not None:
                 return read([*readers, ForeignReader(place, item, rank)])
             return catalog.read_settled(place, lambda place: read_next(place, readers))
-        bank = _Bank(wanted, readers, into, allow_pickle=allow_pickle)
-        return bank.read(strict=strict, verify=verify)
+        assert live is not None
+        plan, selections, prefixes = LoadPlan(live), list[Selection](), list[PrefixMismatch]()
+        for source, reader in zip(wanted, readers, strict=True):
+            choice = source.choice()
+            selection = Selection(reader, choice, live, allow_pickle=allow_pickle)
+            resized.settle(reader, selection, choice, live, allow_pickle=allow_pickle)
+            unplaced = plan.take(selection, tie=True)
+            _check(source, selection, plan, unplaced)
+            prefixes += unplaced.prefixes
+            selections.append(selection)
+        options: dict[str, bool] = {"strict": strict, "verify": verify}
+        return settled(plan, selections, readers, lambda name: False, prefixes=prefixes, **options)
 
     def read_next(place: str, readers: list[Reader]) -> Loaded:
         with open_checkpoint(place, rank, size) as reader:
@@ -178,115 +188,16 @@ def _check_item(source: Source, into: Mapping[str, Any]) -> None:
         raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {told}", where)
 
 
-class _Bank:
-    """Opened sources, and what each of them gives for a target."""
-
-    def __init__(
-        self, sources: Sequence[Source], readers: list[Reader], into: dict[str, Any], *, allow_pickle: bool
-    ) -> None:
-        self._into = into
-        self._readers = readers
-        self._nest: dict[str, Any] = {}
-        self._partial: set[str] = set()
-        self._strangers: list[Strangers] = []
-        self._selections: list[Selection] = []
-        self._given: set[str] = set()
-        for source, reader in zip(sources, readers, strict=True):
-            choice = source.choice()
-            selection = Selection(reader, choice, into, allow_pickle=allow_pickle)
-            resized.settle(reader, selection, choice, into, allow_pickle=allow_pickle)
-            self._selections.append(selection)
-            _tie(into, selection.nest)
-            self._check(source, selection)
-            self._refuse_second_part(selection)
-            self._nest = _merged(into, self._nest, selection.nest)
-            self._partial.update(selection.partial)
-
-    def _refuse_second_part(self, selection: Selection) -> None:
-        """An object that takes its state whole would lose what an earlier source has given for it."""
-        both = sorted(selection.incomplete & self._given)
-        if both:
-            raise StateMismatchError(
-                f"{selection.where} has a part of {both[0]}, which takes its state whole and has one of an earlier "
-                "source; nothing was loaded. Take it from one of them: exclude it from the other"
-            )
-        self._given |= selection.given
-
-    def _check(self, source: Source, selection: Selection) -> None:
-        """Take out of what a source has all that has no place; an error for some."""
-        fitting = Fitting(selection.partial, strict=False)
-        fitting.compare(self._into, selection.nest)
-        found = fitting.mismatches
-        self._strangers += found.strangers
-        odd = Mismatches(unexpected=found.unexpected, strangers=found.strangers)
-        where = f"{selection.where} does not fit, and nothing was loaded:\n  "
-        if odd.unexpected and source.strict and source.include is None:
-            raise StateMismatchError(where + odd.text(list, renamed=bool(selection.renaming), strict=True))
-        for holder, key in fitting.surplus:
-            del holder[key]
-        if odd.unexpected:
-            logger.warning("loading what has a place here: of %s, %s", selection.where, odd.summary())
-        if source.strict and all(type(item) in DICTS and not item for item in selection.nest.values()):
-            hints = Mismatches(strangers=found.strangers).text(list, renamed=bool(selection.renaming), strict=True)
-            items = ", ".join(map(repr, selection.items()))
-            raise StateMismatchError(
-                where + (hints or f"nothing of it is chosen for {', '.join(self._into)}; it has {items}")
-            )
-
-    def read(self, *, strict: bool, verify: bool) -> Loaded:
-        """Read what is used of each."""
-        found = fit(
-            self._into, self._nest, self._partial, None, self._selections, strict=strict, strangers=self._strangers
-        )
-        needed = [selection.needed(self._nest) for selection in self._selections]
-        for selection, leaves in zip(self._selections, needed, strict=True):
-            selection.check_apart(leaves, live=True)
-        values: dict[Any, Any] = {}
-        for selection, leaves in zip(self._selections, needed, strict=True):
-            values.update(selection.read(leaves, None, verify=verify))
-        state = filled(self._nest, values)
-        apply.refuse_two_for_one(self._into, state)
-        nbytes = sum(reader.nbytes_read for reader in self._readers)
-        exact = strict and not (found.missing or found.unexpected or found.absent)
-        return Loaded(
-            self._selections[-1].where,
-            nbytes,
-            tuple(found.missing),
-            tuple(found.unexpected),
-            state,
-            self._into,
-            exact,
-        )
-
-
-def _tie(target: Any, nest: dict[Any, Any]) -> None:
-    """Where names of a module share a tensor, of which weights often have but one, give all of them what there is."""
-    target = unwrap(target)
-    if type(target) in DICTS:
-        for key, item in cast("dict[Any, Any]", target).items():
-            if type(nest.get(key)) in DICTS:
-                _tie(item, nest[key])
-    elif isinstance(target, nn.Module):
-        tensors = [(key, id(value)) for key, value in target.state_dict(keep_vars=True).items() if _is_tensor(value)]
-        given = {number: key for key, number in tensors if key in nest}
-        for key, number in tensors:
-            if key not in nest and number in given:
-                nest[key] = nest[given[number]]
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _merged(target: Any, first: Any, second: Any) -> Any:
-    """What ``target`` takes of two values for it: of dicts and modules item by item, else the second."""
-    target = unwrap(target)
-    is_dict = type(target) in DICTS
-    if not (is_dict or isinstance(target, nn.Module)) or type(first) not in DICTS or type(second) not in DICTS:
-        return second
-    below = cast("dict[Any, Any]", target) if is_dict else {}
-    found = dict(cast("dict[Any, Any]", first))
-    for key, value in cast("dict[Any, Any]", second).items():
-        found[key] = _merged(below.get(key), found[key], value) if key in found else value
-    metadata = {**getattr(first, "_metadata", {}), **getattr(second, "_metadata", {})}
-    return with_metadata(found, metadata) if metadata else found
+def _check(source: Source, selection: Selection, plan: LoadPlan, unplaced: Mismatches) -> None:
+    """Of what a source has and that has no place something may be an error; all is told."""
+    where = f"{selection.where} does not fit, and nothing was loaded:\n  "
+    renamed = bool(selection.renaming)
+    if unplaced.unexpected and source.strict and source.include is None:
+        raise StateMismatchError(where + unplaced.text(list, renamed=renamed, strict=True))
+    if unplaced.unexpected:
+        logger.warning("loading what has a place here: of %s, %s", selection.where, unplaced.summary())
+    if source.strict and not unplaced.placed:
+        hints = Mismatches(prefixes=unplaced.prefixes).text(list, renamed=renamed, strict=True)
+        items = ", ".join(map(repr, selection.items()))
+        into = ", ".join(plan.live.into)
+        raise StateMismatchError(where + (hints or f"nothing of it is chosen for {into}; it has {items}"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from sidesave.client import arguments
-from sidesave.client.loading.loader import Loaded
+from sidesave.client.loading.load import Loaded
 from sidesave.client.ranks.group import NodeWorld, World
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run

@@ -99,7 +99,7 @@ class KeepBest(KeepPolicy):
         """Check."""
         check_count("KeepBest", self.n)
         if not isinstance(self.metric, str) or not self.metric:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgumentError(f"KeepKeepBest needs the name of a metric: KeepBest({self.n}, metric='loss')")
+            raise InvalidArgumentError(f"KeepBest needs the name of a metric: KeepBest({self.n}, metric='loss')")
         if self.mode not in ("min", "max"):
             raise InvalidArgumentError(f"mode must be 'min' or 'max', not {self.mode!r}")
 

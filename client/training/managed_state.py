@@ -13,7 +13,7 @@ from typing import Any, Final
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.internals import saver_of
-from sidesave.client.loading.loader import Loaded
+from sidesave.client.loading.load import Loaded
 from sidesave.client.loading.sources import Source, check_sources, read_sources
 from sidesave.client.options import LoadOptions
 from sidesave.client.reporting.stats import SaveStats

@@ -57,7 +57,7 @@ def as_numbers(step: int, metrics: Metrics | None, needed: Collection[str]) -> d
     missing = set(needed) - metrics.keys()
     if missing:
         raise InvalidArgumentError(
-            f"KeepKeepBest needs the metric {', '.join(sorted(missing))}, and step {step} has been given "
+            f"KeepBest needs the metric {', '.join(sorted(missing))}, and step {step} has been given "
             f"{', '.join(map(str, metrics)) or 'none'}"
         )
     found = {name: _number(name, value) for name, value in metrics.items()}

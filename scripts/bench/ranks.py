@@ -49,7 +49,7 @@ from scripts.bench.world import (
     sharded,
     worlds,
 )
-from sidesave.client.loading import loader
+from sidesave.client.loading import load as loader
 
 MIB = 1 << 20
 BASE = 2  # the world size that the others are compared with: one rank alone has nobody to think of

@@ -93,6 +93,8 @@ def _is_sequence(node: Any) -> bool:
 def _is_number(node: Any) -> bool:
     if isinstance(node, list):
         tag, *parts = cast("list[Any]", node) or [None]
+        if tag == Tag.ENUM:
+            return _is_number(parts[-1])
         return tag in (Tag.INT, Tag.COMPLEX) or (tag == Tag.NUMPY_SCALAR and parts[0][1:2] in tuple("biufc"))
     return isinstance(node, (bool, int, float))
 

@@ -46,6 +46,7 @@ class Tag(enum.IntEnum):
     SPARSE = 27  # layout, shape, coalesced, {part: tensor node}
     PICKLE = 28
     MODULE = 29  # metadata (the version of each submodule), then like DICT or ITEMS
+    ENUM = 30  # module:qualname of the class, name of the member, node of its value
 
 
 FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}

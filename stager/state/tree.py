@@ -50,6 +50,8 @@ _CURES: Final = (
 _told: Final = set[type]()
 """Enums of which the log has it that they are saved by value."""
 _PLAIN_KEYS: Final = PRIMITIVES | {int}
+_ENUM_VALUES: Final = _PLAIN_KEYS | {tuple}
+"""Of these a member can be told from its value."""
 
 
 @runtime_checkable
@@ -212,10 +214,11 @@ class _Flattener:
         if isinstance(value, PerRank):
             return self.tensors.per_rank(lambda: self.encode(value.value, fqn, depth), fqn)
         if isinstance(value, enum.Enum):
-            if value != value.value and type(value) not in _told:
-                _told.add(type(value))
-                logger.warning("%s: %r is saved as %r, and so are others of its kind", fqn, value, value.value)
-            return self.encode(value.value, fqn, depth + 1)
+            kind, node = type(value), self.encode(value.value, fqn, depth + 1)
+            if type(value.value) not in _ENUM_VALUES:
+                _tell_enum(value, fqn)
+                return node
+            return [Tag.ENUM, f"{kind.__module__}:{kind.__qualname__}", value.name or "", node]
         if isinstance(value, pathlib.PosixPath):
             return [Tag.PATH, str(value)]
         numpy = sys.modules.get("numpy")
@@ -268,6 +271,9 @@ class _Flattener:
         Modules become dicts, and enums their values, which another key may be.
         """
         nodes = [self.encode(value, f"{fqn}.<key>", depth) for value in values]
+        for value in values:
+            if isinstance(value, enum.Enum):
+                _tell_enum(value, fqn)
         if _PLAIN_KEYS.issuperset(map(type, values)):
             return nodes
         known: dict[Any, Any] = {}
@@ -358,6 +364,13 @@ def _to_npy(value: Any, fqn: str) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
     return file.getvalue()
+
+
+def _tell_enum(value: enum.Enum, fqn: str) -> None:
+    """What is a key, or has a value of many parts, is saved as that value; told once for each class."""
+    if value != value.value and type(value) not in _told:
+        _told.add(type(value))
+        logger.warning("%s: %r is saved as %r, and so are others of its kind", fqn, value, value.value)
 
 
 def _zone(value: datetime.datetime | datetime.time, fqn: str) -> str | None:

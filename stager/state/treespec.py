@@ -110,6 +110,17 @@ class Skeleton:
         except Exception as error:
             raise IntegrityError(f"{self._where}, {other._where}: not skeletons of one state: {error}") from error
 
+    def unbuilt(
+        self, *, unpickle: Callable[[bytes], Any] | None = None, partial: set[str] | None = None
+    ) -> dict[str, Any]:
+        """The nest again, with an :class:`Unbuilt` in the place of every leaf that does not stand for itself.
+
+        Keys are built, for which ``unpickle`` is needed where they were pickled. See :meth:`build` for all else.
+        """
+        partial = set[str]() if partial is None else partial
+        builder = _Builder(self._where, self._rank, _no_tensor, _everything, unpickle, partial, holds=True)
+        return builder.mapping(self._body, "")
+
     def build(
         self,
         tensor: Callable[[TensorRef], Any],
@@ -135,6 +146,10 @@ class Skeleton:
         return _Builder(self._where, self._rank, tensor, only, unpickle, partial).mapping(self._body, "")
 
 
+def _no_tensor(ref: TensorRef) -> Any:
+    raise ValueError("a tensor is no key")
+
+
 def rebuilt(node: Any, tensor: Callable[[TensorRef], Any]) -> Any:
     """The value of a single node; in the place of one that was pickled an object that equals no other."""
     return _Builder("", 0, tensor, _everything, lambda data: object(), set()).build(node, "", 0)
@@ -147,6 +162,27 @@ def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) ->
     found: Any = collections.OrderedDict(state)
     found._metadata = collections.OrderedDict(metadata)
     return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unbuilt:
+    """A leaf of a skeleton whose value is made when it is wanted, and not before."""
+
+    fqn: str
+    _where: str
+    _rank: int
+    _node: list[Any]
+    _depth: int
+
+    @property
+    def member(self) -> tuple[str, str] | None:
+        """Of a member of an enum the class, as ``module:qualname``, and its name; its value is what is built."""
+        return (str(self._node[1]), str(self._node[2])) if self._node[0] == Tag.ENUM else None
+
+    def build(self, tensor: Callable[[TensorRef], Any], unpickle: Callable[[bytes], Any] | None = None) -> Any:
+        """Its value; arguments and errors are those of :meth:`Skeleton.build`."""
+        builder = _Builder(self._where, self._rank, tensor, _everything, unpickle, set())
+        return builder.build(self._node, self.fqn, self._depth)
 
 
 class _Missing(enum.Enum):
@@ -165,6 +201,8 @@ class _Builder:
         only: Callable[[str], bool],
         unpickle: Callable[[bytes], Any] | None,
         partial: set[str],
+        *,
+        holds: bool = False,
     ) -> None:
         self._where = where
         self._rank = rank
@@ -174,8 +212,9 @@ class _Builder:
         self._partial = partial
         # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
         self._whole: _Builder = (
-            self if only is _everything else _Builder(where, rank, tensor, _everything, unpickle, partial)
+            self if only is _everything and not holds else _Builder(where, rank, tensor, _everything, unpickle, partial)
         )
+        self._holds = holds
 
     def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
         built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
@@ -187,7 +226,9 @@ class _Builder:
         if not isinstance(node, list):
             if isinstance(node, Partial):
                 self._partial.add(fqn)
-                other = _Builder(node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial)
+                other = _Builder(
+                    node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial, holds=self._holds
+                )
                 return other.build(node.node, fqn, depth)
             if type(node) not in PRIMITIVES and type(node) is not int:
                 raise IntegrityError(f"{self._where}: {fqn} is malformed")
@@ -229,6 +270,8 @@ class _Builder:
                 if not kept and (items or not self._only(fqn)):
                     return _OUT
                 return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
+            case _ if self._holds:
+                return Unbuilt(fqn, self._where, self._rank, [tag, *rest], depth)
             case _:
                 return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
 
@@ -268,6 +311,8 @@ class _Builder:
                 if isinstance(scalar, np.str_):
                     return np.str_(bytes(content).decode("utf-32", "surrogatepass"))
                 return scalar
+            case Tag.ENUM:
+                return self.build(rest[2], fqn, depth + 1)
             case Tag.PICKLE:
                 if self._unpickle is None:
                     raise UnsupportedValueError(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from sidesave.client.messages import SHOWN, Names, few
 
 
 @dataclass(frozen=True, slots=True)
-class Strangers:
+class PrefixMismatch:
     """A target that the checkpoint holds something for, but hardly anything under its names.
 
     Attributes:
@@ -58,17 +57,19 @@ class Mismatches:
         missing: Names of the target that the checkpoint has not, and that have to be there.
         unexpected: Names of the checkpoint that the target has not.
         different: Of names that both have, and of what has no name, what is the matter: shapes, dtypes, kinds.
-        strangers: Targets of which hardly a name fits.
+        prefixes: Targets of which hardly a name fits.
+        kept: Plain data of the target that the checkpoint has not, in dicts of live objects.
         absent: Names of the target that the checkpoint has not, and need not have: they were not asked for.
-        placed: Keys that the target has, with the name of what has them: what is of these is no misspelling of others.
+        placed: All names of the target: none of these is a misspelling of another one.
     """
 
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
     different: list[str] = field(default_factory=list[str])
-    strangers: list[Strangers] = field(default_factory=list[Strangers])
-    absent: int = 0
-    placed: list[tuple[str, Sequence[Any]]] = field(default_factory=list[tuple[str, Sequence[Any]]])
+    prefixes: list[PrefixMismatch] = field(default_factory=list[PrefixMismatch])
+    kept: list[str] = field(default_factory=list[str])
+    absent: list[str] = field(default_factory=list[str])
+    placed: set[str] = field(default_factory=set[str])
 
     def text(self, saved: Callable[[], Iterable[str]], *, renamed: bool, strict: bool) -> str:
         """All of it, at most ten lines of each kind, each name with those that are like it.
@@ -80,12 +81,11 @@ class Mismatches:
         """
         lines: list[str] = []
         if strict:
-            lines += [one.text(renamed=renamed) for one in self.strangers[:SHOWN]]
+            lines += [one.text(renamed=renamed) for one in self.prefixes[:SHOWN]]
         lines += few(self.different, lambda line: line, "do not fit")
         if self.missing and strict:
             unused = Names(self.unexpected)
-            placed = {f"{fqn}.{key}" for fqn, keys in self.placed for key in keys}
-            others = Names(name for name in saved() if name not in placed)
+            others = Names(name for name in saved() if name not in self.placed)
             lines += few(
                 self.missing,
                 lambda name: f"{name}: missing in the checkpoint{unused.hint(name) or others.hint(name)}",

@@ -1,0 +1,223 @@
+"""What has to be read: tensors, this rank's part of them, and pickled values, known by their entries until then."""
+
+from __future__ import annotations
+
+import enum
+import math
+import pickle
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+
+from sidesave.client.reading.checkpoint_reader import Reader, Wanted
+from sidesave.errors import IntegrityError
+from sidesave.stager.state import sharding
+from sidesave.stager.state.dtypes import CARRIERS
+from sidesave.stager.state.treespec import TensorRef, Unbuilt
+from sidesave.writer_daemon.format.layout import Box
+
+_PRECISE: Final = re.compile(r"\.step\Z|\.param_groups\.\d+\.")
+
+
+def may_be_spread() -> bool:
+    """Whether there can be a ``DTensor`` in this process."""
+    return "torch.distributed.tensor" in sys.modules and torch.distributed.is_initialized()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """This rank's box of a tensor that is spread as ``like`` is; None where the rank holds nothing of it."""
+
+    like: Any
+    box: Box | None
+
+    @classmethod
+    def of(cls, like: Any, fqn: str) -> Shard:
+        """The shard of a ``DTensor``; raises ``UnsupportedValueError`` where a rank's part is no box of it."""
+        if like.device_mesh.get_coordinate() is None:
+            return cls(like, None)
+        box = sharding.local_box(sharding.describe(like, fqn), torch.distributed.get_rank())
+        return cls(like, box if box is not None and math.prod(box[1]) else None)
+
+    @classmethod
+    def alone(cls, like: Any) -> Shard:
+        """The local tensor of a ``DTensor`` where each rank has saved its own as a tensor of itself."""
+        shape = tuple(like.to_local().shape)
+        return cls(like, ((0,) * len(shape), shape))
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """The local tensor where it has no elements; its shape is none that a box would have."""
+        return torch.empty(self.like.to_local().shape, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """A local tensor in host memory, and whose shard it is."""
+
+    shard: Shard
+    tensor: torch.Tensor
+
+    def give(self) -> None:
+        """Copy it into the tensor that is spread, in place."""
+        if self.shard.box is not None:
+            self.shard.like.to_local().copy_(self.tensor)
+
+    def spread(self) -> Any:
+        """The ``DTensor`` that it is a part of; no rank talks to another."""
+        from torch.distributed.tensor import DTensor
+
+        like = self.shard.like
+        placements, shape, stride = like.placements, like.shape, like.stride()
+        return DTensor.from_local(
+            self.tensor, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+@dataclass(slots=True, eq=False)
+class TensorLoad:
+    """A tensor that will be loaded; whole, unless its target takes a shard.
+
+    A sparse one is put together again of its ``parts``. ``is_buffer`` where its target is a buffer of a module.
+    """
+
+    ref: TensorRef
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    cast_to: torch.dtype | None = None
+    shard: Shard | None = None
+    is_buffer: bool = False
+    leaf: Unbuilt | None = None
+    parts: list[TensorLoad] = field(default_factory=list["TensorLoad"])
+
+    def look_up(self, reader: Reader, cast_to: torch.dtype | None) -> None:
+        """Take over what the manifest or a record says of the tensor, once it has been cast; raises like the reader."""
+        self.name = reader.name_of(self.ref)
+        stored = reader.entry(self.name)
+        self.dtype, self.shape = stored.dtype, stored.shape
+        if self.ref.dtype is not None:
+            carrier = CARRIERS[self.ref.dtype]
+            if stored.dtype != carrier.dtype or (carrier.pair and stored.shape[-1:] != (2,)):
+                text = f"{self.name} is stored as {stored.dtype}{stored.shape}, which is no {self.ref.dtype}"
+                raise IntegrityError(f"{reader.path}: {text}")
+            self.shape = stored.shape[:-1] if carrier.pair else stored.shape
+            self.dtype = self.ref.dtype
+        if self.ref.sparse_shape is not None:
+            self.shape = self.ref.sparse_shape
+        # An optimizer's steps and rates: a cast would lose count, or train at another rate.
+        precise = not self.shape and _PRECISE.search(self.ref.fqn) is not None
+        if cast_to is not None and self.dtype.is_floating_point and not precise:
+            self.dtype = self.cast_to = cast_to
+        if self.leaf is not None and self.ref.sparse_shape is not None:
+            refs: list[TensorRef] = []
+            self.leaf.build(refs.append)
+            self.parts = [TensorLoad(ref) for ref in refs if ref.sparse_shape is None]
+            for part in self.parts:
+                part.look_up(reader, cast_to)
+
+    @property
+    def wanted(self) -> Wanted | None:
+        """What has to be read for it; None for nothing."""
+        if self.shard is None:
+            return self.name, None
+        if self.shard.box is None:
+            return None
+        offsets, shape = self.shard.box
+        if self.ref.dtype is not None and CARRIERS[self.ref.dtype].pair:
+            offsets, shape = (*offsets, 0), (*shape, 2)
+        return self.name, (offsets, shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EnumLoad:
+    """Stands for a member of an enum, until it is known whether the target holds one of its class."""
+
+    fqn: str
+    kind: str
+    name: str
+    value: Any
+
+    def member(self, kind: type[enum.Enum] | None) -> Any:
+        """The member of ``kind``, by its name if that is the class it was saved of; else its value."""
+        if kind is not None and self.kind == kind_name(kind) and self.name in kind.__members__:
+            return kind[self.name]
+        return self.value if kind is None else kind(self.value)
+
+
+def kind_name(kind: type) -> str:
+    """What a class is called in a checkpoint."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+class Pickled:
+    """Stands for a pickled value while only names and shapes matter."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        """Of ``data``, which is not looked into."""
+        self.data = data
+
+    def __repr__(self) -> str:
+        """What a name has in its place where it is a key."""
+        return "<pickled>"
+
+
+def read(
+    reader: Reader, leaves: Collection[Any], device: torch.device | None, *, verify: bool
+) -> dict[TensorLoad | Pickled, Any]:
+    """Values for those of the ``leaves`` that have to be read, verified; a part of a tensor is a :class:`Local`."""
+    loads = [leaf for leaf in leaves if isinstance(leaf, TensorLoad)]
+    dense = [part for load in loads for part in (load.parts or [load])]
+    stored = reader.read_boxes([load.wanted for load in dense if load.wanted], verify=verify)
+    made: dict[tuple[Wanted, bool, torch.dtype | None], torch.Tensor] = {}
+
+    def tensor(load: TensorLoad) -> Any:
+        wanted, shard = load.wanted, load.shard
+        if wanted is None:
+            assert shard is not None
+            return Local(shard, shard.empty(load.dtype))
+        key = wanted, load.ref.array, load.cast_to
+        if key not in made:  # tied weights come back tied
+            made[key] = finished(stored[wanted], load.ref, device, load.cast_to)
+        if shard is not None:
+            return Local(shard, made[key])
+        return made[key].numpy() if load.ref.array else made[key]
+
+    def value(load: TensorLoad) -> Any:
+        if load.leaf is None or not load.parts:
+            return tensor(load)
+        parts = {part.ref: part for part in load.parts}
+        return load.leaf.build(lambda ref: tensor(parts[ref]))
+
+    values: dict[TensorLoad | Pickled, Any] = {load: value(load) for load in loads}
+    # Only now, when all else is known to be as it should be, code of the checkpoint's may run.
+    values.update({leaf: pickle.loads(leaf.data) for leaf in leaves if isinstance(leaf, Pickled)})
+    return values
+
+
+def unpickled(value: Any) -> Any:
+    """A key, or a set, with what is pickled in it unpickled."""
+    if type(value) is Pickled:
+        return pickle.loads(value.data)
+    if type(value) in (tuple, set, frozenset):
+        parts = cast("tuple[Any, ...]", value)
+        return type(parts)(map(unpickled, parts))
+    return value
+
+
+def finished(
+    tensor: torch.Tensor, ref: TensorRef, device: torch.device | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """A stored tensor as what it was saved as, or cast."""
+    if ref.dtype is not None:
+        tensor = torch.view_as_complex(tensor) if ref.dtype.is_complex else tensor.view(ref.dtype)
+    if ref.array:
+        return tensor
+    if device is not None:
+        tensor = tensor.to(device)
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

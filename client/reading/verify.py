@@ -1,0 +1,68 @@
+"""Whether every byte of a checkpoint is as it was written. Loads nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sidesave.client.arguments import path_text
+from sidesave.client.runs import catalog
+from sidesave.errors import WriteError
+from sidesave.writer_daemon.format import integrity
+from sidesave.writer_daemon.format.integrity import Fault
+from sidesave.writer_daemon.format.manifest import MANIFEST
+from sidesave.writer_daemon.storage import PosixStorage
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What :func:`verify` found.
+
+    Attributes:
+        path: The checkpoint.
+        nbytes: Bytes compared with digests.
+        faults: Everything that is wrong, one line each when printed.
+    """
+
+    path: str
+    nbytes: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.faults
+
+
+def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
+    """Compare every byte of a checkpoint with its digests, read from the medium; blocking, loads nothing.
+
+    Args:
+        path: A ``step-XXXXXXXX`` directory.
+        on_bytes: Called with the number of bytes compared since its last call.
+
+    Raises:
+        WriteError: The directory cannot be opened at all.
+    """
+
+    def check(place: str) -> VerifyReport:
+        checked = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal checked
+            checked += nbytes
+            if on_bytes is not None:
+                on_bytes(nbytes)
+
+        storage = PosixStorage(os.path.dirname(place))
+        try:
+            with contextlib.suppress(WriteError):  # what is wrong with it is told below
+                storage.hold(os.path.basename(place), MANIFEST)
+            faults = tuple(integrity.check_checkpoint(storage, os.path.basename(place), count))
+        finally:
+            storage.close()
+        return VerifyReport(place, checked, faults)
+
+    return catalog.read_settled(os.path.realpath(path_text(path)), check, is_whole=lambda report: report.ok)
