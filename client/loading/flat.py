@@ -147,6 +147,7 @@ class Slot:
         path: Where it is.
         target: What it is, without what is said of it.
         module: The module that a tensor, or an extra state, is of.
+        is_plain: Whether it is data that is replaced.
         alone: Whether it is in ``PerRank``, where the local part of a ``DTensor`` is saved as a tensor of its own.
     """
 
@@ -154,6 +155,7 @@ class Slot:
     target: Any
     module: nn.Module | None = None
     alone: bool = False
+    is_plain: bool = True
 
     @property
     def fqn(self) -> str:
@@ -164,11 +166,6 @@ class Slot:
     def is_extra(self) -> bool:
         """Whether it is of a module's own making, and for it to judge."""
         return self.module is not None and str(self.path[-1]).endswith("_extra_state")
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is data that is replaced."""
-        return self.module is None and not is_live(self.target)
 
     @property
     def is_whole(self) -> bool:
@@ -209,13 +206,13 @@ class LiveMap:
         if isinstance(target, nn.Module):
             self.containers[path] = target
             for key, value in target.state_dict(keep_vars=True).items():
-                self.slots[*path, key] = Slot((*path, key), value, target, alone)
+                self.slots[*path, key] = Slot((*path, key), value, target, alone, is_plain=False)
         elif children(target) and is_live(target):
             self.containers[path] = target
             for key, item in children(target):
                 self._visit(item, (*path, key), alone=alone)
         else:
-            self.slots[path] = Slot(path, target, None, alone)
+            self.slots[path] = Slot(path, target, None, alone, is_plain=not is_live(target))
 
     def nodes(self) -> dict[Path, None]:
         """All paths that there are, each behind those that it is below."""

@@ -107,7 +107,7 @@ def _names_of_others(reader: Reader) -> Iterator[list[str]]:
 def names_in(skeleton: Skeleton) -> list[str]:
     """The names of all leaves."""
     found: list[str] = []
-    skeleton.build(lambda ref: None, only=lambda fqn: bool(found.append(fqn)), unpickle=lambda data: None)
+    skeleton.build(lambda ref: None, only=lambda fqn: bool(found.append(fqn)), unpickle=Pickled)
     return found
 
 
@@ -196,9 +196,10 @@ class Selection:
         """Put what targets have in the place of what is left out of their states."""
         problems: list[str] = []
         for slot in slots:
+            if slot.path in self.flat.leaves:
+                continue
             saved = self.flat.below(slot.path)
-            stays = any(leaf is KEEP_CURRENT for leaf in saved.leaves.values())
-            if not stays and not (wanted.is_partial and slot.path not in saved.leaves):
+            if not wanted.is_partial and not any(leaf is KEEP_CURRENT for leaf in saved.leaves.values()):
                 continue
             found, wrong = keeping.keep_current(slot, saved, wanted.leaves_out)
             problems += wrong
