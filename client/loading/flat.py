@@ -99,7 +99,8 @@ class FlatMap:
         make = _maker(like)
         if make in SEQUENCES and all(type(index) is int for index in made):  # a new name may be none
             ordered = [made[index] for index in sorted(made)]
-            return collections.deque(ordered, like.maxlen) if make is collections.deque else make(ordered)
+            whole: Any = collections.deque(ordered, like.maxlen) if make is collections.deque else make(ordered)
+            return whole
         if make is collections.defaultdict:
             return make(like.default_factory, made)
         metadata = getattr(like, "_metadata", None)
