@@ -99,8 +99,7 @@ class FlatMap:
         make = _maker(like)
         if make in SEQUENCES and all(type(index) is int for index in made):  # a new name may be none
             ordered = [made[index] for index in sorted(made)]
-            whole: Any = collections.deque(ordered, like.maxlen) if make is collections.deque else make(ordered)
-            return whole
+            return type(like)(ordered, like.maxlen) if make is collections.deque else type(like)(ordered)
         if make is collections.defaultdict:
             return make(like.default_factory, made)
         metadata = getattr(like, "_metadata", None)
