@@ -17,6 +17,7 @@ from sidesave.client.loading.flat import DICTS, FlatMap, LiveMap, Path, fqn_of, 
 from sidesave.client.loading.plan import LoadPlan
 from sidesave.client.loading.tensors import Local
 from sidesave.client.messages import few
+from sidesave.stager import torch_private
 from sidesave.stager.state.annotations import PerRank, Replicated
 
 logger = logging.getLogger(__name__)
@@ -86,10 +87,10 @@ def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, st
     if isinstance(target, (nn.Module, torch.Tensor)):
         grad = torch.is_grad_enabled()
         try:  # an interrupt can keep `no_grad` from ending
-            torch._C._set_grad_enabled(False)
+            torch_private.set_grad_enabled(False)
             _fill(each, strict=strict)
         finally:
-            torch._C._set_grad_enabled(grad)
+            torch_private.set_grad_enabled(grad)
     elif isinstance(target, torch.optim.Optimizer):
         before = target.state_dict()  # it will hold other tensors and leave these as they are
         undo.append(lambda: target.load_state_dict(before))
