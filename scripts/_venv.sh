@@ -13,4 +13,4 @@ _install() {
     _pip install -qq -e "$ROOT[test,cli]"
 }
 
-_use_environment .venv "$ROOT/pyproject.toml" "$ROOT/setup.py" "$ROOT/scripts/_venv.sh" || exit
+_use_environment .venv "$ROOT/pyproject.toml" "$ROOT/scripts/_venv.sh" || exit

@@ -20,7 +20,7 @@ from pathlib import Path
 from scripts import rooms
 
 ROOT = rooms.ROOT
-EVERY_TEST = {"pyproject.toml", "setup.py", "scripts/test", "scripts/_venv.sh", "scripts/_environment.sh"}
+EVERY_TEST = {"pyproject.toml", "scripts/test", "scripts/_venv.sh", "scripts/_environment.sh"}
 """What every test depends on, with tests/conftest.py and what that imports of tests/."""
 LOOK_AT_ALL = {"tests/test_rooms.py", "tests/test_packaging.py"}
 """They read all files of the product."""
