@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -145,3 +146,15 @@ def test_public_names_are_sorted_and_each_resolves():
     assert sidesave.__all__ == sorted(sidesave.__all__)
     for name in sidesave.__all__:
         assert getattr(sidesave, name) is not None, name
+
+
+def test_the_tests_that_pages_name_are_there():
+    tests = {
+        f"{module.stem}::{name}"
+        for module in (ROOT / "tests").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)
+    }
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`(test_\w+::test_\w+)`", page.read_text())}
+    assert len(named) > 50
+    assert named <= tests
