@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,6 +38,14 @@ def dropped_by_python(kind: type[BaseException]) -> Iterator[None]:
         sys.unraisablehook = before
 
 
+def free_loggers() -> None:
+    """Free what ``logging`` has locked: before Python 3.13 an interrupt in it leaves the lock of a handler taken."""
+    handlers = [reference() for reference in logging._handlerList]  # type: ignore[attr-defined]
+    for lock in (logging._lock, *(handler.lock for handler in handlers if handler)):  # type: ignore[attr-defined]
+        while lock is not None and lock._is_owned():
+            lock.release()
+
+
 class Interrupts:
     """Raises at the ``at``-th of the points that :meth:`run` comes to; with ``at`` 0 it only counts them."""
 
@@ -57,6 +66,7 @@ class Interrupts:
             finally:
                 sys.settrace(outer)
                 self._before.clear()
+                free_loggers()
 
     def _point(self, frame: FrameType) -> None:
         self.count += 1

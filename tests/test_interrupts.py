@@ -20,7 +20,7 @@ import campaigns
 import psutil
 import pytest
 import torch
-from interrupts import Interrupts, dropped_by_python
+from interrupts import Interrupts, dropped_by_python, free_loggers
 from states import held, wait_until
 from trainers import DEADLINE_S, Traces
 
@@ -75,6 +75,7 @@ class Subject:
 
     def check(self) -> None:
         """Another thread saves and waits, and so does this one; nothing is taken, held or under way."""
+        free_loggers()
         other = threading.Thread(target=self.wait, daemon=True)
         other.start()
         other.join(DEADLINE_S)
