@@ -17,10 +17,3 @@ set_grad_enabled: Final = torch._C._set_grad_enabled
 def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells a storage from all others, though it be empty."""
     return storage._cdata
-
-
-def shard_types() -> tuple[type, ...]:
-    """The placements that divide a ``DTensor``; not imported before there is one, as that takes half a second."""
-    from torch.distributed.tensor.placement_types import Shard, _StridedShard
-
-    return Shard, _StridedShard

@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager import torch_private
 
 if TYPE_CHECKING:  # half a second to import; who holds a DTensor has paid for it
     import torch
@@ -166,13 +165,17 @@ def _cutters(
     placements: tuple[Any, ...], sizes: Sequence[int], order: Any, literal: bool, shape: tuple[int, ...]
 ) -> list[list[int]]:
     """For each dimension of the tensor, the mesh dimensions that cut it, in the order in which they did."""
-    from torch.distributed.tensor.placement_types import Replicate
+    from torch.distributed.tensor.placement_types import (
+        Replicate,
+        Shard,
+        _StridedShard,  # pyright: ignore[reportPrivateUsage] - not with the others, which take torch to import
+    )
 
     factors: list[dict[int, int]] = [{} for _ in shape]  # of each dimension: mesh dimension -> split factor
     for mesh_dim, placement in enumerate(placements):
         if type(placement) is Replicate:
             continue
-        if type(placement) not in torch_private.shard_types():
+        if type(placement) not in (Shard, _StridedShard):
             raise UnsupportedValueError(f"a tensor placed as {placement!r} cannot be saved; redistribute it first")
         if not -len(shape) <= placement.dim < len(shape):
             raise UnsupportedValueError(f"{placement!r} does not fit a tensor of shape {shape}")
