@@ -155,7 +155,7 @@ class Checkpointer:
             session.start()
             self._saver = Saver(session)
             close_at_exit(self)
-        except BaseException:
+        except BaseException:  # an interrupt leaves no daemon either
             session.stop()
             raise
 

@@ -1,6 +1,6 @@
 """How far campaigns go: through a third of their points in each run, other ones each time.
 
-``SIDESAVE_CAMPAIGN=whole scripts/test --all`` goes through all of them.
+``SIDESAVE_CAMPAIGN=whole scripts/test --all`` goes through all of them; 0, 1 or 2, as is printed, through that third again.
 """
 
 import itertools
@@ -11,18 +11,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-WHOLE = os.environ.get("SIDESAVE_CAMPAIGN") == "whole"
+_CHOSEN = os.environ.get("SIDESAVE_CAMPAIGN", "")
+WHOLE = _CHOSEN == "whole"
 STRIDE = 1 if WHOLE else 3
+
+
+def _first() -> int:
+    first = 0 if WHOLE else int(_CHOSEN or random.SystemRandom().randrange(STRIDE))
+    print(f"SIDESAVE_CAMPAIGN={_CHOSEN or first}")
+    return first
 
 
 def some(points: Sequence[T]) -> list[T]:
     """Every third of them, from one of the first three on that is drawn by chance."""
-    return list(points[random.SystemRandom().randrange(STRIDE) :: STRIDE])
+    return list(points[_first() :: STRIDE])
 
 
 def numbers() -> Iterator[int]:
     """The same of 0, 1, 2 and so on without an end."""
-    return itertools.count(random.SystemRandom().randrange(STRIDE), STRIDE)
+    return itertools.count(_first(), STRIDE)
 
 
 def length(whole: int) -> int:

@@ -59,11 +59,11 @@ def assign(plan: LoadPlan, *, strict: bool) -> None:
     try:
         for each in sorted(_assignments(plan), key=Assignment.order):
             _assign(plan.live, each, undo, taken, strict=strict)
-    except BaseException:
+    except BaseException:  # of the user's code, or an interrupt
         for put_back in reversed(undo):
             try:
                 put_back()
-            except Exception:
+            except Exception:  # the user's code again: the rest is put back all the same
                 logger.exception("something could not be put back as it was")
         raise
 
