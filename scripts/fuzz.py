@@ -574,7 +574,8 @@ def targets(folder: Path) -> list[Target]:
             try:
                 (weights / name).write_bytes(data)
                 source = sidesave.Source(weights, item="x", strict=False)
-                sidesave.load_sources([source], {"x": {"w": torch.zeros(2, 3), "flag": None}}, strict=False)
+                into = {"x": {"w": torch.zeros(2, 3), "flag": torch.tensor(False)}}
+                sidesave.load_sources([source], into, strict=False)
             finally:
                 (weights / name).write_bytes(of_others[name])
 

@@ -1,6 +1,6 @@
 """How far campaigns go: through a third of their points in each run, other ones each time.
 
-``SIDESAVE_CAMPAIGN=whole scripts/test --all`` goes through all of them; 0, 1 or 2, as is printed, through that third again.
+``SIDESAVE_CAMPAIGN=whole scripts/test --all`` goes through all of them; 0, 1 or 2, as is printed, through one third.
 """
 
 import itertools

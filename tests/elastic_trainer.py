@@ -50,6 +50,7 @@ class Journal:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self._about = {"rank": rank, "size": size, "pid": os.getpid(), "restart": restart}
+        self._folder = folder
         self._pipe = os.open(folder / "events", os.O_WRONLY)
         self._log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
@@ -59,6 +60,16 @@ class Journal:
         assert len(line) <= select.PIPE_BUF, "it would be torn by the lines of other workers"
         os.write(self._log, line)
         os.write(self._pipe, line)
+
+    def wait_for(self, what: str, size: int) -> None:
+        """Block until all ranks have told this last, for half a minute at most."""
+        logs = [self._folder / f"rank-{rank}.log" for rank in range(size)]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            lines = [log.read_text().splitlines() for log in logs if log.exists()]
+            if sum(bool(of_rank) and json.loads(of_rank[-1])["what"] == what for of_rank in lines) == size:
+                break
+            time.sleep(0.05)
 
 
 class Data:
@@ -176,6 +187,7 @@ def train(folder: Path, run: str, until: int, save_every: int, *, with_group: bo
                 ckpt = stack.enter_context(sidesave.Checkpointer(run, takeover_timeout_s=5, node_local=node_local))
             except SidesaveError as error:
                 journal.tell("refused", 0, error=type(error).__name__, why=str(error))
+                journal.wait_for("refused", size)  # torchrun ends the others as soon as one has
                 raise
         if ckpt is not None:
             journal.tell("opened", 0, recovered=ckpt.recovered, removed=ckpt.removed)

@@ -642,6 +642,24 @@ def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_doctor_that_is_interrupted_as_soon_as_there_is_something_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from sidesave.client.cli.doctor import examine
+
+    mkdir = os.mkdir
+
+    def interrupted(path: str | Path, mode: int = 0o777) -> None:
+        mkdir(path, mode)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "mkdir", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(examine(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
 # The process -----------------------------------------------------------------------------------------------------
 
 

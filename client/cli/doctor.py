@@ -11,10 +11,11 @@ import os
 import platform
 import re
 import resource
+import secrets
+import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,7 @@ _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO in the kernel's so
 _OUTLIVE: Final = "have it live on for as long as a save takes: sh -c 'python train.py; code=$?; sleep 60; exit $code'"
 
 
-def examine(directory: Path) -> Iterator[Finding]:
+def examine(directory: Path) -> Generator[Finding]:
     """Run all checks, yielding each finding as soon as it is known.
 
     A directory that does not exist yet is not made: its nearest existing parent is checked in its place.
@@ -48,14 +49,18 @@ def examine(directory: Path) -> Iterator[Finding]:
     yield from _survival()
     while not directory.exists():
         directory = directory.parent
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix=".sidesave-doctor-", dir=directory)
-    except OSError as error:
-        why = f"cannot write to {directory}: {error.strerror}"
-        yield Finding("directory", "fail", why, "choose another directory, or have its mode, mount or quota changed")
-        return
-    with scratch as name:
-        yield from examine_directory(directory, Path(name))
+    scratch = directory / f".sidesave-doctor-{secrets.token_hex(8)}"
+    try:  # from before it is made: SIGTERM may come at once
+        try:
+            scratch.mkdir(0o700)
+        except OSError as error:
+            why = f"cannot write to {directory}: {error.strerror}"
+            remedy = "choose another directory, or have its mode, mount or quota changed"
+            yield Finding("directory", "fail", why, remedy)
+        else:
+            yield from examine_directory(directory, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 # The machine -----------------------------------------------------------------------------------------------------

@@ -465,13 +465,14 @@ def doctor(
         raise InvalidArgumentError(f"{place} is no directory")
     found: list[Finding] = []
     console = new_console()
-    for finding in examine(place):
-        found.append(finding)
-        if not as_json:
-            console.print(f"{finding.status:4}", style=_COLORS[finding.status], end="  ")
-            console.print(printable(f"{finding.name:14}  {finding.finding}"))
-            if finding.remedy:
-                console.print(f"{'':22}-> {finding.remedy}")
+    with contextlib.closing(examine(place)) as findings:
+        for finding in findings:
+            found.append(finding)
+            if not as_json:
+                console.print(f"{finding.status:4}", style=_COLORS[finding.status], end="  ")
+                console.print(printable(f"{finding.name:14}  {finding.finding}"))
+                if finding.remedy:
+                    console.print(f"{'':22}-> {finding.remedy}")
     if as_json:
         print_json([asdict(finding) for finding in found])
     if any(finding.status == "fail" for finding in found):
