@@ -17,6 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 HOUSES = ("client", "writer_daemon", "stager")
+MAX_MODULES = 12
+"""In a room."""
+MAX_LINES = 500
+"""Of a module."""
 _BEGIN, _END = "<!-- drawn by `python -m scripts.rooms --write` -->", "<!-- end of the drawing -->"
 
 

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed
-from states import like
-from test_gpu import on_host
-from test_gpu_training import Transformer, batch, loss_of, repeatable
-from test_staging import frozen
-from test_tree import difference
+from gpu import on_host
+from gpu_transformer import Transformer, batch, loss_of, repeatable
+from states import difference, frozen, like
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

@@ -19,11 +19,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import trainers
+from commands import as_json, output
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_trainers import RankZygote, leftovers
 from safetensors.torch import load_file
-from test_cli import as_json, output
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, a_state, check, entries, same, say, wait_to_go_on
 

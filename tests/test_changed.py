@@ -47,7 +47,7 @@ def test_a_module_reaches_tests_through_imports_and_the_daemon(
         ("tests/gpu_ranks.py", {"test_gpu_training"}),
         ("tests/faults.c", {"test_faults"}),
         ("scripts/fuzz.py", {"test_hostile"}),
-        ("tests/test_lease.py", {"test_lease", "test_takeover"}),  # one test imports of another
+        ("tests/network_storage.py", {"test_lease", "test_takeover"}),
         ("tests/simulated_gpu/runtime/memory.cpp", {"test_gpu", "test_simulated_gpu"}),
     ],
 )

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from commands import as_json, output, sidesave_cli
 from torch import nn
 from trainers import Orders, Traces, Trainer, await_end, pidfd_of
-from typer.testing import CliRunner, Result
 
 import sidesave
-from sidesave.client.cli.main import app
 from sidesave.client.runs import catalog
 from sidesave.writer_daemon.format import sealed_json
 
@@ -38,20 +37,6 @@ class Trap:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.mark,)
-
-
-def sidesave_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-
-
-def output(*arguments: object, status: int = 0) -> str:
-    result = sidesave_cli(*arguments)
-    assert result.exit_code == status, result.output
-    return result.output
-
-
-def as_json(*arguments: object, status: int = 0) -> Any:
-    return json.loads(output(*arguments, "--json", status=status))
 
 
 def save(run: Path, *states: dict[str, Any], **options: Any) -> list[Path]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import rooms
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 PATHS = {
@@ -34,12 +36,10 @@ def test_the_classes_to_derive_from_are_abstract_and_where_it_says(names: str, p
 
 
 def test_the_table_of_devices_and_the_limits_are_what_it_says():
-    import test_rooms
-
     from sidesave.stager.devices import kinds
 
     assert kinds._RUNTIMES
-    assert f"at most {test_rooms.MAX_LINES} lines, a room at most {test_rooms.MAX_MODULES} modules" in TEXT
+    assert f"at most {rooms.MAX_LINES} lines, a room at most {rooms.MAX_MODULES} modules" in TEXT
 
 
 def test_the_options_of_its_commands_are_known():

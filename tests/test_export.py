@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+from commands import output, sidesave_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from states import difference, noise
-from test_cli import output, sidesave_cli
 from torch import nn
 from trainers import DEADLINE_S
 from worlds import Apart, Own, Spread, cut, write_world

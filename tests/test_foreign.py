@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from loads import values
 from states import difference
-from test_loading import values
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import drop_from_cache

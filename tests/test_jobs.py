@@ -5,6 +5,7 @@ import dataclasses
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from job_messages import ATTEMPT, a_failure, a_save
 
 from sidesave.writer_daemon.process import jobs
 from sidesave.writer_daemon.process.jobs import Jobs
@@ -12,7 +13,6 @@ from sidesave.writer_daemon.protocol import (
     Committed,
     Delete,
     Deleted,
-    Extent,
     Failed,
     Message,
     Progress,
@@ -20,35 +20,6 @@ from sidesave.writer_daemon.protocol import (
     Save,
     Written,
 )
-
-ATTEMPT = 3
-OBJECTS = Extent(name="objects", offset=4096, nbytes=10)
-
-
-def a_save(save_id: int, world_size: int = 1) -> Save:
-    return Save(
-        attempt=ATTEMPT,
-        save_id=save_id,
-        arena=1,
-        generation=1,
-        step=save_id * 10,
-        session="0123456789abcdef",
-        sequence=save_id,
-        rank=0,
-        world_size=world_size,
-        files=(),
-        objects=OBJECTS,
-        parent=None,
-        replace=False,
-        pickled=False,
-        created_s=0.0,
-        torch_version="",
-        retry=False,
-    )
-
-
-def a_failure(save_id: int) -> Failed:
-    return Failed(attempt=ATTEMPT, save_id=save_id, error="WriteError", message="no", errno=5, path="/x")
 
 
 def a_refusal(save_id: int) -> Refuse:

@@ -1,7 +1,6 @@
 """Loading: what was saved comes back, into fresh values or live objects, and what does not fit touches nothing."""
 
 import collections
-import json
 import logging
 import os
 import shutil
@@ -17,6 +16,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from loads import (
+    Extra,
+    Loader,
+    Trunk,
+    Wrapped,
+    assert_damaged,
+    assert_equal,
+    assert_refused,
+    flip_bit,
+    live,
+    save,
+    values,
+    with_manifest,
+)
 from states import bits, difference, noise
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -39,70 +52,6 @@ from sidesave.errors import (
     StateMismatchError,
 )
 from sidesave.stager.state.treespec import TensorRef
-from sidesave.writer_daemon.format.tensor_file import digest
-
-
-class Loader:
-    """A data loader of the user's; stubborn ones cannot be loaded."""
-
-    def __init__(self, position: int = 0, *, stubborn: bool = False) -> None:
-        self.position = position
-        self.stubborn = stubborn
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.stubborn:
-            raise RuntimeError("this loader does not want to")
-        self.position = state["position"]
-
-
-def live(seed: int, *, width: int = 8) -> dict[str, Any]:
-    """Live objects of every kind, after a few steps of training."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
-    optimizer = torch.optim.AdamW(
-        [{"params": [*model[0].parameters()], "lr": 0.1}, {"params": [*model[1:].parameters()]}], lr=0.01 * seed
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
-    for _ in range(seed):
-        optimizer.zero_grad()
-        model(torch.randn(4, width)).square().mean().backward()
-        optimizer.step()
-        scheduler.step()
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "loader": Loader(position=100 * seed),
-        "epoch": seed,
-        "bare": torch.randn(5),
-        "nested": {
-            "ema": torch.randn(3, 3),
-            "complex": torch.randn(3, dtype=torch.complex128),
-            "heads": [nn.Linear(2, 2), nn.Linear(2, 3)],
-            "loaders": (Loader(seed), Loader(seed + 1)),
-            "history": [{"loss": float(seed)}] * seed,
-            "array": np.full(3, seed),
-            1: torch.randn(2),
-        },
-    }
-
-
-def values(state: Any) -> Any:
-    """Everything a live state holds, copied: to compare bit by bit before and after."""
-    if isinstance(state, dict):
-        return {key: values(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(values(value) for value in state)
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, nn.Module):
-        return collections.OrderedDict(values(dict(state.state_dict())))
-    if hasattr(state, "state_dict"):
-        return values(state.state_dict())
-    return state.copy() if isinstance(state, np.ndarray) else state
 
 
 @pytest.fixture(scope="module")
@@ -302,19 +251,6 @@ def test_only_what_is_asked_for_is_read(original: Path, checkpoint: Path):
 # What does not fit -----------------------------------------------------------------------------------------------
 
 
-def assert_refused(path: Path, target: dict[str, Any], *names: str, **options: Any) -> str:
-    """That nothing is touched, and that everything that does not fit is named."""
-    before, objects = values(target), dict(target)
-    with pytest.raises(StateMismatchError) as caught:
-        sidesave.load(path, into=target, **options)
-    message = str(caught.value)
-    for name in names:
-        assert name in message
-    assert difference(before, values(target)) == "", "something has been touched"
-    assert all(target[key] is value for key, value in objects.items())
-    return message
-
-
 def test_shapes_that_differ_are_named_and_nothing_is_touched(original: Path):
     message = assert_refused(
         original,
@@ -449,47 +385,6 @@ def test_a_path_that_is_none_or_a_url_is_refused(call: Callable[[Any], object], 
 
 
 # Other names -----------------------------------------------------------------------------------------------------
-
-
-class Trunk(nn.Module):
-    """A backbone and a head, as a wrapper has them or not."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.head = nn.Linear(4, 2)
-
-
-class Wrapped(nn.Module):
-    """What DistributedDataParallel does to names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-class Extra(nn.Linear):
-    """A module with a state that is no tensor."""
-
-    def __init__(self, note: dict[Any, Any]) -> None:
-        super().__init__(2, 2)
-        self.note = note
-
-    def get_extra_state(self) -> dict[Any, Any]:
-        return self.note
-
-    def set_extra_state(self, state: dict[Any, Any]) -> None:
-        self.note = state
-
-
-def save(run: Path, state: dict[str, Any], step: int = 1) -> Path:
-    with Checkpointer(run) as checkpointer:
-        return Path(checkpointer.save(step, state, blocking=True).committed.result())
-
-
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    assert difference(values(one), values(other)) == ""
 
 
 @pytest.mark.parametrize(
@@ -1003,24 +898,6 @@ def test_fresh_tensors_go_to_the_device_asked_for_and_arrays_stay(original: Path
 # Damage ----------------------------------------------------------------------------------------------------------
 
 
-def flip_bit(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
-def assert_damaged(path: Path, message: str, **options: Any) -> None:
-    """That it is noticed, and that nothing has been applied by then."""
-    target = live(1)
-    before = values(target)
-    with pytest.raises(IntegrityError, match=message):
-        sidesave.load(path, into=target, **options)
-    assert difference(before, values(target)) == ""
-    with pytest.raises(IntegrityError, match=message):
-        sidesave.load(path, **options)
-    assert not sidesave.verify(path).ok
-
-
 def test_a_flipped_bit_is_found_with_file_block_and_name_and_nothing_is_applied(tmp_path: Path):
     large = torch.randn(300_000)  # 1.2 MB: five blocks of its own, after one of the header
     with Checkpointer(tmp_path) as checkpointer:
@@ -1102,16 +979,6 @@ def test_of_a_run_directory_the_newest_is_loaded_and_what_find_lists_too(tmp_pat
     (tmp_path / "step-00000005" / "manifest.json").write_bytes(b"{}")
     with pytest.raises(IntegrityError):
         sidesave.load(tmp_path)
-
-
-def with_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrites a manifest with a digest that is right again."""
-    manifest = path / "manifest.json"
-    body = json.loads(manifest.read_bytes())
-    del body["xxh3_128"]
-    change(body)
-    rest = json.dumps(body, separators=(",", ":")).encode()[1:]
-    manifest.write_bytes(b'{"xxh3_128":"' + digest(rest).hex().encode() + b'",' + rest)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])

@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
+from loads import assert_refused, flip_bit, save, sharded, values
 from states import difference
-from test_loading import assert_refused, flip_bit, save, values
-from test_sources import sharded
 from torch import nn
 from worlds import cut, write_world
 

@@ -22,7 +22,7 @@ import campaigns
 import pytest
 import torch
 from power_loss import Death, Disk, Note, Recorder, Sync, Trace, Tree, lay_out, read_in, show
-from test_commit import Session, State, same
+from sessions import Session, State, same
 
 from sidesave.client.loading import load as loader
 from sidesave.client.reading.verify import verify

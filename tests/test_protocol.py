@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wire_messages import a_save
 
 from sidesave.errors import ProtocolError, WriteError
 from sidesave.writer_daemon import protocol
@@ -111,30 +112,6 @@ def pack(value: Any) -> bytes:
 def raw(message: Message) -> dict[str, Any]:
     """The map that travels."""
     return msgpack.unpackb(encode(message))
-
-
-def a_save(**changes: Any) -> Save:
-    extent = Extent(name="model", offset=8192, nbytes=100)
-    save = Save(
-        attempt=1,
-        save_id=1,
-        arena=1,
-        generation=1,
-        step=7,
-        session="0123456789abcdef",
-        sequence=1,
-        rank=0,
-        world_size=1,
-        files=(extent,),
-        objects=Extent(name="objects", offset=12288, nbytes=10),
-        parent=Parent(step=3, session="fedcba9876543210"),
-        replace=False,
-        pickled=False,
-        created_s=1.5,
-        torch_version="2.8",
-        retry=False,
-    )
-    return dataclasses.replace(save, **changes)
 
 
 def test_the_wire_has_the_kinds_that_the_design_names():

@@ -16,7 +16,7 @@ from collections import deque
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_jobs import a_failure, a_save
+from job_messages import a_failure, a_save
 
 from sidesave.client.daemon_link.pending import Requests
 from sidesave.writer_daemon.process import jobs

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_protocol import a_save
+from wire_messages import a_save
 
 from sidesave.errors import NoSpaceError, WriteError
 from sidesave.writer_daemon.commit import coordination

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from loads import Loader, Trunk, Wrapped, flip_bit, sharded, values, with_manifest
 from states import difference
-from test_loading import Loader, Trunk, Wrapped, flip_bit, values
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from worlds import cut, write_world
@@ -241,8 +241,6 @@ def test_bad_sources_are_refused(bank: Path, tmp_path: Path):
 def test_a_newer_format_and_pickled_values_are_told(bank: Path, tmp_path: Path):
     import shutil
 
-    from test_loading import with_manifest
-
     newer = shutil.copytree(bank / "a" / "step-00000007", tmp_path / "newer")
     with_manifest(newer, lambda body: body.update(version=2))
     assert_untouched(trained(4), FormatVersionError, "version 2", of=[Source(newer)])
@@ -289,15 +287,6 @@ def test_a_stage_of_a_pipeline_takes_its_own_under_other_names(tmp_path: Path):
         into = {"model": {"blocks.9.weight": torch.zeros(2, 2)}}
         with pytest.raises(StateMismatchError, match=r"model\.blocks\.9\.weight: missing"):
             loader.read(path, into=into, rename=rename)
-
-
-def sharded(seed: int, mesh: Any, dtype: torch.dtype = torch.float32) -> Any:
-    model = Trunk(seed).to(dtype)
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(module, name, nn.Parameter(spread))
-    return model
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from test_commit import NEW, OLD, MortalStorage, Session, a_state, entries, same
-from test_lease import ELSEWHERE, PERIOD_S, NetworkStorage
+from network_storage import ELSEWHERE, PERIOD_S, NetworkStorage
+from sessions import NEW, OLD, MortalStorage, Session, a_state, entries, same
 from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, await_end, check, pidfd_of
 
 import sidesave

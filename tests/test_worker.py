@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_commit import NEW, OLD, Session, a_state
+from sessions import NEW, OLD, Session, a_state
 from trainers import DEADLINE_S, entries
 
 import sidesave

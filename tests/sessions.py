@@ -1,0 +1,257 @@
+"""Sessions of one rank without a trainer or a daemon: their memory, their operations on storage, and their deaths."""
+
+import dataclasses
+import os
+import threading
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sidesave.client.loading import load as loader
+from sidesave.client.reading.verify import verify
+from sidesave.stager.copy.pool import SlotPool
+from sidesave.stager.plan import make_plan, structure_of
+from sidesave.stager.state import tree
+from sidesave.stager.state.flat_state import OBJECTS
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.commit import commit
+from sidesave.writer_daemon.commit.commit import Recovery
+from sidesave.writer_daemon.format import manifest
+from sidesave.writer_daemon.format.manifest import Manifest, RankRecord
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.protocol import Extent, Parent, Save
+from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
+from sidesave.writer_daemon.writing.writer import Writer
+
+OLD, NEW = "0" * 16, "f" * 16
+"""Sessions: one that is dead, and this one."""
+
+State = dict[str, Any]
+
+
+def a_state(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(300, 500, generator=generator), "b": torch.randn(7, generator=generator)},
+        "optimizer": {"m": torch.randn(1000, generator=generator), "step": seed},
+    }
+
+
+def same(one: State, other: State) -> bool:
+    a, b = tree.flatten(one), tree.flatten(other)
+    return a.objects == b.objects and all(
+        torch.equal(tensor, b.containers[name][fqn])
+        for name, tensors in a.containers.items()
+        for fqn, tensor in tensors.items()
+    )
+
+
+class Session:
+    """One session of one rank: staging memory, and the daemon's operations on a run directory."""
+
+    def __init__(self, root: Path, name: str = NEW, storage: Storage | None = None) -> None:
+        self.root = root
+        self.name = name
+        self.storage = storage or PosixStorage(str(root))
+        self.lease = self._take_lease()
+        self.attempt = f"1-{os.getpid()}-{id(self)}"
+        self.writer = self._writer()
+        self._pool = SlotPool(1, None, lambda number, arena: None, lambda number: None)
+        self._slot = self._pool.acquire(self, 0.0)
+
+    def stage(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Save:
+        flat = tree.flatten(state)
+        plan = make_plan(structure_of(flat.containers))
+        self._pool.fit(self._slot, plan, [flat.objects], None)
+        tensors = [tensor for tensors in flat.containers.values() for tensor in tensors.values()]
+        for tensor, target in zip(tensors, self._slot.targets, strict=True):
+            target.view.copy_(tensor)
+        (offset,) = self._slot.append([flat.objects])
+        arena = self._slot.arena
+        assert arena is not None
+        base = arena.data_offset
+        save = Save(
+            attempt=1,
+            save_id=sequence,
+            arena=1,
+            generation=arena.begin_generation(),
+            step=step,
+            session=self.name,
+            sequence=sequence,
+            rank=0,
+            world_size=1,
+            files=tuple(Extent(name=f.container, offset=base + f.offset, nbytes=f.nbytes) for f in plan.files),
+            objects=Extent(name=OBJECTS, offset=base + offset, nbytes=len(flat.objects)),
+            parent=Parent(step=1, session=OLD),
+            replace=replace,
+            pickled=False,
+            created_s=time.time(),
+            torch_version="2.8",
+            retry=False,
+        )
+        arena.mark_staged(protocol.encode(save))
+        return save
+
+    def write(self, save: Save) -> RankRecord:
+        assert self._slot.arena is not None
+        return self.writer.write(save, self._slot.arena, lambda done, total: None)
+
+    def commit(self, save: Save) -> Manifest:
+        return commit.commit(self.storage, self.lease, save, self.attempt)
+
+    def save(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Manifest:
+        save = self.stage(step, state, sequence=sequence, replace=replace)
+        self.write(save)
+        return self.commit(save)
+
+    def recover(self) -> Recovery:
+        return commit.recover(self.storage, self.lease, self.attempt)
+
+    def resume(self, save: Save) -> None:
+        """What a respawned daemon does with a save that comes again."""
+        if commit.find_record(self.storage, save) is None:
+            self.write(dataclasses.replace(save, retry=True))
+        self.commit(save)
+
+    def end(self) -> None:
+        """As if the daemon had died: its lease is free, memory stays with the trainer."""
+        self.writer.close()
+        self.lease.release()
+        self._lease_storage.close()
+        self.storage.close()
+
+    def close(self) -> None:
+        """As if the trainer had died as well."""
+        self.end()
+        self._pool.release(self)
+        self._pool.close()
+
+    def respawn(self) -> None:
+        """A daemon in the place of a dead one, on the same staging memory."""
+        self.storage = PosixStorage(str(self.root))
+        self.lease = self._take_lease()
+        self.attempt = f"2-{os.getpid()}-{id(self.lease)}"
+        self.writer = self._writer()
+
+    def mortal(self, last: int) -> None:
+        """From here on the daemon dies before its ``last``-th operation on storage."""
+        self.writer.close()
+        self.storage.close()
+        self.storage = MortalStorage(self.root, last)
+        self.writer = self._writer()
+
+    def _take_lease(self) -> Lease:
+        self._lease_storage = PosixStorage(str(self.root))
+        return Lease(self._lease_storage, Holder.current(self.name, os.getpid()), 0.0, lambda: True)
+
+    def _writer(self) -> Writer:
+        return Writer(self.storage, self.attempt, threading.Event(), self.lease.check)
+
+
+def entries(root: Path) -> list[str]:
+    """All but the lease file."""
+    return sorted(path.name for path in root.iterdir() if path.name != ".sidesave.lease")
+
+
+def check(root: Path, step: int, state: State) -> None:
+    path = root / manifest.step_directory(step)
+    report = verify(path)
+    assert report.ok, report.faults
+    assert same(loader.load(path), state)
+
+
+def leave(root: Path, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Path:
+    """A partial directory whose daemon died after its record and before the commit."""
+    dead = Session(root, OLD)
+    dead.write(dead.stage(step, state, sequence=sequence, replace=replace))
+    dead.end()
+    return root / manifest.hidden_directory(step, OLD, "partial")
+
+
+class Death(BaseException):
+    """The daemon dies here: nothing of its code runs afterwards."""
+
+
+class MortalStorage(Storage):
+    """A run directory whose daemon dies before its ``last``-th operation; there is none after that."""
+
+    def __init__(self, root: Path, last: int) -> None:
+        self._real = PosixStorage(str(root))
+        self.root = self._real.root
+        self._left = last
+
+    def live(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Death
+
+    def free_nbytes(self) -> int:
+        return self._real.free_nbytes()
+
+    def close(self) -> None:
+        self._real.close()
+
+    def make_directory(self, name: str, mode: int) -> bool:
+        self.live()
+        return self._real.make_directory(name, mode)
+
+    def list_directory(self, name: str) -> list[str]:
+        return self._real.list_directory(name)
+
+    def create(self, path: str, nbytes: int) -> OutputFile:
+        self.live()
+        return MortalFile(self, self._real.create(path, nbytes))
+
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        return self._real.read(path, max_nbytes)
+
+    def open(self, path: str) -> AbstractContextManager[InputFile]:
+        return self._real.open(path)
+
+    def publish(self, temporary: str, final: str) -> bool:
+        self.live()
+        return self._real.publish(temporary, final)
+
+    def rename_directory(self, source: str, target: str) -> None:
+        self.live()
+        self._real.rename_directory(source, target)
+
+    def open_to_readers(self, name: str) -> None:
+        self.live()
+        self._real.open_to_readers(name)
+
+    def sync_directory(self, name: str) -> None:
+        self.live()
+        self._real.sync_directory(name)
+
+    def remove(self, path: str) -> None:
+        self.live()
+        self._real.remove(path)
+
+    def remove_tree(self, name: str) -> None:
+        """As it is: file by file, and death may come between two."""
+        for entry in self.list_directory(name):
+            self.remove(f"{name}/{entry}")
+        self.live()
+        self._real.remove_tree(name)
+
+
+class MortalFile(OutputFile):
+    def __init__(self, storage: MortalStorage, file: OutputFile) -> None:
+        self._storage = storage
+        self._file = file
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        self._storage.live()
+        self._file.write_at(data, offset)
+
+    def finish(self, nbytes: int) -> None:
+        self._storage.live()
+        self._file.finish(nbytes)
+
+    def close(self) -> None:
+        self._file.close()
