@@ -22,9 +22,9 @@ from scripts import rooms
 ROOT = rooms.ROOT
 EVERY_TEST = {"pyproject.toml", "scripts/test", "scripts/_venv.sh", "scripts/_environment.sh"}
 """What every test depends on, with tests/conftest.py and what that imports of tests/."""
-LOOK_AT_ALL = {"tests/test_rooms.py", "tests/test_packaging.py"}
-"""They read all files of the product."""
-LOOKS_FOR_FILES = "tests/test_contributing.py"
+LOOK_AT_ALL = {"tests/project/test_rooms.py", "tests/project/test_packaging.py"}
+"""They read all files of the product and of its tests."""
+LOOKS_FOR_FILES = "tests/project/test_contributing.py"
 """It looks whether files are there, of whatever kind."""
 _PRODUCT = ("sidesave/", *(f"{house}/" for house in rooms.HOUSES))
 _DOTTED = re.compile(r"\bsidesave(?:\.\w+)+")
@@ -52,7 +52,7 @@ class Graph:
         self.edges["sidesave/__init__.py"] = set()
 
     def tests(self) -> list[str]:
-        return [file for file in self.files if re.fullmatch(r"tests/test_\w+\.py", file)]
+        return [file for file in self.files if re.fullmatch(r"tests/(\w+/)+test_\w+\.py", file)]
 
     def reached_from(self, file: str) -> set[str]:
         """All that it depends on, itself included."""
@@ -121,7 +121,7 @@ class Graph:
             yield from (file for file in candidates if f"/{file}".endswith(f"/{text}"))
             yield text  # a file that is no module
             yield f"docs/{text}"
-            yield f"tests/{text}"
+            yield f"tests/support/{text}"
 
     def _resolve(self, name: str) -> Iterator[str]:
         """The modules by which a dotted name is reached: its own, and the packages it is in."""
@@ -162,7 +162,7 @@ def _module_name(file: str) -> str:
     if parts[0] in rooms.HOUSES:
         parts.insert(0, "sidesave")
     elif parts[0] == "tests":
-        del parts[0]  # where their imports of each other start
+        del parts[: 1 if "simulated_gpu" in parts else -1]  # where their imports of each other start
     if parts[-1] == "__init__":
         del parts[-1]
     return ".".join(parts)
@@ -186,7 +186,7 @@ def choose(changed: Iterable[str], graph: Graph | None = None) -> tuple[list[str
     found = {test for test in tests if graph.reached_from(test) & files}
     if any(file.startswith("tests/simulated_gpu/") for file in files):  # what they run on
         found |= {test for test in tests if "gpu" in test}
-    if any(file.startswith(_PRODUCT) for file in files):
+    if any(file.startswith((*_PRODUCT, "tests/")) for file in files):
         found |= LOOK_AT_ALL
     if files:
         found.add(LOOKS_FOR_FILES)

@@ -25,6 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from network_storage import ELSEWHERE, PERIOD_S, NetworkStorage
+from trainers import ROOT, SUPPORT
 
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
@@ -33,7 +34,7 @@ from sidesave.writer_daemon.lease.record import Holder
 from sidesave.writer_daemon.storage import PosixStorage, Storage
 
 SESSIONS = [f"{number:016x}" for number in range(100)]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
 
 
 KINDS: dict[str, Callable[[str, int | None], Storage]] = {

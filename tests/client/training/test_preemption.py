@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from manager_trainer import ManagedTrainer
-from trainers import DEADLINE_S, Orders, Traces
+from trainers import DEADLINE_S, SUPPORT, Orders, Traces
 
 import sidesave
 from sidesave.client.runs import catalog, save_requests
@@ -436,7 +436,7 @@ def test_torchrun_that_is_terminated_leaves_one_checkpoint_of_all_workers(
 ):
     about = {"run": str(run), "save": "[OnSignal(deadline_s=20)]", "paced": False, "quiet": True, "size": 0}
     about |= {"total": 10**6, "rest_s": 0.01}
-    script = Path(__file__).with_name("manager_trainer.py")
+    script = SUPPORT / "manager_trainer.py"
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), json.dumps(about)]
     environment = {**os.environ, "TMPDIR": traces.folder, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     said = (tmp_path / "said").open("wb+")

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+"""Where this module and others like it are found."""
 DEADLINE_S = 300.0
 """For everything that takes a moment: nothing waits without an end, and a busy machine is no failure."""
 
@@ -156,7 +158,7 @@ class Orders:
         self._folder = folder
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(
-            f"import sys\nsys.path.append({str(ROOT / 'tests')!r})\nimport trainers\ntrainers.obey()\n"
+            f"import sys\nsys.path.append({str(SUPPORT)!r})\nimport trainers\ntrainers.obey()\n"
         )
         os.mkfifo(folder / "reports")
         os.mkfifo(folder / "release")
@@ -578,8 +580,8 @@ def fork_trainers(fd: str) -> None:
 
 
 def _python_path() -> str:
-    inherited = os.environ.get("PYTHONPATH", "")
-    return inherited if str(ROOT) in inherited.split(":") else f"{inherited}:{ROOT}".lstrip(":")
+    inherited = list(filter(None, os.environ.get("PYTHONPATH", "").split(":")))
+    return ":".join([*inherited, *(path for path in map(str, (ROOT, SUPPORT)) if path not in inherited)])
 
 
 def say(*words: object) -> None:

@@ -15,7 +15,7 @@ import campaigns
 import pytest
 from network_storage import ELSEWHERE, PERIOD_S, NetworkStorage
 from sessions import NEW, OLD, MortalStorage, Session, a_state, entries, same
-from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, await_end, check, pidfd_of
+from trainers import DEADLINE_S, ROOT, SUPPORT, Orders, Traces, Trainer, await_end, check, pidfd_of
 
 import sidesave
 from sidesave.client.loading import load as loader
@@ -246,7 +246,7 @@ with sidesave.Checkpointer(sys.argv[1], takeover_timeout_s=1.0) as ckpt:
 
 
 def test_trainer_that_execs_itself_is_let_in_though_its_old_daemon_was_stopped(tmp_path: Path, traces: Traces):
-    environment = {**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    environment = {**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
     command = [sys.executable, "-c", _EXEC, tmp_path / "run", "first", _EXEC]
     subprocess.run(command, env=environment, check=True, timeout=DEADLINE_S)
     check(tmp_path / "run", 1, mib=0.1)

@@ -7,7 +7,7 @@ import pytest
 def test_every_ordering_line_has_a_mutant():
     known = {(mutant.file, mutant.line) for mutant in mutants.MUTANTS}
     missing = [f"{file}: {line}" for file, line in mutants.ordering_lines() if (file, line) not in known]
-    assert missing == [], "add them to tests/mutants.py, each with a test that fails without it"
+    assert missing == [], "add them to tests/support/mutants.py, each with a test that fails without it"
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.line}")

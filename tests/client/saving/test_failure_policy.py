@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainers import DEADLINE_S, Traces, a_state, await_end, check, entries, pidfd_of, same
+from trainers import DEADLINE_S, SUPPORT, Traces, a_state, await_end, check, entries, pidfd_of, same
 
 import sidesave
 from sidesave.errors import (
@@ -329,9 +329,7 @@ def test_a_checkpointer_is_dropped_where_the_lock_of_threads_is_held(run: Path, 
 
 def test_a_process_that_ends_waits_for_what_it_has_dropped(run: Path, traces: Traces):
     code = "import sys, sidesave, trainers\nsidesave.Checkpointer(sys.argv[1]).save(1, trainers.a_state(1, 20))"
-    subprocess.run(
-        [sys.executable, "-c", code, str(run)], check=True, timeout=10 * DEADLINE_S, cwd=Path(__file__).parent
-    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, timeout=10 * DEADLINE_S, cwd=SUPPORT)
     check(run, 1, mib=20)
     traces.check()
 

@@ -557,5 +557,5 @@ def _in_a_process(program: str, **environment: str) -> str:
 
 
 def _environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"PYTHONPATH": path} | more

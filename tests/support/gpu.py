@@ -28,7 +28,7 @@ MARKS = [
     pytest.mark.filterwarnings("ignore:.*(ComplexHalf|beta state|prototype stage|deprecated):UserWarning"),
 ]
 MIB = 1 << 20
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # The simulator ---------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def contexts() -> set[int]:
 
 _PROLOGUE = f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = {[str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("", "support", "gpu"))]}
 import gpu
 gpu.begin()
 """

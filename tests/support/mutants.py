@@ -1,7 +1,7 @@
 """The ordering lines of the code that copies from devices, each with the tests that notice when it is not there.
 
-    python tests/mutants.py [WORDS]      in the simulated GPU's environment; with WORDS all lines that have one of them,
-                                         else a third, by chance, or all with SIDESAVE_CAMPAIGN=whole
+    python tests/support/mutants.py [WORDS]    in the simulated GPU's environment; with WORDS all lines that have one of
+                                               them, else a third, by chance, or all with SIDESAVE_CAMPAIGN=whole
 
 Each mutant is a copy of the code with one line replaced. Its tests are run on it under one schedule after the other;
 one of them must fail. ``test_mutants`` checks that the table has every line with an ordering word.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import campaigns
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100
 SCHEDULES = ("late", "early", "random:1")
 ORDERING = re.compile(
@@ -93,7 +93,7 @@ def run(mutant: Mutant) -> tuple[str | None, float]:
 
 def _noticed(mutant: Mutant, root: Path, schedule: str) -> str | None:
     environment = os.environ | {"SIMULATED_GPU": schedule, "PYTHONPATH": f"{root}:{root / 'tests'}"}
-    files = sorted(str(path) for path in (root / "tests").glob("test_gpu*.py"))
+    files = sorted(str(path) for path in (root / "tests" / "gpu").glob("test_gpu*.py"))
     command = [sys.executable, "-m", "pytest", "-p", "simulated_gpu.plugin", "-p", "no:cacheprovider", "-x", "-q"]
     command += ["-m", "gpu and not slow", "-k", " or ".join(mutant.tests), "--timeout", "20", *files]
     try:

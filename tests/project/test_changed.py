@@ -42,12 +42,12 @@ def test_a_module_reaches_tests_through_imports_and_the_daemon(
 @pytest.mark.parametrize(
     ("file", "reached"),
     [
-        ("tests/elastic_trainer.py", {"test_elastic"}),
-        ("tests/manager_trainer.py", {"test_preemption"}),  # started by its file's name
-        ("tests/gpu_ranks.py", {"test_gpu_training"}),
-        ("tests/faults.c", {"test_faults"}),
+        ("tests/support/elastic_trainer.py", {"test_elastic"}),
+        ("tests/support/manager_trainer.py", {"test_preemption"}),  # started by its file's name
+        ("tests/support/gpu_ranks.py", {"test_gpu_training"}),
+        ("tests/support/faults.c", {"test_faults"}),
         ("scripts/fuzz.py", {"test_hostile"}),
-        ("tests/network_storage.py", {"test_lease", "test_takeover"}),
+        ("tests/support/network_storage.py", {"test_lease", "test_takeover"}),
         ("tests/simulated_gpu/runtime/memory.cpp", {"test_gpu", "test_simulated_gpu"}),
     ],
 )
@@ -57,7 +57,7 @@ def test_helpers_and_files_of_tests_reach_who_uses_them(graph: changed.Graph, fi
     assert len(found) < 20
 
 
-@pytest.mark.parametrize("file", ["pyproject.toml", "tests/conftest.py", "tests/trainers.py", "scripts/test"])
+@pytest.mark.parametrize("file", ["pyproject.toml", "tests/conftest.py", "tests/support/trainers.py", "scripts/test"])
 def test_what_every_test_depends_on_means_all(graph: changed.Graph, file: str):
     tests, why = changed.choose([file, "README.md"], graph)
     assert tests == graph.tests()

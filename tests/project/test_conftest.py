@@ -40,6 +40,6 @@ def test_so_it_is_where_the_caller_ignores_and_blocks_everything(tmp_path: Path)
         restore_signals=False,
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout + done.stderr

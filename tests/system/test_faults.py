@@ -145,7 +145,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, ROOT / "tests/faults.c", "-ldl"]
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, ROOT / "tests/support/faults.c", "-ldl"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"the C compiler cannot make a library here: {done.stderr.strip()[-300:]}")

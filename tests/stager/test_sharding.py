@@ -310,7 +310,7 @@ def test_importing_costs_no_torch() -> None:
 
 
 def environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     return os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 

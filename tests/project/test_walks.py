@@ -25,7 +25,7 @@ from sidesave.writer_daemon.process import server
 
 MOST = 12
 """Functions of ours on a way."""
-PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 LARGE = 1 << 20
 
 _handed = threading.local()

@@ -16,7 +16,7 @@ import pytest
 
 import sidesave
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("client", "stager", "writer_daemon")
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE_DIR: dict[str, str] = PYPROJECT["tool"]["setuptools"]["package-dir"]
@@ -151,7 +151,7 @@ def test_public_names_are_sorted_and_each_resolves():
 def test_the_tests_that_pages_name_are_there():
     tests = {
         f"{module.stem}::{name}"
-        for module in (ROOT / "tests").glob("test_*.py")
+        for module in (ROOT / "tests").rglob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)
     }
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

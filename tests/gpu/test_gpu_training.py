@@ -24,6 +24,7 @@ from gpu_transformer import Transformer, batch, loss_of, repeatable
 from states import difference, frozen, swap_back, swap_in
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from trainers import SUPPORT
 
 import sidesave
 from sidesave import Checkpointer
@@ -264,7 +265,7 @@ def test_training_is_the_same_with_saves_and_each_save_is_of_its_moment(tmp_path
 def test_shards_are_saved_as_they_are_at_the_call_beside_gathering_and_scattering(tmp_path: Path):
     """Two processes with a device each, or one between them; gloo carries what is on it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    script = Path(__file__).with_name("gpu_ranks.py")
+    script = SUPPORT / "gpu_ranks.py"
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(tmp_path)],

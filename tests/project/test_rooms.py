@@ -1,4 +1,7 @@
-"""A line knows its room: who may import whom, how large a room and a module may be, and the picture of them."""
+"""A line knows its room: who may import whom, how large a room and a module may be, and the picture of them.
+
+Tests lie as the rooms do, and share what stands in tests/support.
+"""
 
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
@@ -63,6 +66,21 @@ def test_no_room_is_crowded():
 def test_no_module_is_long():
     lines = {name: len(path.read_text().splitlines()) for name, path in rooms.modules().items()}
     assert {name: count for name, count in lines.items() if count > rooms.MAX_LINES} == {}
+
+
+def test_tests_lie_in_the_rooms_they_are_of():
+    found = {path.name for path in (rooms.ROOT / "tests" / "client").iterdir() if path.name != "__pycache__"}
+    assert found <= {path.name for path in (rooms.ROOT / "client").iterdir() if path.is_dir()}
+    assert {*rooms.HOUSES} <= {path.name for path in (rooms.ROOT / "tests").iterdir()}
+
+
+def test_no_test_module_imports_another():
+    modules = [*(rooms.ROOT / "tests").rglob("test_*.py")]
+    names = {path.stem for path in modules}
+    assert len(names) == len(modules), "two have one name, by which pytest knows them"
+    for path in modules:
+        imported = {name.partition(".")[0] for _, name in rooms.imports(path)}
+        assert not imported & names, f"{path}: what it shares with others belongs into tests/support"
 
 
 def test_the_picture_is_that_of_the_imports():
