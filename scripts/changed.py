@@ -86,6 +86,9 @@ class Graph:
                 yield from self._resolve(f"{text}.__main__")
             elif not is_product:
                 yield from self._of_text(text)
+        for folder in Path(file).parents:
+            if (nearby := f"{folder}/conftest.py") != "tests/conftest.py" and nearby in self._trees:
+                yield nearby
         if file.startswith("tests/") and file != "tests/conftest.py":
             names = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} | texts
             for name in names & self._fixtures.keys():

@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
 EOF
 
-"$PYTHON" -m pytest -m gpu -q tests/gpu tests/client/training/test_manager.py tests/client/loading/test_partial.py
+"$PYTHON" -m pytest -m gpu -q tests/gpu/test_gpu*.py tests/client/training/test_manager.py tests/client/loading/test_partial.py
 status=$?
 "$PYTHON" scripts/bench/gpu.py || { rc=$?; [ "$status" -ne 0 ] || status=$rc; }
 exit "$status"

@@ -46,6 +46,7 @@ def test_a_module_reaches_tests_through_imports_and_the_daemon(
         ("tests/support/manager_trainer.py", {"test_preemption"}),  # started by its file's name
         ("tests/support/gpu_ranks.py", {"test_gpu_training"}),
         ("tests/support/faults.c", {"test_faults"}),
+        ("tests/client/ranks/conftest.py", {"test_ranks", "test_world"}),
         ("scripts/fuzz.py", {"test_hostile"}),
         ("tests/support/network_storage.py", {"test_lease", "test_takeover"}),
         ("tests/simulated_gpu/runtime/memory.cpp", {"test_gpu", "test_simulated_gpu"}),

@@ -19,7 +19,7 @@ from sidesave.stager.state.flat_state import OBJECTS
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
-from sidesave.writer_daemon.format import manifest
+from sidesave.writer_daemon.format import manifest, tensor_file
 from sidesave.writer_daemon.format.manifest import Manifest, RankRecord
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import Holder
@@ -255,3 +255,9 @@ class MortalFile(OutputFile):
 
     def close(self) -> None:
         self._file.close()
+
+
+def vouched(body: bytes) -> bytes:
+    """A manifest or record whose own digest is right, whatever it says."""
+    rest = body[1:] if body.startswith(b"{") else body
+    return b'{"xxh3_128":"' + tensor_file.digest(rest).hex().encode() + b'",' + rest

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from node_trainers import NodeZygote
-from rank_trainers import Answer, Ranks, RankZygote, leftovers, orders_to, same_tensors, stored
+from rank_trainers import Answer, Ranks, RankZygote, leftovers, same_tensors, stored
 from safetensors import safe_open
 from trainers import Orders, Traces
 
@@ -34,25 +34,9 @@ def zygote() -> Iterator[RankZygote]:
 
 
 @pytest.fixture
-def start(zygote: RankZygote, traces: Traces, tmp_path: Path) -> Iterator[Start]:
-    """Starts the ranks of a job, each two of which are on a node; see :meth:`RankZygote.start`."""
-    folder = tmp_path / "groups"
-    folder.mkdir()
-    with contextlib.ExitStack() as jobs:
-        yield lambda count, **options: jobs.enter_context(zygote.start(count, folder, traces, **options))
-
-
-@pytest.fixture
 def nodes(tmp_path: Path) -> list[Path]:
     """The run directories of two nodes."""
     return [tmp_path / "node-0" / "run", tmp_path / "node-1" / "run"]
-
-
-@pytest.fixture
-def ordered(tmp_path: Path) -> Iterator[tuple[Orders, dict[str, str]]]:
-    """Orders to the daemons of one rank, and its environment."""
-    with orders_to(tmp_path / "orders") as ordered:
-        yield ordered
 
 
 def template(nodes: Sequence[Path]) -> str:

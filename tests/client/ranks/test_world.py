@@ -23,20 +23,6 @@ def zygote() -> Iterator[RankZygote]:
         yield zygote
 
 
-@pytest.fixture
-def start(zygote: RankZygote, traces: Traces, tmp_path: Path) -> Iterator[Start]:
-    """Starts the ranks of a job; see :meth:`RankZygote.start`."""
-    folder = tmp_path / "groups"
-    folder.mkdir()
-    with contextlib.ExitStack() as jobs:
-        yield lambda count, **options: jobs.enter_context(zygote.start(count, folder, traces, **options))
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 def close(ranks: Ranks, traces: Traces, *runs: Path) -> None:
     """All ranks close, and leave nothing behind."""
     ranks.do("close")
