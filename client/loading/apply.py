@@ -209,30 +209,33 @@ def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any], fqn
     """The state with what torch would lose of parameter groups.
 
     Tensors in them, such as a learning rate, come to the devices of those that they replace: torch moves the state, not
-    these, and in a captured graph a rate in host memory is a constant. Options that the checkpoint does not have, as
-    those that a newer torch has added, stay as they are.
+    these, and in a captured graph a rate in host memory is a constant. Groups share one where they do so here. Options
+    that the checkpoint does not have, as those that a newer torch has added, stay as they are.
     """
     saved_groups = cast("list[dict[str, Any]] | None", state.get("param_groups"))
     if type(saved_groups) is not list or len(saved_groups) != len(optimizer.param_groups):
         return state  # not torch's form, or not this optimizer's, which it says itself
     groups: list[dict[str, Any]] = []
+    given: dict[int, Any] = {}
     kept: list[str] = []
     for at, (current, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         alone = {key: value for key, value in current.items() if key not in saved}
         kept += [f"{fqn}.param_groups.{at}.{key}" for key in alone if key != "param_names"]
-        groups.append(alone | {key: _on_device_of(current.get(key), value) for key, value in saved.items()})
+        groups.append(alone | {key: _on_device_of(current.get(key), value, given) for key, value in saved.items()})
     if kept:
         told = ", ".join(few(kept, str, "stay"))
         logger.warning("the checkpoint does not have %s: what the optimizer has there stays", told)
     return {**state, "param_groups": groups}
 
 
-def _on_device_of(current: Any, value: Any) -> Any:
+def _on_device_of(current: Any, value: Any, given: dict[int, Any]) -> Any:
+    """An option where the one it replaces is; ``given`` tells what tensors were given in the place of which."""
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
-        return value.to(current.device)
+        is_for_another = given.setdefault(id(value), current) is not current
+        return value.to(current.device, copy=is_for_another)
     if isinstance(current, tuple) and isinstance(value, tuple):  # betas
         live, saved = cast("tuple[Any, ...]", current), cast("tuple[Any, ...]", value)
         if type(live) is type(saved) is tuple and len(live) == len(saved):
-            return tuple(_on_device_of(*pair) for pair in zip(live, saved, strict=True))
+            return tuple(_on_device_of(*pair, given) for pair in zip(live, saved, strict=True))
         return saved
     return value

@@ -53,7 +53,8 @@ def load(
         path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
         into: Live objects by the names they were saved under: modules and optimizers and everything else with
             ``load_state_dict`` take their state, tensors are filled in place, and plain data is replaced, in the dicts
-            and lists that are there. Members of enums come where it has some of their class, else as their values.
+            and lists that are there. An optimizer whose modules are there takes its state by the names of their
+            parameters. Members of enums come where it has some of their class, else as their values.
             Without it a fresh nest is returned, state dicts in the place of objects.
         map_location: Device for fresh tensors; None is the CPU.
         include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, and of all below them; None is all.
@@ -253,6 +254,12 @@ def _tell_unused(plan: LoadPlan, selections: Sequence[Selection]) -> None:
         logger.warning("loading %s: %s, which the state does not have, are added to it as plain data", where, names)
     leaves = {id(leaf) for leaf in plan.leaves()}
     for selection in selections:
+        if selection.by_position:
+            names = ", ".join(few(selection.by_position, str, "are such"))
+            cure = "have the module in the state and in into=, or make the optimizer of named_parameters()"
+            logger.warning(
+                "loading %s: the state of %s goes by position, not by name: %s", selection.where, names, cure
+            )
         if selection.unasked:
             names = ", ".join(few(list(selection.unasked), str, "are not loaded"))
             logger.warning("loading %s: nobody has asked for %s, which it has too", selection.where, names)

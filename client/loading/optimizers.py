@@ -1,17 +1,277 @@
-"""Whether the state of an optimizer in a checkpoint is one for the optimizer here, parameter by parameter."""
+"""The state of an optimizer in a checkpoint, and the optimizer here: parameter by parameter, by their names.
+
+Torch numbers the parameters of an optimizer. What is saved of the first goes to the first, whichever that is, and a
+group of another size takes nothing. So the names of the parameters are saved beside their numbers, and what is loaded
+is put into the order of the parameters here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, cast
 
 import torch
 
-from sidesave.client.loading.flat import Slot
+from sidesave.client.loading.flat import FlatMap, LiveMap, Path, Slot, fqn_of
+from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.tensors import TensorLoad
+from sidesave.stager.state.tensor_collector import is_dtensor
 
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """States of an optimizer that have the shape of their parameter."""
+_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What data parallelism, ``torch.compile`` and the like put into the names of what they wrap."""
+
+
+# By name -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arranged:
+    """The state of an optimizer in the order of the parameters here.
+
+    Attributes:
+        flat: The state.
+        missing: Names of parameters here that it has nothing of.
+        unexpected: Names of parameters that are not here.
+        problems: What stands in the way.
+    """
+
+    flat: FlatMap
+    missing: list[str] = dataclasses.field(default_factory=list[str])
+    unexpected: list[str] = dataclasses.field(default_factory=list[str])
+    problems: list[str] = dataclasses.field(default_factory=list[str])
+
+
+def arrange(
+    slot: Slot, saved: FlatMap, fqns: Sequence[Sequence[str | None]], live: LiveMap, partial: Collection[str]
+) -> Arranged | None:
+    """Put the state of an optimizer into the order of its parameters here; None where names do not tell it.
+
+    A group takes the options of the group that its parameters were in; if these were several, what all of them have.
+
+    Args:
+        slot: The optimizer.
+        saved: The state, of which nothing is read yet.
+        fqns: The names of the parameters of each group in the checkpoint, as the target calls them, None for those that
+            it is not to have; empty if they are not known. Else those that the optimizer keeps itself are taken.
+        live: The target, which tells the names here.
+        partial: The FQNs of what only other ranks have saved.
+    """
+    target = cast("torch.optim.Optimizer", slot.target)
+    state = _State(slot.path, saved)
+    if not state.numbers:
+        return None
+    for there, here in ((fqns, _names_here(live, target)), (state.own_names(), _own_names(target))):
+        if here and [*map(len, there)] == [*map(len, state.numbers)]:
+            origins = _match([name for group in there for name in group], here)
+            if any(origin is not None for origin in origins):
+                break
+    else:
+        return None
+    sizes = [len(group["params"]) for group in target.param_groups]
+    if origins == [*range(sum(sizes))] and sizes == [*map(len, state.numbers)]:
+        return Arranged(saved)
+    if state.is_joint():
+        kind = type(target).__name__
+        return Arranged(
+            saved, problems=[f"{slot.fqn}: {kind} keeps one state for all its parameters, which are others here"]
+        )
+    missing = [min(names) for names, origin in zip(here, origins, strict=True) if origin is None]
+    every = enumerate(itertools.chain(*there))
+    unexpected = [name for at, name in every if name is not None and at not in origins]
+    flat, problems = state.arranged(target, origins, partial)
+    return Arranged(flat, missing, unexpected, problems)
+
+
+def is_ambiguous(slot: Slot, saved: FlatMap) -> bool:
+    """Whether states could have been given to other parameters of the same shape, without anything that tells."""
+    if not any(path[len(slot.path)] == "state" and isinstance(leaf, TensorLoad) for path, leaf in saved.leaves.items()):
+        return False
+    shapes = [tuple(one.shape) for group in slot.target.param_groups for one in group["params"]]
+    return len(set(shapes)) < len(shapes)
+
+
+class _State:
+    """The state of an optimizer, taken apart.
+
+    Attributes:
+        numbers: What stands for the parameters of each group; empty, if it has not the form of torch's own.
+    """
+
+    def __init__(self, path: Path, flat: FlatMap) -> None:
+        self._path, self._flat = path, flat
+        self._state, self._groups = (*path, "state"), (*path, "param_groups")
+        groups: dict[Any, dict[Any, Any]] = {}
+        for at, leaf in flat.leaves.items():
+            if at[: len(path) + 1] == self._groups and at[len(path) + 2 : len(path) + 3] == ("params",):
+                within = at[len(path) + 3 :]
+                groups.setdefault(at[len(path) + 1], {}).update({within[0]: leaf} if within else {})
+        numbers = [list(groups[at].values()) for at in sorted(groups)] if set(groups) == {*range(len(groups))} else []
+        every = [number for group in numbers for number in group]
+        is_sound = all(type(number) is int for number in every) and len({*every}) == len(every)
+        self.numbers: list[list[int]] = numbers if is_sound else []
+
+    def own_names(self) -> list[list[str | None]]:
+        """What the optimizer itself called its parameters, by groups; nothing, where it did not."""
+        found: list[list[str | None]] = []
+        for at, group in enumerate(self.numbers):
+            names = [self._flat.leaves.get((*self._groups, at, "param_names", index)) for index in range(len(group))]
+            if not all(isinstance(name, str) for name in names):
+                return []
+            found.append(names)
+        return found if len({name for group in found for name in group}) == sum(map(len, found)) else []
+
+    def is_joint(self) -> bool:
+        """Whether it has more than numbers and tensors of each parameter, as one for all of them has."""
+        own, end = {number for group in self.numbers for number in group}, len(self._state)
+        return any(
+            at[:end] == self._state
+            and at[end : end + 1]
+            and at[end] in own
+            and (len(at) > end + 2 or isinstance(leaf, (list, dict)))
+            for at, leaf in self._flat.leaves.items()
+        )
+
+    def arranged(
+        self, target: torch.optim.Optimizer, origins: Sequence[int | None], partial: Collection[str]
+    ) -> tuple[FlatMap, list[str]]:
+        """The state for parameters that were at ``origins``, and what stands in the way."""
+        order = [number for group in self.numbers for number in group]
+        group_of = [at for at, group in enumerate(self.numbers) for _ in group]
+        places = {order[origin]: at for at, origin in enumerate(origins) if origin is not None}
+        gone = set(order) - places.keys()
+        found = FlatMap({}, {self._state: {}, self._groups: []})
+        end = len(self._state)
+        for source, moved in ((self._flat.leaves, found.leaves), (self._flat.containers, found.containers)):
+            for at, value in source.items():
+                if at[:end] == self._state and len(at) > end:
+                    number = at[end]
+                    if number not in gone and fqn_of(at[: end + 1]) not in partial:
+                        moved[*self._state, places.get(number, number), *at[end + 1 :]] = value
+                elif at[: end - 1] == self._path and at[:end] not in (self._state, self._groups):
+                    moved[at] = value
+        for at, origin in enumerate(origins):
+            if origin is None:
+                found.leaves[*self._state, at] = KEEP_CURRENT
+        if not any(at[:end] == self._state for at in found.leaves):
+            found.leaves[self._state] = {}
+        problems: list[str] = []
+        first = 0
+        for at, group in enumerate(target.param_groups):
+            members = range(first, first + len(group["params"]))
+            first = members.stop
+            there = sorted({group_of[origin] for each in members if (origin := origins[each]) is not None})
+            problems += self._take_group((*self._groups, at), there, group, found)
+            _put_list(found, (*self._groups, at, "params"), members)
+            if "param_names" in group:
+                _put_list(found, (*self._groups, at, "param_names"), group["param_names"])
+        return found, problems
+
+    def _take_group(self, place: Path, there: Sequence[int], group: dict[str, Any], found: FlatMap) -> list[str]:
+        """Give a group the options that all groups ``there`` have in the checkpoint, and its own if there is none."""
+        found.containers[place] = {}
+        given = {"params", "param_names"}
+        if not there:
+            found.leaves.update({(*place, key): KEEP_CURRENT for key in group if key not in given})
+            return []
+        options = [self._options((*self._groups, at)) for at in there]
+        problems: list[str] = []
+        for key in dict.fromkeys(key for each in options for key in each if key not in given):
+            values = [each.get(key, {}) for each in options]
+            if any(not _is_same(value, values[0]) for value in values[1:]):
+                problems.append(
+                    f"{fqn_of((*place, key))}: its parameters were in groups {', '.join(map(str, there))}, where it is "
+                    f"not the same; to keep what the optimizer has, exclude {fqn_of(self._groups)}.*.{key}"
+                )
+            for rest, leaf in values[0].items():
+                found.leaves[*place, key, *rest] = leaf
+        start = (*self._groups, there[0])
+        for at, like in self._flat.containers.items():
+            if at[: len(start)] == start and len(at) > len(start):
+                found.containers[*place, *at[len(start) :]] = like
+        return problems
+
+    def _options(self, start: Path) -> dict[Any, dict[Path, Any]]:
+        found: dict[Any, dict[Path, Any]] = {}
+        for at, leaf in self._flat.leaves.items():
+            if at[: len(start)] == start and len(at) > len(start):
+                found.setdefault(at[len(start)], {})[at[len(start) + 1 :]] = leaf
+        return found
+
+
+def _put_list(flat: FlatMap, place: Path, items: Iterable[Any]) -> None:
+    """Put a list into a flat map, whatever is there."""
+    flat.containers[place] = []
+    leaves = {(*place, at): item for at, item in enumerate(items)}
+    flat.leaves.update(leaves or {place: []})
+
+
+def _is_same(some: dict[Path, Any], others: dict[Path, Any]) -> bool:
+    """Whether two groups have the same for an option; tensors are not read, and are so if they are one."""
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, TensorLoad) and isinstance(other, TensorLoad):
+            return one.name == other.name
+        return one is other or (type(one) is type(other) and bool(one == other))
+
+    return some.keys() == others.keys() and all(same(leaf, others[at]) for at, leaf in some.items())
+
+
+def _names_here(live: LiveMap, optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    """What each parameter of an optimizer is called in the target; nothing, where one of them is not in it."""
+    known: dict[Any, set[str]] = {}
+    for slot in live.slots.values():
+        if isinstance(slot.target, torch.Tensor):
+            for key in _keys(slot.target):
+                known.setdefault(key, set()).add(slot.fqn)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    found = [set[str]().union(*(known.get(key, ()) for key in _keys(one))) for one in parameters]
+    return found if all(found) else []
+
+
+def _keys(tensor: torch.Tensor) -> list[Any]:
+    """What a parameter and a tensor in a state dict of it have in common."""
+    keys: list[Any] = [id(tensor)]
+    if tensor.layout is torch.strided and type(tensor.detach()) is torch.Tensor and not is_dtensor(tensor):
+        address = tensor.data_ptr()
+        keys += [(address, tensor.dtype, tensor.shape, tensor.stride())] if address else []
+    return keys
+
+
+def _own_names(optimizer: torch.optim.Optimizer) -> list[set[str]]:
+    """What an optimizer itself calls each of its parameters; nothing, where it does not."""
+    found: list[set[str]] = []
+    for group in optimizer.param_groups:
+        names: Any = group.get("param_names")
+        if not isinstance(names, list) or len(cast("list[Any]", names)) != len(group["params"]):
+            return []
+        found += [{name} for name in cast("list[str]", names)]
+    return found
+
+
+def _match(there: Sequence[str | None], here: Sequence[set[str]]) -> list[int | None]:
+    """Where in the checkpoint each of the parameters is that have these names here; wrappers make no other name."""
+    best: list[int | None] = [None] * len(here)
+    for form in (str, _without_wrappers):
+        known = {form(name): at for at, name in enumerate(there) if name is not None}
+        places = [{form(name) for name in names} for names in here]
+        is_unique = len(known) == sum(name is not None for name in there) and len(set[str]().union(*places)) == sum(
+            map(len, places)
+        )
+        if is_unique:
+            found = [next((known[name] for name in sorted(names) if name in known), None) for names in places]
+            best = min(best, found, key=lambda each: each.count(None))
+    return best
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+# What does not fit -------------------------------------------------------------------------------------------------
 
 
 def compare(
@@ -39,13 +299,13 @@ def compare(
     sizes, here = ([len(group["params"]) for group in each] for each in (groups, target.param_groups))
     if sizes != here:
         return [f"{fqn}: parameter groups of {sizes} in the checkpoint, {here} in the target"], []
+    numbers = [number for group in groups for number in group["params"]]
     if not isinstance(states, dict) or not all(
-        isinstance(one, dict) for one in cast("dict[Any, Any]", states).values()
+        isinstance(cast("dict[Any, Any]", states).get(number, {}), dict) for number in numbers
     ):
         return [f"{fqn}: the checkpoint holds malformed optimizer state here"], []
     problems = [*_options(target, groups, fqn), *_parameter_names(target, groups, fqn)]
     parameters = [parameter for group in target.param_groups for parameter in group["params"]]
-    numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         current, state = target.state.get(parameter, {}), cast("dict[Any, Any]", states).get(number, {})
         lacking, other = current.keys() - state.keys(), state.keys() - current.keys()

@@ -108,6 +108,9 @@ class LoadPlan:
             if earlier is not None and selection.kept:  # plain data of which a pattern chose a part
                 leaves = earlier | {at: leaf for at, leaf in leaves.items() if at not in selection.kept}
             self.given[path] = leaves
+        found.unexpected += selection.found.unexpected
+        self.found.missing += selection.found.missing
+        self.found.kept += selection.found.kept
         return found
 
     def has(self, name: str) -> bool:

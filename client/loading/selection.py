@@ -9,9 +9,10 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from sidesave.client.loading import keeping, tensors
+from sidesave.client.loading import keeping, optimizers, tensors
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, Slot, fqn_of, prefixes
 from sidesave.client.loading.keeping import KEEP_CURRENT
+from sidesave.client.loading.messages import Mismatches
 from sidesave.client.loading.rename import Rename, Renamed, Renaming, refuse_two_in_one_place
 from sidesave.client.loading.tensors import EnumLoad, Pickled, TensorLoad
 from sidesave.client.messages import few
@@ -122,6 +123,8 @@ class Selection:
         kept: The places of what is as the target has it.
         unasked: The items of the checkpoint that are chosen, and that the target has none for.
         given: The objects that take their state whole and have some here.
+        found: Parameters of optimizers that only the target, or only the checkpoint, has.
+        by_position: Optimizers of which no names tell which state is of which parameter, and shapes do not either.
         incomplete: Those of them that keep something.
     """
 
@@ -138,7 +141,8 @@ class Selection:
         self._unpickle = Pickled if allow_pickle else None
         self.kept: set[Path] = set()
         partial: set[str] = set()
-        saved = FlatMap.of(reader.skeleton.unbuilt(unpickle=self._unpickle, partial=partial))
+        nest, parameters = reader.skeleton.unbuilt(unpickle=self._unpickle, partial=partial)
+        saved = FlatMap.of(nest)
         saved.leaves.pop((), None)
         self._fqns = [fqn_of(path) for path in saved.leaves]
         wanted.refuse_unmatched(reader, self._fqns, live)
@@ -152,7 +156,8 @@ class Selection:
         if live is not None:
             places = {path: new for path, new in places.items() if new[0] in live.into}
         asked = {path[0] for path in places}
-        self.unasked = {path[0]: None for path in names if path[0] not in asked and path[0] not in partial}
+        unasked = (path[0] for path in names if path[0] not in asked and path[0] not in partial)
+        self.unasked = dict.fromkeys(map(str, unasked))
         if self.renaming:
             for path in places:
                 renamed.place(path, names[path])
@@ -176,9 +181,16 @@ class Selection:
                 keeps = not keeping.is_structure(slot, new)
                 self.flat.leaves[new] = KEEP_CURRENT if keeps else self._value(leaf)
         whole = {slot.path: slot for slot in slots.values() if slot is not None and slot.is_whole}
+        self.found = Mismatches()
+        self.by_position: list[str] = []
+        if live is not None:
+            starts = {slot: old[: len(old) - len(places[old]) + len(slot.path)] for old, slot in slots.items() if slot}
+            for slot in whole.values():
+                if isinstance(slot.target, torch.optim.Optimizer):
+                    self._arrange(slot, parameters.get(fqn_of(starts[slot]), []), live, wanted)
         self.given = {path for path, slot in whole.items() if not slot.is_plain}
         self.incomplete = {slot.path for slot, _ in staying.values()} & self.given
-        if wanted.words or self.renaming:
+        if wanted.words or self.renaming or any(leaf is KEEP_CURRENT for leaf in self.flat.leaves.values()):
             self._keep_current(list(whole.values()), wanted)
 
     def _value(self, leaf: Any) -> Any:
@@ -192,6 +204,30 @@ class Selection:
             value.look_up(self._reader, self._cast_to)
         return value
 
+    def _arrange(self, slot: Slot, fqns: list[list[str]], live: LiveMap, wanted: LoadFilter) -> None:
+        """Put the state of an optimizer into the order of its parameters here, if their names tell it."""
+        saved = self.flat.below(slot.path)
+        renamed = [[self.renaming(name) for name in group] for group in fqns]
+        arranged = optimizers.arrange(slot, saved, renamed, live, self.partial)
+        if arranged is None:
+            self.by_position += [slot.fqn] if optimizers.is_ambiguous(slot, saved) else []
+            return
+        if arranged.problems:
+            self._refuse(few(arranged.problems, str, "do not fit"))
+        for name in arranged.missing:
+            (self.found.kept if wanted.leaves_out(name) else self.found.missing).append(f"{slot.fqn}[{name}]")
+        for name in arranged.unexpected:
+            if wanted.leaves_out(name):
+                self.unasked[f"{slot.fqn}[{name}]"] = None
+            else:
+                self.found.unexpected.append(f"{slot.fqn}[{name}]")
+        self._replace(saved, arranged.flat)
+
+    def _replace(self, saved: FlatMap, found: FlatMap) -> None:
+        """Have something else in the place of a part."""
+        others = {path: leaf for path, leaf in self.flat.leaves.items() if path not in saved.leaves}
+        self.flat = FlatMap(others | found.leaves, {**self.flat.containers, **found.containers})
+
     def _keep_current(self, slots: Iterable[Slot], wanted: LoadFilter) -> None:
         """Put what targets have in the place of what is left out of their states."""
         problems: list[str] = []
@@ -204,8 +240,7 @@ class Selection:
             found, wrong = keeping.keep_current(slot, saved, wanted.leaves_out)
             problems += wrong
             self.kept.update(path for path, leaf in found.leaves.items() if leaf is not saved.leaves.get(path))
-            others = {path: leaf for path, leaf in self.flat.leaves.items() if path not in saved.leaves}
-            self.flat = FlatMap(others | found.leaves, {**self.flat.containers, **found.containers})
+            self._replace(saved, found)
         if problems:
             self._refuse(few(problems, str, "cannot stay"))
 

@@ -8,7 +8,15 @@ from typing import Any, Final, cast
 
 from sidesave.stager.state.tags import MAX_DEPTH, Tag, pack
 
-_MAPPINGS: Final = (Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.MODULE)
+_MAPPINGS: Final = (
+    Tag.DICT,
+    Tag.ITEMS,
+    Tag.ORDERED_DICT,
+    Tag.COUNTER,
+    Tag.DEFAULT_DICT,
+    Tag.MODULE,
+    Tag.OPTIMIZER,
+)
 _Items = dict[Any, tuple[Any, Any]]
 """Key node and node of each item, by what tells its key from others."""
 

@@ -47,6 +47,7 @@ class Tag(enum.IntEnum):
     PICKLE = 28
     MODULE = 29  # metadata (the version of each submodule), then like DICT or ITEMS
     ENUM = 30  # module:qualname of the class, name of the member, node of its value
+    OPTIMIZER = 31  # [[FQN of each parameter] of each group], then like DICT or ITEMS
 
 
 FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}

@@ -44,6 +44,7 @@ class TensorCollector:
         self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
         self._fqns: set[str] = set()
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
+        self._by_id: dict[int, str] = {}  # FQNs of what has no address that would tell it from others
 
     @property
     def shared_digest(self) -> str:
@@ -72,6 +73,15 @@ class TensorCollector:
             return encode()
         finally:
             self._scope, self._pinned = before
+
+    def fqn_of(self, parameter: torch.Tensor) -> str | None:
+        """The FQN that the memory of a parameter has been collected under, if it has been."""
+        fqn = self._by_id.get(id(parameter))
+        if fqn is None and not is_dtensor(parameter):
+            for other, _, node in self._by_address.get(parameter.data_ptr(), ()):
+                if other is parameter or _same_region(other, parameter):
+                    return str(node[1])
+        return fqn
 
     def meet_stateful(self, fqn: str) -> None:
         """Note an object with a state dict: unless it is part of what is shared, each rank has one for itself."""
@@ -107,16 +117,17 @@ class TensorCollector:
 
     def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
         local = cast("Any", value).to_local()
-        if self._ranks is None:
-            if local.shape != value.shape:
-                raise UnsupportedValueError(
-                    f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
-                )
-            return self.tensor(local, fqn)
-        if self._pinned:
-            return self.tensor(local, fqn)
-        self._shared_digest.update(fqn.encode("utf-8", "surrogatepass"))
-        return self.tensor(local, fqn, grid=sharding.describe(value, fqn))
+        if self._ranks is None and local.shape != value.shape:
+            raise UnsupportedValueError(
+                f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
+            )
+        if self._ranks is None or self._pinned:
+            node = self.tensor(local, fqn)
+        else:
+            self._shared_digest.update(fqn.encode("utf-8", "surrogatepass"))
+            node = self.tensor(local, fqn, grid=sharding.describe(value, fqn))
+        self._by_id[id(value)] = str(node[1])
+        return node
 
     def tensor(
         self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, origin: torch.Tensor | None = None
@@ -154,6 +165,8 @@ class TensorCollector:
             others.append((value, grid, node))
         elif address:
             self._by_address[address] = [(value, grid, node)]
+        else:
+            self._by_id[id(value if origin is None else origin)] = fqn
         return node
 
     def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:

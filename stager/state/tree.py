@@ -83,6 +83,7 @@ def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tupl
 
     _without_grad(encode)
     _refuse(flattener.refused)
+    flattener.name_parameters()
     flat = flattener.flat
     flat.objects = pack(skeleton)
     flat.shared_digest = flattener.tensors.shared_digest
@@ -151,6 +152,7 @@ class _Flattener:
         self._allow_pickle = allow_pickle
         self.refused: list[UnsupportedValueError] = []
         self._above: dict[int, str] = {}  # where something deep is within: containers by id
+        self._optimizers: list[tuple[torch.optim.Optimizer, list[Any]]] = []
 
     def item(self, key: str, value: Any) -> Any:
         """The node of an item at the top; what cannot be saved of it is in ``refused``."""
@@ -208,7 +210,11 @@ class _Flattener:
             return self.tensors.shared(lambda: self._module(state, fqn, depth), fqn)
         if isinstance(value, torch.optim.Optimizer):
             self.tensors.meet_optimizer(value)
-            return self.tensors.shared(lambda: self.dict(value.state_dict(), fqn, depth), fqn)
+            state = value.state_dict()
+            node = self.tensors.shared(lambda: self.dict(state, fqn, depth), fqn)
+            if _is_by_position(state, value):
+                self._optimizers.append((value, node))
+            return node
         if isinstance(value, Replicated):
             return self.tensors.shared(lambda: self.encode(value.value, fqn, depth), fqn, replicated=True)
         if isinstance(value, PerRank):
@@ -243,6 +249,17 @@ class _Flattener:
         raise UnsupportedValueError(
             f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; {_cure(value)}"
         )
+
+    def name_parameters(self) -> None:
+        """Add to the state of each optimizer which parameters it is of, if all of them are in the state.
+
+        Without their names it could only go back to as many parameters in the same order.
+        """
+        for optimizer, node in self._optimizers:
+            names = [[self.tensors.fqn_of(one) for one in group["params"]] for group in optimizer.param_groups]
+            every = [name for group in names for name in group]
+            if None not in every and len({*every}) == len(every):
+                node[:] = [Tag.OPTIMIZER, names, node[1]]
 
     # Containers ------------------------------------------------------------------------------------------------
 
@@ -306,6 +323,19 @@ class _Flattener:
             return [Tag.NUMPY_ARRAY, self._tensor(torch.from_numpy(array), fqn)]
         except (TypeError, ValueError):  # no such dtype; foreign byte order
             return [Tag.NUMPY_FILE, _to_npy(array, fqn)]
+
+
+def _is_by_position(state: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a state has the form of torch's own, where numbers stand for the parameters of each group."""
+    groups = cast("dict[str, Any]", state).get("param_groups") if type(state) is dict else None
+    return type(groups) is list and [_count(group) for group in cast("list[Any]", groups)] == [
+        len(group["params"]) for group in optimizer.param_groups
+    ]
+
+
+def _count(group: Any) -> int | None:
+    numbers = cast("dict[str, Any]", group).get("params") if type(group) is dict else None
+    return len(cast("list[Any]", numbers)) if type(numbers) is list else None
 
 
 def _gathers(module: nn.Module) -> bool:

@@ -112,14 +112,15 @@ class Skeleton:
 
     def unbuilt(
         self, *, unpickle: Callable[[bytes], Any] | None = None, partial: set[str] | None = None
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], dict[str, list[list[str]]]]:
         """The nest again, with an :class:`Unbuilt` in the place of every leaf that does not stand for itself.
 
-        Keys are built, for which ``unpickle`` is needed where they were pickled. See :meth:`build` for all else.
+        Keys are built, for which ``unpickle`` is needed where they were pickled. See :meth:`build` for all else. Also
+        returns, by the FQNs of optimizers, those of the parameters in each of their groups, where they are known.
         """
         partial = set[str]() if partial is None else partial
         builder = _Builder(self._where, self._rank, _no_tensor, _everything, unpickle, partial, holds=True)
-        return builder.mapping(self._body, "")
+        return builder.mapping(self._body, ""), builder.parameters
 
     def build(
         self,
@@ -210,6 +211,7 @@ class _Builder:
         self._only = only
         self._unpickle = unpickle
         self._partial = partial
+        self.parameters: dict[str, list[list[str]]] = {}
         # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
         self._whole: _Builder = (
             self if only is _everything and not holds else _Builder(where, rank, tensor, _everything, unpickle, partial)
@@ -229,6 +231,7 @@ class _Builder:
                 other = _Builder(
                     node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial, holds=self._holds
                 )
+                other.parameters = self.parameters
                 return other.build(node.node, fqn, depth)
             if type(node) not in PRIMITIVES and type(node) is not int:
                 raise IntegrityError(f"{self._where}: {fqn} is malformed")
@@ -258,6 +261,11 @@ class _Builder:
             case Tag.DEFAULT_DICT:
                 kept = self._items(rest[1], fqn, depth)
                 return kept if kept is _OUT else collections.defaultdict(_FACTORIES_BY_NAME[rest[0]], kept)
+            case Tag.OPTIMIZER:
+                names, body = rest
+                self.parameters[fqn] = [list(map(str, group)) for group in names]
+                pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
+                return self._items(pairs, fqn, depth)
             case Tag.MODULE:
                 metadata, body = rest
                 pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body

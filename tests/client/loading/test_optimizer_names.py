@@ -1,0 +1,469 @@
+"""The state of an optimizer goes to the parameters it is of, whatever their order and groups; or it is told."""
+
+import copy
+import itertools
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from states import difference
+from torch import nn
+
+import sidesave
+from sidesave.errors import StateMismatchError
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+MAKERS: dict[str, Make] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "AMSGrad": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "a rate as a tensor": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), foreach=False),
+}
+
+
+class Layers(nn.ModuleDict):
+    """Of a kind that FSDP2 can divide."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through all of them."""
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def net(*names: str) -> nn.ModuleDict:
+    """Layers of one shape: nothing but their names tells them apart."""
+    return Layers({name: nn.Linear(3, 3) for name in names})
+
+
+def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Give each parameter a state of its own."""
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps, by the names of the parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: dict(state)
+        for parameter, state in sorted(optimizer.state.items(), key=lambda item: names[id(item[0])])
+    }
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Path]]:
+    """Saves a state, and gives its checkpoint."""
+    steps = itertools.count()
+    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
+
+        def save(state: dict[str, Any]) -> Path:
+            return Path(checkpointer.save(next(steps), state).committed.result(60).path)
+
+        yield save
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """All that has been logged as a warning."""
+    return lambda: "\n".join(record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+# Order and groups ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_states_go_to_their_parameters_in_any_order_and_in_any_groups(
+    kind: str, save: Callable[[dict[str, Any]], Path], warnings: Callable[[], str]
+):
+    make, model = MAKERS[kind], net(*"abcd")
+    optimizer = make(model.parameters())
+    train(model, optimizer)
+    path = save({"optimizer": optimizer, "model": model})
+    expected, options = states_of(model, optimizer), optimizer.state_dict()["param_groups"][0]
+    dealer = random.Random(kind)
+    for count in (1, 2, 5):
+        target = net(*"abcd")
+        parameters = list(target.parameters())
+        dealer.shuffle(parameters)
+        groups = [{"params": parameters[at::count]} for at in range(count)]
+        other = make(groups)
+        for group in other.param_groups:
+            group["weight_decay"] = 0.7
+        sidesave.load(path, into={"model": target, "optimizer": other})
+        assert difference(expected, states_of(target, other)) == ""
+        assert [len(group["params"]) for group in other.param_groups] == [len(group["params"]) for group in groups]
+        for group in other.param_groups:
+            assert difference({**options, "params": 0}, {**group, "params": 0}) == ""
+        train(target, other)  # it is whole
+    assert warnings() == ""
+
+
+@given(st.permutations("abc"), st.permutations("abc"), st.integers(1, 3), st.integers(1, 3), st.booleans())
+def test_any_order_goes_into_any_other_as_if_it_had_been_made_so(
+    tmp_path_factory: pytest.TempPathFactory, saved: list[str], wanted: list[str], some: int, others: int, own: bool
+):
+    def made(order: list[str], count: int) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = net(*"abc")
+        parameters = {
+            name: dict(model.named_parameters())[name] for key in order for name in (f"{key}.weight", f"{key}.bias")
+        }
+        named: list[Any] = list(parameters.items()) if own else list(parameters.values())
+        return model, torch.optim.AdamW([{"params": named[at::count]} for at in range(count)], lr=0.1)
+
+    model, optimizer = made(saved, some)
+    train(model, optimizer)
+    state: dict[str, Any] = {"optimizer": optimizer} if own else {"optimizer": optimizer, "model": model}
+    with sidesave.Checkpointer(tmp_path_factory.mktemp("run")) as checkpointer:
+        path = checkpointer.save(1, state).committed.result(60)
+    target, other = made(wanted, others)
+    sidesave.load(path, into={"optimizer": other} if own else {"optimizer": other, "model": target})
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+    straight_model, straight = made(wanted, others)
+    straight_model.load_state_dict(model.state_dict() if own is False else straight_model.state_dict())
+    train(straight_model, straight)
+    assert difference(states_of(straight_model, straight), states_of(target, other)) == ""
+
+
+def test_what_is_saved_is_what_torch_makes_of_it(save: Callable[[dict[str, Any]], Path]):
+    model = net("a", "b")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    assert difference(optimizer.state_dict(), sidesave.load(path)["optimizer"]) == ""
+    assert (
+        difference(
+            optimizer.state_dict()["state"][1],
+            sidesave.load(path, include="optimizer.state.1")["optimizer"]["state"][1],
+        )
+        == ""
+    )
+
+
+def test_groups_that_become_one_take_what_is_the_same_in_them(save: Callable[[dict[str, Any]], Path]):
+    model = net("a", "b")
+    groups = [{"params": model["a"].parameters(), "lr": 0.5}, {"params": model["b"].parameters(), "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.125)
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target = net("a", "b")
+    other = torch.optim.AdamW(target.parameters(), lr=0.1)
+    into: dict[str, Any] = {"model": target, "optimizer": other}
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(StateMismatchError, match=r"optimizer\.param_groups\.0\.lr: its parameters were in groups 0, 1"):
+        sidesave.load(path, into=into)
+    assert difference(before, other.state_dict()) == "", "nothing was touched"
+    sidesave.load(path, into=into, exclude="optimizer.param_groups.*.lr")
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["weight_decay"]) == (0.1, 0.125)
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+
+
+def test_a_rate_that_is_a_tensor_is_one_of_each_group(save: Callable[[dict[str, Any]], Path]):
+    model = net("a", "b")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target = net("a", "b")
+    groups = [{"params": target[name].parameters(), "lr": torch.tensor(0.1)} for name in "ba"]
+    other = torch.optim.AdamW(groups)
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    first, second = (group["lr"] for group in other.param_groups)
+    assert (float(first), float(second)) == (0.5, 0.5)
+    first.fill_(0.25)
+    assert float(second) == 0.5
+    shared = torch.tensor(0.1)
+    groups = [{"params": target[name].parameters(), "lr": shared} for name in "ba"]
+    other = torch.optim.AdamW(groups)
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    first, second = (group["lr"] for group in other.param_groups)
+    assert first is second
+
+
+# Other parameters ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_has_grown_keeps_its_moments(save: Callable[[dict[str, Any]], Path], warnings: Callable[[], str]):
+    model = net("b", "c")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target = net("a", "b", "c")
+    groups = [{"params": list(target[name].parameters())} for name in "abc"]
+    other = torch.optim.AdamW(groups, lr=0.1)
+    train(target, other)
+    own = states_of(target, other)
+    into: dict[str, Any] = {"model": target, "optimizer": other}
+    with pytest.raises(StateMismatchError, match=r"optimizer\[model\.a\.weight\]: missing in the checkpoint"):
+        sidesave.load(path, into=into)
+    assert difference(own, states_of(target, other)) == "", "nothing was touched"
+    sidesave.load(path, into=into, strict=False)
+    expected = states_of(model, optimizer)
+    expected = {name: expected.get(name, own[name]) for name in own}
+    assert difference(expected, states_of(target, other)) == ""
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.5, 0.5]
+    assert "optimizer[model.a.weight]" in warnings()
+    train(target, other)
+
+
+def test_a_model_that_has_shrunk_leaves_what_it_has_not(
+    save: Callable[[dict[str, Any]], Path], warnings: Callable[[], str]
+):
+    model = net("a", "b", "c")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target = net("a", "c")
+    other = torch.optim.AdamW(target.parameters(), lr=0.1)
+    into: dict[str, Any] = {"model": target, "optimizer": other}
+    with pytest.raises(StateMismatchError, match=r"optimizer\[model\.b\.bias\]: unexpected"):
+        sidesave.load(path, into=into)
+    choices: list[dict[str, Any]] = [{"strict": False}, {"exclude": "model.b"}, {"rename": {"model.b": None}}]
+    for options in choices:
+        fresh = torch.optim.AdamW(target.parameters(), lr=0.1)
+        sidesave.load(path, into={"model": target, "optimizer": fresh}, **options)
+        kept = {name: state for name, state in states_of(model, optimizer).items() if not name.startswith("b")}
+        assert difference(kept, states_of(target, fresh)) == ""
+    assert "optimizer[model.b.weight]" in warnings()
+
+
+def test_names_follow_what_renames_the_model_and_what_wraps_it(save: Callable[[dict[str, Any]], Path]):
+    model = net("a", "b")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    expected = list(states_of(model, optimizer).values())
+
+    def target(*names: str) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        made = net(*names)
+        return made, torch.optim.AdamW(reversed(list(made.parameters())))
+
+    renamed, other = target("x", "y")
+    sidesave.load(
+        path, into={"net": renamed, "opt": other}, rename={"model.a": "net.x", "model.b": "net.y", "optimizer": "opt"}
+    )
+    assert difference(expected, list(states_of(renamed, other).values())) == ""
+    inner, other = target("a", "b")
+    wrapped: Any = nn.Module()
+    wrapped.module = inner
+    sidesave.load(path, into={"model": wrapped, "optimizer": other}, rename={"model": "model.module"})
+    assert difference(expected, list(states_of(inner, other).values())) == ""
+    inner, other = target("a", "b")
+    wrapped = nn.Module()
+    wrapped._orig_mod = inner
+    path = save({"model": model, "optimizer": optimizer})
+    sidesave.load(path, into={"model": wrapped, "optimizer": other}, include="optimizer")
+    assert difference(expected, list(states_of(inner, other).values())) == ""
+
+
+def test_tied_weights_have_any_of_their_names(save: Callable[[dict[str, Any]], Path]):
+    def tied(*names: str) -> nn.ModuleDict:
+        made = net("a", "b", "z")
+        made["z"].weight = made["b"].weight
+        return nn.ModuleDict({name: made[name] for name in names})
+
+    model = tied("a", "b", "z")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target = tied("z", "b", "a")  # torch calls it z.weight here
+    other = torch.optim.AdamW(target.parameters())
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    states = [states_of(model, optimizer)["b.weight"], states_of(target, other)["z.weight"]]
+    assert difference(*states) == ""
+    assert len(other.state) == 5
+
+
+# What has no names -----------------------------------------------------------------------------------------------
+
+
+def test_what_goes_by_position_is_told_where_shapes_leave_a_doubt(
+    save: Callable[[dict[str, Any]], Path], warnings: Callable[[], str]
+):
+    model = net("a", "b")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    expected = states_of(model, optimizer)
+    for saved, takes in (
+        ({"optimizer": optimizer}, ("optimizer",)),
+        ({"optimizer": optimizer.state_dict(), "model": model}, ("optimizer", "model")),
+        ({"optimizer": optimizer, "model": model}, ("optimizer",)),
+    ):
+        target = net("a", "b")
+        other = torch.optim.AdamW(target.parameters())
+        into: dict[str, Any] = {"optimizer": other, "model": target}
+        before = warnings()
+        sidesave.load(save(saved), into={name: into[name] for name in takes})
+        assert difference(expected, states_of(target, other)) == ""
+        assert "the state of optimizer goes by position, not by name" in warnings().removeprefix(before)
+    alone = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(alone.parameters())
+    train(alone, optimizer)
+    before = warnings()
+    sidesave.load(save({"optimizer": optimizer}), into={"optimizer": torch.optim.AdamW(nn.Linear(3, 2).parameters())})
+    assert warnings() == before, "shapes tell"
+
+
+def test_the_tensors_of_a_state_dict_name_parameters_too(
+    save: Callable[[dict[str, Any]], Path], warnings: Callable[[], str]
+):
+    model = net("a", "b")
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    path = save({"model": dict(model.state_dict()), "optimizer": optimizer})
+    target = net("a", "b")
+    other = torch.optim.AdamW(reversed(list(target.parameters())))
+    sidesave.load(path, into={"model": dict(target.state_dict()), "optimizer": other})
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+    assert warnings() == ""
+
+
+def test_one_state_for_all_parameters_goes_to_the_same_ones_only(save: Callable[[dict[str, Any]], Path]):
+    def lbfgs(model: nn.Module, *, turned: bool) -> torch.optim.LBFGS:
+        parameters = list(model.parameters())
+        return torch.optim.LBFGS(parameters[::-1] if turned else parameters)
+
+    model = net("a", "b")
+    optimizer = lbfgs(model, turned=False)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    path = save({"model": model, "optimizer": optimizer})
+    target = net("a", "b")
+    other = lbfgs(target, turned=False)
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+    with pytest.raises(StateMismatchError, match="LBFGS keeps one state for all its parameters"):
+        sidesave.load(path, into={"model": target, "optimizer": lbfgs(target, turned=True)})
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something beside the states of its parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        kept: dict[Any, Any] = cast("Any", self.state)
+        kept["steps"] = kept.get("steps", 0) + 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kind": "counting"}
+
+
+def test_what_is_of_no_parameter_stays_as_it_is(save: Callable[[dict[str, Any]], Path]):
+    model = net("a", "b")
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target = net("a", "b")
+    other = Counting(reversed(list(target.parameters())), lr=0.1, momentum=0.9)
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    assert other.state.pop("steps") == optimizer.state.pop("steps") == 2  # pyright: ignore[reportArgumentType]
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+
+
+def test_several_optimizers_have_each_their_parameters(
+    save: Callable[[dict[str, Any]], Path], warnings: Callable[[], str]
+):
+    model = net(*"abcd")
+    some = torch.optim.AdamW([*model["a"].parameters(), *model["b"].parameters()])
+    others = torch.optim.SGD([*model["c"].parameters(), *model["d"].parameters()], lr=0.1, momentum=0.9)
+    train(model, some, others)
+    path = save({"optimizers": [some, others], "model": model})
+    target = net(*"abcd")
+    one = torch.optim.AdamW([*target["b"].parameters(), *target["a"].parameters()])
+    two = torch.optim.SGD([*target["d"].parameters(), *target["c"].parameters()], lr=0.1, momentum=0.9)
+    sidesave.load(path, into={"optimizers": [one, two], "model": target})
+    for before, after in ((some, one), (others, two)):
+        assert difference(states_of(model, before), states_of(target, after)) == ""
+    assert warnings() == ""
+
+
+def test_frozen_parameters_and_those_not_stepped_yet_have_no_state_and_need_none(
+    save: Callable[[dict[str, Any]], Path],
+):
+    model = net(*"abc")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model["b"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    path = save({"model": model, "optimizer": optimizer})
+    target = net(*"abc")
+    other = torch.optim.AdamW(reversed(list(target.parameters())))
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    assert set(states_of(target, other)) == {"b.weight", "b.bias"}
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+
+
+# Many ranks ------------------------------------------------------------------------------------------------------
+
+
+def divided(rank: int, folder: str) -> None:
+    """FSDP2 over two ranks, of whose last layer one has nothing, goes into another order of the same."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made(*, turned: bool) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Layers({**net(*"abc"), "last": nn.Linear(3, 1, bias=False)})
+        fully_shard(model, mesh=mesh)
+        parameters = list(model.parameters())
+        return model, torch.optim.AdamW(parameters[::-1] if turned else parameters, foreach=False)
+
+    model, optimizer = made(turned=False)
+    train(model, optimizer)
+    with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
+        path = checkpointer.save(1, {"model": model, "optimizer": optimizer}).committed.result(120)
+        target, other = made(turned=True)
+        sidesave.load(path, into={"model": target, "optimizer": other})
+
+    def local(states: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: {key: getattr(value, "_local_tensor", value) for key, value in state.items()}
+            for name, state in states.items()
+        }
+
+    assert difference(local(states_of(model, optimizer)), local(states_of(target, other))) == ""
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_go_to_their_parameters(tmp_path: Path):
+    torch.multiprocessing.spawn(divided, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@pytest.mark.gpu
+def test_steps_that_a_graph_counts_go_to_their_parameters_on_the_device(save: Callable[[dict[str, Any]], Path]):
+    def made(*, turned: bool) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
+        model = net("a", "b").cuda()
+        parameters = list(model.parameters())
+        rate = torch.tensor(0.1, device="cuda")
+        return model, torch.optim.AdamW(parameters[::-1] if turned else parameters, lr=rate, capturable=True)
+
+    model, optimizer = made(turned=False)
+    train(model, optimizer)
+    path = save({"model": model, "optimizer": optimizer})
+    target, other = made(turned=True)
+    sidesave.load(path, into={"model": target, "optimizer": other})
+    assert difference(states_of(model, optimizer), states_of(target, other)) == ""
+    train(target, other)
