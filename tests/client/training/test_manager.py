@@ -573,6 +573,33 @@ def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest
     assert sum("committed" in record.message for record in caplog.records) == 2
 
 
+def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage, run: Path):
+    order: list[str] = []
+
+    class Average:
+        """Is brought up to date only where it is saved."""
+
+        def state_dict(self) -> dict[str, Any]:
+            order.append("before staging")
+            return {"mean": torch.ones(3)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def committed(event: sidesave.reporting.SaveEvent) -> None:
+        order.append(f"step {event.step} {event.outcome}")
+
+    manager = manage({"average": Average()}, stats=sidesave.reporting.SaveStats([committed]), save=1)
+    order.clear()  # the manager has looked whether it can be saved
+    for step in range(2):
+        handle = manager.step(step)
+        assert handle is not None
+        handle.staged.add_done_callback(lambda future: order.append("staged"))
+        handle.committed.result(DEADLINE_S)
+    manager.close()
+    one = ["before staging", "staged"]
+    assert order == [*one, "step 0 committed", *one, "step 1 committed"]
+
+
 # What is kept ----------------------------------------------------------------------------------------------------
 
 
