@@ -16,7 +16,7 @@ import torch
 
 from sidesave.client.loading.flat import FlatMap, LiveMap, Path, Slot, fqn_of
 from sidesave.client.loading.keeping import KEEP_CURRENT
-from sidesave.client.loading.tensors import TensorLoad
+from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.stager.state.tensor_collector import is_dtensor
 
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
@@ -104,12 +104,18 @@ class _State:
     def __init__(self, path: Path, flat: FlatMap) -> None:
         self._path, self._flat = path, flat
         self._state, self._groups = (*path, "state"), (*path, "param_groups")
-        groups: dict[Any, dict[Any, Any]] = {}
+        self._options: dict[Any, dict[Any, dict[Path, Any]]] = {}  # by group and key, each taken apart
+        self._within: dict[Any, dict[Path, Any]] = {}  # the containers in each group
+        end = len(self._groups)
         for at, leaf in flat.leaves.items():
-            if at[: len(path) + 1] == self._groups and at[len(path) + 2 : len(path) + 3] == ("params",):
-                within = at[len(path) + 3 :]
-                groups.setdefault(at[len(path) + 1], {}).update({within[0]: leaf} if within else {})
-        numbers = [list(groups[at].values()) for at in sorted(groups)] if set(groups) == {*range(len(groups))} else []
+            if at[:end] == self._groups and len(at) > end + 1:
+                self._options.setdefault(at[end], {}).setdefault(at[end + 1], {})[at[end + 2 :]] = leaf
+        for at, like in flat.containers.items():
+            if at[:end] == self._groups and len(at) > end + 1:
+                self._within.setdefault(at[end], {})[at[end + 1 :]] = like
+        params = {at: options.get("params", {}) for at, options in self._options.items()}
+        is_list = set(params) == {*range(len(params))}
+        numbers = [[leaf for rest, leaf in params[at].items() if rest] for at in range(len(params))] if is_list else []
         every = [number for group in numbers for number in group]
         is_sound = all(type(number) is int for number in every) and len({*every}) == len(every)
         self.numbers: list[list[int]] = numbers if is_sound else []
@@ -118,8 +124,8 @@ class _State:
         """What the optimizer itself called its parameters, by groups; nothing, where it did not."""
         found: list[list[str | None]] = []
         for at, group in enumerate(self.numbers):
-            names = [self._flat.leaves.get((*self._groups, at, "param_names", index)) for index in range(len(group))]
-            if not all(isinstance(name, str) for name in names):
+            names = list(self._options[at].get("param_names", {}).values())
+            if len(names) != len(group) or not all(isinstance(name, str) for name in names):
                 return []
             found.append(names)
         return found if len({name for group in found for name in group}) == sum(map(len, found)) else []
@@ -177,7 +183,7 @@ class _State:
         if not there:
             found.leaves.update({(*place, key): KEEP_CURRENT for key in group if key not in given})
             return []
-        options = [self._options((*self._groups, at)) for at in there]
+        options = [self._options[at] for at in there]
         problems: list[str] = []
         for key in dict.fromkeys(key for each in options for key in each if key not in given):
             values = [each.get(key, {}) for each in options]
@@ -188,18 +194,8 @@ class _State:
                 )
             for rest, leaf in values[0].items():
                 found.leaves[*place, key, *rest] = leaf
-        start = (*self._groups, there[0])
-        for at, like in self._flat.containers.items():
-            if at[: len(start)] == start and len(at) > len(start):
-                found.containers[*place, *at[len(start) :]] = like
+        found.containers.update({(*place, *rest): like for rest, like in self._within.get(there[0], {}).items()})
         return problems
-
-    def _options(self, start: Path) -> dict[Any, dict[Path, Any]]:
-        found: dict[Any, dict[Path, Any]] = {}
-        for at, leaf in self._flat.leaves.items():
-            if at[: len(start)] == start and len(at) > len(start):
-                found.setdefault(at[len(start)], {})[at[len(start) + 1 :]] = leaf
-        return found
 
 
 def _put_list(flat: FlatMap, place: Path, items: Iterable[Any]) -> None:
@@ -215,6 +211,8 @@ def _is_same(some: dict[Path, Any], others: dict[Path, Any]) -> bool:
     def same(one: Any, other: Any) -> bool:
         if isinstance(one, TensorLoad) and isinstance(other, TensorLoad):
             return one.name == other.name
+        if isinstance(one, EnumLoad) and isinstance(other, EnumLoad):
+            return (one.kind, one.name) == (other.kind, other.name)
         return one is other or (type(one) is type(other) and bool(one == other))
 
     return some.keys() == others.keys() and all(same(leaf, others[at]) for at, leaf in some.items())
