@@ -234,10 +234,12 @@ class SavesInFlight:
         self._release_slot(entry)
 
     def _forget(self, entry: SaveInFlight) -> None:
-        self._on_ended(entry)
-        with self._changed:
-            self._entries.pop(entry.sequence, None)
-            self._changed.notify_all()
+        try:
+            self._on_ended(entry)
+        finally:  # or wait() would wait for it for ever
+            with self._changed:
+                self._entries.pop(entry.sequence, None)
+                self._changed.notify_all()
 
     # Waiting ---------------------------------------------------------------------------------------------------
 

@@ -12,19 +12,24 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from trainers import DEADLINE_S, SUPPORT, Traces, a_state, await_end, check, entries, pidfd_of, same
 
 import sidesave
+from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     DirectoryInUseError,
     InvalidArgumentError,
     NoSpaceError,
+    SidesaveError,
 )
+from sidesave.stager.copy.copier import StagingCopy
 from sidesave.writer_daemon.process import worker
 
 
@@ -192,6 +197,25 @@ def test_deleting_what_is_not_there_is_an_error_and_no_failure_of_the_next_save(
             ckpt.delete(-1)
         commit(ckpt, 2)
         ckpt.wait()
+
+
+def test_a_save_that_is_over_is_not_waited_for_though_who_is_told_of_it_raises():
+    def fail(entry: SaveInFlight) -> None:
+        raise RuntimeError("on purpose")
+
+    saves = SavesInFlight(
+        "run",
+        bearable_failures=0,
+        logs_failures=False,
+        release_slot=lambda entry: None,
+        on_committed=lambda info: None,
+        on_ended=fail,
+    )
+    entry = SaveInFlight(1, SaveHandle(1), cast(StagingCopy, None), sequence=1)
+    saves.add(entry)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        saves.drop(entry, SidesaveError("it failed"))
+    saves.wait(0.0)
 
 
 def test_a_reader_goes_on_with_a_checkpoint_that_is_deleted_meanwhile(run: Path):
