@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import typer
@@ -15,7 +14,7 @@ from sidesave.client.runs.history import history, is_live
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.training.metadata import metrics_of
 from sidesave.errors import FormatVersionError, SidesaveError
-from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_step_directory
+from sidesave.writer_daemon.format.manifest import parse_hidden_directory
 from sidesave.writer_daemon.log import SaveRecord
 
 _FEW_WORDS: Final = 100
@@ -31,11 +30,11 @@ _OWNERS: Final = {
 class Listing:
     """One look at a run directory."""
 
-    def __init__(self, directory: Path, *, every: bool) -> None:
+    def __init__(self, directory: str, *, every: bool) -> None:
         """Look; ``every`` is for all saves that came to nothing, not only those since the latest checkpoint."""
         self._directory = directory
-        self._found = catalog.scan(str(directory))
-        self._unreadable = _unreadable(directory, {Path(info.path) for info in self._found})
+        self._found = catalog.scan(directory)
+        self._unreadable = _unreadable(directory, self._found)
         saves = history(directory)
         self._saves = [save for save in (saves if every else _since_latest(saves, self._found)) if not _is_listed(save)]
         self._leftovers = _leftovers(directory)
@@ -48,14 +47,12 @@ class Listing:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        damaged, newer = (
-            [str(path) for path, is_newer in self._unreadable.items() if is_newer is x] for x in (False, True)
-        )
+        damaged, newer = ([path for _, path, is_newer in self._unreadable if is_newer is x] for x in (False, True))
         checkpoints = [
             {**asdict(info), "metrics": metrics_of(info.metadata), "mark": self._mark(info)} for info in self._found
         ]
         return {
-            "run": str(self._directory),
+            "run": self._directory,
             "checkpoints": checkpoints,
             "damaged": damaged,
             "newer": newer,
@@ -75,12 +72,12 @@ class Listing:
                 about = (when(info.created_s), size(info.nbytes), info.session, parent, str(info.sequence))
                 values = [metrics_text(metrics[info.path], _FEW_METRICS)] if told else []
                 rows.add_row(str(info.step), *about, *values, self._mark(info))
-            for path, is_newer in self._unreadable.items():
+            for step, _, is_newer in self._unreadable:
                 reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
-                rows.add_row(str(parse_step_directory(path.name)), "", "", "", "", "", *[""] * len(told), reason)
+                rows.add_row(str(step), "", "", "", "", "", *[""] * len(told), reason)
             console.print(rows)
         else:
-            typer.echo(f"no checkpoints in {printable(str(self._directory))}", err=True)
+            typer.echo(f"no checkpoints in {printable(self._directory)}", err=True)
         if self._saves:
             rows = new_table(">step", "called", "session", "outcome", "")
             for save in self._saves:
@@ -107,28 +104,26 @@ class _Leftover:
     live: bool | None
 
 
-def _leftovers(run: Path) -> list[_Leftover]:
+def _leftovers(run: str) -> list[_Leftover]:
     parsed = {name: parse_hidden_directory(name) for name in sorted(os.listdir(run))}
     return [
-        _Leftover(name, *facts, live=is_live(str(run), facts[1].partition("-")[0]))
+        _Leftover(name, *facts, live=is_live(run, facts[1].partition("-")[0]))
         for name, facts in parsed.items()
         if facts
     ]
 
 
-def _unreadable(run: Path, listed: set[Path]) -> dict[Path, bool]:
-    """Step directories of which no listing can be made; whether that is for their newer format."""
-    steps = {entry: step for entry in run.iterdir() if (step := parse_step_directory(entry.name)) is not None}
-    found: dict[Path, bool] = {}
-    for path in sorted(steps.keys() - listed, key=lambda path: steps[path]):
+def _unreadable(run: str, found: list[CheckpointInfo]) -> list[tuple[int, str, bool]]:
+    """Step directories of which no listing can be made: steps, paths, and whether that is for their newer format."""
+    unreadable: list[tuple[int, str, bool]] = []
+    for step, path in catalog.left_out(run, found):
+        is_newer = False
         try:
-            catalog.read_info(str(path))
-            found[path] = False
-        except FormatVersionError:
-            found[path] = True
-        except (SidesaveError, OSError):
-            found[path] = False
-    return found
+            catalog.read_info(path)
+        except (SidesaveError, OSError) as error:
+            is_newer = isinstance(error, FormatVersionError)
+        unreadable.append((step, path, is_newer))
+    return unreadable
 
 
 def _is_listed(save: SaveRecord) -> bool:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import sidesave
 from sidesave.client.arguments import path_text
-from sidesave.client.runs import catalog
+from sidesave.client.reading.verify import verify as verify_checkpoint
+from sidesave.client.runs import catalog, finding
 from sidesave.errors import (
     DirectoryInUseError,
     InvalidArgumentError,
     SidesaveError,
 )
-from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_metadata
 from sidesave.writer_daemon.log import HistoryLog, log_recovery
 from sidesave.writer_daemon.storage import PosixStorage
@@ -57,7 +57,6 @@ from sidesave.client.cli.console import (
     when,
 )
 from sidesave.client.cli.listing import Listing
-from sidesave.client.runs.targets import all_checkpoints, find_checkpoint, find_directory, find_run, is_checkpoint
 from sidesave.client.training.metadata import metrics_of
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ def list_checkpoints(
     Checkpoints stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back
     behind it. Of saves that failed or were skipped, those since the latest checkpoint are listed.
     """
-    listing = Listing(find_run(run), every=every)
+    listing = Listing(finding.locate_run(run), every=every)
     if as_json:
         print_json(listing.to_json())
     else:
@@ -153,7 +152,7 @@ def show(
     def wanted(fqn: str) -> bool:
         return pattern is None or fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
 
-    with Contents(str(find_checkpoint(checkpoint, step))) as contents:
+    with Contents(finding.locate(checkpoint, step)) as contents:
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
         head, path = contents.manifest, contents.reader.path
@@ -242,24 +241,26 @@ def verify(
     """
     if every and step is not None:
         raise InvalidArgumentError("--all and --step exclude each other")
-    directory = find_run(checkpoint) if every else find_directory(checkpoint)
-    whole_run = step is None and not is_checkpoint(directory)
-    paths = (all_checkpoints(directory) if whole_run else []) or [find_checkpoint(checkpoint, step)]
+    if every or (step is None and not finding.is_single(checkpoint)):
+        run = finding.locate_run(checkpoint)
+        found = catalog.scan(run)
+        by_step = [*((info.step, info.path) for info in found), *catalog.left_out(run, found)]
+        paths = [path for _, path in sorted(by_step)] or [finding.locate(run)]
+    else:
+        paths = [finding.locate(checkpoint, step)]
     ok = True
     for number, path in enumerate(paths, start=1):
-        ok = _verify(path, f"{path.name} ({number} of {len(paths)})") and ok
+        ok = _verify(path, f"{os.path.basename(path)} ({number} of {len(paths)})") and ok
     if not ok:
         raise typer.Exit(1)
 
 
-def _verify(path: Path, title: str) -> bool:
+def _verify(path: str, title: str) -> bool:
     started, checked = time.monotonic(), 0
     try:
-        total = catalog.read_info(str(path)).nbytes
+        total = catalog.read_info(path).nbytes
     except (SidesaveError, OSError):
         total = 0  # the faults will tell
-    storage = PosixStorage(str(path.parent))
-    faults: list[str] = []
     try:
         with progress(total, title) as advance:
 
@@ -268,11 +269,9 @@ def _verify(path: Path, title: str) -> bool:
                 checked += nbytes
                 advance(nbytes)
 
-            faults += map(str, integrity.check_checkpoint(storage, path.name, count))
+            faults = [str(fault) for fault in verify_checkpoint(path, on_bytes=count).faults]
     except (SidesaveError, OSError) as error:
-        faults.append(error_text(error))
-    finally:
-        storage.close()
+        faults = [error_text(error)]
     found = f"{len(faults)} fault{'s' * (len(faults) != 1)}" if faults else "ok"
     typer.echo(printable(f"{path}: {found}, {size(checked)} in {time.monotonic() - started:.2f} s"))
     for fault in faults:
@@ -299,7 +298,7 @@ def recover(
     from sidesave.writer_daemon.lease.lease import Lease, Observer
     from sidesave.writer_daemon.lease.record import Holder
 
-    directory = str(find_run(run))
+    directory = finding.locate_run(run)
     with contextlib.closing(PosixStorage(directory)) as storage:
         if not any(parse_hidden_directory(name) for name in storage.list_directory("")):
             typer.echo("there is nothing to recover")
@@ -346,7 +345,7 @@ def diff(
     """
     from sidesave.client.export.diff import ABSENT, Contents, common_nbytes, compare
 
-    paths = [str(find_checkpoint(path)) for path in (first, second)]
+    paths = [finding.locate(path) for path in (first, second)]
     with Contents(paths[0]) as a, Contents(paths[1]) as b, progress(common_nbytes(a, b)) as advance:
         report = compare(a, b, advance)
     report.changed.sort(key=lambda change: -math.inf if change.relative_l2 is None else -change.relative_l2)
@@ -425,12 +424,12 @@ def export(
     """
     from sidesave.client.export.safetensors import Weights, parse_dtype, parse_size
 
-    path, most = find_checkpoint(checkpoint, step), parse_size(max_shard_size)
+    path, most = finding.locate(checkpoint, step), parse_size(max_shard_size)
     cast_to = None if dtype is None else parse_dtype(dtype)
     chosen = Weights(
         path, item=item, include=include or None, exclude=exclude or None, keep_prefix=keep_prefix, dtype=cast_to
     )
-    with chosen as weights, progress(weights.nbytes, path.name) as advance:
+    with chosen as weights, progress(weights.nbytes, os.path.basename(path)) as advance:
         report = weights.write(target, max_shard_nbytes=most, on_bytes=advance)
     tensors = f"{report.tensors:,} tensor{'s' * (report.tensors != 1)} of {weights.item}"
     files = f"{len(report.files):,} file{'s' * (len(report.files) != 1)}"
@@ -466,16 +465,16 @@ def doctor(
     found: list[Finding] = []
     console = new_console()
     with contextlib.closing(examine(place)) as findings:
-        for finding in findings:
-            found.append(finding)
+        for one in findings:
+            found.append(one)
             if not as_json:
-                console.print(f"{finding.status:4}", style=_COLORS[finding.status], end="  ")
-                console.print(printable(f"{finding.name:14}  {finding.finding}"))
-                if finding.remedy:
-                    console.print(f"{'':22}-> {finding.remedy}")
+                console.print(f"{one.status:4}", style=_COLORS[one.status], end="  ")
+                console.print(printable(f"{one.name:14}  {one.finding}"))
+                if one.remedy:
+                    console.print(f"{'':22}-> {one.remedy}")
     if as_json:
-        print_json([asdict(finding) for finding in found])
-    if any(finding.status == "fail" for finding in found):
+        print_json([asdict(one) for one in found])
+    if any(one.status == "fail" for one in found):
         raise typer.Exit(1)
 
 

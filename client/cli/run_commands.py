@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Final
@@ -11,7 +12,7 @@ import typer
 
 from sidesave.client.arguments import path_text
 from sidesave.client.cli.console import new_console, new_table, print_json, printable, size
-from sidesave.client.runs.targets import find_run
+from sidesave.client.runs.finding import locate_run
 from sidesave.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def plot(
     """
     from sidesave.client.reporting.plot import draw
 
-    directory = find_run(run)
-    target = path_text(output if output is not None else f"{directory.name}.png")
+    directory = locate_run(run)
+    target = path_text(output if output is not None else f"{os.path.basename(directory)}.png")
     try:
         count = draw(directory, target)
     except ModuleNotFoundError as error:
@@ -124,7 +125,7 @@ def trigger(
 
     if timeout < 0:
         raise InvalidArgumentError(f"a timeout of {timeout:g} s makes no sense")
-    directory = find_run(run)
+    directory = locate_run(run)
     request = SaveRequest(directory, stop=stop)
     if not request.is_sure:
         typer.echo("it cannot be told from this machine whether the session that has the run open lives", err=True)

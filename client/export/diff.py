@@ -14,7 +14,8 @@ from typing import Any, Final, cast
 
 import torch
 
-from sidesave.client.reading.checkpoint_reader import fqn_of, open_checkpoint
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, fqn_of
+from sidesave.client.runs import finding
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager.state import tree
 from sidesave.stager.state.dtypes import CARRIERS, dtype_name
@@ -80,8 +81,8 @@ class Contents:
     """
 
     def __init__(self, path: str) -> None:
-        """Open the checkpoint directory ``path``; no tensor is read."""
-        self.reader = open_checkpoint(path)
+        """Open the checkpoint that ``path`` means; no tensor is read."""
+        self.reader = finding.read_located(path, CheckpointReader)
         self.manifest = self.reader.manifest
         self._items = set(self.reader.skeleton.keys())
         self._carried: dict[str, torch.dtype] = {}

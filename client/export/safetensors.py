@@ -28,8 +28,9 @@ from sidesave.client.arguments import path_text
 from sidesave.client.export.diff import children
 from sidesave.client.messages import few
 from sidesave.client.reading import regions
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, Wanted, open_checkpoint
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Wanted
 from sidesave.client.reading.filters import selector
+from sidesave.client.runs import finding
 from sidesave.errors import (
     InvalidArgumentError,
     NoSpaceError,
@@ -115,7 +116,7 @@ def export(
     """Export the weights in the checkpoint ``path`` to the new directory ``target``; blocking, needs no daemon.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
         target: Where the files go; it must not exist, or be empty.
         item: Of which item of the state; by default the only one that has tensors under names, as a module has.
         include: Patterns (``"model.layers.*"``) of the FQNs to export, the item's name included; None is all.
@@ -125,6 +126,7 @@ def export(
         max_shard_nbytes: Begin another file before one exceeds this many bytes.
 
     Raises:
+        CheckpointNotFoundError: There is no checkpoint.
         InvalidArgumentError: ``target`` is there and not empty; or there is no such item, or more than one.
         UnsupportedValueError: Tensors of a kind that safetensors does not know; all of them are named.
         StateMismatchError: Tensors differ between ranks, so that there is no one value.
@@ -174,7 +176,7 @@ class Weights:
         """Choose them; arguments and errors are those of :func:`export`."""
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
-        self._reader = open_checkpoint(path_text(path))
+        self._reader = finding.read_located(path, CheckpointReader)
         try:
             self.item = _choose(self._reader, item)
             self._weights: list[Weight] = []

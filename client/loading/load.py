@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 
-from sidesave.client.arguments import path_text
 from sidesave.client.loading import apply, resized
 from sidesave.client.loading.flat import FlatMap, LiveMap, fqn_of
 from sidesave.client.loading.messages import PrefixMismatch
@@ -19,10 +18,9 @@ from sidesave.client.loading.rename import Rename
 from sidesave.client.loading.selection import LoadFilter, Selection
 from sidesave.client.loading.tensors import EnumLoad
 from sidesave.client.messages import few
-from sidesave.client.reading.checkpoint_reader import Reader, open_checkpoint
-from sidesave.client.runs import catalog, finding
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
+from sidesave.client.runs import finding
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
-from sidesave.writer_daemon.format.manifest import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +79,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        IntegrityError: A file is missing, short, or does not match its digest; nothing live has been touched.
+        IntegrityError: A file is missing, short, or does not match its digest; or it is not known which checkpoint of a
+            run is the newest, for one that may be is damaged. Nothing live has been touched.
         StateMismatchError: Items, keys, shapes or dtypes differ, a pattern matches nothing, or there is nothing to
             load; ten of each kind are named, with names that are like them, and nothing has been touched.
         InvalidArgumentError: An argument is wrong, or ``rename`` gives two things one name.
@@ -170,7 +169,7 @@ def read(
     device = _device(map_location)
 
     def read(place: str) -> Loaded:
-        with open_checkpoint(place, rank, size) as reader:
+        with CheckpointReader(place, rank, size) as reader:
             selection = Selection(reader, wanted, live, allow_pickle=allow_pickle)
             resized.settle(reader, selection, wanted, live, allow_pickle=allow_pickle)
             if live is not None:
@@ -185,9 +184,7 @@ def read(
             state = FlatMap({at: filled(leaf, values) for at, leaf in flat.leaves.items()}, flat.containers).nest()
             return Loaded(place, reader.nbytes_read, (), (), state)
 
-    place = os.path.realpath(path_text(path))
-    is_run = os.path.isdir(place) and not os.path.lexists(os.path.join(place, MANIFEST)) and bool(catalog.scan(place))
-    return catalog.read_settled(finding.locate(place) if is_run else place, read)
+    return finding.read_located(path, read)
 
 
 def settled(

@@ -9,7 +9,7 @@ from sidesave.client.loading.flat import FlatMap, LiveMap, Path, fqn_of
 from sidesave.client.loading.plan import filled
 from sidesave.client.loading.selection import LoadFilter, Selection
 from sidesave.client.messages import few
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader, open_checkpoint
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
 from sidesave.errors import StateMismatchError
 from sidesave.stager.state.annotations import PerRank
 
@@ -73,7 +73,7 @@ def _value(
     reader: CheckpointReader, rank: int, path: Path, wanted: LoadFilter, live: LiveMap | None, allow_pickle: bool
 ) -> Any:
     """What a rank has saved of the item at ``path``."""
-    with open_checkpoint(reader.path, rank) as other:
+    with CheckpointReader(reader.path, rank) as other:
         selection = Selection(other, wanted, live, allow_pickle=allow_pickle)
         part = selection.flat.below(path)
         if not part.leaves:

@@ -21,7 +21,7 @@ from sidesave.client.loading.messages import Mismatches, PrefixMismatch
 from sidesave.client.loading.plan import LoadPlan
 from sidesave.client.loading.rename import Rename
 from sidesave.client.loading.selection import LoadFilter, Selection
-from sidesave.client.reading.checkpoint_reader import Reader, open_checkpoint
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
 from sidesave.client.reading.safetensors_reader import ForeignReader
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
@@ -158,7 +158,7 @@ def read_sources(
         return settled(plan, selections, readers, lambda name: False, prefixes=prefixes, **options)
 
     def read_next(place: str, readers: list[Reader]) -> Loaded:
-        with open_checkpoint(place, rank, size) as reader:
+        with CheckpointReader(place, rank, size) as reader:
             return read([*readers, reader])
 
     return read([])

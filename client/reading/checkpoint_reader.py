@@ -7,7 +7,6 @@ tensor in it; any other is put together from the cells of its grid.
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
 import math
@@ -23,8 +22,8 @@ import torch
 from sidesave.client.reading import block_io, regions
 from sidesave.client.reading.block_io import BlockFile
 from sidesave.client.reading.tensor_reads import Gathered, Part, gather
-from sidesave.client.runs import catalog, finding
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError, StateMismatchError
+from sidesave.client.runs import finding
+from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.stager import apart
 from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.treespec import Skeleton, TensorRef
@@ -107,7 +106,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str, rank: int = 0, size: int | None = None) -> None:
-        """Open the directory ``path``, reading and checking its manifest and skeletons.
+        """Open the directory ``path`` itself, reading and checking its manifest and skeletons.
 
         ``rank`` is one of ``size`` that load it; None is as many as have saved it.
 
@@ -118,9 +117,9 @@ class CheckpointReader:
             WriteError: Storage does not give the bytes (EIO, EACCES); they may be whole.
             HostMemoryError: There is not enough memory for what it lists.
         """
-        if not os.path.isdir(path):
-            raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", path)
-        self.path = path
+        self.path = path = os.path.realpath(path)
+        if not os.path.lexists(os.path.join(path, MANIFEST)):
+            raise finding.not_found(path)
         self.rank = rank
         self.size = size
         self.nbytes_read = 0
@@ -380,16 +379,3 @@ class CheckpointReader:
 
     def _open_descriptor(self, path: str, flags: int) -> Descriptor:
         return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)
-
-
-def open_checkpoint(path: str, rank: int = 0, size: int | None = None) -> CheckpointReader:
-    """Open a checkpoint directory; a run directory is refused with a hint, being one level too high."""
-    path = os.path.realpath(path)
-    if not os.path.lexists(os.path.join(path, MANIFEST)):
-        found = catalog.scan(path) if os.path.isdir(path) else []
-        if found:
-            raise InvalidArgumentError(
-                f"{path} is a run directory; load one of its checkpoints, {found[-1].path} is newest"
-            )
-        raise CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {finding.what(path)}", path)
-    return CheckpointReader(path, rank, size)

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sidesave.client.arguments import path_text
-from sidesave.client.runs import catalog
+from sidesave.client.runs import finding
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.integrity import Fault
@@ -40,14 +39,20 @@ def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | No
     """Compare every byte of a checkpoint with its digests, read from the medium; blocking, loads nothing.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
         on_bytes: Called with the number of bytes compared since its last call.
 
     Raises:
+        CheckpointNotFoundError: There is no checkpoint; one that lacks its manifest is reported.
+        IntegrityError: Which checkpoint of a run is the newest is not known, as one that may be is damaged.
+        FormatVersionError: The same, as one is in a newer format.
+        InvalidArgumentError: ``path`` is a URL.
         WriteError: The directory cannot be opened at all.
     """
 
     def check(place: str) -> VerifyReport:
+        if not os.path.isdir(place):
+            raise finding.not_found(place)
         checked = 0
 
         def count(nbytes: int) -> None:
@@ -65,4 +70,4 @@ def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | No
             storage.close()
         return VerifyReport(place, checked, faults)
 
-    return catalog.read_settled(os.path.realpath(path_text(path)), check, is_whole=lambda report: report.ok)
+    return finding.read_located(path, check, is_whole=lambda report: report.ok)

@@ -64,11 +64,8 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
         raise CheckpointNotFoundError(error.errno, "there is no run directory", directory) from error
     except OSError as error:
         raise write_error(error, "cannot list the run directory", directory) from error
-    committed = {name: step for name in names if (step := parse_step_directory(name)) is not None}
-    for name in names:
-        hidden = parse_hidden_directory(name)
-        if hidden is not None and hidden[2] == "replaced" and step_directory(hidden[0]) not in committed:
-            committed[name] = hidden[0]
+    steps = {name: step for name in names if (step := step_of(name)) is not None}
+    committed = {name: step for name, step in steps.items() if name[0] != "." or step_directory(step) not in steps}
     if rollbacks is None:
         rollbacks = read_rollbacks(directory, strict=refuse_newer)
     found: list[CheckpointInfo] = []
@@ -133,34 +130,38 @@ def read_settled(path: str, read: Callable[[str], T], *, is_whole: Callable[[T],
     returns counts when the checkpoint is still the same afterwards.
     """
     for _ in range(_MAX_TRIES - 1):
-        place = _locate(path)
+        place = whereabouts(path)
         before = identity(place)
         try:
             result = read(place)
         except (CheckpointError, OSError):
-            if (_locate(path), identity(place)) == (place, before):
+            if (whereabouts(path), identity(place)) == (place, before):
                 raise
         else:
-            if is_whole(result) or (_locate(path), identity(place)) == (place, before):
+            if is_whole(result) or (whereabouts(path), identity(place)) == (place, before):
                 return result
-    return read(_locate(path))
+    return read(whereabouts(path))
 
 
-def _locate(path: str) -> str:
+def whereabouts(path: str) -> str:
     """Where a checkpoint is now: while it is being replaced, or if that was broken off, under a hidden name."""
     parent, name = os.path.split(path)
-    hidden = parse_hidden_directory(name)
-    step = hidden[0] if hidden is not None and hidden[2] == "replaced" else parse_step_directory(name)
+    step = step_of(name)
     if step is None:
         return path
     current = os.path.join(parent, step_directory(step))
     if not os.path.isdir(current):
         with contextlib.suppress(OSError):
             for other in os.listdir(parent):
-                found = parse_hidden_directory(other)
-                if found is not None and (found[0], found[2]) == (step, "replaced"):
+                if other.startswith(".") and step_of(other) == step:
                     return os.path.join(parent, other)
     return current
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint by the name of its directory, also while that is being replaced; None of other names."""
+    hidden = parse_hidden_directory(name)
+    return hidden[0] if hidden is not None and hidden[2] == "replaced" else parse_step_directory(name)
 
 
 def identity(path: str) -> tuple[int, int] | None:
@@ -172,23 +173,28 @@ def identity(path: str) -> tuple[int, int] | None:
     return facts.st_ino, facts.st_mtime_ns
 
 
+def left_out(directory: str, checkpoints: Iterable[CheckpointInfo]) -> list[tuple[int, str]]:
+    """Step directories that are there and none of ``checkpoints``, damaged ones for instance: steps and paths."""
+    listed = {info.path for info in checkpoints}
+    steps = ((parse_step_directory(name), os.path.join(directory, name)) for name in os.listdir(directory))
+    return sorted((step, path) for step, path in steps if step is not None and path not in listed)
+
+
 def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
     """Raise ``IntegrityError`` when a directory that :func:`scan` had to leave out is of a later step than the newest.
 
     Its place in the order of commits is not known: taking an older checkpoint then has to be the caller's decision.
     """
     newest = checkpoints[-1].step if checkpoints else -1
-    listed = {info.path for info in checkpoints}
-    steps = (parse_step_directory(name) for name in os.listdir(directory))
-    for step in sorted(step for step in steps if step is not None and step >= newest):
-        path = os.path.join(directory, step_directory(step))
-        if path in listed:
-            continue
+    for step, path in left_out(directory, checkpoints):
         try:
-            read_info(path)
+            if step >= newest:
+                read_info(path)
         except (FileNotFoundError, IntegrityError) as error:
             if os.path.isdir(path):
-                raise IntegrityError(f"{error}; load(fallback=True) takes the newest that verifies") from error
+                raise IntegrityError(
+                    f"{error}; take an older one by its step or path, or with load(fallback=True) of a Checkpointer"
+                ) from error
 
 
 def read_info(path: str) -> CheckpointInfo:

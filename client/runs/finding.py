@@ -1,4 +1,4 @@
-"""Which checkpoints are where, for scripts: cheap, without torch, and nothing unfinished is ever shown."""
+"""Which checkpoints are where, and which one a path or a step means; without torch, and nothing unfinished is shown."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
 
 from sidesave.client.arguments import path_text
 from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo
-from sidesave.errors import CheckpointError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError, WriteError
+from sidesave.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, WriteError
 from sidesave.writer_daemon.format.integrity import NO_SUCH_FILE
-from sidesave.writer_daemon.format.manifest import MANIFEST, parse_hidden_directory, parse_step_directory
+from sidesave.writer_daemon.format.manifest import (
+    MANIFEST,
+    parse_hidden_directory,
+    parse_step_directory,
+    step_directory,
+)
 
 logger = logging.getLogger(__name__)
 
 WEIGHTS: Final = ".safetensors"
 INDEX: Final = ".safetensors.index.json"
+T = TypeVar("T")
+
 _FEW: Final = 5
+_MANY: Final = 20
 _OURS: Final = re.compile(r"(.+\.)?rank-\d{5,}\.(json|safetensors|msgpack|xxh3)", re.DOTALL)
 """Files of a checkpoint."""
 _START: Final = "start from it with Source(path, item='model'), where item is what of the state it is for"
@@ -82,33 +90,97 @@ def contains_checkpoint(path: str | os.PathLike[str]) -> bool:
 def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     """The directory of one checkpoint: ``path`` itself, or of the run in ``path`` that of ``step``, or the latest.
 
+    One that is damaged is located all the same when it is ``path`` or ``step``: who reads it tells what is wrong.
+
     Raises:
         InvalidArgumentError: ``path`` is a URL, or a checkpoint of another step.
         CheckpointNotFoundError: There is none; the message says what is there.
         IntegrityError: The latest is not known, as the manifest of a later step is damaged.
-        FormatVersionError: A checkpoint is in a newer format.
+        FormatVersionError: The latest is not known, as a checkpoint is in a newer format.
         WriteError: The directory cannot be read.
     """
     place = resolved(path)
-    if _is_unfinished(os.path.basename(place)):
-        raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {what(place)}", place)
-    alone = _info(place)
-    if step is not None and alone is not None and step != alone.step:
-        raise InvalidArgumentError(f"{place} is the checkpoint of step {alone.step}, and not of step {step}")
-    if alone is not None or os.path.lexists(os.path.join(place, MANIFEST)):
-        return place  # if damaged, then its reader will tell
-    found = catalog.scan(place, refuse_newer=step is None) if os.path.isdir(place) else []
-    if step is None and found:
+    if is_single(place):
+        if not _is_there(place):
+            run, name = os.path.split(place)
+            found = find(run)
+            raise not_found(run if found else place, found, catalog.step_of(name))
+        if step is not None and (other := _told_step(place)) not in (None, step):
+            raise InvalidArgumentError(f"{place} is the checkpoint of step {other}, and not of step {step}")
+        return place
+    if _is_unfinished(os.path.basename(place)) or not os.path.isdir(place):
+        raise not_found(place)
+    if step is not None:
+        one = os.path.join(place, step_directory(step))
+        if not _is_there(one) or _told_step(one) not in (None, step):
+            raise not_found(place, catalog.scan(place), step)
+        return one
+    found = catalog.scan(place, refuse_newer=True)
+    catalog.refuse_newer_damaged(place, found)
+    if not found:
+        raise not_found(place)
+    return found[-1].path
+
+
+def locate_run(path: str | os.PathLike[str]) -> str:
+    """A run directory.
+
+    Raises:
+        InvalidArgumentError: ``path`` is a URL, or one checkpoint.
+        CheckpointNotFoundError: There is no such directory.
+    """
+    place = resolved(path)
+    if _is_unfinished(os.path.basename(place)) or not os.path.isdir(place):
+        raise CheckpointNotFoundError(errno.ENOENT, f"there is no run directory: {what(place)}", place)
+    if is_single(place):
+        raise InvalidArgumentError(f"{place} is one checkpoint; its run directory is {os.path.dirname(place)}")
+    return place
+
+
+def is_single(path: str | os.PathLike[str]) -> bool:
+    """Whether ``path`` is one checkpoint, be it whole, damaged or gone, and no run directory."""
+    place = resolved(path)
+    name = os.path.basename(place)
+    is_one = catalog.step_of(name) is not None or os.path.lexists(os.path.join(place, MANIFEST))
+    return is_one and not _is_unfinished(name)
+
+
+def read_located(
+    path: str | os.PathLike[str], read: Callable[[str], T], *, is_whole: Callable[[T], bool] = lambda _: True
+) -> T:
+    """``read`` the checkpoint that ``path`` means, as :func:`locate` and :func:`catalog.read_settled` do.
+
+    Where the latest of a run is deleted in this moment, for a later one is there, that one is read.
+    """
+    place = locate(path)
+    while True:
         try:
-            catalog.refuse_newer_damaged(place, found)
-        except IntegrityError as error:
-            raise IntegrityError(f"{error.__cause__ or error}; tell which step to load instead") from error
-    wanted = [info for info in found if step is None or info.step == step]
-    if not wanted:
-        steps = sorted(info.step for info in found)
-        text = f"there is no step {step}; there are {steps[-20:]}" if steps else f"no checkpoint: {what(place)}"
-        raise CheckpointNotFoundError(errno.ENOENT, text, place)
-    return wanted[-1].path
+            return catalog.read_settled(place, read, is_whole=is_whole)
+        except CheckpointNotFoundError:
+            gone, place = place, locate(path)
+            if place == gone:
+                raise
+
+
+def not_found(place: str, found: Sequence[CheckpointInfo] = (), step: int | None = None) -> CheckpointNotFoundError:
+    """The error for a ``step``, or for any checkpoint at all, that is not in ``place``, where ``found`` is."""
+    if step is None or not found:
+        return CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {what(place)}", place)
+    steps = sorted({info.step for info in found})
+    there = f"there are {steps}" if len(steps) <= _MANY else f"the last of {len(steps)} are {steps[-_MANY:]}"
+    return CheckpointNotFoundError(errno.ENOENT, f"there is no step {step}; {there}", place)
+
+
+def _is_there(path: str) -> bool:
+    return os.path.isdir(catalog.whereabouts(path))
+
+
+def _told_step(path: str) -> int | None:
+    """The step that a checkpoint says it is of; None where that cannot be read."""
+    try:
+        return catalog.read_settled(path, catalog.read_info).step
+    except CheckpointError:
+        return None
 
 
 def locate_weights(path: str | os.PathLike[str]) -> str:
@@ -129,7 +201,7 @@ def locate_weights(path: str | os.PathLike[str]) -> str:
             f"{place} has checkpoints of sidesave, whose names begin with their item; item= is for plain safetensors "
             "files, so leave it out"
         )
-    raise CheckpointNotFoundError(errno.ENOENT, f"no weights: {what(place)}", place)
+    raise CheckpointNotFoundError(errno.ENOENT, f"there are no weights: {what(place)}", place)
 
 
 def are_weights(path: str | os.PathLike[str]) -> bool:
@@ -184,6 +256,8 @@ def _what_directory(path: str, names: list[str]) -> str:
         return "it is a checkpoint of sidesave whose manifest is missing or damaged"
     if "_CHECKPOINT_METADATA" in names:
         return "it is a checkpoint of Orbax"
+    if any(parse_step_directory(name) is not None for name in names):
+        return "it is a run directory, and sidesave verify tells why none of its checkpoints counts"
     if any(name.startswith(".sidesave.") or parse_hidden_directory(name) for name in names):
         return "it is a run directory in which nothing has been committed yet"
     runs = sorted(name for name in names if os.path.lexists(os.path.join(path, name, ".sidesave.lease")))

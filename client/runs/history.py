@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 from dataclasses import replace
 from typing import Final
 
-from sidesave.client.arguments import path_text
-from sidesave.client.runs import catalog
-from sidesave.errors import (
-    CheckpointNotFoundError,
-    SidesaveError,
-    WriteError,
-)
+from sidesave.client.runs import catalog, finding
+from sidesave.errors import SidesaveError, WriteError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, step_directory
 from sidesave.writer_daemon.lease import lease
 from sidesave.writer_daemon.log import LOST, SaveRecord, read_history
@@ -36,10 +30,9 @@ def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
+        InvalidArgumentError: It is one checkpoint.
     """
-    directory = path_text(path)
-    if not os.path.isdir(directory):
-        raise CheckpointNotFoundError(errno.ENOENT, "there is no run directory", directory)
+    directory = finding.locate_run(path)
     return in_order([settled(directory, record) for record in read_history(directory)])
 
 

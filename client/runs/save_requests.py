@@ -6,7 +6,6 @@ A session that listens says so, by a file with its name. Requests end with the s
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -14,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from sidesave.client.arguments import path_text
-from sidesave.errors import CheckpointNotFoundError, WriteError
+from sidesave.client.runs import finding
+from sidesave.errors import WriteError
 from sidesave.writer_daemon.storage.atomic import replace_file
 
 logger = logging.getLogger(__name__)
@@ -37,12 +36,10 @@ def request_save(directory: str | os.PathLike[str], *, stop: bool = False, sessi
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
+        InvalidArgumentError: It is one checkpoint.
         WriteError: The file cannot be made.
     """
-    directory = path_text(directory)
-    if not os.path.isdir(directory):
-        raise CheckpointNotFoundError(errno.ENOENT, "there is no run directory", directory)
-    path = os.path.join(directory, STOP if stop else TRIGGER)
+    path = os.path.join(finding.locate_run(directory), STOP if stop else TRIGGER)
     replace_file(path, session.encode(), "cannot ask for a save")
     return path
 

@@ -61,7 +61,7 @@ def watch(
         WriteError: The directory is there and cannot be read; later too, by the iterator.
     """
     place = finding.resolved(run)
-    if finding.is_checkpoint(place):
+    if finding.is_single(place):
         raise InvalidArgumentError(f"{place} is a checkpoint; watch the run directory that it is in")
     if timeout_s is not None and not (type(timeout_s) in (int, float) and timeout_s >= 0):
         raise InvalidArgumentError(f"timeout_s must be a number, 0 or more, or None, not {brief(timeout_s)}")
@@ -156,8 +156,7 @@ def _take(path: str, lock: contextlib.ExitStack) -> CheckpointInfo:
         if newest is not None:
             text = f"{path} is a run directory; hold one of its checkpoints, {newest.path} is newest"
             raise InvalidArgumentError(text) from error
-        text = f"there is no checkpoint: {finding.what(path)}"
-        raise CheckpointNotFoundError(errno.ENOENT, text, path) from error
+        raise finding.not_found(path) from error
     if unlock is None:
         logger.warning("%s is not held: there are no locks on this file system", path)
     else:

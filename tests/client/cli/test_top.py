@@ -386,7 +386,7 @@ def test_trigger_is_refused_where_nobody_would_save(tmp_path: Path):
         checkpointer.save(1, STATE)
     assert "no live session" in output("trigger", tmp_path, "--wait", status=1)
     assert "one checkpoint" in output("trigger", tmp_path / "step-00000001", status=2)
-    assert "no such directory" in output("trigger", tmp_path / "nowhere", status=2)
+    assert "no run directory" in output("trigger", tmp_path / "nowhere", status=2)
     assert not (tmp_path / TRIGGER).exists()
 
 

@@ -13,7 +13,7 @@ from states import difference
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.loading.tensors import TensorLoad
-from sidesave.client.reading.checkpoint_reader import open_checkpoint
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.errors import CheckpointNotFoundError, FormatVersionError, IntegrityError
 from sidesave.stager.state.treespec import TensorRef
 
@@ -108,7 +108,7 @@ def test_a_skeleton_that_takes_a_tensor_for_what_it_is_not_is_damaged(
 ):
     with sidesave.Checkpointer(tmp_path) as ckpt:
         path = ckpt.save(1, {"x": stored}, blocking=True).committed.result().path
-    with open_checkpoint(path) as reader, pytest.raises(IntegrityError, match="x is stored as"):
+    with CheckpointReader(path) as reader, pytest.raises(IntegrityError, match="x is stored as"):
         TensorLoad(TensorRef("x", dtype)).look_up(reader, None)
 
 
