@@ -257,7 +257,7 @@ class Checkpointer:
 
     def load(
         self,
-        step: int | None = None,
+        step: int | str | os.PathLike[str] | None = None,
         *,
         into: dict[str, Any] | None = None,
         map_location: str | torch.device | None = None,
@@ -272,15 +272,19 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Load ``step``, or the latest checkpoint, and make it the parent of what is saved from now on.
 
+        Instead of its number a step is also meant by its directory, or by a ``CheckpointInfo``; the run directory means
+        the latest. They have to be of this run: those of another are an ``InvalidArgumentError``, for what is saved
+        next would not descend from them. :func:`sidesave.load` loads them.
+
         To load a ``step`` is to go back to it, durably: when this returns, what was saved after it is given up, and
         ``load()`` gives this step until something is committed, in this session and in later ones. What was given up
         can be loaded by its step, which takes it up again.
 
-        Of several ranks all have to call it, with the same ``step`` and ``fallback``: they load the same checkpoint, or
-        none of them does, and the error names the rank that could not. (What a live object raises that is given its
-        state is raised on all of them too, and then others may have been given theirs.) See :func:`sidesave.load` for
-        the arguments and errors. With ``fallback`` the newest older checkpoint that verifies is taken when this one
-        does not; what was passed over is logged.
+        Of several ranks all have to call it, for the same step and with the same ``fallback``: they load the same
+        checkpoint, or none of them does, and the error names the rank that could not. (What a live object raises that
+        is given its state is raised on all of them too, and then others may have been given theirs.) See
+        :func:`sidesave.load` for the arguments and errors. With ``fallback`` the newest older checkpoint that verifies
+        is taken when this one does not; what was passed over is logged.
 
         Saves of this session that are under way are waited for first, of a ``step`` only its own. One that fails
         meanwhile is logged as a warning, and raised where it would have been without this call.

@@ -8,7 +8,8 @@ import logging
 import os
 from collections.abc import Iterable
 
-from sidesave.client.runs import catalog
+from sidesave.client import arguments
+from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import CheckpointNotFoundError, DirectoryInUseError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.format import fallbacks, rollback
@@ -82,6 +83,34 @@ class Run:
                     return info
         raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", self.directory)
 
+    def meant(self, which: int | str | os.PathLike[str] | None) -> tuple[int | None, str]:
+        """The step that is meant, None for the latest; and the directory where it is, empty for any of the run's.
+
+        Raises:
+            InvalidArgumentError: It is neither a step nor a path, or a checkpoint of another run.
+            CheckpointNotFoundError: There is no checkpoint at that path.
+        """
+        if not isinstance(which, (str, os.PathLike)):
+            return None if which is None else arguments.check_step(which), ""
+        place = finding.resolved(which)
+        if _are_one(place, self.directory):
+            return None, ""
+        found = self._own(place) or self._own(finding.locate(place))
+        if found is None:
+            raise InvalidArgumentError(
+                f"{place} is no checkpoint of this run, which is {self.directory}, and what is saved next would not "
+                "descend from it: load it with sidesave.load(path, into=...), or begin a new run with "
+                "CheckpointManager.restore(sources=Source(path))"
+            )
+        return found
+
+    def _own(self, place: str) -> tuple[int, str] | None:
+        """Step and directory of what has the path of a checkpoint of this run."""
+        parent, name = os.path.split(place)
+        step = catalog.step_of(name)
+        mine = [directory for directory in self._directories() if _are_one(parent, directory)]
+        return (step, mine[0]) if step is not None and mine else None
+
     def refuse_damaged(self, step: int | None, checkpoints: list[CheckpointInfo]) -> None:
         """Raise what is wrong with what is here in the place of ``step``, or of one newer than all ``checkpoints``."""
         if step is None:
@@ -98,17 +127,19 @@ class Run:
                     raise
 
     def choose(
-        self, step: int | None, checkpoints: list[CheckpointInfo], *, fallback: bool, in_parts: bool
+        self, step: int | None, checkpoints: list[CheckpointInfo], *, within: str, fallback: bool, in_parts: bool
     ) -> list[CheckpointInfo]:
         """What to try to load for ``step``, or None for the latest: best first, one alone without ``fallback``.
 
-        With ``in_parts`` every node keeps its own part, and ``checkpoints`` are those of which all nodes have theirs.
+        The ``step`` has to be in the directory ``within``, unless that is empty. With ``in_parts`` every node keeps its
+        own part, and ``checkpoints`` are those of which all nodes have theirs.
 
         Raises:
             CheckpointNotFoundError: There is no such step, or no checkpoint.
             IntegrityError: The checkpoint that the run went back to is gone.
         """
-        wanted = [info for info in checkpoints if info.step == step or (step is None and not info.given_up)]
+        places = [info for info in checkpoints if within in ("", os.path.dirname(info.path))]
+        wanted = [info for info in places if info.step == step or (step is None and not info.given_up)]
         left_out = self._left_out(step, checkpoints) if step is not None and not wanted else []
         if left_out and fallback:
             wanted = [info for info in checkpoints if step is None or info.step < step]
@@ -116,9 +147,11 @@ class Run:
             if step is None and checkpoints:
                 text = "the checkpoint that the run went back to is not there any more; load one of those given up"
                 raise IntegrityError(f"{self.directory}: {text} by its step: {_steps(checkpoints)}")
-            elsewhere = left_out and in_parts
-            text = f"not every node has its part of step {step}" if elsewhere else _not_found(step, checkpoints)
-            raise CheckpointNotFoundError(errno.ENOENT, text, self.directory)
+            if in_parts and (left_out or not checkpoints):
+                sought = "checkpoint" if step is None else f"step {step}"
+                text = f"there is no {sought} of which every node has its part"
+                raise CheckpointNotFoundError(errno.ENOENT, text, self.directory)
+            raise finding.not_found(within or self.directory, places, step)
         best = max(wanted, key=lambda info: info.order)
         older = [info for info in checkpoints if info.sequence < best.sequence and info.given_up <= best.given_up]
         older.sort(key=lambda info: info.sequence, reverse=True)
@@ -149,9 +182,8 @@ class Run:
 
     def _left_out(self, step: int, checkpoints: Iterable[CheckpointInfo]) -> list[str]:
         """The directories that have the name of a step, and are none of ``checkpoints``."""
-        listed = {info.path for info in checkpoints}
-        paths = [os.path.join(directory, step_directory(step)) for directory in self._directories()]
-        return [path for path in paths if path not in listed and os.path.isdir(path)]
+        pairs = (pair for directory in self._directories() for pair in catalog.left_out(directory, checkpoints))
+        return [path for number, path in pairs if number == step]
 
     def _lost_text(self, place: str) -> str:
         return (
@@ -160,10 +192,10 @@ class Run:
         )
 
 
-def _not_found(step: int | None, checkpoints: list[CheckpointInfo]) -> str:
-    if step is None or not checkpoints:
-        return "there is no checkpoint"
-    return f"there is no step {step}; there are {_steps(checkpoints)}"
+def _are_one(path: str, directory: str) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samefile(path, directory)
+    return False
 
 
 def _steps(checkpoints: list[CheckpointInfo]) -> list[int]:

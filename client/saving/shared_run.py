@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -53,10 +54,16 @@ class SharedRun:
             if info.session == self._session_id or (info.session, info.sequence) in self._complete
         ]
 
-    def load(self, step: int | None, read: Callable[[CheckpointInfo], Loaded], *, fallback: bool) -> dict[str, Any]:
-        """Give live objects what ``read`` reads of ``step``, or of the latest, and go on from there."""
+    def load(
+        self,
+        which: int | str | os.PathLike[str] | None,
+        read: Callable[[CheckpointInfo], Loaded],
+        *,
+        fallback: bool,
+    ) -> dict[str, Any]:
+        """Give live objects what ``read`` reads of the checkpoint that is meant, and go on from there."""
         began = time.monotonic()
-        candidates, checkpoints = self._candidates(step, fallback=fallback)
+        step, candidates, checkpoints = self._candidates(which, fallback=fallback)
         for info in candidates:
             try:
                 with self._world.agreeing(f"cannot load step {info.step}"):
@@ -91,19 +98,26 @@ class SharedRun:
                     raise CheckpointNotFoundError(errno.ENOENT, text, self._run.directory)
         return self._world.gather("the step to go back to", found)[0][0]
 
-    def _candidates(self, step: int | None, *, fallback: bool) -> tuple[list[CheckpointInfo], list[CheckpointInfo]]:
-        """What to try to load, best first, and all checkpoints there are; as rank 0 sees them."""
+    def _candidates(
+        self, which: int | str | os.PathLike[str] | None, *, fallback: bool
+    ) -> tuple[int | None, list[CheckpointInfo], list[CheckpointInfo]]:
+        """The step that all ranks mean, what to try to load, best first, and all there is; as rank 0 sees it."""
         world, leads = self._world, self._node.rank == 0
         found: list[list[CheckpointInfo]] = []
         mine: list[CheckpointInfo] = []
-        with world.agreeing("cannot list the run directory"):
-            if step is not None:
-                step = arguments.check_step(step)
+        step: int | None = None
+        within = ""
+        is_path = isinstance(which, (str, os.PathLike))
+        if world.size > 1:  # first, so that what one rank does not find means the same to all
+            world.require_alike(step="a path" if is_path else arguments.as_index(which), fallback=fallback)
+        with world.agreeing("cannot tell what to load"):
+            step, within = self._run.meant(which)
             self._saves.settle(step)
             if leads:
                 mine = self._run.scan()
         if world.size > 1:
-            world.require_alike(step=step, fallback=fallback)
+            if is_path:
+                world.require_alike(step=step)
             told = world.gather("checkpoints", to_json(mine) if leads else None)
             mine = common([from_json(answer, self._run.directory) for answer in told if answer is not None])
         with world.agreeing("finds a damaged checkpoint"):
@@ -112,11 +126,11 @@ class SharedRun:
         with world.agreeing("finds nothing to load"):
             if world.rank == 0:
                 in_parts = isinstance(self._node, NodeWorld)
-                found = [self._run.choose(step, mine, fallback=fallback, in_parts=in_parts)]
+                found = [self._run.choose(step, mine, within=within, fallback=fallback, in_parts=in_parts)]
         if world.size > 1:
             told = world.gather("candidates", to_json([info for infos in found for info in infos]))[0]
             found = [from_json(told, self._run.directory)]
-        return found[0], mine
+        return step, found[0], mine
 
 
 def common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -17,6 +17,7 @@ from sidesave.client.loading.load import Loaded
 from sidesave.client.loading.sources import Source, check_sources, read_sources
 from sidesave.client.options import LoadOptions
 from sidesave.client.reporting.stats import SaveStats
+from sidesave.client.runs import finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.metadata import Metrics, as_numbers, encode_metadata, is_ephemeral, is_seed
@@ -171,13 +172,21 @@ class ManagedState:
         return self.save(step, metrics, ephemeral=ephemeral, exception=exception)
 
     def restore(
-        self, step: int | None, sources: Sequence[Source] | Source, options: LoadOptions, *, fallback: bool
+        self,
+        step: int | str | os.PathLike[str] | None,
+        sources: Sequence[Source] | Source,
+        options: LoadOptions,
+        *,
+        fallback: bool,
     ) -> bool:
         """Give the items what was saved of them; false when there is no checkpoint, and they begin with ``sources``."""
         into, sources = self.items, check_sources(sources)
         session = saver_of(self._checkpointer).session
+        spared = (
+            contextlib.nullcontext() if self._retention is None else self._retention.reading(arguments.as_index(step))
+        )
         try:
-            with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
+            with spared:
                 self._checkpointer.load(step, into=into, fallback=fallback, **options)
         except CheckpointNotFoundError:
             if step is not None:
@@ -195,6 +204,8 @@ class ManagedState:
         if self._random is not None:
             self._random.apply()
         loaded = _what_was_loaded(self._checkpointer)
+        if sources:
+            logger.info("this run has a checkpoint of its own, step %d: the sources are not read", loaded.step)
         self._seed, self._newest = loaded.step if loaded.is_seed else None, None
         self._schedule.go_on(loaded)
         return True
@@ -208,7 +219,7 @@ class ManagedState:
             return _loaded_checkpoint(self._checkpointer)
         found = session.shared.checkpoints()
         if not found:
-            raise CheckpointNotFoundError(errno.ENOENT, "there is no checkpoint", self._checkpointer.directory)
+            raise finding.not_found(self._checkpointer.directory)
         return found[-1]
 
 

@@ -237,7 +237,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | os.PathLike[str] | None = None,
         *,
         sources: Sequence[Source] | Source = (),
         fallback: bool = True,
@@ -249,17 +249,18 @@ class CheckpointManager:
         it. Blocks until everything is read; saves under way are waited for first, of a ``step`` only its own.
 
         Args:
-            step: Which one, as :meth:`rollback` goes back to it; None is the latest: the one committed last, or gone
-                back to since.
+            step: Which one, as :meth:`rollback` goes back to it: its number, its directory or its ``CheckpointInfo``.
+                None, or the run directory, is the latest: the one committed last, or gone back to since.
             sources: What a new run begins with, in this order: checkpoints of other runs, or parts of them. Where this
-                run has a checkpoint they do not count, so that the same script resumes. An item of the state that no
-                source has begins as it was made.
+                run has a checkpoint they are not read, which the log says (INFO), so that the same script resumes. An
+                item of the state that no source has begins as it was made.
             fallback: Take the newest older checkpoint that verifies when this one does not; what was passed over is
                 logged as a warning.
             **options: Those of ``Checkpointer.load``, for a checkpoint of this run.
 
         Raises:
             CheckpointNotFoundError: There is no such step, or a source is no checkpoint.
+            InvalidArgumentError: ``step`` is a checkpoint of another run; that is one of the ``sources``.
             IntegrityError: There are checkpoints, and none of them verifies.
             StateMismatchError: The state is another one; nothing was changed.
             SystemExit: A signal has asked for the end meanwhile (:class:`OnSignal`).
@@ -275,7 +276,7 @@ class CheckpointManager:
 
     def rollback(
         self,
-        step: int | None = None,
+        step: int | str | os.PathLike[str] | None = None,
         *,
         steps_back: int | None = None,
         fallback: bool = True,
@@ -288,7 +289,7 @@ class CheckpointManager:
         ranks all have to call it. Blocking.
 
         Args:
-            step: Which one.
+            step: Which one, as for :meth:`restore`.
             steps_back: Instead of it: the newest that training descends from, and that lies at least so many steps
                 before the one finished last.
             fallback: As for :meth:`restore`.

@@ -143,7 +143,8 @@ def test_ranks_that_ask_for_different_checkpoints_are_told(start: Start, run: Pa
         ([{"step": 1}, {"step": 2}], "step=2"),
         ([{}, {"step": 2}], "step=2"),
         ([{"fallback": True}, {}], "fallback=False"),
-        ([{}, {"step": "2"}], "step must be an int"),
+        ([{}, {"step": 2.5}], "step must be an int"),
+        ([{}, {"step": "2"}], "step=a path"),
     ):
         for rank, options in zip(ranks, asked, strict=True):
             rank.tell("load", **options)
