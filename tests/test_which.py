@@ -13,7 +13,7 @@ import pytest
 import torch
 from managers import Manage, damage, managers_of
 from node_trainers import NodeZygote
-from rank_trainers import Ranks
+from rank_trainers import Ranks, RankZygote
 from trainers import Orders, Traces
 
 import sidesave
@@ -303,13 +303,13 @@ def test_a_run_that_is_named_and_has_nothing_is_an_error_unlike_one_that_is_not_
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[NodeZygote]:
+def zygote() -> Iterator[RankZygote]:
     with contextlib.closing(Traces()) as traces, NodeZygote(traces) as zygote:
         yield zygote
 
 
 @pytest.fixture
-def start(zygote: NodeZygote, traces: Traces, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+def start(zygote: RankZygote, traces: Traces, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     folder = tmp_path / "groups"
     folder.mkdir()
     with contextlib.ExitStack() as jobs:
