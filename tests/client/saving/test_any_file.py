@@ -1,0 +1,126 @@
+"""Any tensor may go to any file: which one it is stands in the manifest, and all readers go by that."""
+
+import os
+import warnings
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from states import difference
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+import sidesave
+from sidesave.stager.state.tensor_collector import TensorCollector
+
+FILES = 5
+
+
+def scatter(patch: pytest.MonkeyPatch) -> None:
+    """Have the file of a tensor depend on its FQN alone, and not on the item that it is in."""
+    add = TensorCollector._add
+
+    def scattered(self: TensorCollector, fqn: str, tensor: torch.Tensor) -> None:
+        container, self.container = self.container, f"part-{zlib.crc32(fqn.encode()) % FILES}"
+        try:
+            add(self, fqn, tensor)
+        finally:
+            self.container = container
+
+    patch.setattr(TensorCollector, "_add", scattered)
+
+
+class Layers(nn.Sequential):
+    """Of which the last one is tied to the first, with a buffer whose dtype safetensors does not have."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+        self[2].weight = self[0].weight
+        self.register_buffer("rank", torch.zeros(3, dtype=torch.complex128))
+
+
+def made(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, seed + 1.0)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "bare": torch.randn(4), "epoch": seed}
+
+
+def taken(state: dict[str, Any]) -> dict[str, Any]:
+    """What it holds, as plain data."""
+    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+
+
+def test_stock_readers_and_ours_find_what_is_scattered_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scatter(monkeypatch)
+    state = made(0)
+    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).committed.result(60)
+    path = tmp_path / "run" / "step-00000002"
+    assert len(list(path.glob("part-*.safetensors"))) == FILES
+    assert sidesave.verify(path).ok
+    into = made(1)
+    sidesave.load(path, into=into)
+    assert difference(taken(state), taken(into)) == ""
+    assert difference(taken(state), {**taken(state), **sidesave.load(path, include="model")}) == ""
+    stored: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            stored |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 - it is no dict
+    assert torch.equal(stored["model.0.weight"], state["model"][0].weight)
+    model = sidesave.export(path, tmp_path / "export", item="model", exclude="model.rank")
+    assert model.tied == {"2.weight": "0.weight"}
+    wanted = {"model.0.weight": torch.zeros(6, 6), "bare": torch.zeros(4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.load(wanted, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    assert torch.equal(wanted["model.0.weight"], state["model"][0].weight)
+    assert torch.equal(wanted["bare"], state["bare"])
+
+
+def two_ranks(rank: int, folder: str) -> None:
+    """Plain tensors, of which one differs, shards, and what is of each rank alone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.MonkeyPatch.context() as patch:
+        scatter(patch)
+
+        def state(seed: int) -> dict[str, Any]:
+            plain = made(seed)
+            plain["model"].rank.fill_(rank + seed)
+            torch.manual_seed(seed)
+            sharded = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+            fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+            return {**plain, "sharded": sharded, "own": sidesave.PerRank({"drawn": torch.full((2,), rank + seed)})}
+
+        saved = state(0)
+        with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
+            path = checkpointer.save(1, saved).committed.result(120)
+            target = state(1)
+            checkpointer.load(into=target)
+
+    assert sidesave.verify(path).ok
+    for name in ("model", "optimizer", "bare", "epoch"):
+        assert difference(taken(saved)[name], taken(target)[name]) == "", name
+    assert torch.equal(saved["own"].value["drawn"], target["own"].value["drawn"])
+    for name, tensor in saved["sharded"].state_dict().items():
+        assert torch.equal(tensor.to_local(), target["sharded"].state_dict()[name].to_local())
+    torch.distributed.destroy_process_group()
+
+
+def test_what_ranks_share_compare_and_have_alone_is_found_in_any_file(tmp_path: Path):
+    torch.multiprocessing.spawn(two_ranks, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    whole = sidesave.load(tmp_path / "run")
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).state_dict()
+    assert difference(dict(expected), dict(whole["sharded"])) == ""
