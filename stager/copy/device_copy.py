@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -81,9 +80,6 @@ class _Part:
     start: torch.Event | None = None
     done: torch.Event | None = None
     error: BaseException | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a batch is on its way to the stream, and to have none go there any more."""
-    abandoned: bool = False
 
     def copy_out(self, source: torch.Tensor, offset: int) -> None:
         """Enqueue a copy of bytes in chunks, none of which crosses the border of two pinned pieces."""
@@ -100,25 +96,22 @@ class _Part:
     def copy_batch(self, half: _Half, runs: Sequence[_Run], packed: torch.Event) -> None:
         """Enqueue the way out of a packed half, and give it back; runs in the stager thread."""
         lane = self.lane
-        with self.lock:
-            if self.abandoned:  # and the half is somebody else's
-                return
-            try:
-                with torch.no_grad(), lane.runtime.on(lane.device, lane.stream):
-                    lane.stream.wait_event(packed)
-                    assert half.memory is not None
-                    try:
-                        for run in runs:
-                            piece = half.memory[run.scratch_offset : run.scratch_offset + run.nbytes]
-                            self.copy_out(piece, run.image_offset)
-                    finally:  # behind what was enqueued before a failure as well
-                        read = lane.runtime.new_event()
-                        read.record(lane.stream)
-                        half.read = read
-            except Exception as error:  # noqa: BLE001 - this save's failure, raised by `enqueue`
-                self.error = error
-            finally:
-                lane.give_back(half)
+        try:
+            with torch.no_grad(), lane.runtime.on(lane.device, lane.stream):
+                lane.stream.wait_event(packed)
+                assert half.memory is not None
+                try:
+                    for run in runs:
+                        piece = half.memory[run.scratch_offset : run.scratch_offset + run.nbytes]
+                        self.copy_out(piece, run.image_offset)
+                finally:  # behind what was enqueued before a failure as well
+                    read = lane.runtime.new_event()
+                    read.record(lane.stream)
+                    half.read = read
+        except Exception as error:  # noqa: BLE001 - this save's failure, raised by `enqueue`
+            self.error = error
+        finally:
+            lane.give_back(half)
 
     def enqueue(self) -> None:
         """Enqueue the copies of what is guarded and record the done event; runs in the stager thread."""
@@ -174,10 +167,8 @@ class DeviceCopy:
         return [fqn for part in self.parts for fqn in part.finish()]
 
     def abandon(self) -> None:
-        """After a failure, and not beside :meth:`enqueue`: wait on the host until nothing of this save is copied."""
+        """After a failure, and behind all that was submitted: wait on the host until nothing of this save is copied."""
         for part in self.parts:
-            with part.lock:
-                part.abandoned = True
             part.lane.forget(part)
             part.lane.stream.synchronize()
 

@@ -96,13 +96,13 @@ def test_a_save_that_fails_half_way_does_not_give_away_the_scratch_of_the_one_be
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 failed")
 def test_a_torn_save_does_not_give_away_the_scratch_of_the_one_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second one packs while the first is being found torn; the third may not pack over it."""
+    """The second one packs while the first is being found torn; of the two after it one may not pack over it."""
     weight = nn.Parameter(torch.zeros(MIB, device="cuda"))
     buffer = torch.zeros(1000, device="cuda")
     state = {"buffer": buffer}
     torn: dict[str, Any] = {"buffer": buffer, "weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
     with contextlib.ExitStack() as stack:
-        checkpointer = stack.enter_context(Checkpointer(tmp_path, slots=3, on_error="warn"))
+        checkpointer = stack.enter_context(Checkpointer(tmp_path, slots=4, on_error="warn"))
         warm_up(checkpointer, torn)
         finding = _Stop()
         stack.callback(finding.go_on)
@@ -129,8 +129,13 @@ def test_a_torn_save_does_not_give_away_the_scratch_of_the_one_after(tmp_path: P
             buffer.fill_(3)
             third = Call(lambda: checkpointer.save(3, state))
             third.goes_as_far_as_it_gets()
+            third.result()
+            buffer.fill_(4)
+            fourth = Call(lambda: checkpointer.save(4, state))
+            fourth.goes_as_far_as_it_gets()  # to the half that is free when the copies of the second are enqueued
         assert_holds(second, _filled(2))
         assert_holds(third.result(), _filled(3))
+        assert_holds(fourth.result(), _filled(4))
 
 
 def test_without_device_memory_for_scratch_tensors_are_copied_directly(

@@ -29,7 +29,7 @@ SCHEDULES = ("late", "early", "random:1")
 ORDERING = re.compile(
     r"wait_event|wait_stream|record_stream|\.record\(|\.synchronize\(|\.wait\(|wait_for\(|_released\.set|await_end\(|exclusion\(|_opened\("
     r"|no_capture\(|finish_pending\(|close_guards\(|close_guard\(|% _ALIGNMENT|to_border|add_pending\(|remove_pending\("
-    r"|\.owner\b|give_back\(|forget\(|\.abandon\(|\.abandoned\b|part\.sources|when_guarded\(|runtime\.on\("
+    r"|\.owner\b|give_back\(|forget\(|\.abandon\(|part\.sources|when_guarded\(|runtime\.on\("
 )
 """What an ordering line has in it."""
 
@@ -143,7 +143,6 @@ _SCRATCH = "test_gpu_scratch"
 
 MUTANTS = [
     # Out of the scratch
-    Mutant(_COPY, "if self.abandoned:  # and the half is somebody else's", (_SCRATCH,), "if False:"),
     Mutant(
         _COPY,
         "with torch.no_grad(), lane.runtime.on(lane.device, lane.stream):",
@@ -186,10 +185,9 @@ MUTANTS = [
         "nbytes = min(CHUNK_NBYTES, source.numel() - done)",
     ),
     # Saves that fail
-    Mutant(_COPY, "part.abandoned = True", (_SCRATCH,)),
     Mutant(_COPY, "part.lane.forget(part)", ("give_its_half_back",)),
     Mutant(_COPY, "part.lane.stream.synchronize()", ("gives_its_slot_back",)),
-    Mutant(_COPY, "if half.owner is part:", ("half_way",), "if True:"),
+    Mutant(_COPY, "if half.owner is part:", ("torn_save_does_not",), "if True:"),
     Mutant(_COPY, "part.compute.synchronize()", ("fails_after_a_pack",)),
     Mutant(_COPY, "self.give_back(half)", ("without_device_memory",)),
     Mutant(_COPY, "self.give_back(half)", ("give_its_half_back",), which=1),
