@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant(
         _COPY,
         "half = next((half for half in self._halves if half.owner is None), None)",
-        ("half_way",),
+        ("torn_save_does_not",),
         "half = self._halves[0]",
     ),
     Mutant(_COPY, "half.owner = part", (_SCRATCH,)),
