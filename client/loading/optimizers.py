@@ -88,7 +88,8 @@ def arrange(
 
 def is_ambiguous(slot: Slot, saved: FlatMap) -> bool:
     """Whether states could have been given to other parameters of the same shape, without anything that tells."""
-    if not any(path[len(slot.path)] == "state" and isinstance(leaf, TensorLoad) for path, leaf in saved.leaves.items()):
+    state = (*slot.path, "state")
+    if not any(path[: len(state)] == state and isinstance(leaf, TensorLoad) for path, leaf in saved.leaves.items()):
         return False
     shapes = [tuple(one.shape) for group in slot.target.param_groups for one in group["params"]]
     return len(set(shapes)) < len(shapes)

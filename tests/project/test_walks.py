@@ -91,6 +91,8 @@ class DaemonInAThread:
         served.run()
         served._work.put(sys.exit)
         served._worker._primary.writer.close()
+        for arena in served._arenas.values():
+            arena.close()
         for end in (control, served._signals, served.signal):
             end.close()
         for fd in (self._end, served._wake, served._pidfd):

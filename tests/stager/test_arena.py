@@ -37,16 +37,30 @@ def open_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+_before: set[str] = set()
+"""What other tests of this process have left to be collected."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_others() -> Iterator[None]:
+    """Arenas that were there before a test do not count in it."""
+    gc.collect()
+    _before.update(sidesave_maps() + sidesave_fds())
+    yield
+    _before.clear()
+
+
 def sidesave_maps() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:sidesave" in line]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line for line in lines if "memfd:sidesave" in line and line not in _before]
 
 
 def sidesave_fds() -> list[str]:
     links: list[str] = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor of this very listing
-            links.append(str(fd.readlink()))
-    return [link for link in links if "memfd:sidesave" in link]
+            links.append(f"{fd.name}: {fd.readlink()}")
+    return [link for link in links if "memfd:sidesave" in link and link not in _before]
 
 
 def in_forked_child(check: Callable[[], object]) -> str:
