@@ -109,8 +109,12 @@ class LoadPlan:
                 leaves = earlier | {at: leaf for at, leaf in leaves.items() if at not in selection.kept}
             self.given[path] = leaves
         found.unexpected += selection.found.unexpected
-        self.found.missing += selection.found.missing
-        self.found.kept += selection.found.kept
+        replaced = tuple(f"{fqn_of(path)}[" for path in selection.given)  # optimizers that an earlier source had, too
+        for names, more in (
+            (self.found.missing, selection.found.missing),
+            (self.found.kept, selection.found.kept),
+        ):
+            names[:] = [*(name for name in names if not name.startswith(replaced)), *more]
         return found
 
     def has(self, name: str) -> bool:

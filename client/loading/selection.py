@@ -123,9 +123,9 @@ class Selection:
         kept: The places of what is as the target has it.
         unasked: The items of the checkpoint that are chosen, and that the target has none for.
         given: The objects that take their state whole and have some here.
+        incomplete: Those of them that keep something.
         found: Parameters of optimizers that only the target, or only the checkpoint, has.
         by_position: Optimizers of which no names tell which state is of which parameter, and shapes do not either.
-        incomplete: Those of them that keep something.
     """
 
     def __init__(self, reader: Reader, wanted: LoadFilter, live: LiveMap | None, *, allow_pickle: bool) -> None:

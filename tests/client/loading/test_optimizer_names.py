@@ -239,6 +239,21 @@ def test_a_model_that_has_shrunk_leaves_what_it_has_not(
     assert "optimizer[model.b.weight]" in warnings()
 
 
+def test_of_several_sources_the_last_one_that_has_the_optimizer_counts_alone(save: Callable[[dict[str, Any]], Path]):
+    def trained(*names: str) -> dict[str, Any]:
+        model = net(*names)
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    fewer, whole = trained("b"), trained("a", "b")
+    target = net("a", "b")
+    other = torch.optim.AdamW(target.parameters())
+    sources = [sidesave.Source(save(state)) for state in (fewer, whole)]
+    sidesave.load_sources(sources, {"model": target, "optimizer": other})
+    assert difference(states_of(whole["model"], whole["optimizer"]), states_of(target, other)) == ""
+
+
 def test_names_follow_what_renames_the_model_and_what_wraps_it(save: Callable[[dict[str, Any]], Path]):
     model = net("a", "b")
     optimizer = torch.optim.AdamW(model.parameters())
