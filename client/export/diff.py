@@ -92,7 +92,7 @@ class Contents:
             stored_names = dict.fromkeys(self.reader.names())
             names = [*(name for name in self._places if name in stored_names), *stored_names]
             stored = {name: self.reader.entry(name) for name in names}
-        except BaseException:
+        except BaseException:  # an interrupt leaves no descriptor either
             self.close()
             raise
         self.tensors: dict[str, TensorFacts] = {}

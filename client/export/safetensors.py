@@ -183,7 +183,7 @@ class Weights:
             self._tied: dict[str, str] = {}
             self._left_out: list[str] = []
             self._collect(selector(include, exclude), "" if keep_prefix else f"{self.item}.", dtype)
-        except BaseException:
+        except BaseException:  # an interrupt leaves no descriptor either
             self.close()
             raise
         self.nbytes = sum(weight.nbytes for weight in self._weights)
@@ -300,7 +300,7 @@ class Weights:
                     _write_index(os.path.join(hidden, _INDEX), shards, self.nbytes)
                 _sync_directory(hidden)
                 os.rename(hidden, directory)
-            except BaseException:
+            except BaseException:  # an interrupt leaves no files either
                 shutil.rmtree(hidden, ignore_errors=True)
                 raise
             _sync_directory(parent)

@@ -113,7 +113,7 @@ class World(ABC):
             return
         try:
             answers = self.gather(what, None if own is None else _told(own))
-        except Exception:
+        except Exception:  # of whatever kind the group raises: what this rank has to tell comes first
             if own is not None:
                 raise own from None
             raise

@@ -241,7 +241,7 @@ def _read_files(
             ]
             try:
                 return sum(future.result() for future in work)
-            except BaseException:
+            except BaseException:  # of any piece, or an interrupt: what has not begun is not read
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     finally:

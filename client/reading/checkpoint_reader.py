@@ -133,7 +133,7 @@ class CheckpointReader:
                 self._storage.hold(self._name, MANIFEST)
                 self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
                 self.skeleton: Skeleton = self._read_skeletons()
-        except BaseException:
+        except BaseException:  # an interrupt leaves no descriptor either
             self._storage.close()
             raise
 
