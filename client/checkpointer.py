@@ -119,7 +119,7 @@ class Checkpointer:
         for each in filter(None, (path, further)):
             arguments.check_path(each)
         world = find_world(path, distributed, process_group, node_local=node_local)
-        with world.agreeing("cannot use the run directory"):  # before anybody waits for anybody
+        with world.raise_together("cannot use the run directory"):  # before anybody waits for anybody
             options = Options(
                 slots=slots,
                 max_host_memory_bytes=max_host_memory_bytes,

@@ -39,10 +39,10 @@ import sidesave
 from sidesave.errors import SidesaveError
 from sidesave.stager.memory.arena import Arena
 from sidesave.stager.state import tree
-from sidesave.stager.state.treespec import Skeleton
+from sidesave.stager.state.treespec import TreeSpec
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, tensor_file
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.log import HISTORY_FILE
 
 DEADLINE_S = 20.0
@@ -206,7 +206,7 @@ def mutate_history(rng: random.Random, data: bytes) -> bytes:
 
 
 def hostile_msgpack(rng: random.Random) -> Any:
-    """A value that only msgpack has, or one that means something to the skeleton."""
+    """A value that only msgpack has, or one that means something to the treespec."""
     match rng.randrange(8):
         case 0:
             return msgpack.ExtType(rng.randrange(128), rng.randbytes(rng.randrange(20)))
@@ -266,12 +266,12 @@ def mutate_msgpack(rng: random.Random, data: bytes) -> bytes:
 
 
 def pack(value: Any) -> bytes:
-    """A nest as a message or skeleton."""
+    """A nest as a message or treespec."""
     return cast("bytes", msgpack.packb(value, unicode_errors="surrogatepass"))
 
 
 def unpack(data: bytes) -> Any:
-    """The nest of a message or skeleton."""
+    """The nest of a message or treespec."""
     return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
 
 
@@ -395,7 +395,7 @@ class Target:
 
 
 def a_state() -> dict[str, Any]:
-    """A state with a value of every kind that a skeleton knows."""
+    """A state with a value of every kind that a treespec knows."""
     berlin = datetime.timezone(datetime.timedelta(hours=1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sparse CSR is said to be in beta
@@ -486,24 +486,24 @@ def targets(folder: Path) -> list[Target]:
     tensors = {fqn: tensor for container in flat.containers.values() for fqn, tensor in container.items()}
 
     def build(data: bytes) -> None:
-        skeleton = Skeleton(data, "objects")
-        skeleton.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
-        skeleton.build(lambda ref: None, only=lambda fqn: "1" in fqn)
+        treespec = TreeSpec(data, "objects")
+        treespec.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
+        treespec.build(lambda ref: None, only=lambda fqn: "1" in fqn)
         for first, second in ((flat.objects, data), (data, flat.objects)):
-            merged = Skeleton(first, "objects", 0)
-            merged.add(Skeleton(second, "objects", 1), tensors.__contains__)
+            merged = TreeSpec(first, "objects", 0)
+            merged.add(TreeSpec(second, "objects", 1), tensors.__contains__)
             merged.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
 
     def read_npy(data: bytes) -> None:
         build(pack({"a": [17, data], "b": [15, "", data]}))
 
     def ask_holder(data: bytes) -> None:
-        holder = Holder.from_bytes(data)
+        holder = LeaseRecord.from_bytes(data)
         if holder is not None:
             str(holder)
             holder.lives()
             holder.trainer_is_gone()
-            Holder.from_bytes(holder.to_bytes())
+            LeaseRecord.from_bytes(holder.to_bytes())
 
     history = folder / HISTORY_FILE
 
@@ -619,7 +619,7 @@ def targets(folder: Path) -> list[Target]:
         Target("files beside", (protocol.pack_files(BESIDE),), mutate_msgpack, protocol.unpack_files),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),
-        Target("lease", (Holder.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),
+        Target("lease", (LeaseRecord.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),
         Target("history", (history.read_bytes(),), mutate_history, read_log),
         Target("message", messages(), mutate_msgpack, protocol.decode),
         Target("arena", (memory,), mutate_bytes, attach),

@@ -379,7 +379,7 @@ def make_records(ranks: int, fqns: int, layouts: int) -> list[RankRecord]:
             digests = FileRecord(rank_file(container, rank, "xxh3"), 75_360, digest)
             return FileRecord(rank_file(container, rank, "safetensors"), 1_234_567_890, None, container, digests)
 
-        part = Part(table.only(described[rank]), cells=sums.get(rank, 0), skeleton=digest, replicas=digest)
+        part = Part(table.only(described[rank]), cells=sums.get(rank, 0), treespec=digest, replicas=digest)
         objects = FileRecord(rank_file("objects", rank, "msgpack"), 4321, digest)
         files = tuple(map(file, ("model", "optimizer", "tensors")))
         return RankRecord(digest[16:], 9, 9, rank, ranks, None, False, 1789000000.5, "2.13.0", files, objects, part)

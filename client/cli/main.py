@@ -293,10 +293,10 @@ def recover(
     The next session would do so at its start. Exit status 1 means that something could not be judged, or that a live
     session has the directory.
     """
-    from sidesave.client.cli.rehearsal import Rehearsal
+    from sidesave.client.cli.dry_run import DryRun
     from sidesave.writer_daemon.commit import commit
     from sidesave.writer_daemon.lease.lease import Lease, Observer
-    from sidesave.writer_daemon.lease.record import Holder
+    from sidesave.writer_daemon.lease.record import LeaseRecord
 
     directory = finding.locate_run(run)
     with contextlib.closing(PosixStorage(directory)) as storage:
@@ -307,10 +307,10 @@ def recover(
         if view.alive:  # a daemon that finishes what a dead trainer had staged included: it is left in peace
             who = view.holder or "another session"
             raise DirectoryInUseError(errno.EBUSY, f"{who} is using it; wait for it, or stop it", directory)
-        me = Holder.current(secrets.token_hex(8), os.getpid())
+        me = LeaseRecord.current(secrets.token_hex(8), os.getpid())
         lease = Lease(storage, me, _TAKEOVER_TIMEOUT_S, lambda: True)
         try:
-            place = Rehearsal(storage) if dry_run else storage
+            place = DryRun(storage) if dry_run else storage
             recovery = commit.recover(place, lease, f"recover-{os.getpid()}")
             if not dry_run:
                 with contextlib.closing(HistoryLog(storage)) as log:

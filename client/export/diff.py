@@ -84,7 +84,7 @@ class Contents:
         """Open the checkpoint that ``path`` means; no tensor is read."""
         self.reader = finding.read_located(path, CheckpointReader)
         self.manifest = self.reader.manifest
-        self._items = set(self.reader.skeleton.keys())
+        self._items = set(self.reader.treespec.keys())
         self._carried: dict[str, torch.dtype] = {}
         self._places: dict[str, None] = {}
         try:
@@ -108,13 +108,13 @@ class Contents:
 
     def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
         """The state, as rank 0 has it, with a leaf in the place of each tensor."""
-        return self.reader.skeleton.build(self._leaf, only=only, unpickle=_pickled_leaf)
+        return self.reader.treespec.build(self._leaf, only=only, unpickle=_pickled_leaf)
 
     def plain(self) -> dict[str, Any]:
         """What is no tensor of its own, by FQN; that of other ranks, where it differs from rank 0's, with the rank."""
         leaves = dict(_plain_leaves(self.nest(), ""))
         for rank in range(1, self.manifest.world_size):
-            nest = self.reader.read_skeleton(rank).build(self._leaf, unpickle=_pickled_leaf)
+            nest = self.reader.read_treespec(rank).build(self._leaf, unpickle=_pickled_leaf)
             for fqn, value in _plain_leaves(nest, ""):
                 if fqn not in leaves or _encoded(value) != _encoded(leaves[fqn]):
                     leaves[f"{fqn}@rank-{rank:05d}"] = value

@@ -202,7 +202,7 @@ class Weights:
 
     def _collect(self, selected: Callable[[str], bool], prefix: str, cast_to: torch.dtype | None) -> None:
         item = self.item
-        nest = self._reader.skeleton.build(
+        nest = self._reader.treespec.build(
             lambda ref: ref,
             only=lambda fqn: (fqn == item or fqn.startswith(f"{item}.")) and selected(fqn),
             unpickle=lambda data: None,
@@ -333,12 +333,12 @@ class Weights:
 
 
 def _choose(reader: CheckpointReader, item: str | None) -> str:
-    names = reader.skeleton.keys()
+    names = reader.treespec.keys()
     if item is not None:
         if item not in names:
             raise InvalidArgumentError(f"the checkpoint has no item {item!r}; it has {', '.join(names)}")
         return item
-    nest = reader.skeleton.build(lambda ref: ref, unpickle=lambda data: None)
+    nest = reader.treespec.build(lambda ref: ref, unpickle=lambda data: None)
     shared = reader.manifest.table.tensors
     found = [
         name

@@ -18,9 +18,9 @@ from sidesave.client.loading.tensors import EnumLoad, Pickled, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading import filters
 from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
-from sidesave.client.reading.filters import Word, listed, selector
+from sidesave.client.reading.filters import Pattern, listed, selector
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError, WriteError
-from sidesave.stager.state.treespec import Skeleton, Unbuilt
+from sidesave.stager.state.treespec import TreeSpec, Unbuilt
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class LoadFilter:
         selected: Whether a name of the checkpoint is chosen.
         renaming: Gives the target's names for those.
         cast_to: The dtype for floating-point tensors.
-        words: The patterns and old names, which should match something in the checkpoint.
+        patterns: The patterns and old names, which should match something in the checkpoint.
         is_partial: Whether patterns leave something out, so that the target may have more than there is.
     """
 
@@ -49,7 +49,7 @@ class LoadFilter:
         *,
         strict: bool = True,
     ) -> None:
-        """``InvalidArgumentError`` for what cannot be; ``strict`` if a word that matches nothing is an error."""
+        """``InvalidArgumentError`` for what cannot be; ``strict`` if a pattern that matches nothing is an error."""
         if dtype is not None and not dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
         self.cast_to = dtype
@@ -57,10 +57,10 @@ class LoadFilter:
         self.renaming = Renaming(rename)
         self.is_partial = include is not None or exclude is not None
         self._strict = strict
-        self.words: list[Word] = [
-            *(Word("include", text) for text in listed(include, "include") or ()),
-            *(Word("exclude", text) for text in listed(exclude, "exclude") or ()),
-            *(Word("rename", text) for text in self.renaming.rules()),
+        self.patterns: list[Pattern] = [
+            *(Pattern("include", text) for text in listed(include, "include") or ()),
+            *(Pattern("exclude", text) for text in listed(exclude, "exclude") or ()),
+            *(Pattern("rename", text) for text in self.renaming.rules()),
         ]
 
     def leaves_out(self, name: str) -> bool:
@@ -76,20 +76,24 @@ class LoadFilter:
         A live target tells of old names itself: what they were to become is missing there, unless the checkpoint has
         the new names already, as later ones of the same run do.
         """
-        idle = filters.idle(self.words, fqns)
-        if live is not None and any(word.kind == "exclude" for word in idle):  # of what the checkpoint has not
+        unmatched = filters.unmatched(self.patterns, fqns)
+        if live is not None and any(
+            pattern.kind == "exclude" for pattern in unmatched
+        ):  # of what the checkpoint has not
             new = map(fqn_of, live.everything())
             known = {origin for name in new for origin in self.renaming.origins(name) or (name,)}
-            unknown = filters.idle(idle, known)
-            idle = [word for word in idle if word.kind != "exclude" or word in unknown]
+            unknown = filters.unmatched(unmatched, known)
+            unmatched = [pattern for pattern in unmatched if pattern.kind != "exclude" or pattern in unknown]
         elsewhere = _names_of_others(reader)
-        while idle and (names := next(elsewhere, None)) is not None:
-            idle = filters.idle(idle, names)
-        if not idle:
+        while unmatched and (names := next(elsewhere, None)) is not None:
+            unmatched = filters.unmatched(unmatched, names)
+        if not unmatched:
             return
-        hints = filters.Hints(fqns, reader.skeleton.keys())
-        wrong = [word for word in idle if self._strict and not (word.kind == "rename" and live is not None)]
-        lines = few(wrong or idle, hints.line, "match nothing")
+        hints = filters.Hints(fqns, reader.treespec.keys())
+        wrong = [
+            pattern for pattern in unmatched if self._strict and not (pattern.kind == "rename" and live is not None)
+        ]
+        lines = few(wrong or unmatched, hints.line, "match nothing")
         if wrong:
             raise StateMismatchError(f"{reader.path} does not fit, and nothing was loaded:\n  " + "\n  ".join(lines))
         logger.warning("loading %s: %s", reader.path, "; ".join(lines))
@@ -102,13 +106,13 @@ def _names_of_others(reader: Reader) -> Iterator[list[str]]:
     for rank in range(min(reader.manifest.world_size, _ASKED)):
         if rank != reader.rank:
             with contextlib.suppress(IntegrityError, WriteError):  # what nobody needs may be damaged
-                yield names_in(reader.read_skeleton(rank))
+                yield names_in(reader.read_treespec(rank))
 
 
-def names_in(skeleton: Skeleton) -> list[str]:
+def names_in(treespec: TreeSpec) -> list[str]:
     """The names of all leaves."""
     found: list[str] = []
-    skeleton.build(lambda ref: None, only=lambda fqn: bool(found.append(fqn)), unpickle=Pickled)
+    treespec.build(lambda ref: None, only=lambda fqn: bool(found.append(fqn)), unpickle=Pickled)
     return found
 
 
@@ -131,7 +135,7 @@ class Selection:
     def __init__(self, reader: Reader, wanted: LoadFilter, live: LiveMap | None, *, allow_pickle: bool) -> None:
         """Choose what ``live`` has an item for, all where that is None; nothing is unpickled, and no tensor read.
 
-        Raises ``StateMismatchError`` when words of a strict filter match nothing, or when what they leave out of an
+        Raises ``StateMismatchError`` when patterns of a strict filter match nothing, or when what they leave out of an
         optimizer, or of another object that takes its state whole, cannot stay as it is.
         """
         self.where = reader.path
@@ -141,7 +145,7 @@ class Selection:
         self._unpickle = Pickled if allow_pickle else None
         self.kept: set[Path] = set()
         partial: set[str] = set()
-        nest, parameters = reader.skeleton.unbuilt(unpickle=self._unpickle, partial=partial)
+        nest, parameters = reader.treespec.unbuilt(unpickle=self._unpickle, partial=partial)
         saved = FlatMap.of(nest)
         saved.leaves.pop((), None)
         self._fqns = [fqn_of(path) for path in saved.leaves]
@@ -164,14 +168,14 @@ class Selection:
             refuse_two_in_one_place(names, places)
             saved.containers, partial = renamed.finished(), renamed.partial
         self.partial: Collection[str] = partial
-        if live is not None and wanted.words:
+        if live is not None and wanted.patterns:
             everywhere = (
                 renamed.where(path, self.renaming(fqn) or fqn)
                 for path, fqn in zip(saved.leaves, self._fqns, strict=True)
             )
             self._refuse_broken_lists(live, saved, everywhere, places.values())
         slots = {path: live.slot(new) for path, new in places.items()} if live else {}
-        staying = _left_out(saved, places, slots) if wanted.words or self.renaming else {}
+        staying = _left_out(saved, places, slots) if wanted.patterns or self.renaming else {}
         self.flat = FlatMap({}, saved.containers)
         for path, leaf in saved.leaves.items():
             if path in places:
@@ -190,7 +194,7 @@ class Selection:
                     self._arrange(slot, parameters.get(fqn_of(starts[slot]), []), live, wanted)
         self.given = {path for path, slot in whole.items() if not slot.is_plain}
         self.incomplete = {slot.path for slot, _ in staying.values()} & self.given
-        if wanted.words or self.renaming or any(leaf is KEEP_CURRENT for leaf in self.flat.leaves.values()):
+        if wanted.patterns or self.renaming or any(leaf is KEEP_CURRENT for leaf in self.flat.leaves.values()):
             self._keep_current(list(whole.values()), wanted)
 
     def _value(self, leaf: Any) -> Any:
@@ -272,7 +276,7 @@ class Selection:
 
     def items(self) -> list[str]:
         """The names at the top of the checkpoint."""
-        return self._reader.skeleton.keys()
+        return self._reader.treespec.keys()
 
     def names(self) -> list[str]:
         """Everything that the checkpoint has, whatever is chosen of it, under its new names; and what is at the top."""

@@ -22,7 +22,7 @@ from sidesave.client.loading.plan import LoadPlan
 from sidesave.client.loading.rename import Rename
 from sidesave.client.loading.selection import LoadFilter, Selection
 from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
-from sidesave.client.reading.safetensors_reader import ForeignReader
+from sidesave.client.reading.safetensors_reader import SafetensorsReader
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
 
@@ -142,7 +142,7 @@ def read_sources(
         if len(readers) < len(wanted):
             place, item = places[len(readers)], wanted[len(readers)].item
             if item is not None:
-                return read([*readers, ForeignReader(place, item, rank)])
+                return read([*readers, SafetensorsReader(place, item, rank)])
             return catalog.read_settled(place, lambda place: read_next(place, readers))
         assert live is not None
         plan, selections, prefixes = LoadPlan(live), list[Selection](), list[PrefixMismatch]()

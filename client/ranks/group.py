@@ -95,7 +95,7 @@ class World(ABC):
                     )
 
     @contextlib.contextmanager
-    def agreeing(self, what: str) -> Generator[None]:
+    def raise_together(self, what: str) -> Generator[None]:
         """Raise what one rank raises in this block on all of them, naming it; to be entered by all of them.
 
         Of several errors all ranks raise the same kind, for they have to go on alike: that of the first rank, and
@@ -305,7 +305,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
     nonce = secrets.token_hex(8)
     seen: list[int] = []
     try:
-        with world.agreeing("cannot write to the run directory"):
+        with world.raise_together("cannot write to the run directory"):
             storage.make_directory(RENDEZVOUS, 0o770)
             if node_local or world.rank == 0:
                 storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
@@ -313,7 +313,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         told = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
         ranks = {f"{HERE}{each}": rank for rank, (each, _, _) in enumerate(told if node_local else told[:1])}
         deadline = time.monotonic() + (0 if node_local else _VISIBLE_WITHIN_S)
-        with world.agreeing("cannot list the run directory"):
+        with world.raise_together("cannot list the run directory"):
             while True:
                 seen = sorted(ranks[name] for name in storage.list_directory(RENDEZVOUS) if name in ranks)
                 if len(seen) == len(ranks) or time.monotonic() >= deadline:

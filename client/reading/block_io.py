@@ -145,7 +145,7 @@ Take = Callable[[memoryview, int, int, int], None]
 
 
 @dataclass(slots=True)
-class Stretch:
+class ReadRequest:
     """Consecutive blocks of a file, and where they go: to memory of their own, or piece by piece to who takes them."""
 
     file: BlockFile
@@ -192,20 +192,20 @@ Opener = Callable[[str, int], Descriptor]
 """``open(2)`` of a file by path and flags."""
 
 
-def read(open_descriptor: Opener, stretches: Iterable[Stretch], *, verify: bool) -> int:
-    """Read all stretches and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
+def read(open_descriptor: Opener, requests: Iterable[ReadRequest], *, verify: bool) -> int:
+    """Read all requests and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
 
     Args:
         open_descriptor: Opens a file of theirs.
-        stretches: What to read.
+        requests: What to read.
         verify: Compare every block with its digest.
 
     Raises:
         IntegrityError: A block does not match; the message names file, block and FQNs.
         WriteError: Storage does not give the bytes.
     """
-    by_file: dict[BlockFile, list[Stretch]] = {}
-    for each in stretches:
+    by_file: dict[BlockFile, list[ReadRequest]] = {}
+    for each in requests:
         by_file.setdefault(each.file, []).append(each)
     files = list(by_file)
     portions = [files[first : first + _MAX_OPEN_FILES] for first in range(0, len(files), _MAX_OPEN_FILES)]
@@ -222,7 +222,7 @@ def read(open_descriptor: Opener, stretches: Iterable[Stretch], *, verify: bool)
 
 
 def _read_files(
-    open_descriptor: Opener, files: dict[BlockFile, list[Stretch]], verify: bool, unwanted: list[bool]
+    open_descriptor: Opener, files: dict[BlockFile, list[ReadRequest]], verify: bool, unwanted: list[bool]
 ) -> int:
     sources: dict[BlockFile, _Source] = {}
 
@@ -236,8 +236,8 @@ def _read_files(
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
             work = [
                 pool.submit(read_piece, file, piece)
-                for file, stretches in files.items()
-                for piece in _pieces(file, stretches)
+                for file, requests in files.items()
+                for piece in _pieces(file, requests)
             ]
             try:
                 return sum(future.result() for future in work)
@@ -251,18 +251,18 @@ def _read_files(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks that are read at once: into the memory of one stretch, or for all those that take what they want of it."""
+    """Blocks that are read at once: into the memory of one request, or for all those that take what they want of it."""
 
     file: BlockFile
     first: int
     last: int
-    stretches: Sequence[Stretch]
+    requests: Sequence[ReadRequest]
 
 
-def _pieces(file: BlockFile, stretches: Iterable[Stretch]) -> Iterator[_Piece]:
+def _pieces(file: BlockFile, requests: Iterable[ReadRequest]) -> Iterator[_Piece]:
     """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
-    taken: list[Stretch] = []
-    for each in stretches:
+    taken: list[ReadRequest] = []
+    for each in requests:
         if each.memory is None:
             taken.append(each)
             continue
@@ -270,7 +270,7 @@ def _pieces(file: BlockFile, stretches: Iterable[Stretch]) -> Iterator[_Piece]:
             yield _Piece(file, first, last, (each,))
     taken.sort(key=lambda each: each.first, reverse=True)
     runs = list(join((each.first, each.last) for each in taken))
-    concerned: list[Stretch] = []
+    concerned: list[ReadRequest] = []
     for run in runs:
         for first, last in _split(file, *run, _TAKEN_NBYTES):
             while taken and taken[-1].first <= last:
@@ -291,7 +291,7 @@ def _read_piece(source: _Source, piece: _Piece, verify: bool) -> int:
     start, end = borders[piece.first], borders[piece.last + 1]
     # The page at a border is read by both neighbours, with the same bytes.
     begin, stop = start // PAGE * PAGE, page_up(end)
-    home = piece.stretches[0]
+    home = piece.requests[0]
     if home.memory is None:
         window = _scratch(stop - begin)
     else:
@@ -303,7 +303,7 @@ def _read_piece(source: _Source, piece: _Piece, verify: bool) -> int:
     if verify:
         for number in range(piece.first, piece.last + 1):
             _check(file, number, window[borders[number] - begin : borders[number + 1] - begin])
-    for each in piece.stretches:
+    for each in piece.requests:
         if each.take is not None:
             each.take(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
     return count

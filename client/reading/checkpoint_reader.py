@@ -21,12 +21,12 @@ import torch
 
 from sidesave.client.reading import block_io, regions
 from sidesave.client.reading.block_io import BlockFile
-from sidesave.client.reading.tensor_reads import Gathered, Part, gather
+from sidesave.client.reading.tensor_reads import Part, TensorRead, gather
 from sidesave.client.runs import finding
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.stager import apart
 from sidesave.stager.state.dtypes import DTYPES
-from sidesave.stager.state.treespec import Skeleton, TensorRef
+from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
 from sidesave.writer_daemon.format.manifest import MANIFEST, FileRecord, Manifest, RankRecord
@@ -70,7 +70,7 @@ class Reader(Protocol):
 
     path: str
     rank: int
-    skeleton: Skeleton
+    treespec: TreeSpec
     nbytes_read: int
 
     def differing(self, fqn: str) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Reader(Protocol):
         ...
 
     def name_of(self, ref: TensorRef) -> str:
-        """The name of a tensor that :attr:`skeleton` refers to."""
+        """The name of a tensor that :attr:`treespec` refers to."""
         ...
 
     def entry(self, name: str) -> StoredTensor:
@@ -99,14 +99,14 @@ class CheckpointReader:
         path: The directory.
         rank: Whose view it is.
         manifest: What the checkpoint holds.
-        skeleton: The state without its tensors: that of ``rank``, or of rank 0 where another number of ranks has saved
+        treespec: The state without its tensors: that of ``rank``, or of rank 0 where another number of ranks has saved
             it, completed by what only other ranks have.
         size: How many ranks load it; None is as many as have saved it.
         nbytes_read: Bytes that have been read so far, besides the manifest.
     """
 
     def __init__(self, path: str, rank: int = 0, size: int | None = None) -> None:
-        """Open the directory ``path`` itself, reading and checking its manifest and skeletons.
+        """Open the directory ``path`` itself, reading and checking its manifest and treespecs.
 
         ``rank`` is one of ``size`` that load it; None is as many as have saved it.
 
@@ -132,7 +132,7 @@ class CheckpointReader:
             with block_io.reading(path):
                 self._storage.hold(self._name, MANIFEST)
                 self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
-                self.skeleton: Skeleton = self._read_skeletons()
+                self.treespec: TreeSpec = self._read_treespecs()
         except BaseException:  # an interrupt leaves no descriptor either
             self._storage.close()
             raise
@@ -166,11 +166,11 @@ class CheckpointReader:
 
         Tensors in :attr:`differing` are not among them. Reads all that is ``wanted`` of all ranks.
         """
-        table, first = self.manifest.table.tensors, self.read_skeleton(0)
+        table, first = self.manifest.table.tensors, self.read_treespec(0)
         own = [fqn for fqn in self.record(0).part.own.tensors if fqn not in table and wanted(fqn)]
         found: dict[str, bool] = {}
         for rank in range(1, self.manifest.world_size):
-            for fqn, is_number in first.differences(self.read_skeleton(rank), table.__contains__):
+            for fqn, is_number in first.differences(self.read_treespec(rank), table.__contains__):
                 if wanted(fqn):
                     found[fqn] = is_number and found.get(fqn, True)
             others = self.record(rank).part.own.tensors
@@ -214,7 +214,7 @@ class CheckpointReader:
         return found
 
     def name_of(self, ref: TensorRef) -> str:
-        """The name of a tensor that :attr:`skeleton` refers to.
+        """The name of a tensor that :attr:`treespec` refers to.
 
         Of one that was compared and saved by each rank, because not all held the same, it is this rank's; of another
         number of ranks, and where it has none, the first one's which has.
@@ -258,21 +258,21 @@ class CheckpointReader:
         self.manifest.check_record(rank, record, f"{self.path}/{entry.name}")
         return record
 
-    def _read_skeletons(self) -> Skeleton:
+    def _read_treespecs(self) -> TreeSpec:
         own = self.rank if self.rank < self.manifest.world_size and not self.resized else 0
-        skeleton, *others = (self.read_skeleton(rank) for rank in dict.fromkeys((own, *self.manifest.skeletons)))
+        treespec, *others = (self.read_treespec(rank) for rank in dict.fromkeys((own, *self.manifest.treespecs)))
         for other in others:
-            skeleton.add(other, self.manifest.table.tensors.__contains__)
-        return skeleton
+            treespec.add(other, self.manifest.table.tensors.__contains__)
+        return treespec
 
-    def read_skeleton(self, rank: int) -> Skeleton:
+    def read_treespec(self, rank: int) -> TreeSpec:
         """What one rank has saved; raises like the constructor."""
         objects = self.record(rank).objects
         block_io.require_room(objects, self.path)
         with block_io.reading(self.path):
             data = integrity.read_small_file(self._storage, f"{self._name}/{objects.name}", objects)
         self.nbytes_read += len(data)
-        return Skeleton(data, f"{self.path}/{objects.name}", rank)
+        return TreeSpec(data, f"{self.path}/{objects.name}", rank)
 
     # Ranks -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class CheckpointReader:
         plans = {each: self._plan(*each) for each in wanted}
         self._open(owner for _, _, cells in plans.values() for owner, _ in cells)
         gathered = [
-            Gathered(stored.dtype, box[1], [self._part(stored, box, *cell) for cell in cells])
+            TensorRead(stored.dtype, box[1], [self._part(stored, box, *cell) for cell in cells])
             for stored, box, cells in plans.values()
         ]
         purpose = f"loading {self.path}"

@@ -52,26 +52,28 @@ def subtrees(fqns: Iterable[str]) -> set[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class Pattern:
     """What a caller says of names in a checkpoint: a pattern, or an old name in a dict of new ones."""
 
     kind: Literal["include", "exclude", "rename"]
     text: str
 
 
-def idle(words: Sequence[Word], fqns: Iterable[str]) -> list[Word]:
+def unmatched(patterns: Sequence[Pattern], fqns: Iterable[str]) -> list[Pattern]:
     """Those that speak of none of these names."""
-    if not words:
+    if not patterns:
         return []
     known = subtrees(fqns)
-    rest = [word for word in words if word.text not in known]
+    rest = [pattern for pattern in patterns if pattern.text not in known]
     return [
-        word for word in rest if word.kind == "rename" or not any(fnmatch.fnmatchcase(fqn, word.text) for fqn in known)
+        pattern
+        for pattern in rest
+        if pattern.kind == "rename" or not any(fnmatch.fnmatchcase(fqn, pattern.text) for fqn in known)
     ]
 
 
 class Hints:
-    """What may have been meant by words that speak of nothing."""
+    """What may have been meant by patterns that match nothing."""
 
     def __init__(self, fqns: Iterable[str], items: Sequence[str]) -> None:
         """Among the names ``fqns``, what they are below, and the ``items`` at their top."""
@@ -80,11 +82,11 @@ class Hints:
         self._names = Names(known)
         self._patterns = Names(_NUMBER.sub(".*", fqn) for fqn in known)
 
-    def line(self, word: Word) -> str:
-        """What is the matter with a word, and what is like it."""
-        names = self._patterns if "*" in word.text else self._names
-        hint = names.hint(word.text) or f"; it has {self._items}"
-        return f"{word.kind}: nothing in the checkpoint is called {word.text!r}{hint}"
+    def line(self, pattern: Pattern) -> str:
+        """What is the matter with a pattern, and what is like it."""
+        names = self._patterns if "*" in pattern.text else self._names
+        hint = names.hint(pattern.text) or f"; it has {self._items}"
+        return f"{pattern.kind}: nothing in the checkpoint is called {pattern.text!r}{hint}"
 
 
 def _is_iterable(value: object) -> bool:

@@ -24,13 +24,13 @@ from sidesave.client.messages import few
 from sidesave.client.reading import block_io, regions
 from sidesave.client.reading.block_io import BlockFile
 from sidesave.client.reading.checkpoint_reader import StoredTensor, Wanted
-from sidesave.client.reading.tensor_reads import Gathered, Part, gather
+from sidesave.client.reading.tensor_reads import Part, TensorRead, gather
 from sidesave.client.runs.finding import INDEX, WEIGHTS
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.memory import host_memory
 from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.tags import Tag
-from sidesave.stager.state.treespec import Skeleton, TensorRef
+from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format.layout import Layout
 from sidesave.writer_daemon.format.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import (
@@ -65,7 +65,7 @@ class _File:
 
 
 @dataclass(slots=True)
-class _Unaligned(Gathered):
+class _Unaligned(TensorRead):
     """A box whose elements lie at odd addresses of the file, which they must not do in memory."""
 
     @property
@@ -74,13 +74,13 @@ class _Unaligned(Gathered):
         return False
 
 
-class ForeignReader:
+class SafetensorsReader:
     """Plain safetensors weights, opened for reading; see :class:`sidesave.client.reading.checkpoint_reader.Reader`.
 
     Attributes:
         path: The file or directory.
         rank: Whose view it is, which makes no difference.
-        skeleton: One item with all tensors by their names.
+        treespec: One item with all tensors by their names.
         nbytes_read: Bytes that have been read so far.
     """
 
@@ -101,7 +101,7 @@ class ForeignReader:
         self._prefix = f"{item}."
         self._places = self._survey()
         nodes = {key: [Tag.TENSOR, self._prefix + key] for key in self._places}
-        self.skeleton = Skeleton(cast("bytes", msgpack.packb({item: [Tag.DICT, nodes]})), path)
+        self.treespec = TreeSpec(cast("bytes", msgpack.packb({item: [Tag.DICT, nodes]})), path)
 
     # What there is ---------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class ForeignReader:
         return file, file.entries[key]
 
     def name_of(self, ref: TensorRef) -> str:
-        """The name of a tensor that :attr:`skeleton` refers to."""
+        """The name of a tensor that :attr:`treespec` refers to."""
         return ref.fqn
 
     def entry(self, name: str) -> StoredTensor:
@@ -220,10 +220,10 @@ class ForeignReader:
         for file, entry in plans.values():
             entries.setdefault(file, set()).add(entry)
         files = {file: _with_blocks(file.path, each) for file, each in entries.items()}
-        gathered: list[Gathered] = []
+        gathered: list[TensorRead] = []
         for ((_, box), (file, entry)), size in zip(plans.items(), sizes, strict=True):
             box = box or regions.whole(entry.shape)
-            make = _Unaligned if entry.offset % size else Gathered
+            make = _Unaligned if entry.offset % size else TensorRead
             parts = [Part(files[file], entry, box, (0,) * len(entry.shape))] if math.prod(box[1]) else []
             gathered.append(make(DTYPES[entry.dtype], box[1], parts))
         tensors, nbytes = gather(gathered, self._open_again, verify=False, purpose=purpose)

@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from sidesave.client.reading import block_io, regions
-from sidesave.client.reading.block_io import BlockFile, Stretch
+from sidesave.client.reading.block_io import BlockFile, ReadRequest
 from sidesave.stager.memory import host_memory
 from sidesave.writer_daemon.format.layout import Box
 from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, TensorEntry
@@ -45,7 +45,7 @@ class Part:
         ((start, stop),) = regions.spans(self.entry.shape, itemsize, self.box, 1 << 63)
         return self.entry.offset + start, self.entry.offset + stop
 
-    def stretches(self, itemsize: int) -> list[tuple[int, int]]:
+    def block_ranges(self, itemsize: int) -> list[tuple[int, int]]:
         """First and last of the blocks that hold it, range by range."""
         spans = regions.spans(self.entry.shape, itemsize, self.box, BLOCK_NBYTES)
         ranges = (self.file.blocks(self.entry.offset + start, self.entry.offset + stop) for start, stop in spans)
@@ -53,7 +53,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Gathered:
+class TensorRead:
     """A box of a tensor with all its parts; those of a box without elements are none."""
 
     dtype: torch.dtype
@@ -105,25 +105,25 @@ class Gathered:
 
 
 def gather(
-    wanted: Sequence[Gathered], open_descriptor: block_io.Opener, *, verify: bool, purpose: str
+    wanted: Sequence[TensorRead], open_descriptor: block_io.Opener, *, verify: bool, purpose: str
 ) -> tuple[list[torch.Tensor], int]:
     """Read boxes; returns them, and how many bytes that took. Arguments and errors are those of :func:`blocks.read`."""
     ranges: dict[BlockFile, list[tuple[int, int]]] = {}
-    away: list[Stretch] = []
+    away: list[ReadRequest] = []
     for box in wanted:
         for part in box.parts:
-            found = part.stretches(box.dtype.itemsize)
+            found = part.block_ranges(box.dtype.itemsize)
             if box.stays or part.is_small:
                 ranges.setdefault(part.file, []).extend(found)
             else:
                 put = functools.partial(box.put, part)
-                away += (Stretch(part.file, first, last, take=put) for first, last in found)
-    homes = {file: [Stretch(file, *found) for found in block_io.join(each)] for file, each in ranges.items()}
-    staying = [stretch for stretches in homes.values() for stretch in stretches]
+                away += (ReadRequest(part.file, first, last, take=put) for first, last in found)
+    homes = {file: [ReadRequest(file, *found) for found in block_io.join(each)] for file, each in ranges.items()}
+    staying = [request for requests in homes.values() for request in requests]
     together = [box for box in wanted if box.parts and not box.stays]
     host_memory.require(sum(each.nbytes for each in [*staying, *together]), purpose)
-    for stretch in staying:
-        stretch.memory = block_io.allocate(stretch.nbytes)
+    for request in staying:
+        request.memory = block_io.allocate(request.nbytes)
     for box in together:
         box.allocate()
     nbytes = block_io.read(open_descriptor, [*staying, *away], verify=verify)
@@ -135,7 +135,7 @@ def gather(
     return [_view(box, homes) if box.stays or not box.parts else box.finished() for box in wanted], nbytes
 
 
-def _view(box: Gathered, homes: dict[BlockFile, list[Stretch]]) -> torch.Tensor:
+def _view(box: TensorRead, homes: dict[BlockFile, list[ReadRequest]]) -> torch.Tensor:
     if not box.parts:
         return torch.empty(box.shape, dtype=box.dtype)
     (part,) = box.parts
@@ -145,6 +145,6 @@ def _view(box: Gathered, homes: dict[BlockFile, list[Stretch]]) -> torch.Tensor:
     return flat.view(box.shape)
 
 
-def _home(stretches: list[Stretch], offset: int) -> Stretch:
-    """The one of a file's stretches, in order, that holds a byte."""
-    return stretches[bisect_right(stretches, offset, key=lambda stretch: stretch.file.borders[stretch.first]) - 1]
+def _home(requests: list[ReadRequest], offset: int) -> ReadRequest:
+    """The one of a file's requests, in order, that holds a byte."""
+    return requests[bisect_right(requests, offset, key=lambda request: request.file.borders[request.first]) - 1]

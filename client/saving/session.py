@@ -81,14 +81,14 @@ class Session:
         self.id = world.gather("a session", secrets.token_hex(8))[0]
         mine: list[CheckpointInfo] = []
         leftovers, rollbacks = False, Rollbacks()
-        with world.agreeing("cannot open the run directory"):
+        with world.raise_together("cannot open the run directory"):
             if leads:
                 self.books.call(self._start_daemon)
                 leftovers, rollbacks, mine = self.books.call(self._look_around)
         told = world.gather("what is there", [leftovers, rollbacks.pairs, to_json(mine)] if leads else None)
         views = [answer for answer in told if answer is not None]
         agreed = Rollbacks(tuple((target, last) for target, last in views[0][1]))
-        with world.agreeing("cannot start its daemon"):
+        with world.raise_together("cannot start its daemon"):
             if not leads:
                 self.books.call(self._start_daemon)
             elif rollbacks != agreed:  # nodes that keep their own parts, of which some have crashed on going back

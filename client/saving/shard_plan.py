@@ -109,7 +109,7 @@ class Placements:
         for piece in found.pieces:
             tensor = flat.containers[piece.container][piece.fqn]
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
-        spare, facts = found.spare_table, {"skeleton": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
+        spare, facts = found.spare_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
         return Placed(
             flat=dataclasses.replace(flat, containers=containers),
             plan=found.plan,

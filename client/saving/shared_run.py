@@ -66,18 +66,18 @@ class SharedRun:
         step, candidates, checkpoints = self._candidates(which, fallback=fallback)
         for info in candidates:
             try:
-                with self._world.agreeing(f"cannot load step {info.step}"):
+                with self._world.raise_together(f"cannot load step {info.step}"):
                     loaded = read(info)
             except IntegrityError as error:
                 if info is candidates[-1]:
                     raise
                 logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
                 continue
-            with self._world.agreeing(f"cannot give its objects what it has loaded of step {info.step}"):
+            with self._world.raise_together(f"cannot give its objects what it has loaded of step {info.step}"):
                 state = loaded.apply()
             self._lineage.go_back_to(info, checkpoints)
             if step is not None:
-                with self._world.agreeing(f"cannot write down that it goes on from step {info.step}"):
+                with self._world.raise_together(f"cannot write down that it goes on from step {info.step}"):
                     if self._node.rank == 0:
                         self._run.give_up_after(info, self._lineage.sequence, self._session_id)
             seconds = time.monotonic() - began
@@ -88,7 +88,7 @@ class SharedRun:
     def ancestor(self, upto: int) -> int:
         """The newest step, up to ``upto``, that training descends from; the same on all ranks, which all ask."""
         found: list[int] = []
-        with self._world.agreeing("finds nothing to go back to"):
+        with self._world.raise_together("finds nothing to go back to"):
             if self._world.rank == 0:
                 self._saves.settle(None)
                 ancestors = self._lineage.ancestors
@@ -110,7 +110,7 @@ class SharedRun:
         is_path = isinstance(which, (str, os.PathLike))
         if world.size > 1:  # first, so that what one rank does not find means the same to all
             world.require_alike(step="a path" if is_path else arguments.as_index(which), fallback=fallback)
-        with world.agreeing("cannot tell what to load"):
+        with world.raise_together("cannot tell what to load"):
             step, within = self._run.meant(which)
             self._saves.settle(step)
             if leads:
@@ -120,10 +120,10 @@ class SharedRun:
                 world.require_alike(step=step)
             told = world.gather("checkpoints", to_json(mine) if leads else None)
             mine = common([from_json(answer, self._run.directory) for answer in told if answer is not None])
-        with world.agreeing("finds a damaged checkpoint"):
+        with world.raise_together("finds a damaged checkpoint"):
             if leads and not fallback:
                 self._run.refuse_damaged(step, mine)
-        with world.agreeing("finds nothing to load"):
+        with world.raise_together("finds nothing to load"):
             if world.rank == 0:
                 in_parts = isinstance(self._node, NodeWorld)
                 found = [self._run.choose(step, mine, within=within, fallback=fallback, in_parts=in_parts)]

@@ -58,7 +58,7 @@ class Background:
             session.world.require_alike(
                 save=sorted(map(_name, save)), keep=sorted(map(_name, keep)), random=random_state
             )
-        with session.world.agreeing("cannot save its state"):
+        with session.world.raise_together("cannot save its state"):
             saver_of(checkpointer).submission.check(state)
         if isinstance(session.node, NodeWorld) and any(isinstance(policy, KeepEveryMinutes) for policy in keep):
             raise InvalidArgumentError(

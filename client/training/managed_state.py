@@ -191,7 +191,7 @@ class ManagedState:
         except CheckpointNotFoundError:
             if step is not None:
                 raise
-            with session.world.agreeing("finds a damaged checkpoint"):
+            with session.world.raise_together("finds a damaged checkpoint"):
                 if session.node.rank == 0:  # else a run whose checkpoints are all damaged would begin anew
                     session.run.refuse_damaged(None, [])
             if sources:
@@ -232,12 +232,12 @@ def _load_sources(
     """
     world, paths = saver_of(checkpointer).session.world, [""]
     pickled = options.get("allow_pickle")
-    with world.agreeing("finds no source"):
+    with world.raise_together("finds no source"):
         if world.rank == 0:
             paths = [source.locate() for source in sources]
     if world.size > 1:
         paths = world.gather("sources", paths if world.rank == 0 else None)[0]
-    with world.agreeing("cannot read the sources"):
+    with world.raise_together("cannot read the sources"):
         found = [dataclasses.replace(source, path=path, step=None) for source, path in zip(sources, paths, strict=True)]
         loaded = read_sources(
             found,
@@ -250,7 +250,7 @@ def _load_sources(
         )
         if options.get("strict", True):
             _refuse_half(loaded, into)
-    with world.agreeing("cannot give its objects what it has read of the sources"):
+    with world.raise_together("cannot give its objects what it has read of the sources"):
         loaded.apply()
 
 
@@ -272,7 +272,7 @@ def _what_was_loaded(checkpointer: Checkpointer) -> Resumed:
     assert parent is not None
     world = saver_of(checkpointer).session.world
     seen: list[bool] | None = None
-    with world.agreeing("cannot read what it has loaded"):
+    with world.raise_together("cannot read what it has loaded"):
         if world.rank == 0:
             info = _loaded_checkpoint(checkpointer)
             seen = [is_seed(info), is_ephemeral(info)]

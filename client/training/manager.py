@@ -348,7 +348,7 @@ class CheckpointManager:
         if isinstance(saver_of(self._checkpointer).session.node, NodeWorld):
             raise InvalidArgumentError("with node_local no rank has all parts of a checkpoint, so none can export it")
         report = None
-        with world.agreeing("cannot export"):
+        with world.raise_together("cannot export"):
             if self._managed.has_unsaved_step():
                 self._managed.save_at_last()
             self.wait()

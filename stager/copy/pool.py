@@ -85,7 +85,7 @@ class Slot:
         self.plan = plan
 
     def append(self, parts: Sequence[bytes]) -> list[int]:
-        """Put the skeleton, and what else there is, behind the images, each on a page; returns their offsets."""
+        """Put the treespec, and what else there is, behind the images, each on a page; returns their offsets."""
         assert self.arena is not None and self.plan is not None
         offsets: list[int] = []
         offset = self.plan.nbytes

@@ -15,7 +15,7 @@ from sidesave.stager.state.sharding import Grid
 TENSORS: Final = "tensors"
 """The container of bare tensors at the top level."""
 OBJECTS: Final = "objects"
-"""The stem of the file that holds the skeleton."""
+"""The stem of the file that holds the treespec."""
 _MAX_STEM: Final = 150
 
 
@@ -26,7 +26,7 @@ class FlatState:
     Attributes:
         containers: FQN to tensor, per container (one file each), in the order of the state. The tensors are dense and
             of a dtype that safetensors knows; their memory is the caller's.
-        objects: The encoded skeleton with all plain data.
+        objects: The encoded treespec with all plain data.
         pickled: Whether a value had to be pickled.
         optimizers: Every optimizer met, for the ownership rules.
         modules: Every module met.
@@ -34,7 +34,7 @@ class FlatState:
         undeclared: Plain tensors of modules and optimizers of which nobody has said which ranks hold the same: they are
             compared in each save.
         per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
-        shared_digest: Of what the skeleton says of modules, optimizers and all else that ranks share.
+        shared_digest: Of what the treespec says of modules, optimizers and all else that ranks share.
     """
 
     containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])

@@ -1,4 +1,4 @@
-"""The skeletons of several ranks put together, or compared, node by node."""
+"""The treespecs of several ranks put together, or compared, node by node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Items = dict[Any, tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A node that some of several skeletons have and others have not; it comes from that of ``rank``."""
+    """A node that some of several treespecs have and others have not; it comes from that of ``rank``."""
 
     node: Any
     where: str
@@ -31,7 +31,7 @@ class Partial:
 
 
 class Merger:
-    """Merges or compares nodes of two skeletons; see ``Skeleton.add`` and ``Skeleton.differences``."""
+    """Merges or compares nodes of two treespecs; see ``TreeSpec.add`` and ``TreeSpec.differences``."""
 
     def __init__(self, is_shared: Callable[[str], bool], theirs: Callable[[Any], Partial]) -> None:
         """Make it; ``is_shared`` tells by its FQN whether a tensor is of all ranks, ``theirs`` marks a node."""

@@ -1,4 +1,4 @@
-"""The nodes of a skeleton: how deep they nest, which of them stand for themselves, and the tags of all others."""
+"""The nodes of a treespec: how deep they nest, which of them stand for themselves, and the tags of all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRIMITIVES: Final = frozenset({type(None), bool, float, str, bytes})
 
 
 class Tag(enum.IntEnum):
-    """First element of a skeleton node; the numbers are part of the format."""
+    """First element of a treespec node; the numbers are part of the format."""
 
     TENSOR = 0  # fqn [, logical dtype where the stored one is a carrier]
     DICT = 1  # {str: node}

@@ -1,4 +1,4 @@
-"""Nested state to a flat map of tensors plus a skeleton (:mod:`sidesave.stager.state.treespec`).
+"""Nested state to a flat map of tensors plus a treespec (:mod:`sidesave.stager.state.treespec`).
 
 Tensors are collected as they are, without a copy (:mod:`sidesave.stager.state.tensor_collector`).
 """
@@ -75,17 +75,17 @@ def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tupl
         UnsupportedValueError: Values that cannot be saved, or have the FQN of another; the message names all of them.
     """
     flattener = _Flattener(allow_pickle, ranks)
-    skeleton: dict[str, Any] = {}
+    treespec: dict[str, Any] = {}
 
     def encode() -> None:
         for key, value in _items_of(state):
-            skeleton[key] = flattener.item(key, value)
+            treespec[key] = flattener.item(key, value)
 
     _without_grad(encode)
     _refuse(flattener.refused)
     flattener.name_parameters()
     flat = flattener.flat
-    flat.objects = pack(skeleton)
+    flat.objects = pack(treespec)
     flat.shared_digest = flattener.tensors.shared_digest
     return flat
 

@@ -1,4 +1,4 @@
-"""The skeleton of a state: the nest with every tensor replaced by its FQN and everything else by itself, as msgpack.
+"""The treespec of a state: the nest with every tensor replaced by its FQN and everything else by itself, as msgpack.
 
 Values that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every other node is a list
 whose first element is a :class:`~sidesave.stager.state.tags.Tag`. Nothing in it is pickle unless the checkpoint's
@@ -36,10 +36,10 @@ _MAX_NPY_HEADER_NBYTES: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor as the skeleton names it: the FQN that holds its bytes, and its dtype where that is carried.
+    """A tensor as the treespec names it: the FQN that holds its bytes, and its dtype where that is carried.
 
     For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole. What becomes a NumPy ``array`` has to
-    stay in host memory, of the dtype it has. ``rank`` is the one whose skeleton names it.
+    stay in host memory, of the dtype it has. ``rank`` is the one whose treespec names it.
     """
 
     fqn: str
@@ -53,8 +53,8 @@ def _everything(fqn: str) -> bool:
     return True
 
 
-class Skeleton:
-    """A decoded skeleton: plain data, and references where tensors go."""
+class TreeSpec:
+    """A decoded treespec: plain data, and references where tensors go."""
 
     def __init__(self, data: bytes, where: str, rank: int = 0) -> None:
         """Decode ``data``, the objects file ``where`` of ``rank``; ``IntegrityError`` when it is malformed."""
@@ -66,29 +66,29 @@ class Skeleton:
                 msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"),
             )
         except Exception as error:
-            raise IntegrityError(f"{where}: not a skeleton: {error}") from error
+            raise IntegrityError(f"{where}: not a treespec: {error}") from error
         if not isinstance(body, dict) or not all(isinstance(key, str) for key in cast("dict[Any, Any]", body)):
-            raise IntegrityError(f"{where}: a skeleton must be a map of names")
+            raise IntegrityError(f"{where}: a treespec must be a map of names")
         self._body = cast("dict[str, Any]", body)
 
     def keys(self) -> list[str]:
         """The top-level names."""
         return list(self._body)
 
-    def add(self, other: Skeleton, is_shared: Callable[[str], bool]) -> None:
+    def add(self, other: TreeSpec, is_shared: Callable[[str], bool]) -> None:
         """Take over what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
 
         A dict without any belongs to its rank, and must not be mixed with that of another.
 
         Args:
-            other: The skeleton of another rank.
+            other: The treespec of another rank.
             is_shared: Tells by its FQN whether a tensor belongs to all ranks.
 
         Raises:
             IntegrityError: ``other`` is malformed.
         """
 
-        def partial(one: Skeleton) -> Callable[[Any], Partial]:
+        def partial(one: TreeSpec) -> Callable[[Any], Partial]:
             return lambda node: node if isinstance(node, Partial) else Partial(node, one._where, one._rank)
 
         try:
@@ -96,9 +96,9 @@ class Skeleton:
             merged = Merger(is_shared, partial(other)).items(ours, theirs, partial(self), 0)
             self._body = dict(merged.values())
         except Exception as error:
-            raise IntegrityError(f"{other._where}: not a skeleton: {error}") from error
+            raise IntegrityError(f"{other._where}: not a treespec: {error}") from error
 
-    def differences(self, other: Skeleton, is_shared: Callable[[str], bool]) -> list[tuple[str, bool]]:
+    def differences(self, other: TreeSpec, is_shared: Callable[[str], bool]) -> list[tuple[str, bool]]:
         """The FQNs of what two ranks have not saved alike, and whether it is a number; the bytes of tensors aside.
 
         What only one of them has counts where it is of its rank alone: a shared tensor, as ``is_shared`` tells by the
@@ -108,7 +108,7 @@ class Skeleton:
         try:
             return list(merger.differences([Tag.DICT, self._body], [Tag.DICT, other._body], "", 0))
         except Exception as error:
-            raise IntegrityError(f"{self._where}, {other._where}: not skeletons of one state: {error}") from error
+            raise IntegrityError(f"{self._where}, {other._where}: not treespecs of one state: {error}") from error
 
     def unbuilt(
         self, *, unpickle: Callable[[bytes], Any] | None = None, partial: set[str] | None = None
@@ -137,7 +137,7 @@ class Skeleton:
             only: Leaves of which this is false are left out, and so are items of a dict that lose all they had.
             unpickle: Gives the value that stands for a pickled one; ``pickle.loads`` runs code that the checkpoint
                 chooses.
-            partial: Takes the FQNs of what not all of the ranks had whose skeletons have been put together here.
+            partial: Takes the FQNs of what not all of the ranks had whose treespecs have been put together here.
 
         Raises:
             IntegrityError: A node is malformed.
@@ -167,7 +167,7 @@ def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unbuilt:
-    """A leaf of a skeleton whose value is made when it is wanted, and not before."""
+    """A leaf of a treespec whose value is made when it is wanted, and not before."""
 
     fqn: str
     _where: str
@@ -181,7 +181,7 @@ class Unbuilt:
         return (str(self._node[1]), str(self._node[2])) if self._node[0] == Tag.ENUM else None
 
     def build(self, tensor: Callable[[TensorRef], Any], unpickle: Callable[[bytes], Any] | None = None) -> Any:
-        """Its value; arguments and errors are those of :meth:`Skeleton.build`."""
+        """Its value; arguments and errors are those of :meth:`TreeSpec.build`."""
         builder = _Builder(self._where, self._rank, tensor, _everything, unpickle, set())
         return builder.build(self._node, self.fqn, self._depth)
 

@@ -29,7 +29,7 @@ from sidesave.client.loading import tensors
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.state import tree
 from sidesave.stager.state.tags import Tag
-from sidesave.stager.state.treespec import Skeleton, TensorRef
+from sidesave.stager.state.treespec import TensorRef, TreeSpec
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def round_trip(value: Any, *, allow_pickle: bool = False) -> Any:
-    """Through the skeleton and back; tensors by way of their bytes, as a file would hold them."""
+    """Through the treespec and back; tensors by way of their bytes, as a file would hold them."""
     flat = tree.flatten({"x": value}, allow_pickle=allow_pickle)
     stored = {fqn: tensor for tensors in flat.containers.values() for fqn, tensor in tensors.items()}
 
@@ -46,7 +46,7 @@ def round_trip(value: Any, *, allow_pickle: bool = False) -> Any:
         copy = torch.empty(source.shape, dtype=source.dtype)
         return tensors.finished(copy.copy_(source.detach()), ref, None, None)
 
-    return Skeleton(flat.objects, "objects").build(tensor, unpickle=pickle.loads if allow_pickle else None)["x"]
+    return TreeSpec(flat.objects, "objects").build(tensor, unpickle=pickle.loads if allow_pickle else None)["x"]
 
 
 def assert_comes_back(value: Any) -> None:
@@ -486,7 +486,7 @@ def test_what_even_pickle_cannot_take_is_refused_by_name():
         tree.flatten({"x": {"y": lambda: 0}}, allow_pickle=True)
 
 
-# Hostile skeletons -----------------------------------------------------------------------------------------------
+# Hostile treespecs -----------------------------------------------------------------------------------------------
 
 
 def packed(body: Any) -> bytes:
@@ -496,9 +496,9 @@ def packed(body: Any) -> bytes:
 def build(data: bytes) -> None:
     """Decode as a loader does, with whatever tensors it asks for; any error but the two typed ones is a failure."""
     try:
-        skeleton = Skeleton(data, "objects")
-        skeleton.build(lambda ref: ref.fqn)  # one that only wants names
-        skeleton.build(lambda ref: torch.zeros(2, 2))
+        treespec = TreeSpec(data, "objects")
+        treespec.build(lambda ref: ref.fqn)  # one that only wants names
+        treespec.build(lambda ref: torch.zeros(2, 2))
     except (IntegrityError, UnsupportedValueError):
         pass
 
@@ -534,7 +534,7 @@ NODES = st.recursive(
 
 @given(st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), NODES, min_size=1, max_size=3))
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_skeletons_build_or_are_refused_with_a_typed_error(body: dict[str, Any]):
+def test_random_treespecs_build_or_are_refused_with_a_typed_error(body: dict[str, Any]):
     build(packed(body))
 
 
@@ -573,25 +573,25 @@ MALFORMED: dict[str, Any] = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_node_is_an_integrity_error_that_names_it(name: str):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    skeleton = Skeleton(packed({"x": [Tag.LIST, MALFORMED[name]]}), "the/objects")
+    treespec = TreeSpec(packed({"x": [Tag.LIST, MALFORMED[name]]}), "the/objects")
     with pytest.raises(IntegrityError, match=r"^the/objects: x\.0 is"):
-        skeleton.build(lambda ref: torch.zeros(2))
+        treespec.build(lambda ref: torch.zeros(2))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB, a gigabyte"
 
 
 @pytest.mark.parametrize("depth", [200, 5000, 200_000])
-def test_a_skeleton_nested_without_end_is_refused(depth: int):
+def test_a_treespec_nested_without_end_is_refused(depth: int):
     node = b"\x92" + bytes([Tag.LIST])  # an array of two: the tag, then the next level
-    with pytest.raises(IntegrityError, match=r"nested too deep|not a skeleton"):
-        Skeleton(b"\x81\xa1x" + node * depth + b"\xc0", "objects").build(lambda ref: None)
+    with pytest.raises(IntegrityError, match=r"nested too deep|not a treespec"):
+        TreeSpec(b"\x81\xa1x" + node * depth + b"\xc0", "objects").build(lambda ref: None)
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"\xc0", b"\x93\x01\x02\x03", b"\x81\xc4\x01a\x01", b"\x81\x01\x02", b"\x80\x80"]
 )
-def test_a_skeleton_that_is_no_map_of_names_is_refused(data: bytes):
+def test_a_treespec_that_is_no_map_of_names_is_refused(data: bytes):
     with pytest.raises(IntegrityError, match=r"^objects: "):
-        Skeleton(data, "objects")
+        TreeSpec(data, "objects")
 
 
 def test_a_pickled_node_runs_nothing_unless_allowed(tmp_path: Path):
@@ -601,5 +601,5 @@ def test_a_pickled_node_runs_nothing_unless_allowed(tmp_path: Path):
 
     data = packed({"x": [Tag.SET, [Tag.PICKLE, pickle.dumps(Bomb())]]})
     with pytest.raises(UnsupportedValueError, match=r"^objects: x was pickled"):
-        Skeleton(data, "objects").build(lambda ref: None)
+        TreeSpec(data, "objects").build(lambda ref: None)
     assert not (tmp_path / "ran").exists()

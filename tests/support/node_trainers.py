@@ -129,7 +129,7 @@ class NodeActor(Actor):
 
         if run not in self._worlds:
             self._worlds[run] = find_world(run, distributed=True, process_group=None)
-        with self._worlds[run].agreeing("cannot jump"):
+        with self._worlds[run].raise_together("cannot jump"):
             _raise(error)
 
 

@@ -22,7 +22,7 @@ from sidesave.writer_daemon.commit.commit import Recovery
 from sidesave.writer_daemon.format import manifest, tensor_file
 from sidesave.writer_daemon.format.manifest import Manifest, RankRecord
 from sidesave.writer_daemon.lease.lease import Lease
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.protocol import Extent, Parent, Save
 from sidesave.writer_daemon.storage import InputFile, OutputFile, PosixStorage, Storage
 from sidesave.writer_daemon.writing.writer import Writer
@@ -146,7 +146,7 @@ class Session:
 
     def _take_lease(self) -> Lease:
         self._lease_storage = PosixStorage(str(self.root))
-        return Lease(self._lease_storage, Holder.current(self.name, os.getpid()), 0.0, lambda: True)
+        return Lease(self._lease_storage, LeaseRecord.current(self.name, os.getpid()), 0.0, lambda: True)
 
     def _writer(self) -> Writer:
         return Writer(self.storage, self.attempt, threading.Event(), self.lease.check)

@@ -92,7 +92,7 @@ def write_world(
         states: What each rank saves.
         spread: How a tensor is cut, by FQN and as it is stored.
         step: Its name.
-        alike: Of each rank what tells its skeleton from others'.
+        alike: Of each rank what tells its treespec from others'.
         move: Another container for a key of a rank.
         leave: What else a rank has written under a key, in the container where it would have been, and its offsets.
     """
@@ -146,7 +146,7 @@ def write_world(
             layout.merge([Table(tables[rank], tuple(layouts))]),
             layout.whole(own[rank], rank),
             sums.get(rank, 0),
-            skeleton=alike(rank),
+            treespec=alike(rank),
             apart=apart[rank],
         )
         files = tuple(_write_tensors(path, container, rank, cells) for container, cells in ours[rank].items())

@@ -30,7 +30,7 @@ import sidesave
 from scripts import fuzz
 from sidesave.errors import CheckpointError, IntegrityError, SidesaveError, StateMismatchError, UnsupportedValueError
 from sidesave.stager.state.tags import Tag
-from sidesave.stager.state.treespec import Skeleton
+from sidesave.stager.state.treespec import TreeSpec
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, tensor_file
 
@@ -261,9 +261,9 @@ NODES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_hostile_values_of_a_skeleton_are_refused(name: str):
+def test_hostile_values_of_a_treespec_are_refused(name: str):
     def read(data: bytes) -> None:
-        Skeleton(data, "objects").build(lambda ref: torch.full((2, 3), 7))
+        TreeSpec(data, "objects").build(lambda ref: torch.full((2, 3), 7))
 
     assert not attacked(name, fuzz.pack({"a": NODES[name]}), read)
 
@@ -271,7 +271,7 @@ def test_hostile_values_of_a_skeleton_are_refused(name: str):
 @pytest.mark.parametrize("bomb", MSGPACK_BOMBS)
 def test_msgpack_bombs_are_refused(bomb: str):
     assert not attacked(bomb, MSGPACK_BOMBS[bomb], protocol.decode)
-    assert not attacked(bomb, MSGPACK_BOMBS[bomb], lambda data: Skeleton(data, "objects"))
+    assert not attacked(bomb, MSGPACK_BOMBS[bomb], lambda data: TreeSpec(data, "objects"))
 
 
 @pytest.mark.parametrize("hide", ["value", "key", "item of a set", "array", "scalar"])

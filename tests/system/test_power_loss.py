@@ -31,7 +31,7 @@ from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 from sidesave.writer_daemon.lease.lease import Lease
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.process import jobs, worker
 from sidesave.writer_daemon.process.worker import Place
 from sidesave.writer_daemon.protocol import Delete, Save
@@ -336,7 +336,7 @@ class Judge:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._holder = Holder.current("f" * 16, os.getpid())
+        self._holder = LeaseRecord.current("f" * 16, os.getpid())
         self._released = self._give_up_a_lease()
         self.outcomes: dict[Tree, Outcome] = {}
         self.sampled = False

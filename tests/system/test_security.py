@@ -29,7 +29,7 @@ from sidesave.client.daemon_link import connection, socket_dir
 from sidesave.errors import DaemonStartError, IntegrityError, SidesaveError
 from sidesave.stager.memory.arena import Arena
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 
 STRANGER = 65534
 
@@ -239,7 +239,7 @@ def write_lease(run: Path, **changes: Any) -> Path:
     path = newest_lease(run)
     body = json.loads(path.read_bytes()) | changes
     path.write_bytes(json.dumps(body).encode().ljust(path.stat().st_size))
-    assert Holder.from_bytes(path.read_bytes()) is not None
+    assert LeaseRecord.from_bytes(path.read_bytes()) is not None
     return path
 
 

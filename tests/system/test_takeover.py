@@ -27,7 +27,7 @@ from sidesave.writer_daemon.commit.commit import Recovery
 from sidesave.writer_daemon.format.manifest import Manifest
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 from sidesave.writer_daemon.lease.lease import Lease
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 
 pytestmark = pytest.mark.usefixtures("end_all")
 
@@ -65,7 +65,7 @@ class RemoteSession(Session):
 
     def _take_lease(self) -> Lease:
         self._lease_storage = NetworkStorage(str(self.root), seed=next(SEEDS))
-        holder = Holder.current(self.name, os.getpid())
+        holder = LeaseRecord.current(self.name, os.getpid())
         holder = dataclasses.replace(holder, boot_id=ELSEWHERE, trainer_gone=True)
         return Lease(self._lease_storage, holder, 0.0, lambda: True, PERIOD_S)
 
@@ -267,7 +267,7 @@ def test_daemon_of_a_dead_trainer_that_is_asked_to_leave_does_so_in_the_midst_of
     with pidfd_of(int(pid)) as pidfd:
         (run / LEASE_DIRECTORY / "1.takeover").write_text('{"within_s": 0.0}')
         await_end(pidfd)
-    record = Holder.from_bytes((run / LEASE_DIRECTORY / "1").read_bytes())
+    record = LeaseRecord.from_bytes((run / LEASE_DIRECTORY / "1").read_bytes())
     assert record is not None
     assert (record.pid, record.trainer_gone, record.released) == (int(pid), True, True)
     assert len(list(run.glob(".step-00000005.*.partial"))) == 1, "what it had begun"

@@ -30,7 +30,7 @@ from trainers import ROOT, SUPPORT
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 from sidesave.writer_daemon.lease.lease import STILL_PERIODS, Lease, Observer, current_holder
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.storage import PosixStorage, Storage
 
 SESSIONS = [f"{number:016x}" for number in range(100)]
@@ -48,7 +48,7 @@ KINDS: dict[str, Callable[[str, int | None], Storage]] = {
 
 def hold(root: str, kind: str) -> None:
     """Take the lease, say so, and keep it."""
-    lease = Lease(KINDS[kind](root, None), Holder.current(SESSIONS[60], os.getpid()), 60.0, lambda: True)
+    lease = Lease(KINDS[kind](root, None), LeaseRecord.current(SESSIONS[60], os.getpid()), 60.0, lambda: True)
     os.write(1, b"held\n")
     os.read(0, 1)
     lease.release()
@@ -62,7 +62,7 @@ def contend(root: str, kind: str, seed: str) -> None:
     for turn in range(10**9):
         try:
             lease = Lease(
-                storage, Holder.current(f"{chance.getrandbits(64):016x}", os.getpid()), 60.0, lambda: True, 1.0
+                storage, LeaseRecord.current(f"{chance.getrandbits(64):016x}", os.getpid()), 60.0, lambda: True, 1.0
             )
         except DirectoryInUseError:
             time.sleep(chance.uniform(0, 0.01))
@@ -124,7 +124,7 @@ Take = Callable[..., Lease]
 @pytest.fixture
 def take(taken: list[Lease]) -> Take:
     def take(storage: Storage, session: int = 1, *, timeout_s: float = 0.0, **facts: Any) -> Lease:
-        holder = dataclasses.replace(Holder.current(SESSIONS[session], os.getpid()), **facts)
+        holder = dataclasses.replace(LeaseRecord.current(SESSIONS[session], os.getpid()), **facts)
         taken.append(Lease(storage, holder, timeout_s, lambda: True, PERIOD_S))
         return taken[-1]
 
@@ -135,7 +135,7 @@ def files(root: Path) -> list[str]:
     return sorted(path.name for path in (root / LEASE_DIRECTORY).iterdir())
 
 
-def leave(root: Path, content: bytes | Holder, epoch: int = 7) -> Path:
+def leave(root: Path, content: bytes | LeaseRecord, epoch: int = 7) -> Path:
     """A lease whose holder is no process of this test."""
     (root / LEASE_DIRECTORY).mkdir(exist_ok=True)
     path = root / f"{LEASE_DIRECTORY}/{epoch}"
@@ -143,8 +143,8 @@ def leave(root: Path, content: bytes | Holder, epoch: int = 7) -> Path:
     return path
 
 
-def a_holder(**facts: Any) -> Holder:
-    holder = Holder.current(SESSIONS[50], os.getpid())
+def a_holder(**facts: Any) -> LeaseRecord:
+    holder = LeaseRecord.current(SESSIONS[50], os.getpid())
     return dataclasses.replace(holder, epoch=7, token="t", period_s=PERIOD_S, **facts)
 
 
@@ -159,7 +159,7 @@ def lost(lease: Lease) -> str:
 def ended_process() -> tuple[int, int]:
     """Pid and start time of a process that has ended."""
     with subprocess.Popen(["sleep", "60"]) as process:
-        holder = Holder.current(SESSIONS[0], process.pid)
+        holder = LeaseRecord.current(SESSIONS[0], process.pid)
         process.kill()
     return process.pid, holder.trainer_started
 
@@ -452,20 +452,20 @@ def test_remnants_of_killed_challengers_go_with_the_next_start(storage: Storage,
 
 @given(st.binary(max_size=200) | st.just(b'{"epoch": NaN}'))
 def test_random_bytes_are_no_record(data: bytes):
-    assert Holder.from_bytes(data) is None
+    assert LeaseRecord.from_bytes(data) is None
 
 
-@given(st.sampled_from([field.name for field in dataclasses.fields(Holder)]), st.data())
+@given(st.sampled_from([field.name for field in dataclasses.fields(LeaseRecord)]), st.data())
 def test_record_with_a_field_of_another_kind_is_none(name: str, data: st.DataObject):
     import json
 
     body = json.loads(a_holder().to_bytes())
     kinds = {str: st.text(), int: st.integers(), float: st.floats(), bool: st.booleans()}
     other = data.draw(st.one_of(*(values for kind, values in kinds.items() if kind is not type(body[name])), st.none()))
-    assert Holder.from_bytes(json.dumps(body | {name: other}).encode()) is None
+    assert LeaseRecord.from_bytes(json.dumps(body | {name: other}).encode()) is None
     del body[name]
-    assert Holder.from_bytes(json.dumps(body).encode()) is None
-    assert Holder.from_bytes(a_holder().to_bytes()) == a_holder()
+    assert LeaseRecord.from_bytes(json.dumps(body).encode()) is None
+    assert LeaseRecord.from_bytes(a_holder().to_bytes()) == a_holder()
 
 
 @pytest.mark.parametrize("field", ["pid", "trainer_pid", "started"])
@@ -567,7 +567,7 @@ def test_later_daemon_of_a_session_refuses_a_directory_that_another_session_had_
     elif state == "released":
         first.release()
     with pytest.raises(WriteError, match=f"{SESSIONS[1]}.* has had this directory since"):
-        Lease(storage, Holder.current(SESSIONS[2], os.getpid()), 0.0, lambda: True, PERIOD_S, resumes=True)
+        Lease(storage, LeaseRecord.current(SESSIONS[2], os.getpid()), 0.0, lambda: True, PERIOD_S, resumes=True)
     assert "1.takeover" not in files(root), "nobody is asked to leave"
     if state != "released":
         first.check()
@@ -582,7 +582,9 @@ def test_holder_that_is_replaced_between_two_looks_is_not_taken_for_nobody(stora
         def read(self, path: str, max_nbytes: int) -> bytes | None:
             if path == f"{LEASE_DIRECTORY}/1":
                 first.release(final=False)
-                successors.append(Lease(storage, Holder.current(SESSIONS[1], os.getpid()), 0.0, lambda: True, PERIOD_S))
+                successors.append(
+                    Lease(storage, LeaseRecord.current(SESSIONS[1], os.getpid()), 0.0, lambda: True, PERIOD_S)
+                )
             return super().read(path, max_nbytes)
 
     successors: list[Lease] = []

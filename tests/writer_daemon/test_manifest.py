@@ -31,7 +31,7 @@ def parts(draw: st.DrawFn, rank: int) -> Part:
         table=whole(draw(TENSORS), rank),
         own=whole(own, rank),
         cells=draw(SUMS),
-        skeleton=draw(TEXT),
+        treespec=draw(TEXT),
         replicas=draw(TEXT),
         apart={fqn: draw(TEXT) for fqn in own if draw(st.booleans())},
     )

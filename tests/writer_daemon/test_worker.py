@@ -17,7 +17,7 @@ from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import IntegrityError, InvalidArgumentError, SidesaveError, StagingError, WriteError
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.lease.lease import Lease
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.log import HistoryLog, SaveRecord
 from sidesave.writer_daemon.process import jobs, worker
 from sidesave.writer_daemon.process.worker import Place, Worker
@@ -76,7 +76,7 @@ def a_worker(session: Session, fallback: Path | None = None) -> tuple[Worker, li
 
     def open_fallback() -> Place:
         storage = PosixStorage(str(fallback))
-        return place(storage, Lease(storage, Holder.current(NEW, os.getpid()), 0.0, lambda: True))
+        return place(storage, Lease(storage, LeaseRecord.current(NEW, os.getpid()), 0.0, lambda: True))
 
     primary = Place(session.storage, session.lease, session._writer(), "1-1")
     return Worker(1, primary, str(fallback or ""), open_fallback, 2, lambda save: None, events.append), events
@@ -103,7 +103,7 @@ def test_a_daemon_that_has_lost_its_lease_commits_nothing_in_the_fallback_either
     session = Session(run)
     work, events = a_worker(session, other)
     epoch = session.lease.epoch + 1
-    successor = dataclasses.replace(Holder.current(OLD, os.getpid()), token="x" * 16, epoch=epoch)
+    successor = dataclasses.replace(LeaseRecord.current(OLD, os.getpid()), token="x" * 16, epoch=epoch)
     (run / ".sidesave.lease" / str(epoch)).write_bytes(successor.to_bytes())
     work.write(session.stage(1, a_state(1)), session._slot.arena)
     assert error_of(events[-1]) == "WriteError"

@@ -39,7 +39,7 @@ def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
         nbytes=sum(record.nbytes for record in records),
         records=tuple(_entry(record) for record in records),
         table=table,
-        skeletons=_representatives(records),
+        treespecs=_representatives(records),
         apart=apart,
         metadata=first.metadata,
     )
@@ -107,8 +107,8 @@ def _add_apart(table: Table, records: Iterable[RankRecord]) -> tuple[Table, dict
 
 
 def _representatives(records: Iterable[RankRecord]) -> tuple[int, ...]:
-    """Of each distinct skeleton the first rank that has it."""
+    """Of each distinct treespec the first rank that has it."""
     ranks: dict[str, int] = {}
     for record in records:
-        ranks.setdefault(record.part.skeleton, record.rank)
+        ranks.setdefault(record.part.treespec, record.rank)
     return tuple(ranks.values())

@@ -202,7 +202,7 @@ class Part:
         table: The tensors whose first cell this rank has written; it describes them for all.
         own: Tensors that belong to this rank and to no other, by the keys they have in its files.
         cells: What :meth:`Table.sums` gives for this rank, of everything it knows of.
-        skeleton: A digest of what the skeleton says of items that all ranks share.
+        treespec: A digest of what the treespec says of items that all ranks share.
         replicas: A digest of all plain tensors that were compared and are the same on all ranks, written here or not.
         apart: Where they are not: those tensors, all in ``own``, each with a digest of all that it is.
         per_rank: The FQNs of items that each rank has for itself, and not as plain numbers.
@@ -211,7 +211,7 @@ class Part:
     table: Table = Table()
     own: Table = Table()
     cells: int = 0
-    skeleton: str = ""
+    treespec: str = ""
     replicas: str = ""
     apart: dict[str, str] = field(default_factory=dict[str, str])
     per_rank: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ class Part:
             **self.table.to_json(),
             "own": self.own.to_json(),
             "cells": f"{self.cells:032x}",
-            "skeleton": self.skeleton,
+            "treespec": self.treespec,
             "replicas": self.replicas,
             "apart": self.apart,
             **({"per_rank": list(self.per_rank)} if self.per_rank else {}),
@@ -247,5 +247,5 @@ class Part:
         per_rank = cast("list[Any]", get({"per_rank": [], **body}, "per_rank", list, path))
         if not all(isinstance(fqn, str) for fqn in per_rank):
             raise IntegrityError(f"{path}: what it says of items of one rank is malformed")
-        skeleton, replicas = get(body, "skeleton", str, path), get(body, "replicas", str, path)
-        return cls(table, own, int(cells, 16), skeleton, replicas, apart, tuple(per_rank))
+        treespec, replicas = get(body, "treespec", str, path), get(body, "replicas", str, path)
+        return cls(table, own, int(cells, 16), treespec, replicas, apart, tuple(per_rank))

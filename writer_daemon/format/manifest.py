@@ -364,7 +364,7 @@ class Manifest:
     Attributes:
         records: Of each rank the file that lists its files.
         table: All tensors but those that belong to one rank alone, which its record lists.
-        skeletons: The ranks whose skeletons say, together, all that ranks share.
+        treespecs: The ranks whose treespecs say, together, all that ranks share.
         apart: Tensors that were found to differ between the ranks that hold them: FQN to these ranks.
         metadata: The user's, of rank 0, as JSON; empty where there are none.
     """
@@ -380,7 +380,7 @@ class Manifest:
     nbytes: int
     records: tuple[FileRecord, ...]
     table: Table
-    skeletons: tuple[int, ...] = (0,)
+    treespecs: tuple[int, ...] = (0,)
     apart: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     metadata: str = ""
 
@@ -397,7 +397,7 @@ class Manifest:
                 **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
                 "nbytes": self.nbytes,
                 "records": [record.to_json() for record in self.records],
-                "skeletons": list(self.skeletons),
+                "treespecs": list(self.treespecs),
                 "apart": {fqn: list(ranks) for fqn, ranks in self.apart.items()},
                 **self.table.to_json(),
                 **_metadata(self.metadata),
@@ -414,7 +414,7 @@ class Manifest:
         world_size = get(body, "world_size", int, path)
         if not world_size or len(records) != world_size or any(record.xxh3_128 is None for record in records):
             raise IntegrityError(f"{path}: {len(records)} records for a world of {world_size}")
-        skeletons = _ranks(get(body, "skeletons", list, path), world_size, path)
+        treespecs = _ranks(get(body, "treespecs", list, path), world_size, path)
         apart = cast("dict[str, Any]", get(body, "apart", dict, path))
         return cls(
             step=get(body, "step", int, path),
@@ -425,7 +425,7 @@ class Manifest:
             nbytes=get(body, "nbytes", int, path),
             records=records,
             table=Table.from_json(body, world_size, path),
-            skeletons=skeletons,
+            treespecs=treespecs,
             apart={fqn: _ranks(ranks, world_size, path) for fqn, ranks in apart.items()},
             metadata=_read_metadata(body, path),
         )

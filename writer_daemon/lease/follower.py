@@ -22,7 +22,7 @@ _GRACE_S: Final = 5.0
 """What a daemon without trainer has left when the session has ended around it."""
 
 
-class Membership:
+class LeaseFollower:
     """Tells whether this rank's session still has the directory; used like ``Lease``, and takes nothing."""
 
     def __init__(self, storage: Storage, session: str, rank: int) -> None:

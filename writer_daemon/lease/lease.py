@@ -27,7 +27,7 @@ from typing import Final
 
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.lease.record import PERIOD_S, RECORD_NBYTES, Holder
+from sidesave.writer_daemon.lease.record import PERIOD_S, RECORD_NBYTES, LeaseRecord
 from sidesave.writer_daemon.storage import OutputFile, Storage
 
 CLOSED: Final = "closed"
@@ -71,18 +71,18 @@ def _read(storage: Storage, epoch: int) -> bytes | None:
     for delay_s in _REREAD_S:
         time.sleep(delay_s)
         data = storage.read(_path(epoch), RECORD_NBYTES)
-        if data is None or Holder.from_bytes(data) is not None:
+        if data is None or LeaseRecord.from_bytes(data) is not None:
             break
     return data
 
 
-def current_holder(storage: Storage) -> Holder | None:
+def current_holder(storage: Storage) -> LeaseRecord | None:
     """What the newest lease says; None where there is none, or it says nothing."""
     looked = 0
     while (epoch := _newest(storage)) != looked:
         data = _read(storage, epoch)
         if data is not None:
-            return Holder.from_bytes(data)
+            return LeaseRecord.from_bytes(data)
         looked = epoch  # it is gone: taken over, and tidied away, between the two looks
     return None
 
@@ -99,7 +99,7 @@ class View:
     """The newest lease; its ``holder`` is None where its file tells none, ``alive`` is None while that is not known."""
 
     epoch: int
-    holder: Holder | None = None
+    holder: LeaseRecord | None = None
     alive: bool | None = None
     evidence: str = ""
 
@@ -131,7 +131,7 @@ class Observer:
             if error.errno not in _NO_RECORD:
                 raise
             return View(epoch, alive=False)
-        holder = Holder.from_bytes(data or b"")
+        holder = LeaseRecord.from_bytes(data or b"")
         period_s = self._period_s if holder is None else min(10 * PERIOD_S, max(0.01, holder.period_s))
         before, self._seen = self._seen, (epoch, data)
         # A gap between two looks counts as one period at most: storage that hung has hung for the holder, too.
@@ -156,7 +156,7 @@ class Lease:
     def __init__(
         self,
         storage: Storage,
-        holder: Holder,
+        holder: LeaseRecord,
         takeover_timeout_s: float,
         keep_waiting: Callable[[], bool],
         period_s: float = PERIOD_S,
@@ -195,7 +195,7 @@ class Lease:
         path = f"{self._storage.root}/{_path(self.epoch)}"
         try:
             epoch = max(self.epoch, _newest(self._storage))
-            holder = Holder.from_bytes(_read(self._storage, epoch) or b"")
+            holder = LeaseRecord.from_bytes(_read(self._storage, epoch) or b"")
         except WriteError as error:
             raise WriteError(error.errno, f"the lease cannot be read: {error.strerror}", path) from error
         if holder is None or holder.token != self._record.token or holder.released:
@@ -323,7 +323,7 @@ class Lease:
             except WriteError as error:
                 failure = error
             if str(epoch) in self._storage.list_directory(LEASE_DIRECTORY):
-                holder = Holder.from_bytes(_read(self._storage, epoch) or b"")
+                holder = LeaseRecord.from_bytes(_read(self._storage, epoch) or b"")
                 return holder.token if holder is not None else ""
             if failure is not None and failure.errno == errno.ENOENT:
                 return None  # tidied up, as above

@@ -19,7 +19,7 @@ PERIOD_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class LeaseRecord:
     """A lease as its file describes it; ``token`` is of this very taking, and no other daemon of the session has it.
 
     ``trainer_gone`` says that the trainer has ended or, where the lease is released, that it has closed.
@@ -42,7 +42,7 @@ class Holder:
     counter: int = 0
 
     @classmethod
-    def current(cls, session: str, trainer_pid: int) -> Holder:
+    def current(cls, session: str, trainer_pid: int) -> LeaseRecord:
         """This daemon, serving ``trainer_pid``."""
         return cls(
             session=session,
@@ -57,7 +57,7 @@ class Holder:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Holder | None:
+    def from_bytes(cls, data: bytes) -> LeaseRecord | None:
         """Read a record; None for anything else, half a record included."""
         try:
             body = cast("dict[str, Any]", json.loads(data))
@@ -75,7 +75,7 @@ class Holder:
     def __str__(self) -> str:
         return f"session {self.session} (trainer {self.trainer_pid}, daemon {self.pid} on {self.host})"
 
-    def serves_trainer_of(self, other: Holder) -> bool:
+    def serves_trainer_of(self, other: LeaseRecord) -> bool:
         """Whether both serve one and the same process."""
         mine, theirs = ((it.boot_id, it.pid_namespace, it.trainer_pid, it.trainer_started) for it in (self, other))
         return mine == theirs

@@ -33,9 +33,9 @@ from sidesave.stager.memory.arena import Arena
 from sidesave.writer_daemon import log, protocol
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import fallbacks
-from sidesave.writer_daemon.lease.follower import Membership
+from sidesave.writer_daemon.lease.follower import LeaseFollower
 from sidesave.writer_daemon.lease.lease import Lease, current_holder
-from sidesave.writer_daemon.lease.record import Holder
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.process import jobs
 from sidesave.writer_daemon.process.worker import Place, Worker
 from sidesave.writer_daemon.protocol import Message, Save
@@ -85,7 +85,7 @@ class Server:
         self._socket.setsockopt(zmq.SNDHWM, 0)  # a trainer that was stopped for hours must still learn of its saves
         self._socket.connect(boot.endpoint)
         self._send(protocol.Hello(attempt=boot.attempt, token=boot.token, pid=os.getpid()))
-        lease: Lease | Membership | None = None
+        lease: Lease | LeaseFollower | None = None
         recovery = commit.Recovery((), (), ())
         name = f"{boot.attempt}-{os.getpid()}"
         if boot.world_size > 1:  # on another host another daemon may have this pid
@@ -96,11 +96,11 @@ class Server:
                 text = "this is not the directory that the run began in, as no lease is here: put that back, or restart"
                 raise WriteError(errno.ENOENT, text, boot.directory)
             if boot.rank == 0:
-                holder = Holder.current(boot.session, boot.trainer_pid)
+                holder = LeaseRecord.current(boot.session, boot.trainer_pid)
                 lease = Lease(storage, holder, options.takeover_timeout_s, self._trainer_is_there, resumes=boot.resumes)
                 recovery = commit.recover(storage, lease, name)
             else:
-                lease = Membership(storage, boot.session, boot.rank)
+                lease = LeaseFollower(storage, boot.session, boot.rank)
         except SidesaveError as error:
             self._send(protocol.failure(boot.attempt, None, error))
             if lease is not None:
@@ -151,7 +151,7 @@ class Server:
         directory = boot.options.fallback_directory
         make_run_directory(directory)
         storage = PosixStorage(directory)
-        holder = Holder.current(boot.session, boot.trainer_pid)
+        holder = LeaseRecord.current(boot.session, boot.trainer_pid)
         lease = None
         try:
             lease = Lease(storage, holder, boot.options.takeover_timeout_s, self._trainer_is_there)

@@ -31,7 +31,7 @@ from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.commit import commit, coordination
 from sidesave.writer_daemon.format import manifest, rollback
 from sidesave.writer_daemon.format.manifest import RankRecord, step_directory
-from sidesave.writer_daemon.lease.follower import Membership
+from sidesave.writer_daemon.lease.follower import LeaseFollower
 from sidesave.writer_daemon.lease.lease import Lease, closed_ranks, current_holder
 from sidesave.writer_daemon.process import jobs
 from sidesave.writer_daemon.protocol import Delete, Failed, Refuse, Save
@@ -68,7 +68,7 @@ class Place:
     """A run directory that this daemon, or that of rank 0, holds."""
 
     storage: Storage
-    lease: Lease | Membership
+    lease: Lease | LeaseFollower
     writer: Writer
     attempt: str
 
@@ -176,7 +176,7 @@ class Worker:
             name, nbytes = done or self._persistently(save, functools.partial(self._commit_in, self._primary))
         except Exception as error:  # noqa: BLE001 - as above
             failure = self._failure(save, error)
-            if isinstance(self._primary.lease, Membership):
+            if isinstance(self._primary.lease, LeaseFollower):
                 if isinstance(error, WriteError):  # its part is there, so rank 0 may commit it all the same
                     failure = dataclasses.replace(failure, error=CommitUnknownError.__name__)
             elif not self._primary.lease.lost:  # else it is not ours
@@ -191,7 +191,7 @@ class Worker:
 
     def _commit_in(self, place: Place, save: Save) -> tuple[str, int]:
         name = step_directory(save.step)
-        if isinstance(place.lease, Membership):
+        if isinstance(place.lease, LeaseFollower):
             written = self._written.get(save.save_id, -math.inf)
             timeout_s, waiting, check = self._commit_timeout_s, self._waiting(place, save), place.lease.check
             return name, coordination.await_commit(place.storage, save, timeout_s, waiting, check, written)
@@ -359,7 +359,7 @@ class Worker:
             names = [place.storage.list_directory("") for place in places]
             holding = [place for place, found in zip(places, names, strict=True) if name in found]
             for place in holding or [self._primary]:
-                if isinstance(place.lease, Membership):  # rank 0's daemon does it for all
+                if isinstance(place.lease, LeaseFollower):  # rank 0's daemon does it for all
                     continue
                 others = [other.storage for other in places if other is not place]
                 trash = commit.delete(

@@ -103,7 +103,7 @@ def test_of_a_run_directory_the_newest_is_loaded_and_what_find_lists_too(tmp_pat
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
 @pytest.mark.parametrize("stored", [torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)])
-def test_a_skeleton_that_takes_a_tensor_for_what_it_is_not_is_damaged(
+def test_a_treespec_that_takes_a_tensor_for_what_it_is_not_is_damaged(
     tmp_path: Path, stored: torch.Tensor, dtype: torch.dtype
 ):
     with sidesave.Checkpointer(tmp_path) as ckpt:

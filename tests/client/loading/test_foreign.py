@@ -25,7 +25,7 @@ import sidesave
 from sidesave import Source, load_sources
 from sidesave.client.export.safetensors import export
 from sidesave.client.loading import sources
-from sidesave.client.reading.safetensors_reader import ForeignReader
+from sidesave.client.reading.safetensors_reader import SafetensorsReader
 from sidesave.errors import (
     CheckpointNotFoundError,
     HostMemoryError,
@@ -304,7 +304,7 @@ def test_names_in_any_order_and_tensors_at_odd_places(tmp_path: Path):
         expected = [large, torch.zeros(0, 7, dtype=torch.float16), small, torch.tensor([True, False, True])]
         assert difference([*expected, torch.tensor([7], dtype=torch.uint8)], [found[name] for name in header]) == ""
         assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
-        reader = ForeignReader(str(path), "x")
+        reader = SafetensorsReader(str(path), "x")
         wanted = [("x.large", ((3, 10), (490, 5))), ("x.large", ((499, 0), (1, 400))), ("x.small", ((2,), (2,)))]
         boxes = reader.read_boxes(wanted)
         assert torch.equal(boxes[wanted[0]], large[3:493, 10:15])
@@ -537,12 +537,12 @@ def test_headers_and_indices_that_are_cut_or_flipped_are_taken_or_told(tmp_path:
 def test_a_file_that_is_another_by_the_time_it_is_read_is_told(tmp_path: Path):
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file({"a": torch.ones(4)}, path)
-    reader = ForeignReader(str(path), "x")
+    reader = SafetensorsReader(str(path), "x")
     safetensors.torch.save_file({"b": torch.ones(4)}, tmp_path / "y.safetensors")
     (tmp_path / "y.safetensors").rename(path)
     with pytest.raises(WriteError, match="Stale"):
         reader.read_boxes([("x.a", None)])
-    reader = ForeignReader(str(path), "x")
+    reader = SafetensorsReader(str(path), "x")
     path.unlink()
     with pytest.raises(IntegrityError, match="No such file"):
         reader.read_boxes([("x.b", None)])

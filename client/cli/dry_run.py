@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from sidesave.writer_daemon.storage import InputFile, OutputFile, Storage
 
 
-class Rehearsal(Storage):
+class DryRun(Storage):
     """Reads from a storage and changes nothing there; its directories seem renamed and removed all the same."""
 
     def __init__(self, storage: Storage) -> None:
