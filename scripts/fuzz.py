@@ -468,8 +468,8 @@ def messages() -> tuple[bytes, ...]:
             made["offset"] = 8192
         if "world_size" in made:
             made["rank"] = 0
-        if kind is protocol.Spare:
-            made["files"][0]["name"] = "spare"
+        if kind is protocol.Unshared:
+            made["files"][0]["name"] = "unshared"
         return made
 
     return tuple(

@@ -83,7 +83,7 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spare:
+class Unshared:
     """The rest of what a rank holds of plain tensors of which nobody has said that ranks hold them alike.
 
     ``table`` names them as its ``apart``. Only where they differ between ranks the ``files`` are written, and ``table``
@@ -193,7 +193,7 @@ class Save(Message):
 
     ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
-    without it they are whole, and this rank's. ``spare`` is written as well where ranks turn out to differ.
+    without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
     ``metadata`` is the user's, as JSON; ``beside`` are files of the user (:func:`pack_files`), which rank 0 alone has.
     """
 
@@ -215,7 +215,7 @@ class Save(Message):
     torch_version: str
     retry: bool
     table: Extent | None = None
-    spare: Spare | None = None
+    unshared: Unshared | None = None
     metadata: Extent | None = None
     beside: Extent | None = None
 
@@ -224,7 +224,7 @@ class Save(Message):
             raise ProtocolError(f"SAVE of step {self.step}, rank {self.rank} of {self.world_size} makes no sense")
         if re.fullmatch(r"[0-9a-f]{16}", self.session) is None:
             raise ProtocolError(f"{self.session!r} is no session")
-        names = [extent.name for extent in (*self.files, *(self.spare.files if self.spare else ()))]
+        names = [extent.name for extent in (*self.files, *(self.unshared.files if self.unshared else ()))]
         if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
         if self.rank and self.beside is not None:

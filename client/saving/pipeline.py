@@ -15,7 +15,7 @@ from sidesave.client import arguments
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.saving.in_flight import SaveInFlight
 from sidesave.client.saving.session import Session
-from sidesave.client.saving.shard_plan import Placed, Placements
+from sidesave.client.saving.shard_plan import ShardPlan, ShardPlanner
 from sidesave.errors import (
     HostMemoryError,
     SidesaveError,
@@ -30,7 +30,7 @@ from sidesave.stager.plan import FileImage, Plan, Structure, make_plan, structur
 from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import OBJECTS, FlatState
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Extent, Parent, Refuse, Save, Spare
+from sidesave.writer_daemon.protocol import Extent, Parent, Refuse, Save, Unshared
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Submission:
         self._session = session
         self._world = world = session.node
         alone = world.size == 1 and not isinstance(world, NodeWorld)
-        self._placements = None if alone else Placements(world)
+        self._planner = None if alone else ShardPlanner(world)
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MAX_STEPS)
         self._caught_up = 0
         session.saves.on_misaligned = self._catch_up
@@ -59,12 +59,12 @@ class Submission:
 
     def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Take a state apart; raises what cannot be saved."""
-        ranks = None if self._placements is None else self._world.ranks
+        ranks = None if self._planner is None else self._world.ranks
         return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise what will not be saved of a state, as far as that can be told before training."""
-        ranks = None if self._placements is None else self._world.ranks
+        ranks = None if self._planner is None else self._world.ranks
         tree.check(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
     def fit(self, flat: FlatState, slot: Slot, beside: bytes = b"") -> None:
@@ -72,7 +72,7 @@ class Submission:
 
         For a thread that nothing interrupts.
         """
-        self._fit(slot, self._place(flat), lambda fit: fit(), beside=beside)
+        self._fit(slot, self._shards_of(flat), lambda fit: fit(), beside=beside)
 
     def stage(
         self,
@@ -91,12 +91,12 @@ class Submission:
         session, slot, handle = self._session, entry.slot, entry.handle
         assert slot is not None
         self._steps.append((entry.sequence, entry.step))
-        placed = self._place(state)
-        flat, plan = placed.flat, placed.plan
-        parts = self._fit(slot, placed, session.books.call, metadata, beside)
+        shards = self._shards_of(state)
+        flat, plan = shards.flat, shards.plan
+        parts = self._fit(slot, shards, session.books.call, metadata, beside)
         arena = slot.arena
         assert arena is not None
-        save = entry.save = self._describe(entry, placed, slot, parts, replace=replace)
+        save = entry.save = self._describe(entry, shards, slot, parts, replace=replace)
         descriptor = protocol.encode(save)
         if len(descriptor) > protocol.MAX_MESSAGE_NBYTES:
             raise UnsupportedValueError(f"{len(plan.files):,} top-level items with tensors are too many; nest them")
@@ -174,7 +174,7 @@ class Submission:
 
     def refuse(self, step: object, sequence: int, error: BaseException) -> None:
         """Tell the other ranks that this one will not take part in what may be under way on theirs."""
-        if self._placements is None or self._world.size == 1:  # a node of its own
+        if self._planner is None or self._world.size == 1:  # a node of its own
             return
         failure = protocol.failure(1, None, error if isinstance(error, SidesaveError) else StagingError(str(error)))
         request = Refuse(
@@ -209,35 +209,35 @@ class Submission:
             self._caught_up = self._session.lineage.next_sequence()
             self.refuse(save.step, self._caught_up, StateMismatchError(text))
 
-    def _place(self, flat: FlatState) -> Placed:
-        if self._placements is not None:
-            return self._placements.place(flat)
-        return Placed(flat, _plan_of(structure_of(flat.containers)), (), b"", b"")
+    def _shards_of(self, flat: FlatState) -> ShardPlan:
+        if self._planner is not None:
+            return self._planner.plan(flat)
+        return ShardPlan(flat, _plan_of(structure_of(flat.containers)), (), b"", b"")
 
     def _fit(
         self,
         slot: Slot,
-        placed: Placed,
+        shards: ShardPlan,
         run: Callable[[Callable[[], None]], None],
         metadata: bytes = b"",
         beside: bytes = b"",
     ) -> dict[str, bytes]:
-        parts = {OBJECTS: placed.flat.objects, "table": placed.table, "spare": placed.spare_table}
+        parts = {OBJECTS: shards.flat.objects, "table": shards.table, "unshared": shards.unshared_table}
         parts |= {"metadata": metadata, "beside": b"" if self._world.rank else beside}
         parts = {name: part for name, part in parts.items() if part or name == OBJECTS}
         try:
-            wanted = slot, placed.plan, [*parts.values()], _device(placed.flat)
+            wanted = slot, shards.plan, [*parts.values()], _device(shards.flat)
             if not self._session.pool.fits(*wanted):
                 run(lambda: self._session.pool.fit(*wanted))
         except HostMemoryError as error:
-            if not placed.spare:
+            if not shards.unshared:
                 raise
             text = "plain tensors that ranks may hold alike or not are staged whole on every rank"
             raise HostMemoryError(f"{error}; {text}: wrap what is alike in sidesave.Replicated") from error
         return parts
 
     def _describe(
-        self, entry: SaveInFlight, placed: Placed, slot: Slot, parts: Mapping[str, bytes], *, replace: bool
+        self, entry: SaveInFlight, shards: ShardPlan, slot: Slot, parts: Mapping[str, bytes], *, replace: bool
     ) -> Save:
         """The SAVE message of what is about to be staged in ``slot``, whose memory it declares unfinished."""
         arena = slot.arena
@@ -252,10 +252,10 @@ class Submission:
         def extents(files: list[FileImage]) -> tuple[Extent, ...]:
             return tuple(Extent(name=file.container, offset=base + file.offset, nbytes=file.nbytes) for file in files)
 
-        spare = None
-        if placed.spare_table:
-            files = [file for file in placed.plan.files if file.container in placed.spare]
-            spare = Spare(files=extents(files), table=small["spare"])
+        unshared = None
+        if shards.unshared_table:
+            files = [file for file in shards.plan.files if file.container in shards.unshared]
+            unshared = Unshared(files=extents(files), table=small["unshared"])
         parent = self._session.lineage.parent
         return Save(
             attempt=1,
@@ -267,16 +267,16 @@ class Submission:
             sequence=entry.sequence,
             rank=self._world.rank,
             world_size=self._world.size,
-            files=extents([file for file in placed.plan.files if file.container not in placed.spare]),
+            files=extents([file for file in shards.plan.files if file.container not in shards.unshared]),
             objects=small[OBJECTS],
             parent=None if parent is None else Parent(step=parent[0], session=parent[1]),
             replace=replace,
-            pickled=placed.flat.pickled,
+            pickled=shards.flat.pickled,
             created_s=entry.called_s,
             torch_version=str(torch.__version__),
             retry=False,
             table=small.get("table"),
-            spare=spare,
+            unshared=unshared,
             metadata=small.get("metadata"),
             beside=small.get("beside"),
         )

@@ -27,10 +27,10 @@ from sidesave.stager.state.dtypes import DTYPES, NAMES
 from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.sharding import Box, Grid, Share
 from sidesave.writer_daemon.format import layout
-from sidesave.writer_daemon.format.layout import ELSEWHERE, MORE, Layout, Part, Table, TensorInfo
+from sidesave.writer_daemon.format.layout import ELSEWHERE, UNSHARED, Layout, Part, Table, TensorInfo
 
 _OF_RANK = re.compile(r"@rank-\d{5,}\Z")
-_MAX_PLACEMENTS: Final = 8
+_MAX_LAYOUTS: Final = 8
 _TOLD_FROM_NBYTES: Final = 1 << 20
 """What it costs to compare less is not worth a word."""
 
@@ -38,21 +38,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ShardPlan:
     """A flat state cut down to what this rank stages.
 
     Attributes:
         flat: The pieces, under the keys that they have in the files.
         plan: Where they go.
-        spare: The containers at the end of the plan that are written only where ranks differ.
-        table: What the rank's record says; ``spare_table`` is for that case, and empty where nothing is compared.
+        unshared: The containers at the end of the plan that are written only where ranks differ.
+        table: What the rank's record says; ``unshared_table`` is for that case, and empty where nothing is compared.
     """
 
     flat: FlatState
     plan: Plan
-    spare: tuple[str, ...]
+    unshared: tuple[str, ...]
     table: bytes
-    spare_table: bytes
+    unshared_table: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +66,21 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Layout:
-    """All of a placement that depends on structure alone."""
+    """All of a shard plan that depends on structure alone."""
 
     grids: tuple[Grid, ...]  # kept: their ids are the key
     pieces: list[_Piece]
     plan: Plan
-    spare: tuple[str, ...]
+    unshared: tuple[str, ...]
     table: Part
-    spare_table: Part | None
+    unshared_table: Part | None
 
 
-class Placements:
-    """The placements of one checkpointer."""
+class ShardPlanner:
+    """The shard plans of one checkpointer."""
 
     def __init__(self, world: World) -> None:
-        """Place for this rank of ``world``."""
+        """Plan for this rank of ``world``."""
         self._rank = world.rank
         self._size = world.size
         self._index = {rank: number for number, rank in enumerate(world.ranks)}
@@ -90,7 +90,7 @@ class Placements:
         self._layouts: dict[Any, _Layout] = {}
         self._told = False
 
-    def place(self, flat: FlatState) -> Placed:
+    def plan(self, flat: FlatState) -> ShardPlan:
         """What this rank stages of ``flat``.
 
         Raises:
@@ -101,7 +101,7 @@ class Placements:
         found = self._layouts.get(key)
         if found is None:
             found = self._lay_out(flat)
-            while len(self._layouts) >= _MAX_PLACEMENTS:
+            while len(self._layouts) >= _MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = found
             self._tell(found)
@@ -109,20 +109,20 @@ class Placements:
         for piece in found.pieces:
             tensor = flat.containers[piece.container][piece.fqn]
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
-        spare, facts = found.spare_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
-        return Placed(
+        unshared, facts = found.unshared_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
+        return ShardPlan(
             flat=dataclasses.replace(flat, containers=containers),
             plan=found.plan,
-            spare=found.spare,
+            unshared=found.unshared,
             table=_encode(dataclasses.replace(found.table, **facts)),
-            spare_table=b"" if spare is None else _encode(dataclasses.replace(spare, **facts)),
+            unshared_table=b"" if unshared is None else _encode(dataclasses.replace(unshared, **facts)),
         )
 
     def _tell(self, found: _Layout) -> None:
         """Say once, on one rank, what is compared, for it need not be."""
-        if found.spare_table is None or self._rank or self._told:
+        if found.unshared_table is None or self._rank or self._told:
             return
-        own, undeclared = found.spare_table.own.tensors, list(found.spare_table.apart)
+        own, undeclared = found.unshared_table.own.tensors, list(found.unshared_table.apart)
         nbytes = sum(math.prod(own[fqn].shape) * DTYPES[own[fqn].dtype].itemsize for fqn in undeclared)
         if nbytes < _TOLD_FROM_NBYTES:
             return
@@ -171,16 +171,16 @@ class Placements:
             key = fqn if self._rank == 0 else f"{fqn}@rank-{self._rank:05d}"
             own[key] = info
             pieces.append(_Piece(container, fqn, container, key, None))
-        spare: tuple[str, ...] = ()
-        spare_own = dict(own)
+        unshared: tuple[str, ...] = ()
+        unshared_own = dict(own)
         to_compare = compared if self._size > 1 else {}
         if to_compare:
             for fqn in compared:
                 container, tensor = where[fqn]
-                place = container + MORE if fqn in more else container
-                spare_own[fqn] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), place)
-            pieces += [_Piece(where[fqn][0], fqn, where[fqn][0] + MORE, fqn, None) for fqn in more]
-            spare = tuple(dict.fromkeys(where[fqn][0] + MORE for fqn in more))
+                place = container + UNSHARED if fqn in more else container
+                unshared_own[fqn] = TensorInfo(NAMES[tensor.dtype], tuple(tensor.shape), place)
+            pieces += [_Piece(where[fqn][0], fqn, where[fqn][0] + UNSHARED, fqn, None) for fqn in more]
+            unshared = tuple(dict.fromkeys(where[fqn][0] + UNSHARED for fqn in more))
         targets: dict[str, dict[str, torch.Tensor]] = {}
         for piece in pieces:
             tensor = where[piece.fqn][1]
@@ -194,9 +194,11 @@ class Placements:
             grids=tuple(flat.grids.values()),
             pieces=pieces,
             plan=make_plan(structure_of(targets), offsets),
-            spare=spare,
+            unshared=unshared,
             table=self._part(whole, own, flat.grids),
-            spare_table=dataclasses.replace(self._part(without, spare_own, flat.grids), apart=apart) if apart else None,
+            unshared_table=dataclasses.replace(self._part(without, unshared_own, flat.grids), apart=apart)
+            if apart
+            else None,
         )
 
     def _assign(self, known: dict[str, tuple[Grid, int]]) -> dict[str, Share]:

@@ -15,7 +15,7 @@ from wire_messages import a_save
 from sidesave.errors import ProtocolError, WriteError
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format.names import is_safe_name
-from sidesave.writer_daemon.protocol import Extent, Message, Parent, Refuse, Save, Spare, decode, encode
+from sidesave.writer_daemon.protocol import Extent, Message, Parent, Refuse, Save, Unshared, decode, encode
 
 KINDS = list(protocol._KINDS.values())
 INT = st.integers(-(2**63), 2**64 - 1)
@@ -53,7 +53,7 @@ def saves(draw: st.DrawFn) -> Save:
         table=draw(st.none() | EXTENTS),
         metadata=draw(st.none() | EXTENTS),
         beside=draw(EXTENTS) if rank == 0 and draw(st.booleans()) else None,
-        spare=draw(st.none() | st.builds(Spare, files=st.just(tuple(files[cut:])), table=EXTENTS)),
+        unshared=draw(st.none() | st.builds(Unshared, files=st.just(tuple(files[cut:])), table=EXTENTS)),
     )
 
 

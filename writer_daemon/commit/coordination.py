@@ -146,8 +146,8 @@ def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiti
         found |= _read_records(storage, save, [rank for rank in missing if manifest.record_file(rank) in names])
         missing -= found.keys()
         if save.rank in found and not answered:
-            answered = save.spare is not None or bool(_claims(names))
-            if answered and save.spare is None:  # rank 0 has nothing to compare, so others hold other tensors
+            answered = save.unshared is not None or bool(_claims(names))
+            if answered and save.unshared is None:  # rank 0 has nothing to compare, so others hold other tensors
                 storage.make_directory(_verdict(save, alike=False), 0o700)
         if not missing:
             return [found[rank] for rank in range(save.world_size)]

@@ -21,7 +21,7 @@ from sidesave.errors import IntegrityError
 from sidesave.writer_daemon.format.sealed_json import are_whole, get
 
 ELSEWHERE: Final = -1
-MORE: Final = "@more"
+UNSHARED: Final = "@more"
 """Behind the name of a container: the file of what is written only where ranks differ."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape of a part of a tensor."""

@@ -132,9 +132,9 @@ class Writer:
         self._write_images(save, images, arena, total, on_progress)
         self._await_filled(save, arena, arena.nbytes)
         part = None if save.table is None else _read_part(save, arena, save.table)
-        if save.spare is not None:
-            rest = [self._plan(save, arena, directory, extent) for extent in save.spare.files]
-            apart = _read_part(save, arena, save.spare.table)
+        if save.unshared is not None:
+            rest = [self._plan(save, arena, directory, extent) for extent in save.unshared.files]
+            apart = _read_part(save, arena, save.unshared.table)
             apart = replace(apart, apart=self._digest_tensors([*images, *rest], arena, apart))
             claim = tensor_file.digest("".join(map("\0".join, sorted(apart.apart.items()))).encode(*UTF_8)).hex()
             if part is not None and self._are_alike(save, claim, waiting or self._check_lease):
@@ -245,7 +245,7 @@ class Writer:
             if (container, fqn) not in places:
                 raise ProtocolError(f"{fqn} is not in the memory for {container}")
             offset, entry = places[container, fqn]
-            about = f"{fqn}\0{container.removesuffix(layout.MORE)}\0{entry.dtype}\0{entry.shape}\0"
+            about = f"{fqn}\0{container.removesuffix(layout.UNSHARED)}\0{entry.dtype}\0{entry.shape}\0"
             found = xxhash.xxh3_128(about.encode(*UTF_8))
             for begin in range(offset, offset + entry.nbytes, CHUNK_NBYTES):
                 nbytes = min(CHUNK_NBYTES, offset + entry.nbytes - begin)
