@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final, SupportsIndex, cast
 
 from sidesave.errors import InvalidArgumentError, brief, write_error
-from sidesave.writer_daemon.format.names import MAX_BESIDE, MAX_BESIDE_NBYTES, NAMES_BESIDE, may_stand_beside
+from sidesave.writer_daemon.format.names import EXTRA_FILE_NAMES, MAX_EXTRA_FILES, MAX_EXTRA_NBYTES, is_extra_file_name
 from sidesave.writer_daemon.protocol import pack_files
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
@@ -74,12 +74,12 @@ def encode_files(files: object) -> bytes:
     found: dict[str, bytes] = {}
     nbytes = 0
     for name, content in cast("Mapping[Any, Any]", files).items():
-        if not isinstance(name, str) or not may_stand_beside(name):
-            raise InvalidArgumentError(f"files cannot have the name {name!r:.80}; names are {NAMES_BESIDE}")
+        if not isinstance(name, str) or not is_extra_file_name(name):
+            raise InvalidArgumentError(f"files cannot have the name {name!r:.80}; names are {EXTRA_FILE_NAMES}")
         found[str(name)] = _encode_file(name, content)
         nbytes += len(found[name])
-        if nbytes > MAX_BESIDE_NBYTES or len(found) > MAX_BESIDE:
-            most = f"at most {MAX_BESIDE:,} with {MAX_BESIDE_NBYTES >> 20} MiB in all"
+        if nbytes > MAX_EXTRA_NBYTES or len(found) > MAX_EXTRA_FILES:
+            most = f"at most {MAX_EXTRA_FILES:,} with {MAX_EXTRA_NBYTES >> 20} MiB in all"
             raise InvalidArgumentError(f"files are too much from {name} on: {most}; put what is larger into the state")
     return pack_files(found) if found else b""
 

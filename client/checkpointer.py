@@ -208,7 +208,7 @@ class Checkpointer:
         like :meth:`save` for a state that cannot be saved; what goes wrong later is the future's exception.
         """
         self._saver.session.check_open()
-        beside = arguments.encode_files(files)
+        extra_files = arguments.encode_files(files)
         with kinds.exclusion():
             kinds.await_captures("prepare()")
             flat = self._saver.submission.flatten(state)
@@ -219,7 +219,7 @@ class Checkpointer:
             failure: BaseException | None = None
             try:
                 while (slot := self._saver.session.pool.try_acquire(future)) is not None:
-                    self._saver.submission.fit(flat, slot, beside)
+                    self._saver.submission.fit(flat, slot, extra_files)
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 failure = error
             self._saver.session.pool.release(future)

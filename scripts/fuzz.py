@@ -289,14 +289,14 @@ def unseal(data: bytes) -> bytes:
     return b"{" + data[len(seal(b"{")) :]
 
 
-BESIDE = {"config.json": b"{}", "vocab.txt": b"a\nb\n"}
+EXTRA_FILES = {"config.json": b"{}", "vocab.txt": b"a\nb\n"}
 
 
-def with_beside(record: bytes) -> bytes:
+def with_extra_files(record: bytes) -> bytes:
     """A record that lists files beside the tensors as well."""
     body = json.loads(unseal(record))
-    body["beside"] = [{"name": name, "nbytes": len(data)} for name, data in BESIDE.items()]
-    for entry, data in zip(body["beside"], BESIDE.values(), strict=True):
+    body["extra_files"] = [{"name": name, "nbytes": len(data)} for name, data in EXTRA_FILES.items()]
+    for entry, data in zip(body["extra_files"], EXTRA_FILES.values(), strict=True):
         entry["xxh3_128"] = tensor_file.digest(data).hex()
     return seal(json.dumps(body, separators=(",", ":")).encode())
 
@@ -612,11 +612,11 @@ def targets(folder: Path) -> list[Target]:
         ),
         Target(
             "record with files beside",
-            (with_beside(whole["rank-00000.json"]),),
+            (with_extra_files(whole["rank-00000.json"]),),
             sealed(mutate_json),
             lambda data: manifest.RankRecord.from_bytes(data, "r"),
         ),
-        Target("files beside", (protocol.pack_files(BESIDE),), mutate_msgpack, protocol.unpack_files),
+        Target("files beside", (protocol.pack_files(EXTRA_FILES),), mutate_msgpack, protocol.unpack_files),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),
         Target("lease", (LeaseRecord.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),

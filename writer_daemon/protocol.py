@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Final, cast
 import msgpack
 
 from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
-from sidesave.writer_daemon.format.names import MAX_BESIDE, MAX_BESIDE_NBYTES, is_safe_name, may_stand_beside
+from sidesave.writer_daemon.format.names import MAX_EXTRA_FILES, MAX_EXTRA_NBYTES, is_extra_file_name, is_safe_name
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
 def unpack_files(data: bytes | memoryview) -> dict[str, bytes]:
     """Read what :func:`pack_files` has made, or raise ``ProtocolError``; memory is bounded by ``len(data)``."""
     try:
-        limits = {"max_map_len": MAX_BESIDE, "max_array_len": 0, "max_ext_len": 0}
+        limits = {"max_map_len": MAX_EXTRA_FILES, "max_array_len": 0, "max_ext_len": 0}
         pairs = cast("Any", msgpack.unpackb(data, object_pairs_hook=tuple, **limits))
     except Exception as error:
         raise ProtocolError(f"not a msgpack map of files: {error}") from error
@@ -49,13 +49,13 @@ def unpack_files(data: bytes | memoryview) -> dict[str, bytes]:
         raise ProtocolError("files beside the tensors must be a map")
     files: dict[str, bytes] = {}
     for name, content in cast("tuple[tuple[Any, Any], ...]", pairs):
-        if not isinstance(name, str) or not may_stand_beside(name) or name in files:
+        if not isinstance(name, str) or not is_extra_file_name(name) or name in files:
             raise ProtocolError(f"{name!r:.80} cannot be the name of a file beside the tensors, or of two")
         if not isinstance(content, bytes):
             raise ProtocolError(f"the content of {name} must be bytes, not {type(content).__name__}")
         files[name] = content
-    if sum(map(len, files.values())) > MAX_BESIDE_NBYTES:
-        raise ProtocolError(f"files beside the tensors are over the limit of {MAX_BESIDE_NBYTES:,} bytes")
+    if sum(map(len, files.values())) > MAX_EXTRA_NBYTES:
+        raise ProtocolError(f"files beside the tensors are over the limit of {MAX_EXTRA_NBYTES:,} bytes")
     return files
 
 
@@ -194,7 +194,7 @@ class Save(Message):
     ``retry`` is set when an earlier daemon may already have written some of it: files are then adopted, and the
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
     without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
-    ``metadata`` is the user's, as JSON; ``beside`` are files of the user (:func:`pack_files`), which rank 0 alone has.
+    ``metadata`` is the user's, as JSON; ``extra_files`` are the user's (:func:`pack_files`), which rank 0 alone has.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -217,7 +217,7 @@ class Save(Message):
     table: Extent | None = None
     unshared: Unshared | None = None
     metadata: Extent | None = None
-    beside: Extent | None = None
+    extra_files: Extent | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -227,13 +227,15 @@ class Save(Message):
         names = [extent.name for extent in (*self.files, *(self.unshared.files if self.unshared else ()))]
         if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
-        if self.rank and self.beside is not None:
+        if self.rank and self.extra_files is not None:
             raise ProtocolError(f"rank {self.rank} has files beside the tensors, which rank 0 alone may have")
 
     @property
     def nbytes(self) -> int:
         """Bytes to write, as far as that is known beforehand."""
-        return sum(extent.nbytes for extent in (*self.files, self.objects, *([self.beside] if self.beside else [])))
+        return sum(
+            extent.nbytes for extent in (*self.files, self.objects, *([self.extra_files] if self.extra_files else []))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

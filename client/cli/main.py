@@ -156,7 +156,7 @@ def show(
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
         head, path = contents.manifest, contents.reader.path
-        files = {file.name: file.nbytes for file in contents.reader.record(0).beside}
+        files = {file.name: file.nbytes for file in contents.reader.record(0).extra_files}
     metrics = metrics_of(parse_metadata(head.metadata, path))
     items: dict[str, list[int]] = {}
     for facts in tensors.values():
@@ -194,11 +194,11 @@ def show(
     console.print()
     console.print(totals)
     if files:
-        beside = new_table("file", ">bytes")
+        extra_files = new_table("file", ">bytes")
         for name, nbytes in files.items():
-            beside.add_row(printable(name), f"{nbytes:,}")
+            extra_files.add_row(printable(name), f"{nbytes:,}")
         console.print()
-        console.print(beside)
+        console.print(extra_files)
     lines = [line for name, value in nest.items() for line in _plain_lines(name, value, "  ")[1]]
     if lines:
         console.print("\nplain data" + " of rank 0" * (head.world_size > 1))
@@ -434,8 +434,8 @@ def export(
     tensors = f"{report.tensors:,} tensor{'s' * (report.tensors != 1)} of {weights.item}"
     files = f"{len(report.files):,} file{'s' * (len(report.files) != 1)}"
     typer.echo(printable(f"{report.path}: {tensors}, {size(report.nbytes)} in {files}"))
-    if report.beside:
-        typer.echo(printable(f"  with {', '.join(report.beside)}"))
+    if report.extra_files:
+        typer.echo(printable(f"  with {', '.join(report.extra_files)}"))
     for name, other in report.tied.items():
         typer.echo(printable(f"  {name} is tied to {other}, and left out"))
     for name in report.left_out:

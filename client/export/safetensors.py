@@ -90,7 +90,7 @@ class Report:
         tensors: How many tensors they hold, of ``nbytes`` bytes in all.
         tied: Names that are left out because another tensor has their bytes: to that tensor's name.
         left_out: Names of what is no tensor.
-        beside: Files that were saved beside the tensors, and are there as well.
+        extra_files: Files that were saved beside the tensors, and are there as well.
     """
 
     path: str
@@ -99,7 +99,7 @@ class Report:
     nbytes: int
     tied: dict[str, str]
     left_out: tuple[str, ...]
-    beside: tuple[str, ...] = ()
+    extra_files: tuple[str, ...] = ()
 
 
 def export(
@@ -279,8 +279,8 @@ class Weights:
         directory = os.path.abspath(path_text(target))
         parent, base = os.path.split(directory)
         shards = _divide(self._weights, max_shard_nbytes)
-        beside = self._beside()
-        needed = self.nbytes + sum(entry.nbytes for entry in beside)
+        extra_files = self._extra_files()
+        needed = self.nbytes + sum(entry.nbytes for entry in extra_files)
         with _writing(directory):
             if os.path.lexists(directory) and not (os.path.isdir(directory) and not os.listdir(directory)):
                 raise InvalidArgumentError(f"{directory} is there already, and not empty")
@@ -292,8 +292,8 @@ class Weights:
             hidden = os.path.join(parent, f".{base}.{secrets.token_hex(4)}.partial")
             os.mkdir(hidden)
             try:
-                for entry in beside:
-                    _write_small(os.path.join(hidden, entry.name), self._reader.read_beside(entry))
+                for entry in extra_files:
+                    _write_small(os.path.join(hidden, entry.name), self._reader.read_extra_file(entry))
                 for name, weights in shards.items():
                     self._write_file(os.path.join(hidden, name), weights, on_bytes)
                 if len(shards) > 1:
@@ -304,13 +304,13 @@ class Weights:
                 shutil.rmtree(hidden, ignore_errors=True)
                 raise
             _sync_directory(parent)
-        names = tuple(entry.name for entry in beside)
+        names = tuple(entry.name for entry in extra_files)
         left_out = tuple(self._left_out)
         return Report(directory, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
 
-    def _beside(self) -> list[FileRecord]:
+    def _extra_files(self) -> list[FileRecord]:
         """The files to copy as they are; an index among them tells of other files of tensors than the export's."""
-        found = list(self._reader.record(0).beside)
+        found = list(self._reader.record(0).extra_files)
         if any(entry.name == _INDEX for entry in found):
             logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
         return [entry for entry in found if entry.name != _INDEX]

@@ -195,7 +195,7 @@ class CheckpointReader:
             self.nbytes_read += self.manifest.records[rank].nbytes
         return self._records[rank]
 
-    def read_beside(self, entry: FileRecord) -> bytes:
+    def read_extra_file(self, entry: FileRecord) -> bytes:
         """A file of the user's, compared with its digest; raises like the constructor."""
         with block_io.reading(self.path):
             return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)

@@ -67,12 +67,12 @@ class Submission:
         ranks = None if self._planner is None else self._world.ranks
         tree.check(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
-    def fit(self, flat: FlatState, slot: Slot, beside: bytes = b"") -> None:
+    def fit(self, flat: FlatState, slot: Slot, extra_files: bytes = b"") -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated.
 
         For a thread that nothing interrupts.
         """
-        self._fit(slot, self._shards_of(flat), lambda fit: fit(), beside=beside)
+        self._fit(slot, self._shards_of(flat), lambda fit: fit(), extra_files=extra_files)
 
     def stage(
         self,
@@ -82,18 +82,18 @@ class Submission:
         replace: bool,
         blocking: bool,
         metadata: bytes = b"",
-        beside: bytes = b"",
+        extra_files: bytes = b"",
     ) -> None:
         """Copy a state into the slot of ``entry`` and have it written; where this raises, :meth:`undo` has to follow.
 
-        ``metadata`` and ``beside`` are what :mod:`sidesave.client.arguments` makes of those arguments.
+        ``metadata`` and ``extra_files`` are what :mod:`sidesave.client.arguments` makes of those arguments.
         """
         session, slot, handle = self._session, entry.slot, entry.handle
         assert slot is not None
         self._steps.append((entry.sequence, entry.step))
         shards = self._shards_of(state)
         flat, plan = shards.flat, shards.plan
-        parts = self._fit(slot, shards, session.books.call, metadata, beside)
+        parts = self._fit(slot, shards, session.books.call, metadata, extra_files)
         arena = slot.arena
         assert arena is not None
         save = entry.save = self._describe(entry, shards, slot, parts, replace=replace)
@@ -220,10 +220,10 @@ class Submission:
         shards: ShardPlan,
         run: Callable[[Callable[[], None]], None],
         metadata: bytes = b"",
-        beside: bytes = b"",
+        extra_files: bytes = b"",
     ) -> dict[str, bytes]:
         parts = {OBJECTS: shards.flat.objects, "table": shards.table, "unshared": shards.unshared_table}
-        parts |= {"metadata": metadata, "beside": b"" if self._world.rank else beside}
+        parts |= {"metadata": metadata, "extra_files": b"" if self._world.rank else extra_files}
         parts = {name: part for name, part in parts.items() if part or name == OBJECTS}
         try:
             wanted = slot, shards.plan, [*parts.values()], _device(shards.flat)
@@ -278,7 +278,7 @@ class Submission:
             table=small.get("table"),
             unshared=unshared,
             metadata=small.get("metadata"),
-            beside=small.get("beside"),
+            extra_files=small.get("extra_files"),
         )
 
 

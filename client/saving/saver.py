@@ -67,7 +67,7 @@ class Saver:
                         raise refusal
                     step = entry.step = handle.step = arguments.check_step(step)
                     entry.unrecorded = True
-                    told, beside = arguments.encode_metadata(metadata), arguments.encode_files(files)
+                    told, extra_files = arguments.encode_metadata(metadata), arguments.encode_files(files)
                     pending = session.saves.place_of(step)
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
                     flat = self.submission.flatten(state)
@@ -77,7 +77,9 @@ class Saver:
                         self._entry = None
                         return SaveHandle(step, skipped=True)
                     entry.slot = entry.slot or session.pool.acquire(entry, session.options.busy_timeout_s)
-                    self.submission.stage(entry, flat, replace=replace, blocking=blocking, metadata=told, beside=beside)
+                    self.submission.stage(
+                        entry, flat, replace=replace, blocking=blocking, metadata=told, extra_files=extra_files
+                    )
                 except BaseException as error:
                     self._undo(entry, error)
                     raise

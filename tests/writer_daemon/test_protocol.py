@@ -52,7 +52,7 @@ def saves(draw: st.DrawFn) -> Save:
         retry=draw(st.booleans()),
         table=draw(st.none() | EXTENTS),
         metadata=draw(st.none() | EXTENTS),
-        beside=draw(EXTENTS) if rank == 0 and draw(st.booleans()) else None,
+        extra_files=draw(EXTENTS) if rank == 0 and draw(st.booleans()) else None,
         unshared=draw(st.none() | st.builds(Unshared, files=st.just(tuple(files[cut:])), table=EXTENTS)),
     )
 

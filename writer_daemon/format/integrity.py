@@ -21,7 +21,7 @@ from sidesave.writer_daemon.format.manifest import (
     RankRecord,
     parse_step_directory,
 )
-from sidesave.writer_daemon.format.names import may_stand_beside
+from sidesave.writer_daemon.format.names import is_extra_file_name
 from sidesave.writer_daemon.format.tensor_file import (
     DIGEST_NBYTES,
     TensorFile,
@@ -115,7 +115,7 @@ def check_checkpoint(
             unknown_ranks.append(rank)
             continue
         yield from _check_files(storage, directory, record, on_bytes)
-        known.update(file.name for file in (record.objects, *record.beside))
+        known.update(file.name for file in (record.objects, *record.extra_files))
         for file in record.files:
             known.add(file.name)
             known.add(file.digests.name if file.digests else "")
@@ -125,7 +125,7 @@ def check_checkpoint(
 
 
 def _may_be_of(rank: int, name: str) -> bool:
-    return f".rank-{rank:05d}." in name or (rank == 0 and may_stand_beside(name))
+    return f".rank-{rank:05d}." in name or (rank == 0 and is_extra_file_name(name))
 
 
 def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterator[Fault]:
@@ -142,7 +142,7 @@ def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterat
 def _check_files(
     storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None]
 ) -> Iterator[Fault]:
-    for entry in (record.objects, *record.beside):
+    for entry in (record.objects, *record.extra_files):
         try:
             on_bytes(len(read_small_file(storage, f"{directory}/{entry.name}", entry)))
         except (IntegrityError, WriteError) as error:

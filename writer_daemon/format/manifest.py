@@ -138,7 +138,7 @@ class FileRecord:
 class RankRecord:
     """What one rank has written, durable before the record is: ``rank-XXXXX.json``.
 
-    ``beside`` are files of the user, which rank 0 alone has.
+    ``extra_files`` are files of the user, which rank 0 alone has.
     """
 
     session: str
@@ -154,12 +154,12 @@ class RankRecord:
     objects: FileRecord
     part: Part
     metadata: str = ""
-    beside: tuple[FileRecord, ...] = ()
+    extra_files: tuple[FileRecord, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor files, the objects file and the user's files."""
-        return sum(file.nbytes for file in (*self.files, self.objects, *self.beside))
+        return sum(file.nbytes for file in (*self.files, self.objects, *self.extra_files))
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
@@ -176,7 +176,7 @@ class RankRecord:
                 **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
                 "files": [file.to_json() for file in self.files],
                 "objects": self.objects.to_json(),
-                **({"beside": [file.to_json() for file in self.beside]} if self.beside else {}),
+                **({"extra_files": [file.to_json() for file in self.extra_files]} if self.extra_files else {}),
                 **self.part.to_json(),
                 **_metadata(self.metadata),
             }
@@ -210,23 +210,25 @@ class RankRecord:
             objects=objects,
             part=Part.from_json(body, rank, world_size, path),
             metadata=_read_metadata(body, path),
-            beside=_read_beside(body, rank, path),
+            extra_files=_read_extra_files(body, rank, path),
         )
 
 
-def _read_beside(body: dict[str, Any], rank: int, path: str) -> tuple[FileRecord, ...]:
-    from sidesave.writer_daemon.format.names import MAX_BESIDE_NBYTES, may_stand_beside
+def _read_extra_files(body: dict[str, Any], rank: int, path: str) -> tuple[FileRecord, ...]:
+    from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES, is_extra_file_name
 
-    files = tuple(FileRecord.from_json(file, path) for file in get({"beside": [], **body}, "beside", list, path))
+    files = tuple(
+        FileRecord.from_json(file, path) for file in get({"extra_files": [], **body}, "extra_files", list, path)
+    )
     if files and rank:
         raise IntegrityError(f"{path}: files beside the tensors are listed for rank {rank}; rank 0 alone may have them")
     for file in files:
-        if file.xxh3_128 is None or file.container is not None or not may_stand_beside(file.name):
+        if file.xxh3_128 is None or file.container is not None or not is_extra_file_name(file.name):
             raise IntegrityError(f"{path}: {file.name!r:.80} can be no file beside the tensors")
     if len({file.name for file in files}) != len(files):
         raise IntegrityError(f"{path}: two files beside the tensors have the same name")
-    if sum(file.nbytes for file in files) > MAX_BESIDE_NBYTES:
-        raise IntegrityError(f"{path}: files beside the tensors are over the limit of {MAX_BESIDE_NBYTES:,} bytes")
+    if sum(file.nbytes for file in files) > MAX_EXTRA_NBYTES:
+        raise IntegrityError(f"{path}: files beside the tensors are over the limit of {MAX_EXTRA_NBYTES:,} bytes")
     return files
 
 

@@ -15,20 +15,20 @@ def is_safe_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-MAX_BESIDE: Final = 1000
-MAX_BESIDE_NBYTES: Final = 64 << 20
+MAX_EXTRA_FILES: Final = 1000
+MAX_EXTRA_NBYTES: Final = 64 << 20
 """All files of the user beside the tensors of one checkpoint: the call copies them, and the daemon holds them."""
-NAMES_BESIDE: Final = (
+EXTRA_FILE_NAMES: Final = (
     "1 to 200 ASCII letters, digits and any of %_@-. with no dot in front; not manifest.json or abort.json, and none "
     "that begins with rank- or claim., holds .rank-, or ends in .safetensors, .xxh3 or .msgpack"
 )
-"""What :func:`may_stand_beside` allows, for people."""
+"""What :func:`is_extra_file_name` allows, for people."""
 _OURS = re.compile(
     r"manifest\.json|abort\.json|rank-.*|claim\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)", re.IGNORECASE
 )
 
 
-def may_stand_beside(name: str) -> bool:
+def is_extra_file_name(name: str) -> bool:
     """Whether a file of the user may have this name in a checkpoint.
 
     Not one that a file of ours can have, or that stock readers would take for tensors: they read all that ends in

@@ -148,9 +148,9 @@ class Writer:
         objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
         small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
         small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
-        at = save.beside
-        beside = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
-        every = [*small, *beside.items()]
+        at = save.extra_files
+        extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
+        every = [*small, *extra_files.items()]
         for future in [self._pool.submit(self._write_small, directory, name, data) for name, data in every]:
             future.result()
         _check_generation(save, arena)
@@ -160,7 +160,7 @@ class Writer:
             self._publish_small(directory, name, data)
         about = save.metadata
         metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
-        record = _record(save, images, small, beside, part or _whole_part(save, images), metadata)
+        record = _record(save, images, small, extra_files, part or _whole_part(save, images), metadata)
         content, name = record.to_bytes(), manifest.record_file(save.rank)
         self._write_small(directory, name, content)
         self._publish_small(directory, name, content)
@@ -361,7 +361,7 @@ def _record(
     save: Save,
     images: list[_TensorImage],
     small: list[tuple[str, bytes]],
-    beside: dict[str, bytes],
+    extra_files: dict[str, bytes],
     part: Part,
     metadata: str,
 ) -> RankRecord:
@@ -389,7 +389,7 @@ def _record(
         objects=plain(objects_name, objects),
         part=part,
         metadata=metadata,
-        beside=tuple(plain(name, data) for name, data in beside.items()),
+        extra_files=tuple(plain(name, data) for name, data in extra_files.items()),
     )
 
 

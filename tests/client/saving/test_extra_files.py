@@ -34,7 +34,7 @@ from sidesave.client.export.safetensors import export
 from sidesave.errors import IntegrityError, InvalidArgumentError, ProtocolError
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, names
-from sidesave.writer_daemon.format.names import may_stand_beside
+from sidesave.writer_daemon.format.names import is_extra_file_name
 
 FILES: dict[str, str | bytes] = {
     "config.json": '{"model_type": "llama", "name": "Zürich \N{SNOWMAN}"}',
@@ -55,7 +55,7 @@ def content(name: str) -> bytes:
 
 def holds_files(path: str | os.PathLike[str]) -> None:
     """Exactly ``FILES`` stand beside what belongs to a checkpoint, as they were given, and all of it verifies."""
-    found = {file.name: file.read_bytes() for file in Path(path).iterdir() if may_stand_beside(file.name)}
+    found = {file.name: file.read_bytes() for file in Path(path).iterdir() if is_extra_file_name(file.name)}
     assert found == {name: content(name) for name in FILES}
     report = sidesave.verify(path)
     assert report.ok, report.faults
@@ -83,8 +83,8 @@ def test_files_are_there_as_they_were_given_and_count_as_bytes_of_the_checkpoint
     for step in (1, 4):
         holds_files(tmp_path / f"step-{step:08d}")
     for step in (2, 3):
-        assert not any(may_stand_beside(file.name) for file in (tmp_path / f"step-{step:08d}").iterdir())
-    assert b"beside" not in (tmp_path / "step-00000003" / "rank-00000.json").read_bytes()
+        assert not any(is_extra_file_name(file.name) for file in (tmp_path / f"step-{step:08d}").iterdir())
+    assert b"extra_files" not in (tmp_path / "step-00000003" / "rank-00000.json").read_bytes()
 
 
 def test_stock_readers_find_them_and_take_none_for_tensors(saved: Path):
@@ -117,8 +117,8 @@ def test_an_overwritten_step_has_the_new_files_and_a_deleted_one_none(tmp_path: 
 
 
 def test_as_many_and_as_much_as_is_allowed_is_written(tmp_path: Path):
-    many = {f"{number}-{'x' * 190}": bytes([number % 256]) for number in range(names.MAX_BESIDE - 1)}
-    big = os.urandom(1 << 20) * (names.MAX_BESIDE_NBYTES >> 20)
+    many = {f"{number}-{'x' * 190}": bytes([number % 256]) for number in range(names.MAX_EXTRA_FILES - 1)}
+    big = os.urandom(1 << 20) * (names.MAX_EXTRA_NBYTES >> 20)
     files = {**many, "big": big[len(many) :]}
     with sidesave.Checkpointer(tmp_path) as ckpt:
         path = Path(ckpt.save(1, {"w": torch.ones(2)}, files=files, blocking=True).committed.result().path)
@@ -331,9 +331,9 @@ def test_of_several_ranks_those_of_rank_0_are_written(zygote: RankZygote, traces
     for step in (1, 2):
         path = run / f"step-{step:08d}"
         assert sidesave.verify(path).ok
-        found = {file.name: file.read_text() for file in path.iterdir() if may_stand_beside(file.name)}
+        found = {file.name: file.read_text() for file in path.iterdir() if is_extra_file_name(file.name)}
         assert found == texts
-        assert b"beside" not in (path / "rank-00001.json").read_bytes()
+        assert b"extra_files" not in (path / "rank-00001.json").read_bytes()
         flip(path / "rank-00001.json")
         (path / "stranger.json").write_text("{}")
         assert [fault.file for fault in sidesave.verify(path).faults] == ["rank-00001.json", "stranger.json"]
@@ -385,7 +385,7 @@ def test_files_that_cannot_be_written_are_refused_at_the_call(tmp_path: Path, fi
 
 @given(st.text(st.sampled_from("abcRANK-.0123_%@ /json"), max_size=30) | st.sampled_from(["rank", "a.rank-00001.b"]))
 def test_a_name_that_is_allowed_is_none_that_a_checkpoint_could_have(name: str):
-    if may_stand_beside(name):
+    if is_extra_file_name(name):
         assert not name.startswith((".", "rank-", "claim."))
         assert ".rank-" not in name
         assert Path(name).name == name
@@ -400,7 +400,7 @@ def a_record(*beside: Any, rank: int = 0) -> bytes:
     empty: dict[str, Any] = {"layouts": [], "containers": [], "tensors": {}}
     part = {**empty, "own": empty, "cells": "0" * 32, "treespec": "", "replicas": "", "apart": {}}
     top = {"format": "sidesave-rank", "version": 1, "status": "written"}
-    body = {**top, **about, **lineage, "files": [], "objects": objects, "beside": list(beside), **part}
+    body = {**top, **about, **lineage, "files": [], "objects": objects, "extra_files": list(beside), **part}
     return fuzz.seal(json.dumps(body, separators=(",", ":")).encode())
 
 
@@ -431,10 +431,10 @@ def test_a_record_with_a_hostile_list_is_refused(what: str):
 def test_a_record_comes_back_as_it_was_and_of_another_rank_lists_none():
     data = a_record(a_file("b"), a_file("a"))
     record = manifest.RankRecord.from_bytes(data, "r")
-    assert [file.name for file in record.beside] == ["b", "a"]
+    assert [file.name for file in record.extra_files] == ["b", "a"]
     assert manifest.RankRecord.from_bytes(record.to_bytes(), "r") == record
     assert record.nbytes == 5
-    assert manifest.RankRecord.from_bytes(a_record(rank=1), "r").beside == ()
+    assert manifest.RankRecord.from_bytes(a_record(rank=1), "r").extra_files == ()
     with pytest.raises(IntegrityError, match="rank 0 alone"):
         manifest.RankRecord.from_bytes(a_record(a_file(), rank=1), "r")
 
