@@ -29,7 +29,7 @@ class Names:
         self._forward = sorted({name for name in names if len(name) <= _MAX_LENGTH})
         self._backward = sorted(name[::-1] for name in self._forward)
 
-    def near(self, name: str, count: int = 3) -> list[str]:
+    def closest_matches(self, name: str, count: int = 3) -> list[str]:
         """Up to ``count`` names that are like ``name``, the most similar first; some milliseconds."""
         if len(name) > _MAX_LENGTH:
             return []
@@ -40,7 +40,7 @@ class Names:
 
     def hint(self, name: str) -> str:
         """What a message says of names that are like ``name``: in parentheses, or nothing."""
-        near = self.near(name)
+        near = self.closest_matches(name)
         return f" (near: {', '.join(near)})" if near else ""
 
 

@@ -34,7 +34,7 @@ from sidesave.writer_daemon.storage import Descriptor, PosixStorage
 MAX_DIMENSIONS: Final = 64
 """More than torch computes with."""
 _PIECE_NBYTES: Final = 16 << 20
-_TAKEN_NBYTES: Final = 2 << 20
+_SINK_PIECE_NBYTES: Final = 2 << 20
 """Of what is put together a piece stays in the processor's cache until it is copied on."""
 _MAX_OPEN_FILES: Final = 64
 """Read at the same time, each through two descriptors: a process may have no more than 256."""
@@ -140,19 +140,19 @@ def allocate(nbytes: int) -> mmap.mmap:
     return memory
 
 
-Take = Callable[[memoryview, int, int, int], None]
+Sink = Callable[[memoryview, int, int, int], None]
 """Called with memory, the file offset of its first byte, and from where to where it is wanted; valid meanwhile."""
 
 
 @dataclass(slots=True)
 class ReadRequest:
-    """Consecutive blocks of a file, and where they go: to memory of their own, or piece by piece to who takes them."""
+    """Consecutive blocks of a file, and where they go: to memory of their own, or piece by piece to a sink."""
 
     file: BlockFile
     first: int
     last: int
     memory: mmap.mmap | None = None
-    take: Take | None = None
+    sink: Sink | None = None
 
     @property
     def base(self) -> int:
@@ -251,7 +251,7 @@ def _read_files(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks that are read at once: into the memory of one request, or for all those that take what they want of it."""
+    """Blocks that are read at once: into the memory of one request, or for the sinks of all that want some of it."""
 
     file: BlockFile
     first: int
@@ -261,20 +261,20 @@ class _Piece:
 
 def _pieces(file: BlockFile, requests: Iterable[ReadRequest]) -> Iterator[_Piece]:
     """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
-    taken: list[ReadRequest] = []
+    for_sinks: list[ReadRequest] = []
     for each in requests:
         if each.memory is None:
-            taken.append(each)
+            for_sinks.append(each)
             continue
         for first, last in _split(file, each.first, each.last, _PIECE_NBYTES):
             yield _Piece(file, first, last, (each,))
-    taken.sort(key=lambda each: each.first, reverse=True)
-    runs = list(join((each.first, each.last) for each in taken))
+    for_sinks.sort(key=lambda each: each.first, reverse=True)
+    runs = list(join((each.first, each.last) for each in for_sinks))
     concerned: list[ReadRequest] = []
     for run in runs:
-        for first, last in _split(file, *run, _TAKEN_NBYTES):
-            while taken and taken[-1].first <= last:
-                concerned.append(taken.pop())
+        for first, last in _split(file, *run, _SINK_PIECE_NBYTES):
+            while for_sinks and for_sinks[-1].first <= last:
+                concerned.append(for_sinks.pop())
             concerned = [each for each in concerned if first <= each.last]
             yield _Piece(file, first, last, tuple(concerned))
 
@@ -304,8 +304,8 @@ def _read_piece(source: _Source, piece: _Piece, verify: bool) -> int:
         for number in range(piece.first, piece.last + 1):
             _check(file, number, window[borders[number] - begin : borders[number + 1] - begin])
     for each in piece.requests:
-        if each.take is not None:
-            each.take(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
+        if each.sink is not None:
+            each.sink(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
     return count
 
 

@@ -117,7 +117,7 @@ def gather(
                 ranges.setdefault(part.file, []).extend(found)
             else:
                 put = functools.partial(box.put, part)
-                away += (ReadRequest(part.file, first, last, take=put) for first, last in found)
+                away += (ReadRequest(part.file, first, last, sink=put) for first, last in found)
     homes = {file: [ReadRequest(file, *found) for found in block_io.join(each)] for file, each in ranges.items()}
     staying = [request for requests in homes.values() for request in requests]
     together = [box for box in wanted if box.parts and not box.stays]

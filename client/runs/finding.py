@@ -131,7 +131,7 @@ def locate_run(path: str | os.PathLike[str]) -> str:
     """
     place = resolved(path)
     if _is_unfinished(os.path.basename(place)) or not os.path.isdir(place):
-        raise CheckpointNotFoundError(errno.ENOENT, f"there is no run directory: {what(place)}", place)
+        raise CheckpointNotFoundError(errno.ENOENT, f"there is no run directory: {describe_path(place)}", place)
     if is_single(place):
         raise InvalidArgumentError(f"{place} is one checkpoint; its run directory is {os.path.dirname(place)}")
     return place
@@ -165,7 +165,7 @@ def read_located(
 def not_found(place: str, found: Sequence[CheckpointInfo] = (), step: int | None = None) -> CheckpointNotFoundError:
     """The error for a ``step``, or for any checkpoint at all, that is not in ``place``, where ``found`` is."""
     if step is None or not found:
-        return CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {what(place)}", place)
+        return CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {describe_path(place)}", place)
     steps = sorted({info.step for info in found})
     there = f"there are {steps}" if len(steps) <= _MANY else f"the last of {len(steps)} are {steps[-_MANY:]}"
     return CheckpointNotFoundError(errno.ENOENT, f"there is no step {step}; {there}", place)
@@ -201,7 +201,7 @@ def locate_weights(path: str | os.PathLike[str]) -> str:
             f"{place} has checkpoints of sidesave, whose names begin with their item; item= is for plain safetensors "
             "files, so leave it out"
         )
-    raise CheckpointNotFoundError(errno.ENOENT, f"there are no weights: {what(place)}", place)
+    raise CheckpointNotFoundError(errno.ENOENT, f"there are no weights: {describe_path(place)}", place)
 
 
 def are_weights(path: str | os.PathLike[str]) -> bool:
@@ -226,7 +226,7 @@ def _hold_weights(names: Iterable[str]) -> bool:
     return any(name.endswith((WEIGHTS, INDEX)) and not name.startswith(".") for name in names)
 
 
-def what(path: str) -> str:
+def describe_path(path: str) -> str:
     """What is at a path where there is no checkpoint, as the end of a sentence that says what to do about it."""
     if not os.path.lexists(path):
         return "there is nothing at this path"

@@ -410,10 +410,10 @@ def test_names_that_are_near_are_found_among_a_hundred_thousand():
     parts = ("attn.wq.weight", "attn.wk.weight", "mlp.up.weight", "mlp.down.weight", "norm.weight")
     names = [f"model.layers.{n}.{part}" for n in range(20_000) for part in parts]
     known = Names(names)
-    assert "model.layers.777.attn.wq.weight" in known.near("model.layers.777.atn.wq.weight")
-    assert "model.layers.777.attn.wq.weight" in known.near("model.module.layers.777.attn.wq.weight")
-    assert known.near("something else entirely") == []
-    assert known.near("x" * 100_000) == []
+    assert "model.layers.777.attn.wq.weight" in known.closest_matches("model.layers.777.atn.wq.weight")
+    assert "model.layers.777.attn.wq.weight" in known.closest_matches("model.module.layers.777.attn.wq.weight")
+    assert known.closest_matches("something else entirely") == []
+    assert known.closest_matches("x" * 100_000) == []
     assert known.hint("model.layers.19999.norm.weigth").startswith(" (near: model.layers.19999.norm.weight")
 
 

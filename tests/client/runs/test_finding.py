@@ -262,4 +262,4 @@ def test_what_is_no_checkpoint_is_said_to_be_what_it_is(
             attempt()
         assert caught.value.filename == str(path)
         assert caught.value.errno == errno.ENOENT
-    assert finding.what(str(path)) in str(caught.value)
+    assert finding.describe_path(str(path)) in str(caught.value)
