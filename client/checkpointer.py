@@ -15,12 +15,10 @@ import torch
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.loading.load import Loaded
-from sidesave.client.loading.load import read as read_checkpoint
+from sidesave.client.loading.load import LoadRequest
 from sidesave.client.loading.rename import Rename
 from sidesave.client.options import Options, check_cores
 from sidesave.client.ranks.group import find_node, find_world
-from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.saving.saver import Saver
@@ -291,24 +289,21 @@ class Checkpointer:
         """
         self._saver.session.check_open()
         self._saver.refuse_waiting("load")
-
-        def read(info: CheckpointInfo) -> Loaded:
-            return read_checkpoint(
-                info.path,
-                into=into,
-                map_location=map_location,
-                include=include,
-                exclude=exclude,
-                rename=rename,
-                strict=strict,
-                dtype=dtype,
-                verify=verify,
-                allow_pickle=self._saver.session.options.allow_pickle if allow_pickle is None else allow_pickle,
-                rank=self._saver.session.node.rank,
-                size=self._saver.session.node.size,
-            )
-
-        return self._saver.session.shared.load(step, read, fallback=fallback)
+        session = self._saver.session
+        request = LoadRequest(
+            into=into,
+            map_location=map_location,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            strict=strict,
+            dtype=dtype,
+            verify=verify,
+            allow_pickle=session.options.allow_pickle if allow_pickle is None else allow_pickle,
+            rank=session.node.rank,
+            size=session.node.size,
+        )
+        return session.shared.load(step, request, fallback=fallback)
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""

@@ -19,7 +19,7 @@ import threading
 import time
 from _thread import RLock, allocate_lock, start_new_thread
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -131,19 +131,26 @@ class _Call(Generic[T]):
 
 
 def run(work: Callable[[], T], name: str, stop: Callable[[], object]) -> T:
-    """Run ``work`` in a thread of its own and wait for what it returns or raises.
+    """Run ``work`` in a thread of its own and wait for what it returns or raises; see :func:`run_all`."""
+    return run_all([work], name, stop)[0]
 
-    Interrupted, this calls ``stop`` and waits for the end of ``work`` before it leaves. ``stop`` is called in any case,
-    perhaps before ``work`` has begun, and what has been stopped does nothing.
+
+def run_all(works: Iterable[Callable[[], T]], name: str, stop: Callable[[], object]) -> list[T]:
+    """Run each of ``works`` in a thread of its own and wait for what they return, or one of them raises.
+
+    Interrupted, or when one has failed, this calls ``stop`` and waits for the end of all before it leaves. ``stop`` is
+    called in any case, perhaps before they have begun, and what has been stopped does nothing.
     """
-    call = _Call(work)
+    calls = [_Call(work) for work in works]
     try:
-        start(call, name)
-        return call.result()
+        for call in calls:
+            start(call, name)
+        return [call.result() for call in calls]
     finally:
         stop()
-        if call.begun:
-            call.wait()
+        for call in calls:
+            if call.begun:
+                call.wait()
 
 
 class Worker:

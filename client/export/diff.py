@@ -82,7 +82,7 @@ class Contents:
 
     def __init__(self, path: str) -> None:
         """Open the checkpoint that ``path`` means; no tensor is read."""
-        self.reader = finding.read_located(path, CheckpointReader)
+        self.reader = finding.attempts(path).read(CheckpointReader)
         self.manifest = self.reader.manifest
         self._items = set(self.reader.treespec.keys())
         self._carried: dict[str, torch.dtype] = {}

@@ -176,7 +176,7 @@ class Weights:
         """Choose them; arguments and errors are those of :func:`export`."""
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
-        self._reader = finding.read_located(path, CheckpointReader)
+        self._reader = finding.attempts(path).read(CheckpointReader)
         try:
             self.item = _choose(self._reader, item)
             self._weights: list[Weight] = []

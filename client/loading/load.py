@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from sidesave.client.loading import apply, resized
+from sidesave.client.loading import apply, resized, tensors
 from sidesave.client.loading.flat import FlatMap, LiveMap, fqn_of
 from sidesave.client.loading.messages import PrefixMismatch
 from sidesave.client.loading.plan import LoadPlan, filled
@@ -18,7 +18,7 @@ from sidesave.client.loading.rename import Rename
 from sidesave.client.loading.selection import LoadFilter, Selection
 from sidesave.client.loading.tensors import EnumLoad
 from sidesave.client.messages import few
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.client.runs import finding
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
 
@@ -87,8 +87,7 @@ def load(
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
     """
-    loaded = read(
-        path,
+    request = LoadRequest(
         into=into,
         map_location=map_location,
         include=include,
@@ -100,7 +99,7 @@ def load(
         allow_pickle=allow_pickle,
         **own_place(),
     )
-    return loaded.apply()
+    return request.read(path).apply()
 
 
 def own_place() -> dict[str, int]:
@@ -145,59 +144,59 @@ class Loaded:
         return self._given.live.into
 
 
-def read(
-    path: str | os.PathLike[str],
-    *,
-    into: dict[str, Any] | None = None,
-    map_location: str | torch.device | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    rename: Rename | None = None,
-    strict: bool = True,
-    dtype: torch.dtype | None = None,
-    verify: bool = True,
-    allow_pickle: bool = False,
-    rank: int = 0,
-    size: int | None = None,
-) -> Loaded:
-    """The first half of :func:`load`, all that can fail for the checkpoint: for ranks that go on only if all can.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What is to be loaded, by ``rank`` of ``size`` that load; None is as many as have saved it. See :func:`load`."""
 
-    ``rank`` is the one to load as, of ``size``, None for as many as have saved it; see :func:`load` for all else.
-    """
-    wanted = LoadFilter(include, exclude, rename, dtype, strict=strict)
-    live = live_map(into)
-    device = _device(map_location)
+    into: dict[str, Any] | None = None
+    map_location: str | torch.device | None = None
+    include: str | Sequence[str] | None = None
+    exclude: str | Sequence[str] | None = None
+    rename: Rename | None = None
+    strict: bool = True
+    dtype: torch.dtype | None = None
+    verify: bool = True
+    allow_pickle: bool = False
+    rank: int = 0
+    size: int | None = None
 
-    def read(place: str) -> Loaded:
-        with CheckpointReader(place, rank, size) as reader:
-            selection = Selection(reader, wanted, live, allow_pickle=allow_pickle)
-            resized.settle(reader, selection, wanted, live, allow_pickle=allow_pickle)
-            if live is not None:
+    def read(self, path: str | os.PathLike[str]) -> Loaded:
+        """The first half of :func:`load`, all that can fail for the checkpoint: for ranks that go on only if all can.
+
+        The arguments are checked only here, so that what is wrong with one rank's can be told on all.
+        """
+        wanted = LoadFilter(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
+        live = None if self.into is None else live_map(self.into)
+        device = _device(self.map_location)
+        for attempt in finding.attempts(path):
+            with attempt as (place,), CheckpointReader(place, self.rank, self.size) as reader:
+                selection = Selection(reader, wanted, live, allow_pickle=self.allow_pickle)
+                resized.settle(reader, selection, wanted, live, allow_pickle=self.allow_pickle)
+                if live is None:
+                    leaves, containers = selection.flat.leaves, selection.flat.containers
+                    selection.check_apart(leaves.values(), live=False)
+                    values = tensors.read_tensors(reader, selection.needed(leaves.values()), device, verify=self.verify)
+                    _tell_values(place, leaves.values(), values)
+                    state = FlatMap({at: filled(leaf, values) for at, leaf in leaves.items()}, containers).nest()
+                    return Loaded(place, reader.nbytes_read, (), (), state)
                 plan = LoadPlan(live)
                 unplaced = plan.take(selection)
                 plan.found.unexpected, plan.found.prefixes = unplaced.unexpected, unplaced.prefixes
-                return settled(plan, [selection], [reader], wanted.leaves_out, strict=strict, verify=verify)
-            flat = selection.flat
-            selection.check_apart(flat.leaves.values(), live=False)
-            values = selection.read(flat.leaves.values(), device, verify=verify)
-            _tell_values(place, flat.leaves.values(), values)
-            state = FlatMap({at: filled(leaf, values) for at, leaf in flat.leaves.items()}, flat.containers).nest()
-            return Loaded(place, reader.nbytes_read, (), (), state)
-
-    return finding.read_located(path, read)
+                check(plan, [selection], wanted.leaves_out, strict=self.strict)
+                values = tensors.read_tensors(reader, selection.needed(plan.leaves()), None, verify=self.verify)
+                return finish(plan, values, place, reader.nbytes_read, strict=self.strict)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def settled(
+def check(
     plan: LoadPlan,
     selections: Sequence[Selection],
-    readers: Sequence[Reader],
     leaves_out: Callable[[str], bool],
     *,
     strict: bool,
-    verify: bool,
     prefixes: Iterable[PrefixMismatch] = (),
-) -> Loaded:
-    """Compare a plan with its targets, and read what it gives them.
+) -> None:
+    """Compare a plan with its targets, before anything is read.
 
     Raises ``StateMismatchError`` for all that does not fit; what is missing or unexpected is logged, if not ``strict``.
     ``prefixes`` are known already, and told if something is missing.
@@ -215,18 +214,18 @@ def settled(
         items = ", ".join(repr(item) for selection in selections for item in selection.items())
         lines = lines or f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
         raise StateMismatchError(f"the checkpoint does not fit, and nothing was loaded:\n  {lines}")
-    where = selections[-1].where
     if found.missing or found.unexpected:
-        logger.warning("loading what both have: of %s, %s", where, found.summary())
+        logger.warning("loading what both have: of %s, %s", selections[-1].where, found.summary())
     _tell_unused(plan, selections)
     leaves = plan.leaves()
     for selection in selections:
         selection.check_apart(leaves, live=True)
-    values: dict[Any, Any] = {}
-    for selection in selections:
-        values.update(selection.read(leaves, None, verify=verify))
+
+
+def finish(plan: LoadPlan, values: dict[Any, Any], where: str, nbytes_read: int, *, strict: bool) -> Loaded:
+    """Fill a plan with the values that were read of the checkpoint ``where``, of several the last."""
     values.update(plan.members())
-    _tell_values(where, leaves, values)
+    _tell_values(where, plan.leaves(), values)
     plan.fill(values)
     odd = plan.two_for_one()
     if odd:
@@ -234,8 +233,8 @@ def settled(
             "the checkpoint does not fit, and nothing was loaded:\n  "
             + "\n  ".join(few(odd, lambda line: f"{line} in the checkpoint; exclude one", "are one"))
         )
+    found = plan.found
     exact = strict and not (found.missing or found.unexpected or found.absent)
-    nbytes_read = sum(reader.nbytes_read for reader in readers)
     return Loaded(where, nbytes_read, tuple(found.missing), tuple(found.unexpected), plan, exact)
 
 
@@ -291,10 +290,8 @@ def _device(map_location: object) -> torch.device | None:
     return device
 
 
-def live_map(into: object) -> LiveMap | None:
-    """A plain dict as a flat map, None of None; ``InvalidArgumentError`` for anything else."""
-    if into is None:
-        return None
+def live_map(into: object) -> LiveMap:
+    """A plain dict as a flat map; ``InvalidArgumentError`` for anything else."""
     if type(into) is not dict:
         raise InvalidArgumentError(f"into must be a dict of named items, not {type(into).__name__}")
     return LiveMap(cast("dict[str, Any]", into))

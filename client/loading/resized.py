@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sidesave.client.loading import tensors
 from sidesave.client.loading.flat import FlatMap, LiveMap, Path, fqn_of
 from sidesave.client.loading.plan import filled
 from sidesave.client.loading.selection import LoadFilter, Selection
@@ -78,7 +79,7 @@ def _value(
         part = selection.flat.below(path)
         if not part.leaves:
             raise StateMismatchError(f"{reader.path}: rank {rank} has not saved {fqn_of(path)}")
-        values = selection.read(list(part.leaves.values()), None, verify=True)
+        values = tensors.read_tensors(other, selection.needed(part.leaves.values()), None, verify=True)
         return FlatMap({at: filled(leaf, values) for at, leaf in part.leaves.items()}, part.containers).nest(path)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from sidesave.client.loading import keeping, optimizers, tensors
+from sidesave.client.loading import keeping, optimizers
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, Slot, fqn_of, prefixes
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.messages import Mismatches
@@ -304,10 +304,6 @@ class Selection:
         if odd:
             where = "and this is another number of ranks, or one that had none"
             logger.warning("loading %s: %s, %s; of each the first rank's is taken", self.where, "; ".join(lines), where)
-
-    def read(self, leaves: Iterable[Any], device: torch.device | None, *, verify: bool) -> dict[Any, Any]:
-        """Values for those of the leaves that have to be read of this checkpoint."""
-        return tensors.read(self._reader, self.needed(leaves), device, verify=verify)
 
 
 def _left_out(

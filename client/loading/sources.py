@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -14,9 +15,9 @@ from torch import nn
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
-from sidesave.client.loading import resized
+from sidesave.client.loading import resized, tensors
 from sidesave.client.loading.flat import unwrap
-from sidesave.client.loading.load import Loaded, live_map, own_place, settled
+from sidesave.client.loading.load import Loaded, check, finish, live_map, own_place
 from sidesave.client.loading.messages import Mismatches, PrefixMismatch
 from sidesave.client.loading.plan import LoadPlan
 from sidesave.client.loading.rename import Rename
@@ -131,37 +132,36 @@ def read_sources(
     wanted = check_sources(sources)
     if not wanted:
         raise InvalidArgumentError("there are no sources to load from")
-    if cast("object", into) is None:
-        raise InvalidArgumentError("sources are loaded into something: into must be a dict of named items")
     live = live_map(into)
     for source in wanted:
         _check_item(source, into)
     places = [source.locate() for source in wanted]
-
-    def read(readers: list[Reader]) -> Loaded:
-        if len(readers) < len(wanted):
-            place, item = places[len(readers)], wanted[len(readers)].item
-            if item is not None:
-                return read([*readers, SafetensorsReader(place, item, rank)])
-            return catalog.read_settled(place, lambda place: read_next(place, readers))
-        assert live is not None
-        plan, selections, prefixes = LoadPlan(live), list[Selection](), list[PrefixMismatch]()
-        for source, reader in zip(wanted, readers, strict=True):
-            choice = source.choice()
-            selection = Selection(reader, choice, live, allow_pickle=allow_pickle)
-            resized.settle(reader, selection, choice, live, allow_pickle=allow_pickle)
-            unplaced = plan.take(selection, tie=True)
-            _check(source, selection, plan, unplaced)
-            prefixes += unplaced.prefixes
-            selections.append(selection)
-        options: dict[str, bool] = {"strict": strict, "verify": verify}
-        return settled(plan, selections, readers, lambda name: False, prefixes=prefixes, **options)
-
-    def read_next(place: str, readers: list[Reader]) -> Loaded:
-        with CheckpointReader(place, rank, size) as reader:
-            return read([*readers, reader])
-
-    return read([])
+    own = [place for place, source in zip(places, wanted, strict=True) if source.item is None]
+    for attempt in catalog.Attempts(*own):
+        with attempt as found, contextlib.ExitStack() as opened:
+            whereabouts = dict(zip(own, found, strict=True))
+            plan, prefixes = LoadPlan(live), list[PrefixMismatch]()
+            readers, selections = list[Reader](), list[Selection]()
+            for source, place in zip(wanted, places, strict=True):
+                if source.item is not None:
+                    readers.append(SafetensorsReader(place, source.item, rank))
+                else:
+                    readers.append(opened.enter_context(CheckpointReader(whereabouts[place], rank, size)))
+            for source, reader in zip(wanted, readers, strict=True):
+                choice = source.choice()
+                selection = Selection(reader, choice, live, allow_pickle=allow_pickle)
+                resized.settle(reader, selection, choice, live, allow_pickle=allow_pickle)
+                unplaced = plan.take(selection, tie=True)
+                _check(source, selection, plan, unplaced)
+                prefixes += unplaced.prefixes
+                selections.append(selection)
+            check(plan, selections, lambda name: False, strict=strict, prefixes=prefixes)
+            leaves, values = plan.leaves(), dict[Any, Any]()
+            for selection, reader in zip(selections, readers, strict=True):
+                values.update(tensors.read_tensors(reader, selection.needed(leaves), None, verify=verify))
+            nbytes_read = sum(reader.nbytes_read for reader in readers)
+            return finish(plan, values, selections[-1].where, nbytes_read, strict=strict)
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def check_sources(sources: object) -> list[Source]:

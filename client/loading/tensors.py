@@ -167,7 +167,7 @@ class Pickled:
         return "<pickled>"
 
 
-def read(
+def read_tensors(
     reader: Reader, leaves: Collection[Any], device: torch.device | None, *, verify: bool
 ) -> dict[TensorLoad | Pickled, Any]:
     """Values for those of the ``leaves`` that have to be read, verified; a part of a tensor is a :class:`Local`."""

@@ -15,8 +15,8 @@ import stat
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
@@ -36,8 +36,6 @@ MAX_DIMENSIONS: Final = 64
 _PIECE_NBYTES: Final = 16 << 20
 _SINK_PIECE_NBYTES: Final = 2 << 20
 """Of what is put together a piece stays in the processor's cache until it is copied on."""
-_MAX_OPEN_FILES: Final = 64
-"""Read at the same time, each through two descriptors: a process may have no more than 256."""
 _THREADS: Final = 4
 _MADV_HUGEPAGE: Final = 14
 _LARGE_NBYTES: Final = 64 << 20
@@ -192,7 +190,7 @@ Opener = Callable[[str, int], Descriptor]
 """``open(2)`` of a file by path and flags."""
 
 
-def read(open_descriptor: Opener, requests: Iterable[ReadRequest], *, verify: bool) -> int:
+def read_blocks(open_descriptor: Opener, requests: Iterable[ReadRequest], *, verify: bool) -> int:
     """Read all requests and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
 
     Args:
@@ -207,46 +205,63 @@ def read(open_descriptor: Opener, requests: Iterable[ReadRequest], *, verify: bo
     by_file: dict[BlockFile, list[ReadRequest]] = {}
     for each in requests:
         by_file.setdefault(each.file, []).append(each)
-    files = list(by_file)
-    portions = [files[first : first + _MAX_OPEN_FILES] for first in range(0, len(files), _MAX_OPEN_FILES)]
-    unwanted: list[bool] = []
-
-    def work() -> int:
-        return sum(
-            _read_files(open_descriptor, {file: by_file[file] for file in portion}, verify, unwanted)
-            for portion in portions
-            if not unwanted
-        )
-
-    return apart.run(work, "sidesave-read", stop=lambda: unwanted.append(True))
+    pieces = [piece for file, wanted in by_file.items() for piece in _pieces(file, wanted)]
+    reader = _PieceReader(open_descriptor, pieces, verify=verify)
+    counts = apart.run_all([reader.work] * min(_THREADS, len(pieces)), "sidesave-read", stop=reader.stop)
+    reader.check()
+    return sum(counts)
 
 
-def _read_files(
-    open_descriptor: Opener, files: dict[BlockFile, list[ReadRequest]], verify: bool, unwanted: list[bool]
-) -> int:
-    sources: dict[BlockFile, _Source] = {}
+class _PieceReader:
+    """Pieces of files, which threads take one after the other until none is left or one could not be read.
 
-    def read_piece(file: BlockFile, piece: _Piece) -> int:
-        return 0 if unwanted else _read_piece(sources[file], piece, verify)
+    Each thread has one file open at a time: of however many files, few are open at once.
+    """
 
-    try:
-        for file in files:
-            with reading(file.path):
-                sources[file] = _Source(open_descriptor, file.path)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="sidesave-read") as pool:
-            work = [
-                pool.submit(read_piece, file, piece)
-                for file, requests in files.items()
-                for piece in _pieces(file, requests)
-            ]
-            try:
-                return sum(future.result() for future in work)
-            except BaseException:  # of any piece, or an interrupt: what has not begun is not read
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    finally:
-        for source in sources.values():
-            source.close()
+    def __init__(self, open_descriptor: Opener, pieces: Iterable[_Piece], *, verify: bool) -> None:
+        self._open_descriptor = open_descriptor
+        self._pieces = deque(enumerate(pieces))
+        self._verify = verify
+        self._errors: dict[int, BaseException] = {}
+
+    def stop(self) -> None:
+        """Have no further piece read."""
+        self._pieces.clear()
+
+    def check(self) -> None:
+        """Raise what the first piece that could not be read has raised; when no thread reads any more."""
+        try:
+            if self._errors:
+                raise self._errors[min(self._errors)]
+        finally:
+            self._errors.clear()  # their tracebacks refer to this
+
+    def work(self) -> int:
+        """Read pieces; returns how many bytes that took. What is raised is kept for :meth:`check`."""
+        count = 0
+        source: _Source | None = None
+        try:
+            while (taken := self._take()) is not None:
+                number, piece = taken
+                try:
+                    with reading(piece.file.path):
+                        if source is None or source.file is not piece.file:
+                            if source is not None:
+                                source.close()
+                            source = _Source(self._open_descriptor, piece.file)
+                        count += source.read(piece, verify=self._verify)
+                except BaseException as error:  # noqa: BLE001 - the caller's; all pieces before it have been taken
+                    self._errors[number] = error
+                    self.stop()
+        finally:
+            if source is not None:
+                source.close()
+        return count
+
+    def _take(self) -> tuple[int, _Piece] | None:
+        with suppress(IndexError):
+            return self._pieces.popleft()
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,29 +301,6 @@ def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tupl
         first = end + 1
 
 
-def _read_piece(source: _Source, piece: _Piece, verify: bool) -> int:
-    file, borders = piece.file, piece.file.borders
-    start, end = borders[piece.first], borders[piece.last + 1]
-    # The page at a border is read by both neighbours, with the same bytes.
-    begin, stop = start // PAGE * PAGE, page_up(end)
-    home = piece.requests[0]
-    if home.memory is None:
-        window = _scratch(stop - begin)
-    else:
-        window = home.content[begin - home.base : stop - home.base]
-    with reading(file.path):
-        count = source.read_into(window, begin)
-    if count < end - begin:
-        raise IntegrityError(f"{file.path}: ends before byte {end:,}")
-    if verify:
-        for number in range(piece.first, piece.last + 1):
-            _check(file, number, window[borders[number] - begin : borders[number + 1] - begin])
-    for each in piece.requests:
-        if each.sink is not None:
-            each.sink(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
-    return count
-
-
 def _scratch(nbytes: int) -> memoryview:
     """Memory of this thread, which it uses again and again."""
     memory: mmap.mmap | None = getattr(_of_thread, "scratch", None)
@@ -330,28 +322,43 @@ def _check(file: BlockFile, number: int, block: memoryview) -> None:
 class _Source:
     """A file read from the page cache where it is there, and past it where it is not."""
 
-    def __init__(self, open_descriptor: Opener, path: str) -> None:
+    def __init__(self, open_descriptor: Opener, file: BlockFile) -> None:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
-        self._cached = open_descriptor(path, flags)
+        self.file = file
+        self._cached = open_descriptor(file.path, flags)
         facts = os.fstat(self._cached.fileno())
         if not stat.S_ISREG(facts.st_mode):
-            raise OSError(errno.ENXIO, "not a file", path)
+            raise OSError(errno.ENXIO, "not a file", file.path)
         self._direct: Descriptor | None = None
         with suppress(OSError):  # a file system without O_DIRECT
-            self._direct = open_descriptor(path, flags | os.O_DIRECT)
+            self._direct = open_descriptor(file.path, flags | os.O_DIRECT)
         self._nbytes = facts.st_size
         address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0)
         self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
 
-    def read_into(self, window: memoryview, offset: int) -> int:
-        """Fill ``window`` from ``offset``, a page border; returns how many bytes there were."""
-        file = self._cached if self._direct is None or self._is_cached(offset, len(window)) else self._direct
+    def read(self, piece: _Piece, *, verify: bool) -> int:
+        """Read a piece to where it goes, and compare it with its digests; returns how many bytes were read."""
+        borders, path = self.file.borders, self.file.path
+        start, end = borders[piece.first], borders[piece.last + 1]
+        # The page at a border is read by both neighbours, with the same bytes.
+        begin, stop = start // PAGE * PAGE, page_up(end)
+        home = piece.requests[0]
+        window = _scratch(stop - begin) if home.memory is None else home.content[begin - home.base : stop - home.base]
+        source = self._cached if self._direct is None or self._is_cached(begin, stop - begin) else self._direct
         done = 0
         while done < len(window):
-            count = os.preadv(file.fileno(), [window[done:]], offset + done)
+            count = os.preadv(source.fileno(), [window[done:]], begin + done)
             done += count
-            if count == 0 or (file is self._direct and done % PAGE):
+            if count == 0 or (source is self._direct and done % PAGE):
                 break
+        if done < end - begin:
+            raise IntegrityError(f"{path}: ends before byte {end:,}")
+        if verify:
+            for number in range(piece.first, piece.last + 1):
+                _check(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
+        for each in piece.requests:
+            if each.sink is not None:
+                each.sink(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
         return done
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:

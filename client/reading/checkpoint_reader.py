@@ -21,7 +21,7 @@ import torch
 
 from sidesave.client.reading import block_io, regions
 from sidesave.client.reading.block_io import BlockFile
-from sidesave.client.reading.tensor_reads import Part, TensorRead, gather
+from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs import finding
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.stager import apart
@@ -347,14 +347,13 @@ class CheckpointReader:
         """
         plans = {each: self._plan(*each) for each in wanted}
         self._open(owner for _, _, cells in plans.values() for owner, _ in cells)
-        gathered = [
+        boxes = [
             TensorRead(stored.dtype, box[1], [self._part(stored, box, *cell) for cell in cells])
             for stored, box, cells in plans.values()
         ]
-        purpose = f"loading {self.path}"
-        tensors, nbytes = gather(gathered, self._open_descriptor, verify=verify, purpose=purpose)
-        self.nbytes_read += nbytes
-        return dict(zip(plans, tensors, strict=True))
+        gathering = Gathering(boxes, f"loading {self.path}")
+        self.nbytes_read += block_io.read_blocks(self._open_descriptor, gathering.requests, verify=verify)
+        return dict(zip(plans, gathering.tensors(), strict=True))
 
     def _plan(self, name: str, box: Box | None) -> tuple[StoredTensor, Box, list[tuple[int, Box]]]:
         """A tensor, the box wanted of it, and who has written the cells that hold some of that."""

@@ -24,7 +24,7 @@ from sidesave.client.messages import few
 from sidesave.client.reading import block_io, regions
 from sidesave.client.reading.block_io import BlockFile
 from sidesave.client.reading.checkpoint_reader import StoredTensor, Wanted
-from sidesave.client.reading.tensor_reads import Part, TensorRead, gather
+from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs.finding import INDEX, WEIGHTS
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.memory import host_memory
@@ -220,15 +220,15 @@ class SafetensorsReader:
         for file, entry in plans.values():
             entries.setdefault(file, set()).add(entry)
         files = {file: _with_blocks(file.path, each) for file, each in entries.items()}
-        gathered: list[TensorRead] = []
+        boxes: list[TensorRead] = []
         for ((_, box), (file, entry)), size in zip(plans.items(), sizes, strict=True):
             box = box or regions.whole(entry.shape)
             make = _Unaligned if entry.offset % size else TensorRead
             parts = [Part(files[file], entry, box, (0,) * len(entry.shape))] if math.prod(box[1]) else []
-            gathered.append(make(DTYPES[entry.dtype], box[1], parts))
-        tensors, nbytes = gather(gathered, self._open_again, verify=False, purpose=purpose)
-        self.nbytes_read += nbytes
-        return dict(zip(plans, tensors, strict=True))
+            boxes.append(make(DTYPES[entry.dtype], box[1], parts))
+        gathering = Gathering(boxes, purpose)
+        self.nbytes_read += block_io.read_blocks(self._open_again, gathering.requests, verify=False)
+        return dict(zip(plans, gathering.tensors(), strict=True))
 
     def _open_again(self, path: str, flags: int) -> Descriptor:
         """Open a file for its tensors; links are followed, as in Hugging Face's cache all files are links."""

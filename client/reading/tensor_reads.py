@@ -104,45 +104,54 @@ class TensorRead:
         return self._target.view(self.dtype).view(self.shape)
 
 
-def gather(
-    wanted: Sequence[TensorRead], open_descriptor: block_io.Opener, *, verify: bool, purpose: str
-) -> tuple[list[torch.Tensor], int]:
-    """Read boxes; returns them, and how many bytes that took. Arguments and errors are those of :func:`blocks.read`."""
-    ranges: dict[BlockFile, list[tuple[int, int]]] = {}
-    away: list[ReadRequest] = []
-    for box in wanted:
-        for part in box.parts:
-            found = part.block_ranges(box.dtype.itemsize)
-            if box.stays or part.is_small:
-                ranges.setdefault(part.file, []).extend(found)
-            else:
-                put = functools.partial(box.put, part)
-                away += (ReadRequest(part.file, first, last, sink=put) for first, last in found)
-    homes = {file: [ReadRequest(file, *found) for found in block_io.join(each)] for file, each in ranges.items()}
-    staying = [request for requests in homes.values() for request in requests]
-    together = [box for box in wanted if box.parts and not box.stays]
-    host_memory.require(sum(each.nbytes for each in [*staying, *together]), purpose)
-    for request in staying:
-        request.memory = block_io.allocate(request.nbytes)
-    for box in together:
-        box.allocate()
-    nbytes = block_io.read(open_descriptor, [*staying, *away], verify=verify)
-    for box in together:
-        for part in filter(lambda part: part.is_small, box.parts):
-            span = part.span(box.dtype.itemsize)
-            home = _home(homes[part.file], span[0])
-            box.put(part, home.content, home.base, *span)
-    return [_view(box, homes) if box.stays or not box.parts else box.finished() for box in wanted], nbytes
+class Gathering:
+    """Boxes that are read together: :attr:`requests` says what of which files, and :meth:`tensors` are what comes.
 
+    Each block is read once for all boxes that want some of it.
+    """
 
-def _view(box: TensorRead, homes: dict[BlockFile, list[ReadRequest]]) -> torch.Tensor:
-    if not box.parts:
-        return torch.empty(box.shape, dtype=box.dtype)
-    (part,) = box.parts
-    start, _ = part.span(box.dtype.itemsize)
-    home = _home(homes[part.file], start)
-    flat = torch.frombuffer(home.content, dtype=box.dtype, count=math.prod(box.shape), offset=start - home.base)
-    return flat.view(box.shape)
+    def __init__(self, boxes: Sequence[TensorRead], purpose: str) -> None:
+        """Take memory for them; ``HostMemoryError`` where there is not enough, which says the ``purpose``."""
+        ranges: dict[BlockFile, list[tuple[int, int]]] = {}
+        away: list[ReadRequest] = []
+        for box in boxes:
+            for part in box.parts:
+                found = part.block_ranges(box.dtype.itemsize)
+                if box.stays or part.is_small:
+                    ranges.setdefault(part.file, []).extend(found)
+                else:
+                    put = functools.partial(box.put, part)
+                    away += (ReadRequest(part.file, first, last, sink=put) for first, last in found)
+        self._boxes = boxes
+        self._homes = {
+            file: [ReadRequest(file, *found) for found in block_io.join(each)] for file, each in ranges.items()
+        }
+        staying = [request for requests in self._homes.values() for request in requests]
+        self._together = [box for box in boxes if box.parts and not box.stays]
+        host_memory.require(sum(each.nbytes for each in [*staying, *self._together]), purpose)
+        for request in staying:
+            request.memory = block_io.allocate(request.nbytes)
+        for box in self._together:
+            box.allocate()
+        self.requests: Final = [*staying, *away]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The boxes, in their order, once all requests have been read."""
+        for box in self._together:
+            for part in filter(lambda part: part.is_small, box.parts):
+                span = part.span(box.dtype.itemsize)
+                home = _home(self._homes[part.file], span[0])
+                box.put(part, home.content, home.base, *span)
+        return [self._view(box) if box.stays or not box.parts else box.finished() for box in self._boxes]
+
+    def _view(self, box: TensorRead) -> torch.Tensor:
+        if not box.parts:
+            return torch.empty(box.shape, dtype=box.dtype)
+        (part,) = box.parts
+        start, _ = part.span(box.dtype.itemsize)
+        home = _home(self._homes[part.file], start)
+        flat = torch.frombuffer(home.content, dtype=box.dtype, count=math.prod(box.shape), offset=start - home.base)
+        return flat.view(box.shape)
 
 
 def _home(requests: list[ReadRequest], offset: int) -> ReadRequest:

@@ -49,25 +49,31 @@ def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | No
         InvalidArgumentError: ``path`` is a URL.
         WriteError: The directory cannot be opened at all.
     """
+    report: VerifyReport | None = None
+    for attempt in finding.attempts(path):
+        with attempt as (place,):
+            report = _check(place, on_bytes)
+            attempt.in_doubt = not report.ok
+    assert report is not None
+    return report
 
-    def check(place: str) -> VerifyReport:
-        if not os.path.isdir(place):
-            raise finding.not_found(place)
-        checked = 0
 
-        def count(nbytes: int) -> None:
-            nonlocal checked
-            checked += nbytes
-            if on_bytes is not None:
-                on_bytes(nbytes)
+def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
+    if not os.path.isdir(place):
+        raise finding.not_found(place)
+    checked = 0
 
-        storage = PosixStorage(os.path.dirname(place))
-        try:
-            with contextlib.suppress(WriteError):  # what is wrong with it is told below
-                storage.hold(os.path.basename(place), MANIFEST)
-            faults = tuple(integrity.check_checkpoint(storage, os.path.basename(place), count))
-        finally:
-            storage.close()
-        return VerifyReport(place, checked, faults)
+    def count(nbytes: int) -> None:
+        nonlocal checked
+        checked += nbytes
+        if on_bytes is not None:
+            on_bytes(nbytes)
 
-    return finding.read_located(path, check, is_whole=lambda report: report.ok)
+    storage = PosixStorage(os.path.dirname(place))
+    try:
+        with contextlib.suppress(WriteError):  # what is wrong with it is told below
+            storage.hold(os.path.basename(place), MANIFEST)
+        faults = tuple(integrity.check_checkpoint(storage, os.path.basename(place), count))
+    finally:
+        storage.close()
+    return VerifyReport(place, checked, faults)

@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from sidesave.client.runs.info import CheckpointInfo
@@ -72,7 +72,7 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
     for name, step in committed.items():
         path = os.path.join(directory, name)
         try:
-            info = read_settled(path, read_info)
+            info = Attempts(path).read(read_info)
         except FileNotFoundError as error:
             if os.path.isdir(path):  # else removed or replaced since it was listed
                 logger.warning("not listed: %s", error)
@@ -123,24 +123,66 @@ def has_leftovers(directory: str) -> bool:
     return any(parsed is not None and parsed[2].startswith(("partial", "salvage")) for parsed in hidden)
 
 
-def read_settled(path: str, read: Callable[[str], T], *, is_whole: Callable[[T], bool] = lambda _: True) -> T:
-    """``read`` the checkpoint in ``path``, from where it is; its successor, when it is replaced meanwhile.
+class Attempts:
+    """Attempts to read checkpoints from where they are, or their successors, when they are replaced meanwhile.
 
-    Without this a step that is being replaced would look damaged to its reader, or not there. What ``read`` raises or
-    returns counts when the checkpoint is still the same afterwards.
+    ::
+
+        for attempt in Attempts(path):
+            with attempt as [place]:
+                return read(place)
+
+    Without this a step that is being replaced would look damaged to its reader, or not there. What is raised, or is
+    :attr:`in_doubt`, counts when the checkpoints are still the same afterwards.
+
+    Attributes:
+        in_doubt: To be set in an attempt: what was read may be wrong, and does not count if there was a replacement.
     """
-    for _ in range(_MAX_TRIES - 1):
-        place = whereabouts(path)
-        before = identity(place)
-        try:
-            result = read(place)
-        except (CheckpointError, OSError):
-            if (whereabouts(path), identity(place)) == (place, before):
-                raise
-        else:
-            if is_whole(result) or (whereabouts(path), identity(place)) == (place, before):
-                return result
-    return read(whereabouts(path))
+
+    def __init__(self, *paths: str, locate: Callable[[], str] | None = None) -> None:
+        """Of directories; ``locate`` says which one it is now, when there is none any more."""
+        self._paths: tuple[str, ...] = paths
+        self._locate = locate
+        self._over = self.in_doubt = False
+        self._tries = 0
+        self._seen: list[tuple[str, object]] = []
+
+    def read(self, read: Callable[[str], T]) -> T:
+        """What ``read`` returns of the only path."""
+        for attempt in self:
+            with attempt as (place,):
+                return read(place)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def __iter__(self) -> Iterator[Attempts]:
+        """Itself, until an attempt counts."""
+        while not self._over:
+            yield self
+
+    def __enter__(self) -> list[str]:
+        """Where the checkpoints are now."""
+        self._over, self.in_doubt = True, False
+        self._tries += 1
+        self._seen = [_seen(path) for path in self._paths]
+        return [place for place, _ in self._seen]
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Whether what was raised does not count."""
+        if not (isinstance(error, (CheckpointError, OSError)) if error else self.in_doubt):
+            return False
+        if self._tries < _MAX_TRIES and [_seen(path) for path in self._paths] != self._seen:
+            self._over = False
+        elif self._locate is not None and isinstance(error, CheckpointNotFoundError):
+            paths = (self._locate(),)
+            if paths != self._paths:
+                self._paths, self._tries, self._over = paths, 0, False
+        return error is not None and not self._over
+
+
+def _seen(path: str) -> tuple[str, object]:
+    """Where a checkpoint is now, and which one it is."""
+    place = whereabouts(path)
+    return place, identity(place)
 
 
 def whereabouts(path: str) -> str:

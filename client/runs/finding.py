@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from sidesave.client.arguments import path_text
@@ -145,21 +145,12 @@ def is_single(path: str | os.PathLike[str]) -> bool:
     return is_one and not _is_unfinished(name)
 
 
-def read_located(
-    path: str | os.PathLike[str], read: Callable[[str], T], *, is_whole: Callable[[T], bool] = lambda _: True
-) -> T:
-    """``read`` the checkpoint that ``path`` means, as :func:`locate` and :func:`catalog.read_settled` do.
+def attempts(path: str | os.PathLike[str]) -> catalog.Attempts:
+    """Attempts to read the checkpoint that ``path`` means; see :func:`locate`.
 
     Where the latest of a run is deleted in this moment, for a later one is there, that one is read.
     """
-    place = locate(path)
-    while True:
-        try:
-            return catalog.read_settled(place, read, is_whole=is_whole)
-        except CheckpointNotFoundError:
-            gone, place = place, locate(path)
-            if place == gone:
-                raise
+    return catalog.Attempts(locate(path), locate=lambda: locate(path))
 
 
 def not_found(place: str, found: Sequence[CheckpointInfo] = (), step: int | None = None) -> CheckpointNotFoundError:
@@ -178,7 +169,7 @@ def _is_there(path: str) -> bool:
 def _told_step(path: str) -> int | None:
     """The step that a checkpoint says it is of; None where that cannot be read."""
     try:
-        return catalog.read_settled(path, catalog.read_info).step
+        return catalog.Attempts(path).read(catalog.read_info).step
     except CheckpointError:
         return None
 
@@ -278,7 +269,7 @@ def _info(place: str) -> CheckpointInfo | None:
     if not name or _is_unfinished(name):
         return None
     try:
-        return catalog.read_settled(place, catalog.read_info)
+        return catalog.Attempts(place).read(catalog.read_info)
     except WriteError as error:
         if error.errno in _NOTHING:
             return None

@@ -78,7 +78,7 @@ class Run:
         """
         for directory in self._directories():
             with contextlib.suppress(CheckpointNotFoundError):
-                info = catalog.read_settled(os.path.join(directory, step_directory(step)), catalog.read_info)
+                info = catalog.Attempts(os.path.join(directory, step_directory(step))).read(catalog.read_info)
                 if info.session == session:
                     return info
         raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", self.directory)

@@ -137,7 +137,7 @@ def hold(checkpoint: str | os.PathLike[str]) -> Generator[CheckpointInfo]:
     """
     path = finding.resolved(checkpoint)
     with contextlib.ExitStack() as lock:
-        yield catalog.read_settled(path, lambda place: _take(place, lock))
+        yield catalog.Attempts(path).read(lambda place: _take(place, lock))
 
 
 def _take(path: str, lock: contextlib.ExitStack) -> CheckpointInfo:

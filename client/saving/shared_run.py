@@ -6,11 +6,11 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from sidesave.client import arguments
-from sidesave.client.loading.load import Loaded
+from sidesave.client.loading.load import LoadRequest
 from sidesave.client.ranks.group import NodeWorld, World
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
@@ -57,17 +57,17 @@ class SharedRun:
     def load(
         self,
         which: int | str | os.PathLike[str] | None,
-        read: Callable[[CheckpointInfo], Loaded],
+        request: LoadRequest,
         *,
         fallback: bool,
     ) -> dict[str, Any]:
-        """Give live objects what ``read`` reads of the checkpoint that is meant, and go on from there."""
+        """Give live objects what is read of the checkpoint that is meant, and go on from there."""
         began = time.monotonic()
         step, candidates, checkpoints = self._candidates(which, fallback=fallback)
         for info in candidates:
             try:
                 with self._world.raise_together(f"cannot load step {info.step}"):
-                    loaded = read(info)
+                    loaded = request.read(info.path)
             except IntegrityError as error:
                 if info is candidates[-1]:
                     raise

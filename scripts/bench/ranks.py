@@ -49,7 +49,7 @@ from scripts.bench.world import (
     sharded,
     worlds,
 )
-from sidesave.client.loading import load as loader
+from sidesave.client.loading.load import LoadRequest
 
 MIB = 1 << 20
 BASE = 2  # the world size that the others are compared with: one rank alone has nobody to think of
@@ -386,7 +386,7 @@ def bytes_read() -> int:
 
 def own_count(rank: Rank, path: Path) -> int:
     """Bytes that sidesave says it reads to load."""
-    return loader.read(path, into=rank.state, rank=rank.number).nbytes_read
+    return LoadRequest(into=rank.state, rank=rank.number).read(path).nbytes_read
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A tensor's way is short, and the page about it tells it: from `save()` to staging memory, and on to the disk."""
+"""A tensor's way is short, and the page about it tells it: from `save()` to the disk, and back into live state."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,13 +18,15 @@ import torch
 
 import sidesave
 from sidesave.client.daemon_link import connection
-from sidesave.stager import torch_private
+from sidesave.stager import apart, torch_private
 from sidesave.stager.apart import Worker
 from sidesave.stager.copy import memcopy
 from sidesave.writer_daemon.process import server
 
 MOST = 12
-"""Functions of ours on a way."""
+"""Functions of ours on a way to the disk."""
+MOST_BACK = 10
+"""And on one back."""
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 LARGE = 1 << 20
 
@@ -112,9 +114,10 @@ class DaemonInAThread:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """How each copy of a large tensor came about, and each large write."""
-    found: dict[str, list[list[str]]] = {"copy": [], "write": []}
-    submit, pool_submit = Worker.submit, ThreadPoolExecutor.submit
+    """How each copy of a large tensor came about, and each large write and read."""
+    found: dict[str, list[list[str]]] = {"copy": [], "write": [], "read": []}
+    start, submit, pool_submit = apart.start, Worker.submit, ThreadPoolExecutor.submit
+    monkeypatch.setattr(apart, "start", lambda work, name: start(carrying(work), name))
     monkeypatch.setattr(Worker, "submit", lambda self, run: submit(self, carrying(run, "Worker.submit")))
     monkeypatch.setattr(
         ThreadPoolExecutor, "submit", lambda self, run, *given: pool_submit(self, carrying(run), *given)
@@ -134,6 +137,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
     note(torch.Tensor, "copy_", "copy", lambda target, source: source.nbytes)
     note(torch_private, "foreach_copy", "copy", lambda targets, sources: sum(source.nbytes for source in sources))
     note(os, "pwrite", "write", lambda fd, data, offset: len(data))
+    note(os, "preadv", "read", lambda fd, buffers, offset: sum(map(len, buffers)))
     monkeypatch.setattr(server, "_Tasks", Tasks)
     monkeypatch.setattr(connection, "DaemonProcess", DaemonInAThread)
     return found
@@ -162,10 +166,57 @@ def test_a_tensor_passes_few_functions_and_the_page_names_them(
     with sidesave.Checkpointer(tmp_path, overlap=True if state == "host, beside training" else None) as ckpt:
         for step in (1, 2):
             ckpt.save(step, STATES[state]()).committed.result(300)
-    page = re.sub(r"\s+", " ", PAGE.read_text())
     copies = [way for way in ways["copy"] if way[0] == "Checkpointer.save"]
     writes = [way[way.index("Server._read_messages") :] for way in ways["write"]]
     assert copies and writes
-    for way in {tuple(way) for way in copies + writes}:
-        assert len(set(way)) <= MOST, way
+    check_ways(copies + writes, MOST)
+
+
+def check_ways(ways: Iterable[list[str]], most: int) -> None:
+    """Each is short, passes no function twice, and is on the page."""
+    page = re.sub(r"\s+", " ", PAGE.read_text())
+    for way in {tuple(way) for way in ways}:
+        assert len(way) <= most, way
+        assert len(set(way)) == len(way), way
         assert " → ".join(f"`{name}`" for name in way) in page, way
+
+
+class Kept:
+    """An object of the user's, which takes its tensors one by one."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value.copy_(state["value"])
+
+
+TARGETS: dict[str, Callable[[], Any]] = {
+    "module": lambda: torch.nn.Linear(1 << 10, 1 << 9, bias=False),
+    "tensor": lambda: torch.zeros(1 << 9, 1 << 10),
+    "object": lambda: Kept(torch.zeros(1 << 9, 1 << 10)),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("by", ["load", "Checkpointer.load", "load_sources"])
+def test_a_tensor_comes_back_by_few_functions_and_the_page_names_them(
+    ways: dict[str, list[list[str]]], tmp_path: Path, kind: str, by: str
+):
+    target = TARGETS[kind]()
+    with sidesave.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"x": target}, blocking=True)
+        ways["copy"].clear()
+        if by == "load":
+            sidesave.load(tmp_path, into={"x": target})
+        elif by == "load_sources":
+            sidesave.load_sources([sidesave.Source(tmp_path)], into={"x": target})
+        else:
+            ckpt.load(into={"x": target})
+    copies = [way for way in ways["copy"] if way[0] == by]
+    reads = [way for way in ways["read"] if way[0] == by]
+    assert copies and reads
+    check_ways(copies + reads, MOST_BACK)

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -275,29 +275,29 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
 ):
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, {str(n): torch.ones(1 << 20) for n in range(40)}, blocking=True)
-    read_piece, run_apart = block_io._read_piece, apart.run
+    read_piece, run_all = block_io._Source.read, apart.run_all
     entered, stopped = threading.Event(), threading.Event()
     begun: list[int] = []
     ended: list[int] = []
 
-    def held(*arguments: Any) -> int:
+    def held(*arguments: Any, **options: Any) -> int:
         begun.append(1)
         entered.set()
         assert stopped.wait(DEADLINE_S)
         time.sleep(0.05)  # somebody who did not wait would be gone
         ended.append(1)
-        return read_piece(*arguments)
+        return read_piece(*arguments, **options)
 
     def interrupted(call: object) -> None:
         assert entered.wait(DEADLINE_S)
         raise KeyboardInterrupt
 
-    def run_noting(work: Callable[[], Any], name: str, stop: Callable[[], object]) -> Any:
+    def run_noting(works: Iterable[Callable[[], Any]], name: str, stop: Callable[[], object]) -> Any:
         monkeypatch.setattr(apart._Call, "result", interrupted)
-        return run_apart(work, name, lambda: (stop(), stopped.set()))
+        return run_all(works, name, lambda: (stop(), stopped.set()))
 
-    monkeypatch.setattr(block_io, "_read_piece", held)
-    monkeypatch.setattr(apart, "run", run_noting)
+    monkeypatch.setattr(block_io._Source, "read", held)
+    monkeypatch.setattr(apart, "run_all", run_noting)
     into = {str(n): torch.zeros(1 << 20) for n in range(40)}
     with pytest.raises(KeyboardInterrupt):
         sidesave.load(run / "step-00000001", into=into)

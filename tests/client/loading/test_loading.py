@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.loading import apply
-from sidesave.client.loading import load as loader
+from sidesave.client.loading.load import LoadRequest
 from sidesave.client.messages import Names
 from sidesave.errors import InvalidArgumentError, StateMismatchError
 
@@ -371,8 +371,8 @@ def test_not_strict_tells_what_was_missing_and_unexpected_and_reads_no_more(
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Identity(), nn.Linear(8, 8))
     table: dict[str, Any] = {"ema": torch.zeros(3, 3), "mine": 1}
     with caplog.at_level(logging.WARNING):
-        loaded = loader.read(original, into={"model": model, "nested": table, "odd": 0}, strict=False)
-        everything = loader.read(original, into={"model": live(1)["model"], "nested": live(1)["nested"]})
+        loaded = LoadRequest(into={"model": model, "nested": table, "odd": 0}, strict=False).read(original)
+        everything = LoadRequest(into={"model": live(1)["model"], "nested": live(1)["nested"]}).read(original)
     assert set(loaded.missing) == {"model.3.weight", "model.3.bias", "odd"}
     assert "it has nothing for nested.mine, which stay as they are" in caplog.text
     assert {"model.2.weight", "nested.heads", "nested.complex"} < set(loaded.unexpected)

@@ -24,9 +24,9 @@ from worlds import cut, write_world
 
 import sidesave
 from sidesave import Checkpointer, Source, load_sources
-from sidesave.client.loading import load as loader
 from sidesave.client.loading.flat import FlatMap, LiveMap, fqn_of
 from sidesave.client.loading.keeping import KEEP_CURRENT, keep_current
+from sidesave.client.loading.load import LoadRequest
 from sidesave.client.reading.filters import selector
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.writer_daemon.format.layout import Layout
@@ -609,16 +609,16 @@ def test_words_speak_of_what_any_rank_has_saved(tmp_path: Path):
     for rank in range(5):
         into = {"model": {"w": torch.zeros(4)}}
         for number in range(4):
-            loader.read(path, into=into, exclude=[f"data.of rank {number}", "log.n"], rank=rank).apply()
+            LoadRequest(into=into, exclude=[f"data.of rank {number}", "log.n"], rank=rank).read(path).apply()
         assert into["model"]["w"].sum() == 4
         with pytest.raises(StateMismatchError, match=r"called 'data\.of rank 4'"):
-            loader.read(path, into=into, exclude="data.of rank 4", rank=rank)
+            LoadRequest(into=into, exclude="data.of rank 4", rank=rank).read(path)
         with pytest.raises(StateMismatchError, match=r"called 'log\.m'"):
-            loader.read(path, include=["model", "log.m"], rank=rank)
+            LoadRequest(include=["model", "log.m"], rank=rank).read(path)
     (path / "objects.rank-00003.msgpack").unlink()  # of no use to rank 0, which looks for names there
     with pytest.raises(StateMismatchError, match=r"called 'data\.of rank 4'"):
-        loader.read(path, exclude="data.of rank 4", rank=0)
-    assert loader.read(path, exclude="data.of rank 4", rank=0, strict=False).apply()["data"] == {"of rank 0": 0}
+        LoadRequest(exclude="data.of rank 4", rank=0).read(path)
+    assert LoadRequest(exclude="data.of rank 4", rank=0, strict=False).read(path).apply()["data"] == {"of rank 0": 0}
 
 
 def share(rank: int, world: int, folder: str) -> None:
@@ -677,12 +677,12 @@ def test_of_other_stages_of_a_pipeline_nothing_has_to_stay(tmp_path: Path):
         parameter.grad = torch.ones(2)
         optimizer.step()
         options: dict[str, Any] = {"exclude": [LR, "optimizer.state.*.exp_avg"], "rank": rank}
-        loader.read(path, into={"optimizer": optimizer}, **options).apply()
+        LoadRequest(into={"optimizer": optimizer}, **options).read(path).apply()
         state = optimizer.state[parameter]
         assert (state["step"], optimizer.param_groups[0]["lr"], len(optimizer.state)) == (3, 0.5, 1)
         assert difference([torch.full((2,), 0.1), torch.ones(2)], [state["exp_avg"], state["exp_avg_sq"]]) == ""
         with pytest.raises(StateMismatchError) as caught:
-            loader.read(path, into={"optimizer": torch.optim.AdamW([parameter])}, **options)
+            LoadRequest(into={"optimizer": torch.optim.AdamW([parameter])}, **options).read(path)
         assert f"optimizer.state.{rank}.exp_avg: it is left out" in str(caught.value)
         assert f"optimizer.state.{1 - rank}" not in str(caught.value)
 

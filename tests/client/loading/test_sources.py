@@ -18,8 +18,8 @@ from worlds import cut, write_world
 
 import sidesave
 from sidesave import Source, load_sources
-from sidesave.client.loading import load as loader
 from sidesave.client.loading import sources
+from sidesave.client.loading.load import LoadRequest
 from sidesave.errors import (
     CheckpointNotFoundError,
     FormatVersionError,
@@ -280,13 +280,13 @@ def test_a_stage_of_a_pipeline_takes_its_own_under_other_names(tmp_path: Path):
     )
     for rename in ({"model.layers": "model.blocks"}, lambda fqn: fqn.replace("layers", "blocks")):
         into = {"model": {"blocks.1.weight": torch.zeros(2, 2), "blocks.2.weight": torch.zeros(2, 2)}}
-        loaded = loader.read(path, into=into, rename=rename)
+        loaded = LoadRequest(into=into, rename=rename).read(path)
         loaded.apply()
         assert [tensor[0, 0].item() for tensor in into["model"].values()] == [1, 2]
         assert loaded.missing == loaded.unexpected == ()
         into = {"model": {"blocks.9.weight": torch.zeros(2, 2)}}
         with pytest.raises(StateMismatchError, match=r"model\.blocks\.9\.weight: missing"):
-            loader.read(path, into=into, rename=rename)
+            LoadRequest(into=into, rename=rename).read(path)
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -315,7 +315,7 @@ def load_sharded(rank: int, world: int, bank: str, folder: str) -> None:
     assert difference(cast, whole(half)) == ""
 
     big = distribute_tensor(torch.zeros(1024, 512), mesh, [Shard(0)], src_data_rank=None)
-    loaded = loader.read(f"{folder}/step-00000001", into={"x": {"y.w": big}}, rename={"big": "x.y"}, rank=rank)
+    loaded = LoadRequest(into={"x": {"y.w": big}}, rename={"big": "x.y"}, rank=rank).read(f"{folder}/step-00000001")
     assert loaded.nbytes_read < 0.6 * big.nbytes, "this rank's half, and what it takes to find it"
     loaded.apply()
     assert torch.equal(big.full_tensor(), torch.arange(1024.0 * 512).reshape(1024, 512))

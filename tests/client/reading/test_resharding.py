@@ -27,7 +27,7 @@ from worlds import Apart, Own, Spread, cut, drop_from_cache, write_world
 
 import sidesave
 from sidesave import PerRank, Replicated
-from sidesave.client.loading import load as loader
+from sidesave.client.loading.load import LoadRequest
 from sidesave.client.reading import regions
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.errors import IntegrityError, StateMismatchError
@@ -378,9 +378,9 @@ def test_what_belongs_to_a_rank_comes_back_to_it_and_rank_0s_to_new_ones(tmp_pat
     path = write_world(tmp_path, states, sliced(3))
     for rank in range(5):
         expected = states[rank if rank < 3 else 0]
-        assert difference(expected, loader.read(path, rank=rank).apply()) == "", rank
+        assert difference(expected, LoadRequest(rank=rank).read(path).apply()) == "", rank
         into: dict[str, Any] = {"loader": {"position": torch.zeros(3, dtype=torch.int64)}, "epoch": 0}
-        loader.read(path, into=into, rank=rank, strict=False).apply()
+        LoadRequest(into=into, rank=rank, strict=False).read(path).apply()
         assert difference(expected["loader"]["position"], into["loader"]["position"]) == ""
         assert into["epoch"] == expected["epoch"]
     assert difference(states[0], sidesave.load(path)) == "", "alone one is rank 0"
@@ -424,13 +424,13 @@ def test_stages_of_a_pipeline_are_put_together_and_divided_in_another_way(tmp_pa
     (everything,) = stages(8)
     assert difference(everything["model"], dict(sorted(sidesave.load(path)["model"].items()))) == ""
     assert sidesave.load(path)["loader"] == {"of stage 4": 4}, "what belongs to a rank is not mixed"
-    assert loader.read(path, rank=1).apply()["loader"] == {"of stage 8": 8}
+    assert LoadRequest(rank=1).read(path).apply()["loader"] == {"of stage 8": 8}
     for splits in [(4, 8), (2, 6, 8), (8,)]:
         for rank, target in enumerate(stages(*splits)):
             expected = {key: tensor.clone() for key, tensor in target["model"].items()}
             for tensor in target["model"].values():
                 tensor.zero_()
-            loaded = loader.read(path, into={"model": target["model"]}, rank=rank)
+            loaded = LoadRequest(into={"model": target["model"]}, rank=rank).read(path)
             loaded.apply()
             assert difference(expected, target["model"]) == ""
 
@@ -440,7 +440,7 @@ def test_of_other_stages_nothing_is_read(tmp_path: Path):
     states = [{"model": {name: tensor}} for name, tensor in layers.items()]
     path = write_world(tmp_path, states, lambda fqn, tensor: Layout((int(fqn.split(".")[2]),)), alike=str)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(512, 512, bias=False)])})
-    loaded = loader.read(path, into={"model": model})
+    loaded = LoadRequest(into={"model": model}).read(path)
     assert loaded.nbytes_read < 1.05 * MiB
     assert not torch.equal(model.state_dict()["layers.0.weight"], layers["layers.0.weight"]), "nothing is touched yet"
     assert loaded.apply()["model"] is model
@@ -485,32 +485,32 @@ def test_what_differs_between_ranks_comes_back_to_each(tmp_path: Path):
     assert sidesave.verify(path).ok
     for rank in range(3):
         into: dict[str, Any] = {"model": {"expert": torch.zeros(400, 300), "router": torch.zeros(3)}}
-        loader.read(path, into=into, rank=rank).apply()
+        LoadRequest(into=into, rank=rank).read(path).apply()
         assert difference(states[rank], into) == ""
-        assert difference(states[rank], loader.read(path, rank=rank).apply()) == ""
+        assert difference(states[rank], LoadRequest(rank=rank).read(path).apply()) == ""
 
 
 def test_a_rank_that_had_no_part_in_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path, states = experts(tmp_path)
     target: dict[str, Any] = {"model": {"expert": torch.zeros(400, 300), "router": torch.zeros(3)}}
     with pytest.raises(StateMismatchError, match=r"model\.expert differs between ranks 0, 1, 2\n.*exclude="):
-        loader.read(path, into=target, rank=3)
+        LoadRequest(into=target, rank=3).read(path)
     assert not any(tensor.any() for tensor in target["model"].values())
-    loader.read(path, into=target, rank=3, exclude="model.expert").apply()
+    LoadRequest(into=target, rank=3, exclude="model.expert").read(path).apply()
     assert target["model"]["router"].all()
     assert not target["model"]["expert"].any()
     with caplog.at_level(logging.WARNING):
-        assert difference(states[0], loader.read(path, rank=3).apply()) == ""
+        assert difference(states[0], LoadRequest(rank=3).read(path).apply()) == ""
     assert "model.expert differs between ranks 0, 1, 2" in caplog.text
 
 
 def test_of_what_is_alike_though_each_rank_wrote_it_new_ranks_take_one(tmp_path: Path):
     states = [{"model": {"w": torch.ones(5)}, "n": rank} for rank in range(2)]
     path = write_world(tmp_path, states, lambda fqn, tensor: Apart((0, 1)))
-    assert difference(states[0], loader.read(path, rank=4).apply()) == ""
+    assert difference(states[0], LoadRequest(rank=4).read(path).apply()) == ""
     only(path, 0, 1)
     (path / "model.rank-00000.safetensors").unlink()
-    assert difference(states[1], loader.read(path, rank=1).apply()) == "", "it reads its own"
+    assert difference(states[1], LoadRequest(rank=1).read(path).apply()) == "", "it reads its own"
 
 
 def test_what_another_node_keeps_is_said_to_be_there(tmp_path: Path):
@@ -609,7 +609,7 @@ def load_in_turn(rank: int, world: int, folder: str) -> None:
         places = [parameter.to_local().data_ptr() for parameter in target.parameters()]
         for turn in range(world):
             if turn == rank:
-                loaded = loader.read(f"{folder}/step-00000001", into=targets, rank=rank)
+                loaded = LoadRequest(into=targets, rank=rank).read(f"{folder}/step-00000001")
                 assert not any(parameter.to_local().any() for parameter in target.parameters())
                 loaded.apply()
             dist.barrier()
@@ -625,15 +625,14 @@ def load_in_turn(rank: int, world: int, folder: str) -> None:
             assert type(state["step"]) is torch.Tensor
     own = distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0), Replicate()], src_data_rank=None)
     with pytest.raises(StateMismatchError, match=r"own\.w: shape \[4, 3\] in the checkpoint, \[8, 3\] in the target"):
-        loader.read(f"{folder}/step-00000002", into={"own": {"w": own}}, rank=rank)
-    loader.read(f"{folder}/step-00000002", into={"own": PerRank({"w": own})}, rank=rank).apply()
+        LoadRequest(into={"own": {"w": own}}, rank=rank).read(f"{folder}/step-00000002")
+    LoadRequest(into={"own": PerRank({"w": own})}, rank=rank).read(f"{folder}/step-00000002").apply()
     assert torch.equal(own.to_local(), torch.full((4, 3), float(rank)))
     with pytest.raises(StateMismatchError, match=r"bare: shape \[9, 3\] in the checkpoint, \[8, 3\] in the target"):
-        loader.read(
-            f"{folder}/step-00000001",
+        LoadRequest(
             into={"bare": distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0), Replicate()], src_data_rank=None)},
             rank=rank,
-        )
+        ).read(f"{folder}/step-00000001")
     dist.destroy_process_group()
 
 

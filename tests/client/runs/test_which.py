@@ -191,15 +191,15 @@ def test_where_the_newest_is_deleted_in_this_moment_the_next_newest_is_loaded(
 ):
     last = run / "step-00000015"  # without it the latest is 10, to which the run had gone back
     shutil.move(last, run / "later")
-    real = catalog.read_settled
+    enter = catalog.Attempts.__enter__
 
-    def overtaken(path: str, read: Callable[[str], Any], **options: Any) -> Any:
-        if path.endswith("10") and read is not catalog.read_info and not last.exists():
+    def overtaken(attempts: catalog.Attempts) -> list[str]:
+        if attempts._locate is not None and not last.exists():  # it has been located, and is read next
             shutil.move(run / "later", last)
-            shutil.rmtree(path)
-        return real(path, read, **options)
+            shutil.rmtree(run / "step-00000010")
+        return enter(attempts)
 
-    monkeypatch.setattr(catalog, "read_settled", overtaken)
+    monkeypatch.setattr(catalog.Attempts, "__enter__", overtaken)
     assert by_load(run) == 15
     assert not (run / "step-00000010").exists()
 
