@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from sidesave.client.arguments import path_text
 from sidesave.client.runs import catalog
@@ -17,6 +17,7 @@ from sidesave.errors import CheckpointError, CheckpointNotFoundError, InvalidArg
 from sidesave.writer_daemon.format.integrity import NO_SUCH_FILE
 from sidesave.writer_daemon.format.manifest import (
     MANIFEST,
+    no_such_step,
     parse_hidden_directory,
     parse_step_directory,
     step_directory,
@@ -26,10 +27,8 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS: Final = ".safetensors"
 INDEX: Final = ".safetensors.index.json"
-T = TypeVar("T")
 
 _FEW: Final = 5
-_MANY: Final = 20
 _OURS: Final = re.compile(r"(.+\.)?rank-\d{5,}\.(json|safetensors|msgpack|xxh3)", re.DOTALL)
 """Files of a checkpoint."""
 _START: Final = "start from it with Source(path, item='model'), where item is what of the state it is for"
@@ -157,9 +156,7 @@ def not_found(place: str, found: Sequence[CheckpointInfo] = (), step: int | None
     """The error for a ``step``, or for any checkpoint at all, that is not in ``place``, where ``found`` is."""
     if step is None or not found:
         return CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {describe_path(place)}", place)
-    steps = sorted({info.step for info in found})
-    there = f"there are {steps}" if len(steps) <= _MANY else f"the last of {len(steps)} are {steps[-_MANY:]}"
-    return CheckpointNotFoundError(errno.ENOENT, f"there is no step {step}; {there}", place)
+    return CheckpointNotFoundError(errno.ENOENT, no_such_step(step, {info.step for info in found}), place)
 
 
 def _is_there(path: str) -> bool:

@@ -203,8 +203,10 @@ def delete(
         WriteError: Storage refused.
     """
     target = manifest.step_directory(step)
-    if target not in storage.list_directory(""):
-        raise CheckpointNotFoundError(errno.ENOENT, f"there is no step {step}", f"{storage.root}/{target}")
+    there = storage.list_directory("")
+    if target not in there:
+        steps = [found for name in there if (found := manifest.parse_step_directory(name)) is not None]
+        raise CheckpointNotFoundError(errno.ENOENT, manifest.no_such_step(step, steps), f"{storage.root}/{target}")
     content = _committed(storage, target)
     if content is not None and content.session == lease.session and content.sequence > sequence:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, cast
 
@@ -28,6 +29,7 @@ from sidesave.writer_daemon.format.sealed_json import (
 
 MANIFEST: Final = "manifest.json"
 MAX_JSON_NBYTES: Final = 1 << 30
+_MANY: Final = 20
 
 _STEP_DIR = re.compile(r"step-(\d{8,19})")
 _HIDDEN = re.compile(
@@ -41,6 +43,15 @@ _HIDDEN = re.compile(
 def step_directory(step: int) -> str:
     """``step-00000100``."""
     return f"step-{step:08d}"
+
+
+def no_such_step(step: int, steps: Iterable[int]) -> str:
+    """What is said where a step is missing: which ones there are, of many the last."""
+    found = sorted(steps)
+    if not found:
+        return f"there is no step {step}"
+    there = f"there are {found}" if len(found) <= _MANY else f"the last of {len(found)} are {found[-_MANY:]}"
+    return f"there is no step {step}; {there}"
 
 
 def attempt_of(session: str, sequence: int, world_size: int) -> str:

@@ -191,7 +191,7 @@ def test_the_newest_checkpoint_is_never_deleted(run: Path):
 def test_deleting_what_is_not_there_is_an_error_and_no_failure_of_the_next_save(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
-        with pytest.raises(CheckpointNotFoundError, match="no step 7"):
+        with pytest.raises(CheckpointNotFoundError, match=r"no step 7; there are \[1\]"):
             ckpt.delete(7).result(DEADLINE_S)
         with pytest.raises(InvalidArgumentError):
             ckpt.delete(-1)
