@@ -491,8 +491,9 @@ def targets(folder: Path) -> list[Target]:
         treespec.build(lambda ref: None, only=lambda fqn: "1" in fqn)
         for first, second in ((flat.objects, data), (data, flat.objects)):
             merged = TreeSpec(first, "objects", 0)
-            merged.add(TreeSpec(second, "objects", 1), tensors.__contains__)
-            merged.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
+            for optimizers in (True, False):
+                merged.add(TreeSpec(second, "objects", 1), tensors.__contains__, optimizers=optimizers)
+                merged.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
 
     def read_npy(data: bytes) -> None:
         build(pack({"a": [17, data], "b": [15, "", data]}))

@@ -259,10 +259,11 @@ class CheckpointReader:
         return record
 
     def _read_treespecs(self) -> TreeSpec:
-        own = self.rank if self.rank < self.manifest.world_size and not self.resized else 0
+        has_own = self.rank < self.manifest.world_size and not self.resized
+        own = self.rank if has_own else 0
         treespec, *others = (self.read_treespec(rank) for rank in dict.fromkeys((own, *self.manifest.treespecs)))
         for other in others:
-            treespec.add(other, self.manifest.table.tensors.__contains__)
+            treespec.add(other, self.manifest.table.tensors.__contains__, optimizers=not has_own)
         return treespec
 
     def read_treespec(self, rank: int) -> TreeSpec:

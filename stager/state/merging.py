@@ -33,10 +33,16 @@ class Partial:
 class Merger:
     """Merges or compares nodes of two treespecs; see ``TreeSpec.add`` and ``TreeSpec.differences``."""
 
-    def __init__(self, is_shared: Callable[[str], bool], theirs: Callable[[Any], Partial]) -> None:
-        """Make it; ``is_shared`` tells by its FQN whether a tensor is of all ranks, ``theirs`` marks a node."""
+    def __init__(
+        self, is_shared: Callable[[str], bool], theirs: Callable[[Any], Partial], *, optimizers: bool = True
+    ) -> None:
+        """Make it; ``is_shared`` tells by its FQN whether a tensor is of all ranks, ``theirs`` marks a node.
+
+        Without ``optimizers`` those that both have stay as the first has them.
+        """
         self._is_shared = is_shared
         self._theirs = theirs
+        self._optimizers = optimizers
 
     def items(self, ours: _Items, theirs: _Items, mark: Callable[[Any], Partial], depth: int) -> _Items:
         """All items of two dicts; ``mark`` marks what only the first has."""
@@ -55,6 +61,8 @@ class Merger:
             return Partial(merged, where, rank)
         ours, theirs = _items_of(first), _items_of(second)
         if ours is None or theirs is None or depth > MAX_DEPTH or not self._holds_shared(second):
+            return first
+        if not self._optimizers and ours.keys() >= {"state", "param_groups"}:
             return first
         pairs = list(self.items(ours, theirs, mark, depth + 1).values())
         tag, *about, _ = cast("list[Any]", first)

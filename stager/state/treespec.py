@@ -75,7 +75,7 @@ class TreeSpec:
         """The top-level names."""
         return list(self._body)
 
-    def add(self, other: TreeSpec, is_shared: Callable[[str], bool]) -> None:
+    def add(self, other: TreeSpec, is_shared: Callable[[str], bool], *, optimizers: bool) -> None:
         """Take over what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
 
         A dict without any belongs to its rank, and must not be mixed with that of another.
@@ -83,6 +83,8 @@ class TreeSpec:
         Args:
             other: The treespec of another rank.
             is_shared: Tells by its FQN whether a tensor belongs to all ranks.
+            optimizers: Whether this goes for the states of optimizers too, which belong to the parameters of their
+                rank: one may have had no gradient there, or no elements (FSDP1), and has no state then.
 
         Raises:
             IntegrityError: ``other`` is malformed.
@@ -93,7 +95,7 @@ class TreeSpec:
 
         try:
             ours, theirs = ({key: (key, node) for key, node in one._body.items()} for one in (self, other))
-            merged = Merger(is_shared, partial(other)).items(ours, theirs, partial(self), 0)
+            merged = Merger(is_shared, partial(other), optimizers=optimizers).items(ours, theirs, partial(self), 0)
             self._body = dict(merged.values())
         except Exception as error:
             raise IntegrityError(f"{other._where}: not a treespec: {error}") from error

@@ -1,0 +1,93 @@
+"""Optimizers that have state for other parameters on each rank: each rank gets back what it had, and nothing more."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from states import difference
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import StateDictType
+from trainers import DEADLINE_S
+
+import sidesave
+
+
+def _enter(rank: int, folder: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+
+
+def _experts(rank: int, folder: str) -> None:
+    """On each rank another expert has had something to do."""
+    _enter(rank, folder)
+
+    def made(seed: int) -> tuple[nn.ModuleList, torch.optim.AdamW]:
+        torch.manual_seed(seed)
+        model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made(0)
+    model[rank](torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer}).committed.result(DEADLINE_S)
+        again, other = made(1)
+        checkpointer.load(into={"model": again, "optimizer": other})
+        fresh = checkpointer.load()
+    assert [*other.state_dict()["state"]] == [2 * rank, 2 * rank + 1]
+    assert difference(optimizer.state_dict(), other.state_dict()) == ""
+    assert difference(dict(model.state_dict()), dict(again.state_dict())) == ""
+    assert [*fresh["optimizer"]["state"]] == [2 * rank, 2 * rank + 1]
+    torch.distributed.destroy_process_group()
+
+
+def test_a_parameter_without_a_gradient_gets_no_moments_of_another_rank(tmp_path: Path):
+    mp.spawn(_experts, (os.fspath(tmp_path),), nprocs=2)
+
+
+def _fsdp1(rank: int, folder: str, use_orig_params: bool, kind: StateDictType) -> None:
+    """Small layers lie on one rank whole; of another both have a part."""
+    _enter(rank, folder)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made(seed: int) -> tuple[FSDP1, torch.optim.AdamW]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3))
+        wrapped = FSDP1(model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        FSDP1.set_state_dict_type(wrapped, kind)
+        return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+
+    def train(model: FSDP1, optimizer: torch.optim.AdamW, steps: int) -> list[float]:
+        losses: list[float] = []
+        for _ in range(steps):
+            loss = model(torch.linspace(0, 1 + rank, 12).reshape(2, 6)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    model, optimizer = made(0)
+    train(model, optimizer, 2)
+    with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer}).committed.result(DEADLINE_S)
+        again, other = made(1)
+        checkpointer.load(into={"model": again, "optimizer": other})
+    states: Any = optimizer.state_dict()["state"], other.state_dict()["state"]
+    assert states[0]
+    assert difference(*states) == ""
+    assert train(model, optimizer, 3) == train(again, other, 3), "it goes on as if nothing had happened"
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)
+def test_fsdp1_goes_on_bit_for_bit(tmp_path: Path, use_orig_params: bool, kind: StateDictType):
+    mp.spawn(_fsdp1, (os.fspath(tmp_path), use_orig_params, kind), nprocs=2)
