@@ -89,6 +89,18 @@ def await_end(pidfd: int, timeout_s: float = DEADLINE_S) -> None:
     assert poller.poll(timeout_s * 1000), f"still running after {timeout_s:g} s"
 
 
+def _environment_of(process: Path) -> bytes:
+    """What a process of ``/proc`` was started with.
+
+    While a process is inside ``execve`` its environment reads as empty, and so does its command line: that is waited for.
+    """
+    while not (environment := (process / "environ").read_bytes()):
+        (process / "exe").readlink()  # an OSError where there is none: it is the kernel's, or has ended
+        if (process / "cmdline").read_bytes():  # it may have gone on in between
+            return (process / "environ").read_bytes()
+    return environment
+
+
 class Traces:
     """A temporary directory of its own for trainers and their daemons, by which all their processes are known."""
 
@@ -100,16 +112,16 @@ class Traces:
         marker, found = f"TMPDIR={self.folder}".encode(), {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and marker in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and marker in _environment_of(entry).split(b"\0"):
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
     def await_ends(self, sparing: Collection[int] = ()) -> None:
         """Block until every process has ended but those of ``sparing``; with it go descriptors and memory."""
-        for pid in self.processes().keys() - set(sparing):
-            with contextlib.suppress(ProcessLookupError), pidfd_of(pid) as pidfd:
-                await_end(pidfd)
-        assert self.processes().keys() <= set(sparing)
+        while left := self.processes().keys() - set(sparing):  # each may start another while it ends
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError), pidfd_of(pid) as pidfd:
+                    await_end(pidfd)
 
     def check(self, sparing: Collection[int] = ()) -> None:
         """Every process ends, but those of ``sparing``; no socket directory remains."""
