@@ -62,9 +62,9 @@ class Journal:
         os.write(self._pipe, line)
 
     def wait_for(self, what: str, size: int) -> None:
-        """Block until all ranks have told this last, for half a minute at most."""
+        """Block until all ranks have told this last, or nobody has patience any more."""
         logs = [self._folder / f"rank-{rank}.log" for rank in range(size)]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             lines = [log.read_text().splitlines() for log in logs if log.exists()]
             if sum(bool(of_rank) and json.loads(of_rank[-1])["what"] == what for of_rank in lines) == size:

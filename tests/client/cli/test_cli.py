@@ -7,7 +7,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from commands import as_json, output, sidesave_cli
+from states import wait_until
 from torch import nn
 from trainers import Orders, Traces, Trainer, await_end, pidfd_of
 
@@ -623,9 +623,7 @@ def test_doctor_refuses_a_file(tmp_path: Path):
 
 def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
     with subprocess.Popen([*MODULE, "doctor", tmp_path], stdout=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 60
-        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: list(tmp_path.iterdir()), "it has begun")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM

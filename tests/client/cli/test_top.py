@@ -74,9 +74,9 @@ def test_a_daemon_is_seen_with_its_run_its_trainer_and_the_last_commit_until_it_
 def test_rates_are_those_since_the_look_before(tmp_path: Path):
     top = Top()
     with sidesave.Checkpointer(tmp_path) as checkpointer:
+        began = time.monotonic()  # no later than the first look
         [first] = seen(tmp_path, top)
         assert (first.cpu, first.written_nbytes_per_s) == (None, None)
-        began = time.monotonic()
         info = checkpointer.save(1, a_state(1, 8)).committed.result()
         [second] = seen(tmp_path, top)
         seconds = time.monotonic() - began

@@ -604,8 +604,8 @@ def test_thread_of_the_daemon_that_dies_takes_the_daemon_along_and_a_successor_g
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
         orders.give("break", starting_at="os.rename", keep=True)
-        handle = ckpt.save(2, a_state(2))
         with pidfd_of(daemon(ckpt)) as pidfd:
+            handle = ckpt.save(2, a_state(2))
             orders.obeyed()  # of the commit
             orders.obeyed()  # and of what removes the rest: nobody is left to catch that
             orders.withdraw()

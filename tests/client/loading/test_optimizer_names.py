@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from states import difference
 from torch import nn
+from trainers import DEADLINE_S
 
 import sidesave
 from sidesave.errors import StateMismatchError
@@ -70,7 +71,7 @@ def save(tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], Path]]:
     with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
 
         def save(state: dict[str, Any]) -> Path:
-            return Path(checkpointer.save(next(steps), state).committed.result(60).path)
+            return Path(checkpointer.save(next(steps), state).committed.result(DEADLINE_S).path)
 
         yield save
 
@@ -128,7 +129,7 @@ def test_any_order_goes_into_any_other_as_if_it_had_been_made_so(
     train(model, optimizer)
     state: dict[str, Any] = {"optimizer": optimizer} if own else {"optimizer": optimizer, "model": model}
     with sidesave.Checkpointer(tmp_path_factory.mktemp("run")) as checkpointer:
-        path = checkpointer.save(1, state).committed.result(60)
+        path = checkpointer.save(1, state).committed.result(DEADLINE_S)
     target, other = made(wanted, others)
     sidesave.load(path, into={"optimizer": other} if own else {"optimizer": other, "model": target})
     assert difference(states_of(model, optimizer), states_of(target, other)) == ""
@@ -449,7 +450,7 @@ def divided(rank: int, folder: str) -> None:
     model, optimizer = made(turned=False)
     train(model, optimizer)
     with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
-        path = checkpointer.save(1, {"model": model, "optimizer": optimizer}).committed.result(120)
+        path = checkpointer.save(1, {"model": model, "optimizer": optimizer}).committed.result(DEADLINE_S)
         target, other = made(turned=True)
         sidesave.load(path, into={"model": target, "optimizer": other})
 

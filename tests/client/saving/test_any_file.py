@@ -12,6 +12,7 @@ from safetensors import safe_open
 from states import difference
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from trainers import DEADLINE_S
 
 import sidesave
 from sidesave.stager.state.tensor_collector import TensorCollector
@@ -62,7 +63,7 @@ def test_stock_readers_and_ours_find_what_is_scattered_over_files(tmp_path: Path
     state = made(0)
     with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, state).committed.result(60)
+            checkpointer.save(step, state).committed.result(DEADLINE_S)
     path = tmp_path / "run" / "step-00000002"
     assert len(list(path.glob("part-*.safetensors"))) == FILES
     assert sidesave.verify(path).ok
@@ -105,7 +106,7 @@ def two_ranks(rank: int, folder: str) -> None:
 
         saved = state(0)
         with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
-            path = checkpointer.save(1, saved).committed.result(120)
+            path = checkpointer.save(1, saved).committed.result(DEADLINE_S)
             target = state(1)
             checkpointer.load(into=target)
 
