@@ -469,7 +469,7 @@ def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("patience_s", [1.0, 600.0])
+@pytest.mark.parametrize("patience_s", [3.0, 600.0])
 def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
     ext4: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience_s: float
 ):
@@ -485,16 +485,18 @@ def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
                 _await_stuck(pid)
                 os.kill(pid, signal.SIGKILL)
                 wait_until(lambda: f"daemon {pid} cannot be killed" in caplog.text, "it is told", DEADLINE_S)
-                if patience_s == 1.0:
-                    for failed in (handle, ckpt.save(3, a_state(3), overwrite=True)):
-                        with pytest.raises(WriteStalledError, match="stuck in the kernel"):
-                            failed.committed.result(DEADLINE_S)
+                if patience_s == 3.0:
+                    later = ckpt.save(3, a_state(3), overwrite=True)
+                    with pytest.raises(WriteStalledError, match=r"stuck in the kernel|no byte of step 2 has moved"):
+                        handle.committed.result(DEADLINE_S)  # the daemon may have noticed before it was killed
+                    with pytest.raises(WriteStalledError, match="stuck in the kernel"):
+                        later.committed.result(DEADLINE_S)
             await_end(pidfd)
         if patience_s == 600.0:
             handle.committed.result(DEADLINE_S)
         commit(ckpt, 4)
         assert ckpt.daemon_pid != pid
-    check(ext4, *([1, 4] if patience_s == 1.0 else [1, 2, 4]))
+    check(ext4, *([1, 4] if patience_s == 3.0 else [1, 2, 4]))
 
 
 @pytest.mark.root
@@ -526,11 +528,13 @@ def test_start_while_storage_hangs_goes_on_when_it_does_no_more(ext4: Path):
 def _await_stuck(pid: int | None) -> None:
     """Block until a thread of this daemon, or of any that this process has started, is stuck in the kernel."""
     deadline = time.monotonic() + DEADLINE_S
-    while True:
+    looks: dict[Path, int] = {}
+    while max(looks.values(), default=0) < 20:  # else it may only wait for a page of a program to be read
+        stuck: list[Path] = []
         for daemon in [pid] if pid is not None else [child.pid for child in psutil.Process().children()]:
-            for task in Path(f"/proc/{daemon}/task").iterdir():
-                with contextlib.suppress(OSError):
-                    if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D":
-                        return
+            with contextlib.suppress(OSError):
+                tasks = Path(f"/proc/{daemon}/task").iterdir()
+                stuck += [task for task in tasks if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"]
+        looks = {task: looks.get(task, 0) + 1 for task in stuck}
         assert time.monotonic() < deadline, "no daemon is stuck"
         time.sleep(0.005)
