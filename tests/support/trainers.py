@@ -323,13 +323,13 @@ def _take_order(path: Path, step: str, *, of_storage: bool) -> dict[str, Any] | 
     """The order that begins at this step, if there is one."""
     try:
         order = json.loads(path.read_text())
-    except FileNotFoundError:
+        begins = step == order["starting_at"] or (order["starting_at"] == "" and _is_counted(step))
+        if not begins or not (of_storage or order["every_step"]):
+            return None
+        if not order["keep"]:
+            path.unlink()
+    except FileNotFoundError:  # or another process has taken it in this moment, or it was withdrawn
         return None
-    begins = step == order["starting_at"] or (order["starting_at"] == "" and _is_counted(step))
-    if not begins or not (of_storage or order["every_step"]):
-        return None
-    if not order["keep"]:
-        path.unlink()
     return order
 
 
