@@ -27,9 +27,9 @@ def fqn_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def prefixes(path: Path) -> Iterator[Path]:
+def prefixes(path: Path) -> list[Path]:
     """The nodes on the way to a path, from its item on, itself last."""
-    return (path[:end] for end in range(1, len(path) + 1))
+    return [path[:end] for end in range(1, len(path) + 1)]
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]]:
@@ -89,12 +89,11 @@ class FlatMap:
                 node[at[-1]] = leaf
         return self._made(root, path)
 
-    def _made(self, items: Any, path: Path) -> Any:
-        if type(items) is not _Items:
-            return items
+    def _made(self, items: dict[Any, Any], path: Path) -> Any:
         made: dict[Any, Any] = {}
         for key, item in items.items():
-            made[key if type(key) in (str, int) else unpickled(key)] = self._made(item, (*path, key))
+            value = self._made(item, (*path, key)) if type(item) is _Items else item
+            made[key if type(key) in (str, int) else unpickled(key)] = value
         like: Any = self.containers.get(path)
         make = _maker(like)
         if make in SEQUENCES and all(type(index) is int for index in made):  # a new name may be none
@@ -126,7 +125,8 @@ def unwrap(target: Any) -> Any:
 
 def is_stateful(target: object) -> bool:
     """Whether it takes its state whole, as optimizers, schedulers and data loaders do."""
-    return isinstance(target, Stateful) and not isinstance(target, (type, nn.Module))
+    # The protocol comes last: to ask for it takes long, and most that is asked about is a tensor.
+    return not isinstance(target, (torch.Tensor, type, nn.Module)) and isinstance(target, Stateful)
 
 
 def is_live(target: Any) -> bool:
@@ -220,7 +220,8 @@ class LiveMap:
 
     def slot(self, path: Path) -> Slot | None:
         """The leaf that ``path`` is, or is below."""
-        return next((self.slots[node] for node in prefixes(path) if node in self.slots), None)
+        slot = self.slots.get(path)
+        return slot or next((self.slots[node] for node in prefixes(path) if node in self.slots), None)
 
     def everything(self) -> Iterator[Path]:
         """The paths of all that there is, also in the state of objects and in plain data."""

@@ -319,7 +319,7 @@ def _left_out(
                 origins[old[:end]] = slot
     taken, found = set(places.values()), dict[Path, tuple[Slot, Path]]()
     for old in saved.leaves if origins else ():
-        origin = next((node for node in reversed([*prefixes(old)]) if node in origins), None)
+        origin = next((node for node in reversed(prefixes(old)) if node in origins), None)
         if old not in places and origin is not None:
             slot = origins[origin]
             new = (*slot.path, *old[len(origin) :])

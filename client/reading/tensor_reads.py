@@ -11,7 +11,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -59,7 +59,7 @@ class TensorRead:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: list[Part]
-    _target: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _target: torch.Tensor | None = None
 
     @property
     def stays(self) -> bool:
@@ -83,6 +83,7 @@ class TensorRead:
 
         No element lies across these borders: of a large tensor they are those of blocks, which begin with it.
         """
+        assert self._target is not None
         entry, itemsize = part.entry, self.dtype.itemsize
         start, stop = max(start - entry.offset, 0), min(stop - entry.offset, entry.nbytes)
         bits, count = _BITS[itemsize], (stop - start) // itemsize
@@ -101,6 +102,7 @@ class TensorRead:
 
     def finished(self) -> torch.Tensor:
         """The box, put together."""
+        assert self._target is not None
         return self._target.view(self.dtype).view(self.shape)
 
 
@@ -114,10 +116,11 @@ class Gathering:
         """Take memory for them; ``HostMemoryError`` where there is not enough, which says the ``purpose``."""
         ranges: dict[BlockFile, list[tuple[int, int]]] = {}
         away: list[ReadRequest] = []
-        for box in boxes:
+        stays = [box.stays for box in boxes]
+        for box, it_stays in zip(boxes, stays, strict=True):
             for part in box.parts:
                 found = part.block_ranges(box.dtype.itemsize)
-                if box.stays or part.is_small:
+                if it_stays or part.is_small:
                     ranges.setdefault(part.file, []).extend(found)
                 else:
                     put = functools.partial(box.put, part)
@@ -127,7 +130,8 @@ class Gathering:
             file: [ReadRequest(file, *found) for found in block_io.join(each)] for file, each in ranges.items()
         }
         staying = [request for requests in self._homes.values() for request in requests]
-        self._together = [box for box in boxes if box.parts and not box.stays]
+        self._stays = stays
+        self._together = [box for box, it_stays in zip(boxes, stays, strict=True) if box.parts and not it_stays]
         host_memory.require(sum(each.nbytes for each in [*staying, *self._together]), purpose)
         for request in staying:
             request.memory = block_io.allocate(request.nbytes)
@@ -142,7 +146,10 @@ class Gathering:
                 span = part.span(box.dtype.itemsize)
                 home = _home(self._homes[part.file], span[0])
                 box.put(part, home.content, home.base, *span)
-        return [self._view(box) if box.stays or not box.parts else box.finished() for box in self._boxes]
+        return [
+            self._view(box) if it_stays or not box.parts else box.finished()
+            for box, it_stays in zip(self._boxes, self._stays, strict=True)
+        ]
 
     def _view(self, box: TensorRead) -> torch.Tensor:
         if not box.parts:
