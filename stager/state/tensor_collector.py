@@ -110,10 +110,10 @@ class TensorCollector:
                 return self.tensor(plain, fqn, origin=value)
         if is_dtensor(value):
             return self._dtensor(value, fqn)
-        raise UnsupportedValueError(
-            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} is not a plain tensor; save its local "
-            "part or its dequantized value"
-        )
+        kind, cure = type(value), "save its local part or its dequantized value"
+        if kind.__qualname__ == "ShardedTensor":
+            cure = "with device_mesh= FullyShardedDataParallel gives a DTensor in its place, which can be saved"
+        raise UnsupportedValueError(f"{fqn}: a {kind.__module__}.{kind.__qualname__} is not a plain tensor; {cure}")
 
     def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
         local = cast("Any", value).to_local()

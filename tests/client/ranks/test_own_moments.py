@@ -15,6 +15,7 @@ from torch.distributed.fsdp import StateDictType
 from trainers import DEADLINE_S
 
 import sidesave
+from sidesave.errors import UnsupportedValueError
 
 
 def _enter(rank: int, folder: str) -> None:
@@ -84,6 +85,20 @@ def _fsdp1(rank: int, folder: str, use_orig_params: bool, kind: StateDictType) -
     assert difference(*states) == ""
     assert train(model, optimizer, 3) == train(again, other, 3), "it goes on as if nothing had happened"
     torch.distributed.destroy_process_group()
+
+
+def _without_mesh(rank: int, folder: str) -> None:
+    _enter(rank, folder)
+    model = FSDP1(nn.Linear(6, 5), device_id=torch.device("cpu"))
+    FSDP1.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    told = "ShardedTensor is not a plain tensor; with device_mesh="
+    with sidesave.Checkpointer(f"{folder}/run") as checkpointer, pytest.raises(UnsupportedValueError, match=told):
+        checkpointer.save(1, {"model": model})
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp1_without_a_mesh_is_told_what_it_needs(tmp_path: Path):
+    mp.spawn(_without_mesh, (os.fspath(tmp_path),), nprocs=2)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -197,7 +197,7 @@ def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
     orders, environment = ordered
     ranks = start(3, environments={1: environment})
     ranks.do("build", "small")
-    ranks.open(run, commit_timeout_s=2.0)
+    ranks.open(run, commit_timeout_s=5.0)
     if known:
         ranks.save(1)
     orders.give("stop", starting_at=where)

@@ -114,7 +114,7 @@ def test_rank_that_misses_a_save_and_comes_after_it_was_given_up_costs_no_furthe
 ):
     ranks = start(2)
     ranks.do("build", "small")
-    ranks.open(run, commit_timeout_s=2.0)
+    ranks.open(run, commit_timeout_s=5.0)
     ranks.save(10)
     ranks[0].do("save", 20)
     ranks[0].tell("committed", 20)
