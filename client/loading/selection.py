@@ -77,9 +77,8 @@ class LoadFilter:
         the new names already, as later ones of the same run do.
         """
         unmatched = filters.unmatched(self.patterns, fqns)
-        if live is not None and any(
-            pattern.kind == "exclude" for pattern in unmatched
-        ):  # of what the checkpoint has not
+        if live is not None and any(pattern.kind == "exclude" for pattern in unmatched):
+            # It may exclude what only the target has.
             new = map(fqn_of, live.everything())
             known = {origin for name in new for origin in self.renaming.origins(name) or (name,)}
             unknown = filters.unmatched(unmatched, known)
@@ -90,9 +89,7 @@ class LoadFilter:
         if not unmatched:
             return
         hints = filters.Hints(fqns, reader.treespec.keys())
-        wrong = [
-            pattern for pattern in unmatched if self._strict and not (pattern.kind == "rename" and live is not None)
-        ]
+        wrong = [each for each in unmatched if self._strict and not (each.kind == "rename" and live is not None)]
         lines = few(wrong or unmatched, hints.line, "match nothing")
         if wrong:
             raise StateMismatchError(f"{reader.path} does not fit, and nothing was loaded:\n  " + "\n  ".join(lines))

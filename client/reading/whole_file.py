@@ -15,7 +15,7 @@ def write_whole(path: str, data: bytes) -> None:
             file.write(data)
             os.fchmod(fd, 0o644)  # mkstemp makes it private, and readers are often other users
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # an interrupt leaves no temporary file either
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise

@@ -68,7 +68,7 @@ class Outcome(Future[T]):
         for callback in callbacks:
             try:
                 callback(self)
-            except BaseException:
+            except BaseException:  # the user's code; the others are to be called all the same
                 logger.exception("a callback of a save's future raised; set a flag there that the training loop reads")
 
 

@@ -189,16 +189,17 @@ class ShardPlanner:
         infos = {fqn: (where[fqn][0], where[fqn][1].dtype) for fqn in where}
         without = self._table(infos, known, shares)
         whole = layout.merge([without, self._table(infos, everyone, compared)])
-        apart = dict.fromkeys(to_compare, "")
+        unshared_table = None
+        if to_compare:
+            part = self._part(without, unshared_own, flat.grids)
+            unshared_table = dataclasses.replace(part, apart=dict.fromkeys(to_compare, ""))
         return _Layout(
             grids=tuple(flat.grids.values()),
             pieces=pieces,
             plan=make_plan(structure_of(targets), offsets),
             unshared=unshared,
             table=self._part(whole, own, flat.grids),
-            unshared_table=dataclasses.replace(self._part(without, unshared_own, flat.grids), apart=apart)
-            if apart
-            else None,
+            unshared_table=unshared_table,
         )
 
     def _assign(self, known: dict[str, tuple[Grid, int]]) -> dict[str, Share]:

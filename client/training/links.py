@@ -58,7 +58,7 @@ class Links:
     def _name_of(self, info: CheckpointInfo) -> str | None:
         try:
             name = self._naming(info) if callable(self._naming) else self._naming.format(step=info.step)
-        except Exception:
+        except Exception:  # of the user's function or format
             logger.exception("step %d is not named", info.step)
             return None
         if name is None or name == step_directory(info.step):  # which it has

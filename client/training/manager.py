@@ -137,7 +137,7 @@ class CheckpointManager:
                 metadata=metadata or {},
                 metric_names={policy.metric for policy in self._keep if isinstance(policy, KeepBest)},
             )
-        except BaseException:
+        except BaseException:  # an interrupt leaves no daemon either
             self._stop(0)
             raise
         self._dropped = weakref.finalize(self, end_dropped, os.getpid(), self._schedule, self._background.trigger)

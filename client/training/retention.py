@@ -170,7 +170,7 @@ class Retention:
             logger.debug("retention has come to its end: %s", error)
         except (SidesaveError, OSError) as error:
             logger.error("no checkpoint is deleted or named now, retention failed: %s", error)
-        except BaseException:
+        except BaseException:  # a thread that died would say nothing
             logger.exception("no checkpoint is deleted or named now, retention failed")
 
     def _link(self, checkpoints: Sequence[CheckpointInfo]) -> None:
