@@ -22,7 +22,7 @@ from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.run import Run
 from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.saving.saver import Saver
-from sidesave.client.saving.session import Session, await_dropped, close_at_exit, was_closed
+from sidesave.client.saving.session import Session, await_predecessors, close_at_exit, was_closed
 from sidesave.errors import InvalidArgumentError, SidesaveError
 from sidesave.stager import apart
 from sidesave.stager.devices import kinds
@@ -91,7 +91,8 @@ class Checkpointer:
             on_busy: With all slots busy, ``"wait"`` for one or ``"skip"`` the save.
             busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
             stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds.
-            takeover_timeout_s: How long to wait for the daemon of a dead trainer that still writes here, in seconds.
+            takeover_timeout_s: How long to wait for a daemon that still writes here, in seconds: a dead trainer's, or
+                one that an interrupted ``close()`` of this process has left.
             commit_timeout_s: How long, in seconds, a rank whose part is written waits for the others.
             distributed: Save together with the other ranks: those of the process group if one is initialised, else
                 those that the launcher tells of (``RANK``, ``WORLD_SIZE``). False for a process that saves alone, such
@@ -144,7 +145,7 @@ class Checkpointer:
             if further and os.path.realpath(further) == os.path.realpath(path):
                 raise InvalidArgumentError(f"fallback_directory is the run directory itself: {further}")
             arguments.make_directory(path)
-            await_dropped(path)
+            await_predecessors(path, takeover_timeout_s)
         node = find_node(world, path, node_local=node_local)
         session = Session(world, node, Run(path, further), options)
         self._dropped = weakref.finalize(self, session.drop)

@@ -99,6 +99,8 @@ class Connection:
         self.recovered: tuple[str, ...] = ()
         self.removed: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
+        self.reaper: threading.Thread | None = None
+        """Ends with the last daemon, where that was left to finish alone."""
         forget_in_child(self)
         self._thread = threading.Thread(target=self._run, name="sidesave-client", daemon=True)
 
@@ -164,9 +166,9 @@ class Connection:
             if not self._thread.is_alive():
                 self._forget()
 
-    def give_up_starting(self) -> None:
-        """Have a daemon that is not ready yet ended, and the start fail."""
-        self._drain_by = time.monotonic()
+    def give_up_starting(self, timeout_s: float) -> None:
+        """Have a daemon that is not ready yet ended, and the start fail; one that is ready has ``timeout_s`` to end."""
+        self._drain_by = time.monotonic() + timeout_s
         self._draining = True
         self._wake_up()
 
@@ -279,7 +281,7 @@ class Connection:
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
-            process.close()
+            self.reaper = process.close()
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None

@@ -81,11 +81,14 @@ class DaemonProcess:
         text = os.pread(self._stderr, _STDERR_TAIL_NBYTES, max(0, size - _STDERR_TAIL_NBYTES)).decode(errors="replace")
         return f"{end}; it said: {text.strip()}" if text.strip() else end
 
-    def close(self) -> None:
-        """Close our ends; a process that still runs is left to finish, and is reaped when it has."""
+    def close(self) -> threading.Thread | None:
+        """Close our ends; a process that still runs is left to finish, and is reaped then, by the thread returned."""
+        reaper = None
         if self.poll() is None:
-            threading.Thread(target=self._process.wait, name="sidesave-reaper", daemon=True).start()
+            reaper = threading.Thread(target=self._process.wait, name="sidesave-reaper", daemon=True)
+            reaper.start()
         self._forget()
+        return reaper
 
     def _forget(self) -> None:
         self.control.close()

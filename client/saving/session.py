@@ -12,6 +12,8 @@ import itertools
 import logging
 import os
 import secrets
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _EXIT_TIMEOUT_S: Final = 600.0
 _THREAD_TIMEOUT_S: Final = 10.0
+_START_PATIENCE_S: Final = 5.0
+"""What a daemon has to end whose checkpointer failed to start."""
 _FIRST_ID: Final = 1 << 60
 """Of requests that are no saves: a save is known by its place, which is the same on all ranks."""
 
@@ -144,7 +148,7 @@ class Session:
         self.history = OwnHistory(self.directory, options.daemon.fallback_directory, self.id, connection)
         self.connection.start()
         if self._stopped:  # by the main thread, which did not see the connection yet
-            self.connection.give_up_starting()
+            self.connection.give_up_starting(_START_PATIENCE_S)
         self.connection.wait_ready()
 
     # Meanwhile -------------------------------------------------------------------------------------------------
@@ -173,8 +177,8 @@ class Session:
         """End what a start that failed has left, and keep the failure short: a daemon that starts is not waited for."""
         self._stopped = True
         if hasattr(self, "connection"):
-            self.connection.give_up_starting()
-        self.close(5.0)
+            self.connection.give_up_starting(_START_PATIENCE_S)
+        self.close(_START_PATIENCE_S)
 
     def close(self, patience_s: float) -> None:
         """End everything; the daemon may take ``patience_s`` seconds to finish. Idempotent."""
@@ -205,6 +209,8 @@ class Session:
             self.copier.close()
         if hasattr(self, "connection"):
             self.connection.close(patience_s)
+            if self.connection.reaper is not None:
+                _finishing[self.connection.reaper] = os.path.realpath(self.directory)
         if hasattr(self, "saves"):
             self.saves.abandon()
         if hasattr(self, "pool"):
@@ -226,6 +232,8 @@ class _Checkpointer(Protocol):
 _open: weakref.WeakSet[_Checkpointer] = weakref.WeakSet()
 _dropped: set[Session] = set()
 """Of checkpointers that were dropped and are being closed."""
+_finishing: dict[threading.Thread, str] = {}
+"""Where daemons finish that were left to do so, by what ends with each."""
 _registered: Callable[[], None] | None = None
 
 
@@ -248,14 +256,27 @@ def _close_all() -> None:
             checkpointer.close(_EXIT_TIMEOUT_S)
         except SidesaveError as error:
             logger.error("a save failed: %s", error)
-    await_dropped()
+    _await_dropped(None)
 
 
-def await_dropped(directory: str | None = None) -> None:
-    """Wait until checkpointers that nobody refers to any more are closed: those of one directory, or all."""
-    place = None if directory is None else os.path.realpath(directory)
+def await_predecessors(directory: str, timeout_s: float) -> None:
+    """Wait for what this process has had in ``directory``: checkpointers that nobody refers to, daemons left behind.
+
+    For the daemons ``timeout_s`` at most.
+    """
+    place = os.path.realpath(directory)
     if any(os.path.realpath(other.directory) == place for other in _open):
         gc.collect()  # it may be one that only refers to itself
+    _await_dropped(place)
+    deadline = time.monotonic() + timeout_s
+    for reaper, where in list(_finishing.items()):
+        if where == place:
+            reaper.join(max(0.0, deadline - time.monotonic()))
+        if not reaper.is_alive():
+            _finishing.pop(reaper, None)
+
+
+def _await_dropped(place: str | None) -> None:
     for session in list(_dropped):
         if session.pid == os.getpid() and place in (None, os.path.realpath(session.directory)):
             session.books.close(_EXIT_TIMEOUT_S)

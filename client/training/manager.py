@@ -395,6 +395,7 @@ class CheckpointManager:
 
     def _save_and_leave(self, number: int, *, together: bool) -> None:
         """Save the step just finished, unless other ranks would not, and end the process as a signal has asked for."""
+        self._schedule.begin_answer()
         handle, step = self._managed.last, self._schedule.stepped
         if not together:
             logger.error("step %d is not saved before the end, for another rank has failed or died", step)
@@ -428,6 +429,7 @@ class CheckpointManager:
         self._closed = True
         try:
             schedule = self._schedule
+            schedule.begin_answer()
             left = schedule.finish(AGREE_TO_END_S, failing=event != "close")
             due = event is not None and (schedule.is_due(event) or (event == "close" and bool(left)))
             if due and self._managed.has_unsaved_step():

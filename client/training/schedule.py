@@ -237,6 +237,10 @@ class Schedule:
         """The signal that has asked for the end, or 0."""
         return self._signals.ending
 
+    def begin_answer(self) -> None:
+        """Signals that have come so far are about to be answered: no later wait ends by them."""
+        self._signals.begin_answer()
+
     def await_save(self, handle: SaveHandle, number: int | None = None) -> bool:
         """Wait for a save until a signal asks for the end, after signal ``number`` as long as its policy allows.
 

@@ -73,12 +73,17 @@ class SignalCatcher:
         self._came.put(number)
         self._wake()
 
+    def begin_answer(self) -> None:
+        """What has come so far is about to be answered: only signals that come from here on end :meth:`wait`."""
+        self._came = queue.SimpleQueue[int]()
+
     def wait(self, handle: SaveHandle, deadline_s: float | None) -> bool:
         """Block until a save has its outcome, the deadline has passed, or a signal that means the end comes.
 
-        Either way it is staged when this returns, or has failed. Returns whether it has its outcome.
+        One that has come since :meth:`begin_answer` counts as well. Either way the save is staged when this returns, or
+        has failed. Returns whether it has its outcome.
         """
-        came = self._came = queue.SimpleQueue[int]()
+        came = self._came
         handle.committed.add_done_callback(lambda _: came.put(0))
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         with contextlib.suppress(queue.Empty):

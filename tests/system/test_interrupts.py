@@ -25,9 +25,10 @@ from states import held, wait_until
 from trainers import DEADLINE_S, Traces
 
 import sidesave
+from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.reading import block_io
 from sidesave.client.runs import catalog
-from sidesave.errors import ClosedError, DaemonDiedError, SidesaveError, StagingError
+from sidesave.errors import ClosedError, DaemonDiedError, DirectoryInUseError, SidesaveError, StagingError
 from sidesave.stager import apart
 from sidesave.stager.apart import Worker
 from sidesave.stager.copy.copier import StagingCopy
@@ -351,6 +352,60 @@ def test_a_real_interrupt_leaves_nothing(run: Path):
 @pytest.mark.timeout(2 * CAMPAIGN_S + 300)
 def test_a_campaign_of_real_interrupts_leaves_nothing(run: Path):
     _campaign(run, random.SystemRandom().randrange(1 << 30), CAMPAIGN_S)
+
+
+@contextlib.contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_start_interrupted_at_its_very_end_leaves_when_the_daemon_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch):
+    give_up = Connection.give_up_starting
+    pids: list[int] = []
+
+    def slowly(connection: Connection, timeout_s: float) -> None:
+        pid = connection.pid
+        assert pid is not None
+        pids.append(pid)
+        stack.enter_context(_stopped(pid))
+        threading.Timer(0.5, stack.close).start()
+        give_up(connection, timeout_s)
+        connection._thread.join(0.2)  # as where the main thread is held up in between
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack, monkeypatch.context() as patched:
+        patched.setattr(Connection, "give_up_starting", slowly)
+        patched.setattr("sidesave.client.checkpointer.Saver", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sidesave.Checkpointer(run)
+    assert len(pids) == 1
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, {"w": torch.zeros(9)}, blocking=True)
+
+
+def test_a_start_waits_for_the_daemon_that_an_interrupted_close_has_left(run: Path, monkeypatch: pytest.MonkeyPatch):
+    ckpt = sidesave.Checkpointer(run)
+    ckpt.save(1, {"w": torch.zeros(9)}, blocking=True)
+    pid = ckpt.daemon_pid
+    assert pid is not None
+
+    def interrupted(timeout_s: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with _stopped(pid):
+        monkeypatch.setattr(ckpt._saver.session.saves, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.close()
+        with pytest.raises(DirectoryInUseError, match="this very process"):
+            sidesave.Checkpointer(run, takeover_timeout_s=0.1)
+    with sidesave.Checkpointer(run) as ckpt:
+        assert ckpt.steps() == [1]
 
 
 # Callbacks and threads ---------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ middle of them with the effect there or not. What must hold, whatever happens:
 import dataclasses
 from collections import deque
 
+import campaigns
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -235,7 +236,7 @@ class Service(RuleBasedStateMachine):
 
 
 TestService = Service.TestCase
-TestService.settings = settings(max_examples=400, stateful_step_count=40)
+TestService.settings = settings(max_examples=campaigns.examples(400), stateful_step_count=40)
 
 
 def test_a_written_save_is_only_watched_for_its_slot_may_hold_another_one_by_then():

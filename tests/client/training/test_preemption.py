@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 from manager_trainer import ManagedTrainer
+from managers import Manage
 from trainers import DEADLINE_S, SUPPORT, Orders, Traces
 
 import sidesave
+from sidesave import OnSignal
 from sidesave.client.runs import catalog, save_requests
 
 Start = Callable[..., ManagedTrainer]
@@ -135,6 +137,31 @@ def test_the_wait_for_the_commit_ends_and_the_daemon_goes_on(
     traces.check()
     assert steps(run) == [1]
     resumes(start, undisturbed, 2)
+
+
+class _Impatient:
+    """Somebody sends SIGTERM once more while this is saved."""
+
+    def state_dict(self) -> dict[str, int]:
+        signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_a_second_signal_while_the_last_save_is_made_ends_the_wait_for_it(orders: Orders, manage: Manage, run: Path):
+    state: dict[str, Any] = {"x": 0}
+    manager = manage(state, save=[OnSignal(deadline_s=DEADLINE_S)])
+    orders.give("hold", starting_at="os.mkdir")
+    state["y"] = _Impatient()
+    began = time.monotonic()
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        manager.step(0)
+    assert ended.value.code == TERMINATED
+    assert time.monotonic() - began < DEADLINE_S
+    assert steps(run) == []
+    orders.release()
 
 
 def test_sigterm_during_a_restore_leaves_without_a_save(start: Start, run: Path, undisturbed: dict[int, str]):
