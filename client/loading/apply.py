@@ -19,6 +19,7 @@ from sidesave.client.loading.tensors import Local
 from sidesave.client.messages import few
 from sidesave.stager import torch_private
 from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.tags import PLAIN
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +132,12 @@ def _in_place(target: Any, value: Any, undo: _Undo, taken: set[int]) -> Any:
     Not where it has taken another value before: two that were one are saved as two.
     """
     kind = cast("type[Any]", type(target))
-    if kind is not type(value) or kind not in (*DICTS, list, collections.deque) or id(target) in taken:
+    if (
+        type(value) in PLAIN
+        or kind is not type(value)
+        or kind not in (*DICTS, list, collections.deque)
+        or id(target) in taken
+    ):
         return value
     if kind is collections.deque and target.maxlen != value.maxlen:
         return value

@@ -12,6 +12,7 @@ from torch import nn
 
 from sidesave.client.loading.tensors import unpickled
 from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.tags import PLAIN
 from sidesave.stager.state.tree import Stateful
 from sidesave.stager.state.treespec import with_metadata
 
@@ -39,12 +40,24 @@ def children(node: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(cast("list[Any]", node)) if type(node) in SEQUENCES else ()
 
 
+def is_plain(node: Any) -> bool:
+    """Whether there is nothing but plain values in a container, and in those that it holds."""
+    if type(node) in DICTS:
+        items = cast("dict[Any, Any]", node)
+        return PLAIN.issuperset(map(type, items)) and is_plain([*items.values()])
+    if type(node) not in SEQUENCES:
+        return type(node) in PLAIN
+    items = cast("list[Any]", node)
+    return PLAIN.issuperset(map(type, items)) or all(map(is_plain, items))
+
+
 @dataclass(slots=True)
 class FlatMap:
     """A nest taken apart.
 
     Attributes:
-        leaves: What is no container, or has nothing in it, by its path, in the order of the nest.
+        leaves: What is no container, or has nothing in it, or is plain data that is not taken apart, by its path, in
+            the order of the nest.
         containers: By the path of each container with something in it one of its kind.
     """
 
@@ -52,20 +65,20 @@ class FlatMap:
     containers: dict[Path, Any] = field(default_factory=dict[Path, Any])
 
     @classmethod
-    def of(cls, nest: Any, path: Path = ()) -> FlatMap:
-        """Take ``nest`` apart, which is at ``path``."""
+    def of(cls, nest: Any, path: Path = (), is_whole: Callable[[Path], bool] = lambda path: False) -> FlatMap:
+        """Take ``nest`` apart, which is at ``path``; plain data for which ``is_whole`` is true stays one leaf."""
         flat = cls()
-        flat._add(nest, path)
+        flat._add(nest, path, is_whole)
         return flat
 
-    def _add(self, node: Any, path: Path) -> None:
+    def _add(self, node: Any, path: Path, is_whole: Callable[[Path], bool]) -> None:
         below = children(node)
-        if not below or not node:
+        if not below or not node or (is_whole(path) and is_plain(node)):
             self.leaves[path] = node
             return
         self.containers[path] = node
         for key, item in below:
-            self._add(item, (*path, key))
+            self._add(item, (*path, key), is_whole)
 
     def below(self, path: Path) -> FlatMap:
         """The part that is at ``path``."""
@@ -132,7 +145,7 @@ def is_stateful(target: object) -> bool:
 def is_live(target: Any) -> bool:
     """Whether a target takes its state in place, or has something in it that does; all else is plain data."""
     target = unwrap(target)
-    return (
+    return not is_plain(target) and (
         any(is_live(item) for _, item in children(target))
         or isinstance(target, (nn.Module, torch.Tensor))
         or is_stateful(target)

@@ -106,6 +106,10 @@ class LoadPlan:
                 found.placed.add(fqn_of(path))
             earlier = self.given.get(path) if self.live.slots[path].is_plain else None
             if earlier is not None and selection.kept:  # plain data of which a pattern chose a part
+                apart = [FlatMap.of(leaf, at) for at, leaf in earlier.items()]
+                earlier = {at: leaf for part in apart for at, leaf in part.leaves.items()}
+                for part in apart:
+                    self.containers = part.containers | self.containers
                 leaves = earlier | {at: leaf for at, leaf in leaves.items() if at not in selection.kept}
             self.given[path] = leaves
         found.unexpected += selection.found.unexpected

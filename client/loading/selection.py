@@ -143,14 +143,15 @@ class Selection:
         self.kept: set[Path] = set()
         partial: set[str] = set()
         nest, parameters = reader.treespec.unbuilt(unpickle=self._unpickle, partial=partial)
-        saved = FlatMap.of(nest)
+        self._nest = nest
+        saved = FlatMap.of(nest, is_whole=_whole(wanted, live))
         saved.leaves.pop((), None)
-        self._fqns = [fqn_of(path) for path in saved.leaves]
-        wanted.refuse_unmatched(reader, self._fqns, live)
+        fqns = [fqn_of(path) for path in saved.leaves]
+        wanted.refuse_unmatched(reader, fqns, live)
         renamed = Renamed(saved, partial, live)
         names = {
             path: name
-            for path, fqn in zip(saved.leaves, self._fqns, strict=True)
+            for path, fqn in zip(saved.leaves, fqns, strict=True)
             if wanted.selected(fqn) and (name := self.renaming(fqn)) is not None
         }
         places = {path: renamed.where(path, name) for path, name in names.items()}
@@ -167,8 +168,7 @@ class Selection:
         self.partial: Collection[str] = partial
         if live is not None and wanted.patterns:
             everywhere = (
-                renamed.where(path, self.renaming(fqn) or fqn)
-                for path, fqn in zip(saved.leaves, self._fqns, strict=True)
+                renamed.where(path, self.renaming(fqn) or fqn) for path, fqn in zip(saved.leaves, fqns, strict=True)
             )
             self._refuse_broken_lists(live, saved, everywhere, places.values())
         slots = {path: live.slot(new) for path, new in places.items()} if live else {}
@@ -277,7 +277,8 @@ class Selection:
 
     def names(self) -> list[str]:
         """Everything that the checkpoint has, whatever is chosen of it, under its new names; and what is at the top."""
-        return [*self.items(), *(self.renaming(fqn) or fqn for fqn in self._fqns)]
+        fqns = map(fqn_of, FlatMap.of(self._nest).leaves)
+        return [*self.items(), *(self.renaming(fqn) or fqn for fqn in fqns)]
 
     def needed(self, leaves: Iterable[Any]) -> list[TensorLoad | Pickled]:
         """Those of the leaves that have to be read of this checkpoint, each once."""
@@ -301,6 +302,16 @@ class Selection:
         if odd:
             where = "and this is another number of ranks, or one that had none"
             logger.warning("loading %s: %s, %s; of each the first rank's is taken", self.where, "; ".join(lines), where)
+
+
+def _whole(wanted: LoadFilter, live: LiveMap | None) -> Callable[[Path], bool]:
+    """Tells which plain data need not be taken apart: nothing speaks of what is in it, and nothing live is there."""
+    if wanted.patterns or wanted.renaming:
+        return lambda path: False
+    if live is None:
+        return bool
+    optimizers = {path for path, slot in live.slots.items() if isinstance(slot.target, torch.optim.Optimizer)}
+    return lambda path: bool(path) and path not in live.containers and optimizers.isdisjoint(prefixes(path))
 
 
 def _left_out(

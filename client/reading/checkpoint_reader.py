@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -20,7 +20,7 @@ from typing import Final, Protocol
 import torch
 
 from sidesave.client.reading import block_io, regions
-from sidesave.client.reading.block_io import BlockFile
+from sidesave.client.reading.block_io import BlockFile, ReadRequest
 from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs import finding
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
@@ -30,7 +30,7 @@ from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
 from sidesave.writer_daemon.format.manifest import MANIFEST, FileRecord, Manifest, RankRecord
-from sidesave.writer_daemon.format.tensor_file import TensorEntry
+from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorEntry
 from sidesave.writer_daemon.storage import Descriptor, PosixStorage
 
 Wanted = tuple[str, Box | None]
@@ -88,6 +88,10 @@ class Reader(Protocol):
     def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
         """Read boxes of tensors into fresh host memory."""
         ...
+
+
+def _drop(memory: memoryview, *place: int) -> None:
+    """A sink for what is only checked."""
 
 
 class CheckpointReader:
@@ -288,6 +292,8 @@ class CheckpointReader:
     def _open(self, ranks: Iterable[int]) -> None:
         """Read records, digest lists and headers of these ranks, as far as that has not been done."""
         missing = [rank for rank in dict.fromkeys(ranks) if rank not in self._entries]
+        if not missing:
+            return
 
         def read(rank: int) -> tuple[RankRecord, list[BlockFile]]:
             record = self._records.get(rank) or self._read_record(rank)
@@ -355,6 +361,35 @@ class CheckpointReader:
         gathering = Gathering(boxes, f"loading {self.path}")
         self.nbytes_read += block_io.read_blocks(self._open_descriptor, gathering.requests, verify=verify)
         return dict(zip(plans, gathering.tensors(), strict=True))
+
+    def fingerprint(self, name: str) -> list[tuple[Box, int, bytes]]:
+        """What two tensors of one dtype and shape have alike only if their bytes are; equal ones may differ in it.
+
+        It is made of stored digests, and says something of the bytes when :meth:`check` has read them.
+        """
+        found: list[tuple[Box, int, bytes]] = []
+        for cell, file, entry in self._cells(name):
+            first, last = file.blocks(entry.offset, entry.offset + entry.nbytes)
+            digests = file.digests[first * DIGEST_NBYTES : (last + 1) * DIGEST_NBYTES]
+            found.append((cell, entry.offset - file.borders[first], digests))
+        return found
+
+    def check(self, names: Iterable[str]) -> None:
+        """Read tensors and compare them with their digests, in little memory; raises like :meth:`read_boxes`."""
+        ranges: dict[BlockFile, list[tuple[int, int]]] = {}
+        for name in names:
+            for _, file, entry in self._cells(name):
+                ranges.setdefault(file, []).append(file.blocks(entry.offset, entry.offset + entry.nbytes))
+        requests = [
+            ReadRequest(file, *blocks, sink=_drop) for file, found in ranges.items() for blocks in block_io.join(found)
+        ]
+        self.nbytes_read += block_io.read_blocks(self._open_descriptor, requests, verify=True)
+
+    def _cells(self, name: str) -> Iterator[tuple[Box, BlockFile, TensorEntry]]:
+        """The cells of a tensor, and where they are stored."""
+        stored, _, cells = self._plan(name, None)
+        self._open(owner for owner, _ in cells)
+        return ((cell, *self._find(owner, stored, cell)) for owner, cell in cells)
 
     def _plan(self, name: str, box: Box | None) -> tuple[StoredTensor, Box, list[tuple[int, Box]]]:
         """A tensor, the box wanted of it, and who has written the cells that hold some of that."""

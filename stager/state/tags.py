@@ -11,6 +11,7 @@ import torch
 MAX_DEPTH: Final = 100
 PRIMITIVES: Final = frozenset({type(None), bool, float, str, bytes})
 """What stands for itself whatever its value; an int does within 64 bits."""
+PLAIN: Final = PRIMITIVES | {int}
 
 
 class Tag(enum.IntEnum):

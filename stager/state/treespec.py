@@ -16,7 +16,7 @@ import math
 import pathlib
 import struct
 import zoneinfo
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -26,10 +26,11 @@ import torch
 from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.state.dtypes import CARRIERS, dtype_from_name
 from sidesave.stager.state.merging import Merger, Partial
-from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PRIMITIVES, SPARSE_PARTS, Tag
+from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, SPARSE_PARTS, Tag
 
 _FACTORIES_BY_NAME: Final = {name: factory for factory, name in FACTORIES.items()}
 _LAYOUTS_BY_NAME: Final = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
+_MAX_DEPTH: Final = MAX_DEPTH + 5
 _MAX_NPY_HEADER_NBYTES: Final = 10_000
 """The limit that NumPy sets to what it evaluates."""
 
@@ -225,7 +226,7 @@ class _Builder:
         return {key: value for key, value in built.items() if value is not _OUT}
 
     def build(self, node: Any, fqn: str, depth: int) -> Any:
-        if depth > MAX_DEPTH + 5:
+        if depth > _MAX_DEPTH:
             raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
         if not isinstance(node, list):
             if isinstance(node, Partial):
@@ -235,7 +236,7 @@ class _Builder:
                 )
                 other.parameters = self.parameters
                 return other.build(node.node, fqn, depth)
-            if type(node) not in PRIMITIVES and type(node) is not int:
+            if type(node) not in PLAIN:
                 raise IntegrityError(f"{self._where}: {fqn} is malformed")
             return node if self._only(fqn) else _OUT
         try:
@@ -249,7 +250,10 @@ class _Builder:
     def _tagged(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
             case Tag.DICT:
-                items = cast("dict[str, Any]", rest[0]).items()
+                body = cast("dict[str, Any]", rest[0])
+                if self._stand_for_themselves(body.values(), depth):
+                    return dict(zip(map(str, body), body.values(), strict=True))
+                items = body.items()
                 built = {str(key): self.build(item, f"{fqn}.{key}", depth + 1) for key, item in items}
                 return self._kept(built, fqn)
             case Tag.ITEMS:
@@ -275,8 +279,11 @@ class _Builder:
                 return kept if kept is _OUT else with_metadata(kept, self._whole.build(metadata, fqn, depth + 1))
             case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
                 maxlen = rest.pop(0) if tag is Tag.DEQUE else None
-                items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
-                kept = [item for item in items if item is not _OUT]
+                if self._stand_for_themselves(rest, depth):
+                    items = kept = rest
+                else:
+                    items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
+                    kept = [item for item in items if item is not _OUT]
                 if not kept and (items or not self._only(fqn)):
                     return _OUT
                 return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
@@ -285,15 +292,23 @@ class _Builder:
             case _:
                 return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
 
+    def _stand_for_themselves(self, nodes: Collection[Any], depth: int) -> bool:
+        """Whether a container of nothing but plain values is kept as it is, and none of them needs a look."""
+        return self._only is _everything and depth < _MAX_DEPTH and PLAIN.issuperset(map(type, nodes))
+
     def _kept(self, built: dict[Any, Any], fqn: str) -> Any:
         kept = {key: value for key, value in built.items() if value is not _OUT}
         return kept if kept or (not built and self._only(fqn)) else _OUT
 
     def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
         built: dict[Any, Any] = {}
+        if depth < _MAX_DEPTH and self._only is _everything:
+            stand = PLAIN
+        else:
+            stand = frozenset[type]()
         for key_node, item in pairs:
-            key = self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
-            built[key] = self.build(item, f"{fqn}.{key}", depth + 1)
+            key = key_node if type(key_node) in stand else self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
+            built[key] = item if type(item) in stand else self.build(item, f"{fqn}.{key}", depth + 1)
         return self._kept(built, fqn)
 
     def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:

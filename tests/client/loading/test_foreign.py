@@ -10,11 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from loads import values
 from states import difference
 from torch import nn
@@ -404,7 +404,7 @@ def test_each_rank_reads_its_part_and_a_manager_begins_with_it(tmp_path: Path):
     (tmp_path / "odd").mkdir()
     header = {"w": about("F32", [1024, 512], 1, 1 + big.nbytes), "b": about("U8", [1], 0, 1)}
     (tmp_path / "odd" / "w.safetensors").write_bytes(file_of(header, b"\0" + big.numpy().tobytes()))
-    mp.spawn(start_sharded, (2, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    forks.spawn(start_sharded, 2, str(tmp_path))
 
 
 # What is wrong ---------------------------------------------------------------------------------------------------

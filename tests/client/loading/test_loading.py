@@ -499,6 +499,40 @@ def test_of_plain_data_what_is_excluded_stays(tmp_path: Path):
     assert into == {"cfg": {"lr": 0.5, "sizes": {"a": 1, "b": 9}, "new": 1}}
 
 
+@pytest.mark.parametrize("how", ["fresh", "in place", "chosen", "renamed", "beside live objects"])
+def test_plain_data_of_any_form_comes_back_however_it_is_loaded(how: str, tmp_path: Path):
+    def data() -> dict[str, Any]:
+        return {
+            "ints": [*range(50), -(1 << 63), (1 << 64) - 1],
+            "beyond": [1 << 64, 1, -(1 << 70)],
+            "mixed": [1, 0.5, "a", None, True, b"b"],
+            "nested": [[1, 2], (3, [4, {"five": 5}])],
+            "by number": {1: [1], None: 2, "3": {}, 2.5: ()},
+            "counts": collections.Counter(a=3),
+            "ordered": collections.OrderedDict(z=1, a=2),
+            "last": collections.deque([1, 2, 3], maxlen=3),
+            "array": [np.arange(3), {"within": [1, 2]}],
+        }
+
+    path = save(tmp_path, {"x": {"w": torch.ones(2), "data": data()}})
+    if how == "fresh":
+        found = sidesave.load(path)["x"]["data"]
+    elif how == "chosen":
+        found = sidesave.load(path, include="x.data")["x"]["data"]
+    elif how == "renamed":
+        found = sidesave.load(path, rename={"x.data": "y.data"})["y"]["data"]
+    else:
+        into: dict[str, Any] = {"x": {"w": torch.zeros(2), "data": data() if how == "in place" else None}}
+        found = sidesave.load(path, into=into)["x"]["data"]
+    assert difference(data(), found) == ""
+    assert found["last"].maxlen == 3
+
+
+def test_names_within_plain_data_are_told_as_near_ones(original: Path, tmp_path: Path):
+    path = save(tmp_path, {"m": nn.Linear(2, 2), "config": {"warmup_steps": 3}})
+    assert_refused(path, {"config": {"warmup_step": torch.ones(1)}}, "config.warmup_steps")
+
+
 def test_what_is_not_used_is_told_by_name(original: Path, caplog: pytest.LogCaptureFixture):
     sidesave.load(original, into={"model": live(1)["model"], "epoch": 0})
     assert "nobody has asked for optimizer, scheduler, loader, bare, nested, which it has too" in caplog.text

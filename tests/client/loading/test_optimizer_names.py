@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import forks
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import difference
 from torch import nn
@@ -112,6 +113,7 @@ def test_states_go_to_their_parameters_in_any_order_and_in_any_groups(
     assert warnings() == ""
 
 
+@settings(max_examples=30)
 @given(st.permutations("abc"), st.permutations("abc"), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_any_order_goes_into_any_other_as_if_it_had_been_made_so(
     tmp_path_factory: pytest.TempPathFactory, saved: list[str], wanted: list[str], some: int, others: int, own: bool
@@ -465,7 +467,7 @@ def divided(rank: int, folder: str) -> None:
 
 
 def test_shards_go_to_their_parameters(tmp_path: Path):
-    torch.multiprocessing.spawn(divided, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    forks.spawn(divided, str(tmp_path))
 
 
 @pytest.mark.gpu

@@ -11,10 +11,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from loads import assert_refused, flip_bit, save, sharded, values
@@ -656,7 +656,7 @@ def share(rank: int, world: int, folder: str) -> None:
 
 def test_ranks_keep_their_parts_and_one_that_is_told_nonsense_stops_all(tmp_path: Path):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(share, (2, str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    forks.spawn(share, 2, str(tmp_path))
 
 
 def test_of_other_stages_of_a_pipeline_nothing_has_to_stay(tmp_path: Path):

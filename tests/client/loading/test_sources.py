@@ -6,10 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from loads import Loader, Trunk, Wrapped, flip_bit, sharded, values, with_manifest
 from states import difference
 from torch import nn
@@ -347,4 +347,15 @@ def test_sharded_targets_take_their_parts_under_other_names_and_from_several_run
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"big": {"w": torch.arange(1024.0 * 512).reshape(1024, 512)}})
-    mp.spawn(load_sharded, (2, str(bank), str(tmp_path)), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    forks.spawn(load_sharded, 2, str(bank), str(tmp_path))
+
+
+def test_a_later_source_replaces_a_part_of_plain_data_that_an_earlier_one_gave_whole(tmp_path: Path):
+    for name, first in (("a", 1), ("b", 10)):
+        with sidesave.Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(1, {"x": {"p": [first, first + 1, [first + 2]], "q": {"r": [first], "s": first}}})
+    into: dict[str, Any] = {"x": {"p": [0], "q": {"r": [], "s": 0}}}
+    load_sources([Source(tmp_path / "a"), Source(tmp_path / "b", include="x.p")], into)
+    assert into == {"x": {"p": [10, 11, [12]], "q": {"r": [1], "s": 1}}}
+    load_sources([Source(tmp_path / "a"), Source(tmp_path / "b", include="x.q.s")], into)
+    assert into == {"x": {"p": [1, 2, [3]], "q": {"r": [1], "s": 10}}}

@@ -11,12 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from states import difference, noise
@@ -646,4 +646,4 @@ def test_sharded_targets_take_their_part_and_no_rank_waits_for_another(tmp_path:
     assert sidesave.verify(path).ok
     each = [{"own": {"w": torch.full((4, 3), float(rank))}} for rank in range(world)]
     write_world(tmp_path, each, lambda fqn, tensor: Own(), step=2)
-    mp.spawn(load_in_turn, (world, str(tmp_path)), nprocs=world)  # pyright: ignore[reportPrivateImportUsage]
+    forks.spawn(load_in_turn, world, str(tmp_path), count=world)
