@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import campaigns
+import forks
 import pytest
 from hypothesis import settings
 from managers import Manage, managers_of
@@ -33,11 +35,23 @@ def reset_inherited() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
+_STARTED = ("gpu", "project", "system/test_security")
+"""Tests whose processes start as those of users do; elsewhere they are forked, which takes a tenth of the time."""
+_STARTED_DAEMONS = tuple(
+    f"system/test_{name}" for name in ("crash_points", "elastic", "exits", "hosts", "limits", "system_calls")
+)
+"""Tests of which only trainers are forked: their daemons inherit what is tested."""
 _LEFT = pytest.StashKey[set[threading.Thread]]()
 
 reset_inherited()
-settings.register_profile("sidesave", deadline=None)  # a slow machine is no failure
-settings.load_profile("sidesave")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    campaigns.quick = config.option.markexpr == "not slow"
+    settings.register_profile(
+        "sidesave", deadline=None, max_examples=campaigns.examples(100)
+    )  # a slow machine is no failure
+    settings.load_profile("sidesave")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,6 +88,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if found := left():
         item.config.stash[_LEFT] |= found  # one module is to blame
         pytest.fail(f"a test of {item.path.name} leaves threads: {sorted(thread.name for thread in found)}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    forks.prepare()
+    room = request.path.relative_to(Path(__file__).parent).as_posix()
+    if room.startswith(_STARTED):
+        yield
+    else:
+        with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS)):
+            yield
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def worlds(sizes: Sequence[int], folder: Path) -> Iterator[list[World]]:
             stack.callback(started[-1].close)
         try:
             yield started
-        except BaseException:
+        except BaseException:  # an interrupt too
             for world in started:
                 world.close(0.0)  # ranks may wait for one that has failed
             raise

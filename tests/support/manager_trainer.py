@@ -9,41 +9,22 @@ committed, ``trained``, and ``closed``.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import trainers
 from trainers import Traces, Trainer, say, wait_to_go_on
 
 
 class ManagedTrainer(Trainer):
     """One process that runs this script; see :func:`train` for the options."""
 
+    script = __file__
+
     def __init__(self, traces: Traces, run: Path, **options: Any) -> None:
         rank, size = options.get("rank", 0), options.get("size", 1)
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, json.dumps({"run": str(run), **options})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                **os.environ,
-                "TMPDIR": traces.folder,
-                "PYTHONPATH": trainers._python_path(),
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-            },
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        super(Trainer, self).__init__(self._process.pid, self._process.stdin.fileno(), self._process.stdout.fileno())
-
-    def __enter__(self) -> ManagedTrainer:
-        return self
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(size)}
+        super().__init__(traces, json.dumps({"run": str(run), **options}), umask=-1, **environment)
 
     def train(self, count: int = 1) -> list[tuple[int, str]]:
         """Let a paced trainer train so many steps; their numbers and digests."""
@@ -98,7 +79,7 @@ def train(
         save: Policies, as an expression.
         keep: The same.
         total: The number of steps.
-        paced: Wait for :meth:`Talk.go_on` before each step.
+        paced: Wait for :meth:`Trainer.go_on` before each step.
         rank: Of a group of ``size`` ranks.
         size: How many there are; 0 under a launcher that tells.
         meeting: The file through which they find each other.

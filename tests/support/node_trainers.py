@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import forks
 import rank_trainers
-import trainers
-from rank_trainers import Actor, RankZygote
-from trainers import Traces
+from rank_trainers import Actor, Rank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,18 +21,10 @@ PER_NODE = 2
 _CLONE_NEWUTS = 0x04000000
 
 
-class NodeZygote(RankZygote):
-    """Forks ranks that are a :class:`NodeActor` each."""
+class NodeRank(Rank):
+    """A rank that is a :class:`NodeActor`."""
 
-    def __init__(self, traces: Traces) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": trainers._python_path()},
-            )
-        self.pid = self._process.pid
+    script = __file__
 
 
 # In a rank -------------------------------------------------------------------------------------------------------
@@ -110,6 +100,7 @@ class NodeActor(Actor):
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
             return False
         socket.sethostname(name)
+        os.environ.pop(forks.ADDRESS, None)  # there are no forks on that host
         return True
 
     def fail_at(self, method: str, error: str | None) -> None:
@@ -266,9 +257,6 @@ def _fragile(seed: int) -> nn.Module:
 
 
 if __name__ == "__main__":
-    import torch._dynamo  # which sharding imports: half a second that need not be every rank's
-    import torch.distributed.fsdp  # noqa: F401
-
     states = (
         over_nodes,
         replicas_across_nodes,
@@ -281,6 +269,4 @@ if __name__ == "__main__":
         with_local_parts,
     )
     rank_trainers.STATES.update((state.__name__, state) for state in states)
-    setattr(rank_trainers, "Actor", NodeActor)  # noqa: B010 - what obey_as_rank makes
-    setattr(trainers, "obey_as_rank", rank_trainers.obey_as_rank)  # noqa: B010 - where a zygote looks for what children run
-    trainers.fork_trainers(sys.argv[1])
+    rank_trainers.obey(NodeActor, *sys.argv[1:])

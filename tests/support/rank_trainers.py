@@ -1,7 +1,7 @@
 """Trainers that are the ranks of one job, each a process of its own, which do what a test tells them one by one.
 
-As a script this module is a :class:`Zygote` that has imported what distributed training takes. A rank that it forks
-obeys one command after another, each a method of :class:`Actor`, in its main thread.
+As a script this module is a rank: it obeys one command after another, each a method of :class:`Actor`, in its main
+thread.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import json
 import os
 import secrets
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import trainers
-from trainers import DEADLINE_S, ForkedTrainer, Orders, Traces, Zygote, say
+from trainers import DEADLINE_S, Orders, Traces, Trainer, say
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -51,8 +49,15 @@ class Answer:
         return self.value
 
 
-class Rank(ForkedTrainer):
+class Rank(Trainer):
     """One rank; commands are obeyed in the order in which they are told."""
+
+    script = __file__
+
+    def __init__(self, traces: Traces, rank: int, size: int, meeting: str, environment: Mapping[str, str]) -> None:
+        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        own["TMPDIR"] = "/tmp"  # by which it is no process of ``traces``, as its daemons are
+        super().__init__(traces, rank, size, meeting, traces.folder, umask=-1, **own, **environment)
 
     def tell(self, command: str, *arguments: object, **options: object) -> None:
         """Have a command obeyed, without waiting; a rank that was killed does not mind."""
@@ -70,15 +75,32 @@ class Rank(ForkedTrainer):
         self.tell(command, *arguments, **options)
         return self.answer().get()
 
-    def signal(self, number: int) -> None:
-        signal.pidfd_send_signal(self._pidfd, number)
-
 
 class Ranks:
-    """The ranks of one job, from their start to the end of the ``with`` block, which they do not survive."""
+    """The ranks of one job, from their start to the end of the ``with`` block, which they do not survive.
 
-    def __init__(self, ranks: list[Rank]) -> None:
-        self._ranks = ranks
+    Args:
+        count: The world size.
+        folder: For the file through which they find each other; it is made if need be.
+        traces: Where their daemons keep their sockets.
+        kind: What each of them is.
+        group: Whether they have a process group.
+        environments: Variables of single ranks, and of their daemons.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        folder: Path,
+        traces: Traces,
+        *,
+        kind: type[Rank] = Rank,
+        group: bool = True,
+        environments: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        meeting = str(folder / f"group-{secrets.token_hex(8)}") if group else ""
+        self._ranks = [kind(traces, rank, count, meeting, (environments or {}).get(rank, {})) for rank in range(count)]
         self.daemons: list[int] = []
         """The pids of their first daemons, once :meth:`open` has been called."""
 
@@ -130,7 +152,7 @@ class Ranks:
     def kill(self) -> None:
         """SIGKILL to all of them, as a launcher does it."""
         for rank in self:
-            rank.kill()
+            rank.signal(signal.SIGKILL)
         for rank in self:
             rank.end()
 
@@ -138,52 +160,9 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for rank in self:
-            rank.kill()
+        self.kill()
         for rank in self:
             rank.__exit__()
-
-
-class RankZygote(Zygote):
-    """Forks ranks; one that has imported torch and what belongs to it serves many tests."""
-
-    def __enter__(self) -> RankZygote:
-        return self
-
-    def __init__(self, traces: Traces) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": trainers._python_path()},
-            )
-        self.pid = self._process.pid
-
-    def start(
-        self,
-        count: int,
-        folder: Path,
-        traces: Traces,
-        *,
-        group: bool = True,
-        environments: Mapping[int, Mapping[str, str]] | None = None,
-    ) -> Ranks:
-        """Fork ``count`` ranks, whose daemons belong to ``traces``.
-
-        Args:
-            count: The world size.
-            folder: For the file through which they find each other.
-            traces: Where their daemons keep their sockets.
-            group: Whether they have a process group.
-            environments: Variables of single ranks, and of their daemons.
-        """
-        meeting = str(folder / f"group-{secrets.token_hex(8)}") if group else ""
-        ranks: list[Rank] = []
-        for rank in range(count):
-            environment = {"TMPDIR": traces.folder, **(environments or {}).get(rank, {})}
-            ranks.append(Rank(self._control, "obey_as_rank", rank, count, meeting, json.dumps(environment)))
-        return Ranks(ranks)
 
 
 @contextlib.contextmanager
@@ -299,11 +278,11 @@ def same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 # In a rank -------------------------------------------------------------------------------------------------------
 
 
-def obey_as_rank(rank: str, size: str, meeting: str, environment: str) -> None:
-    """Be a rank: obey command after command until the test is gone."""
-    os.environ.update({"RANK": rank, "WORLD_SIZE": size, "GLOO_SOCKET_IFNAME": "lo", **json.loads(environment)})
-    tempfile.tempdir = None
-    actor = Actor(int(rank), int(size))
+def obey(kind: type[Actor], rank: str, size: str, meeting: str, folder: str) -> None:
+    """Be a rank, with daemons that use that folder: obey command after command until the test is gone."""
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    warnings.simplefilter("ignore", DeprecationWarning)  # of what torch does itself, in some versions
+    actor = kind(int(rank), int(size))
     if meeting:
         import datetime
 
@@ -809,11 +788,4 @@ def _whole_tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor
 
 
 if __name__ == "__main__":
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-
-    torch.set_num_threads(1)  # a zygote must have no other thread
-    small(0, 1)  # the first step of an optimizer imports half of torch
-
-    setattr(trainers, "obey_as_rank", obey_as_rank)  # noqa: B010 - where a zygote looks for what its children run
-    trainers.fork_trainers(sys.argv[1])
+    obey(Actor, *sys.argv[1:])

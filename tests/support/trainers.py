@@ -20,9 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -116,17 +116,18 @@ class Traces:
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def await_ends(self, sparing: Collection[int] = ()) -> None:
-        """Block until every process has ended but those of ``sparing``; with it go descriptors and memory."""
-        while left := self.processes().keys() - set(sparing):  # each may start another while it ends
+    def await_ends(self) -> None:
+        """Block until every process has ended; with it go descriptors and memory."""
+        while left := self.processes():  # each may start another while it ends
             for pid in left:
                 with contextlib.suppress(ProcessLookupError), pidfd_of(pid) as pidfd:
                     await_end(pidfd)
 
-    def check(self, sparing: Collection[int] = ()) -> None:
-        """Every process ends, but those of ``sparing``; no socket directory remains."""
-        self.await_ends(sparing)
-        assert [path for path in Path(self.folder).iterdir() if not path.name.startswith("torchinductor_")] == []
+    def check(self) -> None:
+        """Every process ends; no socket directory remains."""
+        self.await_ends()
+        left = [path for path in Path(self.folder).iterdir() if not path.name.startswith("torchinductor_")]
+        assert not left, f"left behind: {left}"
 
     def close(self) -> None:
         for pid in self.processes():
@@ -400,18 +401,28 @@ def _concerns_storage(arguments: tuple[Any, ...]) -> bool:
 # Trainers --------------------------------------------------------------------------------------------------------
 
 
-class Talk:
-    """What is said to a trainer and heard from it."""
+class Trainer:
+    """A trainer process, from its start to the end of the ``with`` block, which it does not survive."""
 
-    def __init__(self, pid: int, to: int, of: int) -> None:
-        self.pid = pid
+    script: ClassVar[str] = __file__
+    """What it runs, with the arguments."""
+
+    def __init__(self, traces: Traces, *arguments: object, umask: int = -1, **environment: str) -> None:
+        import forks  # which is light, but daemons that follow orders import this module as well
+
+        self._process = forks.popen(
+            [sys.executable, "-W", "error", self.script, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            umask=umask,
+            env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": _python_path(), **environment},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.pid = self._process.pid
         self.heard: list[str] = []
-        self._to, self._of = to, of
+        self._to, self._of = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._said = b""
-
-    def complaints(self) -> str:
-        """Its stderr, once it has ended."""
-        raise NotImplementedError
 
     def lines(self, timeout_s: float = DEADLINE_S, *, until_readable: int | None = None) -> Iterator[str]:
         """What it says, line by line, up to its end or until that descriptor becomes readable."""
@@ -451,22 +462,6 @@ class Talk:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._to, b"\n")
 
-
-class Trainer(Talk):
-    """A trainer process, from its start to the end of the ``with`` block, which it does not survive."""
-
-    def __init__(self, traces: Traces, name: str, *arguments: object, umask: int = -1, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, name, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            umask=umask,
-            env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": _python_path(), **environment},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        super().__init__(self._process.pid, self._process.stdin.fileno(), self._process.stdout.fileno())
-
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
@@ -480,10 +475,11 @@ class Trainer(Talk):
         return self._process.wait(timeout_s)
 
     def complaints(self) -> str:
+        """Its stderr, once it has ended."""
         assert self._process.stderr is not None
         return self._process.stderr.read().decode()
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -492,103 +488,6 @@ class Trainer(Talk):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
-
-
-class ForkedTrainer(Talk):
-    """A trainer that a :class:`Zygote` has forked, from its start to the end of the ``with`` block."""
-
-    def __init__(self, zygote: socket.socket, name: str, *arguments: object) -> None:
-        self._stderr = os.memfd_create("complaints", os.MFD_CLOEXEC)
-        theirs_in, to = os.pipe2(os.O_CLOEXEC)
-        of, theirs_out = os.pipe2(os.O_CLOEXEC)
-        request = json.dumps([name, *map(str, arguments)]).encode()
-        socket.send_fds(zygote, [request], [theirs_in, theirs_out, self._stderr])
-        os.close(theirs_in)
-        os.close(theirs_out)
-        pid, [self._pidfd], _, _ = socket.recv_fds(zygote, 64, 1)
-        super().__init__(int(pid), to, of)
-
-    def kill(self) -> None:
-        """SIGKILL; :meth:`lines` ends then."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def end(self, timeout_s: float = DEADLINE_S) -> None:
-        """Block until it has ended."""
-        await_end(self._pidfd, timeout_s)
-
-    def complaints(self) -> str:
-        return os.pread(self._stderr, 100_000, 0).decode()
-
-    def __enter__(self) -> ForkedTrainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self.end()
-        for fd in (self._to, self._of, self._stderr, self._pidfd):
-            os.close(fd)
-
-
-class Zygote:
-    """A process that has imported torch and forks trainers before it has a thread: each starts in a moment."""
-
-    def __init__(self, traces: Traces) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-W", "error", __file__, "fork_trainers", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": _python_path()},
-            )
-        self.pid = self._process.pid
-
-    def fork(self, name: str, *arguments: object) -> ForkedTrainer:
-        """A trainer that runs the function ``name`` of this module."""
-        return ForkedTrainer(self._control, name, *arguments)
-
-    def __enter__(self) -> Zygote:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._control.close()
-        self._process.wait(DEADLINE_S)
-
-
-def fork_trainers(fd: str) -> None:
-    """In a zygote: fork a trainer for each request, which brings its standard streams; answer with pid and pidfd."""
-    import warnings
-
-    import sidesave.client.checkpointer  # noqa: F401 - for the children
-
-    def reap(number: int, frame: object) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-    signal.signal(signal.SIGCHLD, reap)
-    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: NumPy keeps idle ones
-    with socket.socket(fileno=int(fd)) as control:
-        while True:
-            request, streams, _, _ = socket.recv_fds(control, 65536, 3)
-            if not request:
-                return
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it is not reaped before it has a pidfd
-            child = os.fork()
-            if child == 0:
-                break
-            with pidfd_of(child) as pidfd:
-                socket.send_fds(control, [str(child).encode()], [pidfd])
-            for stream in streams:
-                os.close(stream)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    name, *arguments = json.loads(request)
-    globals()[name](*arguments)
 
 
 def _python_path() -> str:
@@ -767,12 +666,15 @@ def hold_while_staging(run: str) -> None:
 def die_while_starting(run: str, delay_s: str) -> None:
     """SIGKILLs itself some time after the daemon has been told what to do, be it ready or not."""
     import sidesave
+    from sidesave.client.daemon_link.connection import Connection
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "socket.sendmsg":
-            threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    send = Connection._send_control
 
-    sys.addaudithook(hook)
+    def send_and_die(connection: Connection, message: Any, fds: list[int]) -> None:
+        send(connection, message, fds)
+        threading.Timer(float(delay_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    setattr(Connection, "_send_control", send_and_die)  # noqa: B010 - which it does not expect
     sidesave.Checkpointer(run)
     wait_to_go_on()
 

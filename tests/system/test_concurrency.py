@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from trainers import DEADLINE_S, Orders, Traces, Zygote, a_state, check, entries, same, staging_memory
+from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, check, entries, same, staging_memory
 
 import sidesave
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, SidesaveError
@@ -42,8 +42,8 @@ def join(threads: list[threading.Thread]) -> None:
 
 
 def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other_hears_who(run: Path, traces: Traces):
-    with Zygote(traces) as zygote, contextlib.ExitStack() as stack:
-        trainers = [stack.enter_context(zygote.fork("compete", run)) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        trainers = [stack.enter_context(Trainer(traces, "compete", run)) for _ in range(2)]
         for trainer in trainers:
             trainer.expect("started")
         for step in range(1, 5):
@@ -64,7 +64,7 @@ def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other
             else:
                 winner.kill()
             winner.end()
-            trainers = [loser, stack.enter_context(zygote.fork("compete", run))]
+            trainers = [loser, stack.enter_context(Trainer(traces, "compete", run))]
             trainers[1].expect("started")
         for trainer in trainers:
             trainer.kill()

@@ -13,17 +13,16 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import campaigns
 import pytest
 from trainers import (
     DEADLINE_S,
-    ForkedTrainer,
     Orders,
     Traces,
-    Zygote,
+    Trainer,
     a_state,
     entries,
     same,
@@ -45,13 +44,6 @@ def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path
     """A run directory; daemons started by this very process leave no traces either."""
     monkeypatch.setenv("TMPDIR", traces.folder)
     return tmp_path / "run"
-
-
-@pytest.fixture
-def zygote(traces: Traces, orders: Orders) -> Iterator[Zygote]:
-    """Forks trainers, which follow orders as their daemons do."""
-    with Zygote(traces) as zygote:
-        yield zygote
 
 
 @pytest.fixture
@@ -86,7 +78,7 @@ class Ledger:
         """How many saves have been acknowledged, those that were dropped included."""
         return len(self.acknowledged) + self._dropped
 
-    def hear(self, trainer: ForkedTrainer, *, daemon_lives: bool) -> None:
+    def hear(self, trainer: Trainer, *, daemon_lives: bool) -> None:
         """Note what a trainer has said before it died."""
         for line in trainer.lines():
             assert not line.startswith("lost"), f"{line}, though only processes died: {trainer.complaints()}"
@@ -127,10 +119,10 @@ def commit(ckpt: sidesave.Checkpointer, step: int) -> None:
     ckpt.save(step, a_state(step, size_of(step))).committed.result(DEADLINE_S)
 
 
-def check_is_clean(traces: Traces, zygote: Zygote) -> None:
+def check_is_clean(traces: Traces) -> None:
     """No process, no socket directory and no shared memory is left."""
-    traces.check(sparing={zygote.pid})
-    assert staging_memory(zygote.pid) == staging_memory() == []
+    traces.check()
+    assert staging_memory() == []
 
 
 # Named steps: the daemon -------------------------------------------------------------------------------------------
@@ -272,40 +264,40 @@ _STEPS_OF_A_TRAINER = {
 }
 
 
-def test_trainer_killed_at_a_step_no_staged_save_is_lost(run: Path, orders: Orders, zygote: Zygote, traces: Traces):
+def test_trainer_killed_at_a_step_no_staged_save_is_lost(run: Path, orders: Orders, traces: Traces):
     ledger = Ledger(run)
     for count, step in enumerate(sorted(_STEPS_OF_A_TRAINER)):
         orders.give("kill", to="trainer", starting_at=step, every_step=True)
-        with zygote.fork("keep_saving", run, 2 * count, 2, count % 2) as trainer:
+        with Trainer(traces, "keep_saving", run, 2 * count, 2, count % 2) as trainer:
             trainer.go_on()
             ledger.hear(trainer, daemon_lives=True)
         assert orders.obeyed()[1].startswith(step)
-        traces.await_ends(sparing={zygote.pid})
+        traces.await_ends()
         if run.exists():
             ledger.check()
     assert len(ledger.acknowledged) >= 4, "those that are killed while they close have said so; the others race"
     ledger.start()
-    check_is_clean(traces, zygote)
+    check_is_clean(traces)
 
 
 @pytest.mark.slow
 @_BUSY
 @pytest.mark.parametrize("follow", [0, 1], ids=["writing after staging", "writing while staging"])
 def test_trainer_killed_at_every_step_no_staged_save_is_lost(
-    run: Path, orders: Orders, zygote: Zygote, traces: Traces, follow: int, tell: Callable[[str], None]
+    run: Path, orders: Orders, traces: Traces, follow: int, tell: Callable[[str], None]
 ):
     ledger = Ledger(run)
     killed_at: list[str] = []
     for after in campaigns.numbers():
         orders.give("kill", to="trainer", starting_at="", after=after, every_step=True)
-        with zygote.fork("keep_saving", run, 2 * len(killed_at), 2, follow) as trainer:
+        with Trainer(traces, "keep_saving", run, 2 * len(killed_at), 2, follow) as trainer:
             trainer.go_on()
             ledger.hear(trainer, daemon_lives=True)
-        traces.await_ends(sparing={zygote.pid})
+        traces.await_ends()
         if run.exists():
             ledger.check()
         ledger.start()
-        check_is_clean(traces, zygote)
+        check_is_clean(traces)
         if not orders.was_obeyed():
             assert trainer.heard[-1] == "closed"
             break
@@ -317,19 +309,19 @@ def test_trainer_killed_at_every_step_no_staged_save_is_lost(
 
 
 def test_socket_directory_of_a_dead_trainer_goes_with_the_next_start_and_that_of_a_living_one_does_not(
-    run: Path, orders: Orders, zygote: Zygote, traces: Traces
+    run: Path, orders: Orders, traces: Traces
 ):
     def there() -> set[str]:
         return {path.name for path in Path(traces.folder).iterdir()}
 
     orders.give("kill", to="trainer", starting_at="subprocess.Popen", every_step=True)
-    with zygote.fork("keep_saving", run, 1, 1, 0) as dead:
+    with Trainer(traces, "keep_saving", run, 1, 1, 0) as dead:
         dead.end()
     orders.obeyed()
     left = there()
     assert left, "nothing can remove it when its trainer dies here"
     orders.give("stop", to="trainer", starting_at="subprocess.Popen", every_step=True)
-    with zygote.fork("keep_saving", run, 1, 1, 0) as stopped:
+    with Trainer(traces, "keep_saving", run, 1, 1, 0) as stopped:
         orders.obeyed()
         theirs = there()
         assert len(theirs) == 1
@@ -339,7 +331,7 @@ def test_socket_directory_of_a_dead_trainer_goes_with_the_next_start_and_that_of
         os.kill(stopped.pid, signal.SIGCONT)
         stopped.go_on()
         stopped.expect("closed")
-    traces.check(sparing={zygote.pid})
+    traces.check()
 
 
 # Named steps: both -------------------------------------------------------------------------------------------------
@@ -348,13 +340,13 @@ def test_socket_directory_of_a_dead_trainer_goes_with_the_next_start_and_that_of
 @pytest.mark.slow
 @_BUSY
 def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
-    run: Path, orders: Orders, zygote: Zygote, traces: Traces, tell: Callable[[str], None]
+    run: Path, orders: Orders, traces: Traces, tell: Callable[[str], None]
 ):
     ledger = Ledger(run)
     killed_at: list[str] = []
     for after in campaigns.numbers():
         orders.give("stop", starting_at="got BOOT", after=after, every_step=True)
-        with zygote.fork("keep_saving", run, 2 * len(killed_at), 2, 0) as trainer:
+        with Trainer(traces, "keep_saving", run, 2 * len(killed_at), 2, 0) as trainer:
             trainer.go_on()
             for _ in trainer.lines(until_readable=orders.reports):
                 pass
@@ -365,16 +357,16 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
                     os.kill(victim, signal.SIGKILL)
             ledger.hear(trainer, daemon_lives=False)
             trainer.end()
-        traces.await_ends(sparing={zygote.pid})
+        traces.await_ends()
         if trainer.heard[-1:] == ["closed"]:
             break
         ledger.start()
-        check_is_clean(traces, zygote)
+        check_is_clean(traces)
     steps = _STEPS_OF_A_SAVE | {"got BOOT", "sends HELLO", "sends READY", "got DRAIN"}
     assert set(killed_at) >= steps or not campaigns.WHOLE
     assert len(killed_at) > campaigns.length(60)
     ledger.start()
-    check_is_clean(traces, zygote)
+    check_is_clean(traces)
     tell(f"{len(killed_at)} kills of both, one a step of the daemon; {len(ledger)} saves acknowledged, none lost")
 
 
@@ -383,17 +375,18 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
 
 @pytest.mark.slow
 @_BUSY
+@pytest.mark.usefixtures("orders")
 def test_kills_at_random_instants_lose_no_acknowledged_save(
-    run: Path, zygote: Zygote, traces: Traces, seed: int, tell: Callable[[str], None]
+    run: Path, traces: Traces, seed: int, tell: Callable[[str], None]
 ):
     chance = random.Random(seed)
     kills: Counter[str] = Counter()
     ledger = Ledger(run)
     _kill_daemons(ledger, run, chance, kills, campaigns.length(280))
-    traces.check(sparing={zygote.pid})
-    _kill_trainers(ledger, run, chance, kills, campaigns.length(230), zygote, traces)
+    traces.check()
+    _kill_trainers(ledger, run, chance, kills, campaigns.length(230), traces)
     ledger.start(again=True)
-    check_is_clean(traces, zygote)
+    check_is_clean(traces)
     assert kills.total() >= campaigns.length(500)
     tell(
         f"{kills.total()} kills at random instants: {kills['daemon']} of the daemon, {kills['trainer']} of the "
@@ -447,7 +440,6 @@ def _kill_trainers(
     chance: random.Random,
     kills: Counter[str],
     enough: int,
-    zygote: Zygote,
     traces: Traces,
 ) -> None:
     """Kill trainers, some while they start and some together with their daemon, in either order."""
@@ -455,7 +447,7 @@ def _kill_trainers(
     for count in range(enough):
         first += 1000
         victims = chance.choice(["trainer", "trainer", "daemon and trainer", "trainer and daemon"])
-        with zygote.fork("keep_saving", run, first, 1000, count % 2) as trainer:
+        with Trainer(traces, "keep_saving", run, first, 1000, count % 2) as trainer:
             if chance.random() < 0.25:
                 trainer.go_on()
                 time.sleep(chance.uniform(0, 0.4))
@@ -466,18 +458,18 @@ def _kill_trainers(
                 trainer.go_on()
                 time.sleep(chance.uniform(0, 0.08))
             if victims == "daemon and trainer":
-                _kill_others(trainer, zygote, traces)
+                _kill_others(trainer, traces)
                 time.sleep(chance.choice([0, chance.uniform(0, 0.03)]))
-            trainer.kill()
+            trainer.signal(signal.SIGKILL)  # without waiting for its end
             if victims == "trainer and daemon":
                 time.sleep(chance.choice([0, chance.uniform(0, 0.03)]))
-                _kill_others(trainer, zygote, traces)
+                _kill_others(trainer, traces)
             ledger.hear(trainer, daemon_lives=victims == "trainer")
-        traces.await_ends(sparing={zygote.pid})
+        traces.await_ends()
         kills["trainer" if victims == "trainer" else "both"] += 1
 
 
-def _kill_others(trainer: ForkedTrainer, zygote: Zygote, traces: Traces) -> None:
-    for pid in traces.processes().keys() - {trainer.pid, zygote.pid}:
+def _kill_others(trainer: Trainer, traces: Traces) -> None:
+    for pid in traces.processes().keys() - {trainer.pid}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -125,6 +125,7 @@ def campaign(tmp_path: Path, traces: Traces, seed: int) -> Iterator[Campaign]:
     campaign.story.close()
 
 
+@pytest.mark.slow
 def test_killed_workers_and_daemons_are_resumed_bit_for_bit_by_fewer_ranks_too(campaign: Campaign, traces: Traces):
     campaign.train(4, "worker", "daemon of 0")
     campaign.train(3, "job")

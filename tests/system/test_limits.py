@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forks
 import psutil
 import pytest
 from states import wait_until
@@ -62,9 +63,10 @@ def limited(
 ) -> subprocess.CompletedProcess[str]:
     """Run a trainer that has set itself a limit."""
     code = LIMITED + "".join(parts)
-    arguments = [sys.executable, "-W", "error", "-c", code, kind, str(soft), str(soft if hard is None else hard), run]
+    limits = [str(soft), str(soft if hard is None else hard)]
+    arguments = [sys.executable, "-W", "error", "-c", code, kind, *limits, str(run)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, input=said, env=environment)
+    return forks.run(arguments, said, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -468,6 +470,7 @@ def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(
     assert list(ext4.glob(".step-*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.parametrize("patience_s", [3.0, 600.0])
 def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
@@ -511,7 +514,7 @@ def test_start_while_storage_hangs_goes_on_when_it_does_no_more(ext4: Path):
         try:
             _await_stuck(None)
             assert started == []
-        except BaseException:
+        except BaseException:  # a frozen file system would hold up all that comes
             subprocess.run(["fsfreeze", "-u", ext4.parent], check=True)
             starting.join(DEADLINE_S)
             [ckpt] = started

@@ -536,7 +536,9 @@ def recordings(folder: Path, sweep: Sweep) -> Iterator[Trace]:
         operation += 1
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", [SCENARIOS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in SCENARIOS[1:])]
+)
 def test_power_loss_at_any_moment_leaves_what_was_promised(folder: Path, judge: Judge, scenario: Callable[[Run], None]):
     trace = record(folder, scenario)
     judge.replay(trace, FEWER)
@@ -547,6 +549,7 @@ def test_power_loss_where_there_are_no_hard_links(folder: Path, judge: Judge):
     judge.replay(record(folder, overwritten_step, hard_links=False), FEWER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", KILLS[-2:], ids=["trainer dead as well", "trainer alive"])
 def test_power_loss_after_the_daemon_was_killed(folder: Path, judge: Judge, sweep: Sweep):
     traces = list(recordings(folder, sweep))
@@ -555,6 +558,7 @@ def test_power_loss_after_the_daemon_was_killed(folder: Path, judge: Judge, swee
     assert len(traces) > 40
 
 
+@pytest.mark.slow
 def test_power_loss_while_a_recovery_runs(folder: Path):
     judge = Judge(folder)
     judge.replay(record(folder, overwritten_step), FEW)

@@ -2,13 +2,12 @@
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import campaigns
 import pytest
 from denied import NUMBERS
-from trainers import DEADLINE_S, Traces, Zygote, a_state, same
+from trainers import DEADLINE_S, Traces, Trainer, a_state, same
 
 import sidesave
 from sidesave.client.cli import directory_checks
@@ -24,29 +23,17 @@ QUICK = [
     ("fchmodat", errno.EPERM),
     ("fsync", errno.EPERM),
 ]
+NUMBERS_KNOWN = pytest.mark.skipif(
+    not NUMBERS, reason=f"the numbers of system calls on {os.uname().machine} are not known here"
+)
 
 
-@pytest.fixture(scope="module")
-def traces() -> Iterator[Traces]:
-    traces = Traces()
-    yield traces
-    traces.close()
-
-
-@pytest.fixture(scope="module")
-def zygote(traces: Traces) -> Iterator[Zygote]:
-    if not NUMBERS:
-        pytest.skip(f"the numbers of system calls on {os.uname().machine} are not known here")
-    with Zygote(traces) as zygote:
-        yield zygote
-
-
-def attempt(zygote: Zygote, traces: Traces, run: Path, names: str, code: int) -> str:
+def attempt(traces: Traces, run: Path, names: str, code: int) -> str:
     """Save and load without these calls; what is wrong with what it came to, if anything."""
     run.mkdir()
-    with zygote.fork("save_without", run, names, code) as trainer:
+    with Trainer(traces, "save_without", run, names, code) as trainer:
         lines = list(trainer.lines(2 * DEADLINE_S))
-    traces.await_ends(sparing=[zygote.pid])
+    traces.await_ends()
     committed = {int(line.split()[1]) for line in lines if line.startswith("committed")}
     for info in catalog.scan(str(run)):
         assert sidesave.verify(info.path).ok
@@ -64,29 +51,32 @@ def attempt(zygote: Zygote, traces: Traces, run: Path, names: str, code: int) ->
     return "" if outcome.startswith("refused") and names_it and not can_do_without else outcome
 
 
-def campaign(zygote: Zygote, traces: Traces, folder: Path, cases: list[tuple[str, int]]) -> None:
+def campaign(traces: Traces, folder: Path, cases: list[tuple[str, int]]) -> None:
     wrong: dict[str, str] = {}
     for names, code in cases:
         case = f"{names}-{errno.errorcode[code]}"
-        fault = attempt(zygote, traces, folder / case, names, code)
+        fault = attempt(traces, folder / case, names, code)
         if fault:
             wrong[case] = fault
     assert not wrong, "\n".join(f"{case}: {fault}" for case, fault in wrong.items())
 
 
-def test_what_is_refused_is_done_without_or_named(zygote: Zygote, traces: Traces, tmp_path: Path):
-    campaign(zygote, traces, tmp_path, QUICK)
+@NUMBERS_KNOWN
+def test_what_is_refused_is_done_without_or_named(traces: Traces, tmp_path: Path):
+    campaign(traces, tmp_path, QUICK)
 
 
+@NUMBERS_KNOWN
 @pytest.mark.slow
-def test_each_system_call_that_is_refused_is_done_without_or_named(zygote: Zygote, traces: Traces, tmp_path: Path):
+def test_each_system_call_that_is_refused_is_done_without_or_named(traces: Traces, tmp_path: Path):
     cases = [(name, code) for name in CALLS for code in (errno.ENOSYS, errno.EPERM)]
-    campaign(zygote, traces, tmp_path, [*campaigns.some(cases), ("linkat,renameat2", errno.EPERM)])
+    campaign(traces, tmp_path, [*campaigns.some(cases), ("linkat,renameat2", errno.EPERM)])
 
 
+@NUMBERS_KNOWN
 @pytest.mark.parametrize("name", ["memfd_create", "setsid", "flock", "madvise", "fsync", "renameat2"])
-def test_doctor_finds_what_is_refused(zygote: Zygote, tmp_path: Path, name: str):
-    with zygote.fork("examine_without", tmp_path, name, errno.EPERM) as trainer:
+def test_doctor_finds_what_is_refused(traces: Traces, tmp_path: Path, name: str):
+    with Trainer(traces, "examine_without", tmp_path, name, errno.EPERM) as trainer:
         [line] = trainer.lines(DEADLINE_S)
     if line.startswith("skipped"):
         pytest.skip(f"seccomp is not allowed here: {line}")

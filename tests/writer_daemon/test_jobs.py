@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import campaigns
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -288,7 +289,7 @@ class Daemon(RuleBasedStateMachine):
 
 
 TestDaemon = Daemon.TestCase
-TestDaemon.settings = settings(max_examples=300, stateful_step_count=30)
+TestDaemon.settings = settings(max_examples=campaigns.examples(300), stateful_step_count=30)
 
 
 def test_save_runs_from_queue_to_commit():

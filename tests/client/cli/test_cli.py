@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from commands import as_json, output, sidesave_cli
@@ -622,7 +623,7 @@ def test_doctor_refuses_a_file(tmp_path: Path):
 
 
 def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
-    with subprocess.Popen([*MODULE, "doctor", tmp_path], stdout=subprocess.PIPE) as process:
+    with forks.popen([*MODULE, "doctor", str(tmp_path)], stdout=subprocess.PIPE) as process:
         wait_until(lambda: list(tmp_path.iterdir()), "it has begun")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=300)

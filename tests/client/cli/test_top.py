@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_trainers import RankZygote
+from rank_trainers import Ranks
 from states import wait_until
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, pidfd_of
 from typer.testing import CliRunner, Result
@@ -151,8 +151,7 @@ def test_a_daemon_that_finishes_what_its_dead_trainer_had_staged_is_seen_as_such
 
 
 def test_every_rank_is_seen_by_its_number(tmp_path: Path, traces: Traces):
-    (tmp_path / "meeting").mkdir()
-    with RankZygote(traces) as zygote, zygote.start(2, tmp_path / "meeting", traces) as ranks:
+    with Ranks(2, tmp_path / "meeting", traces) as ranks:
         ranks.open(tmp_path / "run")
         views = seen(tmp_path / "run")
         assert [(view.rank, view.pid) for view in views] == list(enumerate(ranks.daemons))

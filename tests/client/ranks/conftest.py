@@ -8,23 +8,15 @@ from pathlib import Path
 
 import pytest
 from rank_checks import Start
-from rank_trainers import RankZygote, orders_to
+from rank_trainers import Ranks, orders_to
 from trainers import Orders, Traces
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[RankZygote]:
-    with contextlib.closing(Traces()) as traces, RankZygote(traces) as zygote:
-        yield zygote
-
-
 @pytest.fixture
-def start(zygote: RankZygote, traces: Traces, tmp_path: Path) -> Iterator[Start]:
-    """Starts the ranks of a job; see :meth:`RankZygote.start`."""
-    folder = tmp_path / "groups"
-    folder.mkdir()
+def start(traces: Traces, tmp_path: Path) -> Iterator[Start]:
+    """Starts the ranks of a job; see :class:`Ranks`."""
     with contextlib.ExitStack() as jobs:
-        yield lambda count, **options: jobs.enter_context(zygote.start(count, folder, traces, **options))
+        yield lambda count, **options: jobs.enter_context(Ranks(count, tmp_path / "groups", traces, **options))
 
 
 @pytest.fixture

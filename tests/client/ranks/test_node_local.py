@@ -5,7 +5,7 @@ A directory makes a node: ranks that see each other's files in it are on one.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from node_trainers import NodeZygote
-from rank_trainers import Answer, Ranks, RankZygote, leftovers, same_tensors, stored
+from node_trainers import NodeRank
+from rank_trainers import Answer, Ranks, leftovers, same_tensors, stored
 from safetensors import safe_open
 from trainers import Orders, Traces
 
@@ -27,10 +27,9 @@ from sidesave.errors import StateMismatchError
 Start = Callable[..., Ranks]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[RankZygote]:
-    with contextlib.closing(Traces()) as traces, NodeZygote(traces) as zygote:
-        yield zygote
+@pytest.fixture
+def start(start: Start) -> Start:
+    return functools.partial(start, kind=NodeRank)
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
-import torch.multiprocessing as mp
 from states import difference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +49,7 @@ def _experts(rank: int, folder: str) -> None:
 
 
 def test_a_parameter_without_a_gradient_gets_no_moments_of_another_rank(tmp_path: Path):
-    mp.spawn(_experts, (os.fspath(tmp_path),), nprocs=2)
+    forks.spawn(_experts, os.fspath(tmp_path))
 
 
 def _fsdp1(rank: int, folder: str, use_orig_params: bool, kind: StateDictType) -> None:
@@ -98,11 +98,11 @@ def _without_mesh(rank: int, folder: str) -> None:
 
 
 def test_fsdp1_without_a_mesh_is_told_what_it_needs(tmp_path: Path):
-    mp.spawn(_without_mesh, (os.fspath(tmp_path),), nprocs=2)
+    forks.spawn(_without_mesh, os.fspath(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)
 def test_fsdp1_goes_on_bit_for_bit(tmp_path: Path, use_orig_params: bool, kind: StateDictType):
-    mp.spawn(_fsdp1, (os.fspath(tmp_path), use_orig_params, kind), nprocs=2)
+    forks.spawn(_fsdp1, os.fspath(tmp_path), use_orig_params, kind)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from node_trainers import NodeZygote
-from rank_trainers import Ranks, RankZygote, leftovers, same_tensors, stored
+from node_trainers import NodeRank
+from rank_trainers import Ranks, leftovers, same_tensors, stored
 from trainers import Traces
 
 import sidesave
@@ -17,10 +17,9 @@ import sidesave
 Start = Callable[..., Ranks]
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[RankZygote]:
-    with contextlib.closing(Traces()) as traces, NodeZygote(traces) as zygote:
-        yield zygote
+@pytest.fixture
+def start(start: Start) -> Start:
+    return functools.partial(start, kind=NodeRank)
 
 
 def close(ranks: Ranks, traces: Traces, *runs: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from managers import Manage, damage, managers_of
-from node_trainers import NodeZygote
-from rank_trainers import Ranks, RankZygote
+from node_trainers import NodeRank
+from rank_trainers import Ranks
 from trainers import Orders, Traces
 
 import sidesave
@@ -302,18 +303,11 @@ def test_a_run_that_is_named_and_has_nothing_is_an_error_unlike_one_that_is_not_
 # Several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[RankZygote]:
-    with contextlib.closing(Traces()) as traces, NodeZygote(traces) as zygote:
-        yield zygote
-
-
 @pytest.fixture
-def start(zygote: RankZygote, traces: Traces, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    folder = tmp_path / "groups"
-    folder.mkdir()
+def start(traces: Traces, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    start = functools.partial(Ranks, folder=tmp_path / "groups", traces=traces, kind=NodeRank)
     with contextlib.ExitStack() as jobs:
-        yield lambda count, **options: jobs.enter_context(zygote.start(count, folder, traces, **options))
+        yield lambda count, **options: jobs.enter_context(start(count, **options))
 
 
 def told(ranks: Ranks, *paths: object) -> list[str]:

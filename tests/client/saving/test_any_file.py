@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from safetensors import safe_open
@@ -120,7 +121,7 @@ def two_ranks(rank: int, folder: str) -> None:
 
 
 def test_what_ranks_share_compare_and_have_alone_is_found_in_any_file(tmp_path: Path):
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path),), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    forks.spawn(two_ranks, str(tmp_path))
     whole = sidesave.load(tmp_path / "run")
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).state_dict()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -11,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import trainers
 from commands import as_json, output
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_trainers import RankZygote, leftovers
+from rank_trainers import Ranks, leftovers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from trainers import DEADLINE_S, ROOT, Orders, Traces, Trainer, a_state, check, entries, same, say, wait_to_go_on
@@ -211,16 +210,7 @@ def test_a_file_that_nobody_has_given_is_reported_and_one_whose_record_is_damage
 class SavingTrainer(Trainer):
     """A trainer that runs this module: it saves step 1 with ``FILES`` when told to, and says when it is staged."""
 
-    def __init__(self, traces: Traces, run: Path, follow: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, str(run), str(follow)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": trainers._python_path()},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        super(Trainer, self).__init__(self._process.pid, self._process.stdin.fileno(), self._process.stdout.fileno())
+    script = __file__
 
 
 def save_and_wait(run: str, follow: str) -> None:
@@ -299,17 +289,10 @@ def test_daemon_killed_at_every_step_of_writing_its_successor_writes_the_files(t
 # Several ranks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[RankZygote]:
-    with contextlib.closing(Traces()) as traces, RankZygote(traces) as zygote:
-        yield zygote
-
-
-def test_of_several_ranks_those_of_rank_0_are_written(zygote: RankZygote, traces: Traces, tmp_path: Path):
-    (tmp_path / "groups").mkdir()
+def test_of_several_ranks_those_of_rank_0_are_written(traces: Traces, tmp_path: Path):
     run = tmp_path / "run"
     texts: dict[str, Any] = {name: text for name, text in FILES.items() if isinstance(text, str)}
-    with zygote.start(2, tmp_path / "groups", traces) as ranks:
+    with Ranks(2, tmp_path / "groups", traces) as ranks:
         ranks.do("build", "plain", 1)
         ranks.open(run)
         for step in (1, 2):  # the second one's ranks know that they hold the same

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import warnings
@@ -14,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import forks
 import pytest
 import torch
-from trainers import DEADLINE_S, SUPPORT, Traces, a_state, await_end, check, entries, pidfd_of, same
+from trainers import DEADLINE_S, Traces, a_state, await_end, check, entries, pidfd_of, same
 
 import sidesave
 from sidesave.client.saving.handle import SaveHandle
@@ -347,13 +347,15 @@ def test_a_checkpointer_is_dropped_where_the_lock_of_threads_is_held(run: Path, 
         "sidesave.Checkpointer(sys.argv[1]).close()\n"
         "assert sidesave.latest(sys.argv[1]).step == 1\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(run)], check=True, timeout=10 * DEADLINE_S)
+    done = forks.run([sys.executable, "-c", code, str(run)])
+    assert done.returncode == 0, done.stderr
     traces.check()
 
 
 def test_a_process_that_ends_waits_for_what_it_has_dropped(run: Path, traces: Traces):
     code = "import sys, sidesave, trainers\nsidesave.Checkpointer(sys.argv[1]).save(1, trainers.a_state(1, 20))"
-    subprocess.run([sys.executable, "-c", code, str(run)], check=True, timeout=10 * DEADLINE_S, cwd=SUPPORT)
+    done = forks.run([sys.executable, "-c", code, str(run)])
+    assert done.returncode == 0, done.stderr
     check(run, 1, mib=20)
     traces.check()
 

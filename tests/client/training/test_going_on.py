@@ -5,19 +5,19 @@ from __future__ import annotations
 import queue
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from managers import Manage, damage, steps
-from trainers import DEADLINE_S, ROOT, Orders
+from trainers import DEADLINE_S, Orders
 
 import sidesave
 from sidesave.errors import (
@@ -236,7 +236,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     run = tmp_path / "run"
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", script, run], cwd=ROOT, capture_output=True, text=True)
+        done = forks.run([sys.executable, "-c", script, str(run)])
         assert done.returncode == -signal.SIGKILL, done.stderr
         with sidesave.CheckpointManager(run, {"x": 0}) as manager:
             assert manager.latest is not None and manager.latest.step == 1

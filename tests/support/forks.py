@@ -1,0 +1,376 @@
+"""Python processes that are forked from one which has done their imports: they start in a moment.
+
+Most of the time of the whole suite would go into interpreters that import torch, or what a daemon needs. ``popen`` is
+``subprocess.Popen`` for such a process; daemons of this process, and of those started so, are started so as well.
+``/proc`` shows the command line and the environment that they would have had, ``sitecustomize`` is imported, warnings
+are as ``-W`` says. Tests that are about starts, or about what is inherited, do without.
+
+As a script this module is the process from which others are forked. It is their parent, and reaps them when asked to,
+or when who has started them is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import functools
+import gc
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import secrets
+import select
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from socket import recv_fds, send_fds  # which stay what they are where a process follows orders
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DAEMON = ("sidesave.writer_daemon.process.server",)
+TRAINER = (
+    "hypothesis",
+    "pytest",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch._dynamo",  # by the first step of an optimizer
+    "sidesave.client.checkpointer",
+)
+"""What daemons import, and what trainers do."""
+_ARGUMENTS_NBYTES, _ENVIRONMENT_NBYTES = 4096, 32_768
+"""Room for a command line, and for an environment."""
+_HIGH_FD = 900
+"""Above all that are in use."""
+_NUMBER, _REAP = struct.Struct("<I"), b"?"
+_MAX_FDS = 16
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+ADDRESS = "SIDESAVE_TEST_FORKS"
+"""The variable that holds where daemons are forked; without it they are started."""
+_wanted = False
+
+
+def popen(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    """``subprocess.Popen(command, **options)`` of a process that will find imported what trainers import."""
+    if not _wanted or "LD_PRELOAD" in (options.get("env") or os.environ):
+        return subprocess.Popen(command, **options)
+    return _Popen(_server("trainers", TRAINER), command, **options)
+
+
+def run(command: list[str], said: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run such a process to its end; what it has said, on stdout and stderr."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with popen(command, text=True, **pipes, **options) as process:
+        try:
+            told, complaints = process.communicate(said, timeout=300)
+        except BaseException:  # it does not outlive who waits for it
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, told, complaints)
+
+
+def spawn(function: Callable[..., None], *arguments: Any, count: int = 2) -> None:
+    """Call ``function(rank, *arguments)`` in so many processes, and wait for them; one that fails ends them all."""
+    folder = str(Path(inspect.getfile(function)).parent)
+    call = f"import pickle; call, arguments = pickle.loads({pickle.dumps((function, arguments))!r})"
+    path = ":".join([folder, *_paths()])
+    with tempfile.TemporaryFile() as said, contextlib.ExitStack() as stack:
+        processes: list[subprocess.Popen[Any]] = []
+        for rank in range(count):
+            command = [sys.executable, "-c", f"{call}; call({rank}, *arguments)"]
+            processes.append(popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=said, stderr=said))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        deadline = time.monotonic() + 300
+        while any(process.poll() is None for process in processes):
+            assert time.monotonic() < deadline, "these processes do not end"
+            if any(process.returncode for process in processes):
+                break
+            time.sleep(0.005)
+        said.seek(0)
+        assert not any(process.returncode for process in processes), said.read().decode()
+
+
+def _paths() -> list[str]:
+    return [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+
+
+def _popen_daemon(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    environment = options["env"]
+    if ADDRESS not in environment or "LD_PRELOAD" in environment:
+        return subprocess.Popen(command, **options)
+    return _Popen(environment[ADDRESS], command, **options)
+
+
+def prepare() -> None:
+    """Daemons of this process are forked wherever that is wanted."""
+    from sidesave.client.daemon_link import process
+
+    process.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _popen_daemon})  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def wanted(*, daemons: bool) -> Iterator[None]:
+    """From here on trainers are forked, and ``daemons`` too."""
+    global _wanted
+    _wanted = True
+    if daemons:
+        os.environ[ADDRESS] = _server("daemons", DAEMON)
+    try:
+        yield
+    finally:
+        _wanted = False
+        os.environ.pop(ADDRESS, None)
+
+
+class _Popen(subprocess.Popen[Any]):
+    """A process whose parent is another, which tells how it ended."""
+
+    def __init__(self, address: str, command: list[str], **options: Any) -> None:
+        self._parent = socket.socket(socket.AF_UNIX)
+        try:
+            self._parent.connect("\0" + address)
+            super().__init__(command, **options)
+        except BaseException:  # nobody would close it
+            self._parent.close()
+            raise
+
+    def _execute_child(self, *arguments: Any) -> None:
+        asked = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        fds = {number: fd if fd >= 0 else number for number, fd in enumerate(streams)}
+        fds |= {fd: fd for fd in asked["pass_fds"]}
+        own_umask = Path("/proc/self/status").read_text().partition("Umask:")[2].split()[0]
+        request = {
+            "numbers": list(fds),
+            "command": list(map(os.fspath, asked["args"])),
+            "environment": {**(os.environ if asked["env"] is None else asked["env"])},
+            "folder": str(asked["cwd"] or Path.cwd()),
+            "umask": asked["umask"] if asked["umask"] >= 0 else int(own_umask, 8),
+            "session": asked["start_new_session"],
+        }
+        data = json.dumps(request).encode()
+        sys.audit("subprocess.Popen", sys.executable, request["command"], request["folder"], request["environment"])
+        send_fds(self._parent, [_NUMBER.pack(len(data))], list(fds.values()))
+        self._parent.sendall(data)
+        self.pid = self._ask()
+        self._ended = os.pidfd_open(self.pid)
+        self._child_created = True
+        self._close_pipe_fds(*(asked[name] for name in _PIPES))  # type: ignore[attr-defined]
+
+    def _ask(self) -> int:
+        answer = self._parent.recv(_NUMBER.size, socket.MSG_WAITALL)
+        if not answer:
+            raise OSError("the process that others are forked from has ended")
+        return _NUMBER.unpack(answer)[0]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None and select.select([self._ended], [], [], 0)[0]:
+                self._parent.sendall(_REAP)
+                self.returncode = os.waitstatus_to_exitcode(self._ask())
+                self._parent.close()
+                os.close(self._ended)
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        poller = select.poll()
+        with contextlib.suppress(OSError):  # closed: it has ended
+            poller.register(self._ended, select.POLLIN)
+            poller.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+
+@functools.cache
+def _server(name: str, modules: tuple[str, ...]) -> str:
+    """Start the process from which those are forked that import these modules; its address."""
+    address = f"sidesave-tests-{name}-{os.getpid()}-{secrets.token_hex(8)}"
+    ours, theirs = socket.socketpair()  # it ends when ours is closed, whatever may have ended us
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind("\0" + address)
+    listening.listen(64)
+    own = {"PYTHONPATH": ":".join(_paths()), "OPENBLAS_NUM_THREADS": "1", "_ROOM": _ENVIRONMENT_NBYTES * "-"}
+    with theirs, listening:
+        fds = [listening.fileno(), theirs.fileno()]
+        command = [sys.executable, "-P", __file__, *map(str, fds), *modules, _ARGUMENTS_NBYTES * "-"]
+        environment = {**os.environ, **own}
+        environment.pop("TMPDIR", None)  # by which the processes of a test are known
+        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
+
+    def close() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(close)
+    return address
+
+
+# The script --------------------------------------------------------------------------------------------------------
+
+
+def _serve(listening: socket.socket, starter: socket.socket) -> dict[str, Any]:
+    """Answer until who has started us is gone; returns in each process that is forked, with what was asked of it."""
+    children: dict[socket.socket, int] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listening, selectors.EVENT_READ)
+        selector.register(starter, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                source: Any = key.fileobj
+                if source is starter:
+                    os._exit(0)
+                elif source is listening:
+                    selector.register(listening.accept()[0], selectors.EVENT_READ)
+                elif key.data:  # abandoned, and now it has ended
+                    selector.unregister(source)
+                    os.close(source)
+                    os.waitpid(key.data, 0)
+                elif source not in children:
+                    if asked := _request(source):
+                        pid = os.fork()
+                        if pid == 0:
+                            return asked
+                        for fd in asked["received"]:
+                            os.close(fd)
+                        children[source] = pid
+                        _tell(source, pid)
+                    else:
+                        selector.unregister(source)
+                        source.close()
+                else:
+                    pid = children.pop(source)
+                    if _receive(source, len(_REAP)):
+                        _tell(source, os.waitpid(pid, 0)[1])
+                    else:
+                        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                    selector.unregister(source)
+                    source.close()
+
+
+def _request(source: socket.socket) -> dict[str, Any] | None:
+    """What is asked for; None where who has begun to ask was killed meanwhile."""
+    try:
+        header, received, _, _ = recv_fds(source, _NUMBER.size, _MAX_FDS)
+    except OSError:
+        return None
+    nbytes = _NUMBER.unpack(header)[0] if len(header) == _NUMBER.size else 0
+    data = _receive(source, nbytes)
+    if not nbytes or len(data) != nbytes:
+        for fd in received:
+            os.close(fd)
+        return None
+    return {**json.loads(data), "received": received}
+
+
+def _receive(source: socket.socket, nbytes: int) -> bytes:
+    """So many bytes, or fewer where there is nobody any more."""
+    try:
+        return source.recv(nbytes, socket.MSG_WAITALL)
+    except OSError:
+        return b""
+
+
+def _tell(source: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody is there any more
+        source.sendall(_NUMBER.pack(number))
+
+
+def _become(asked: dict[str, Any]) -> list[str]:
+    """Be what an interpreter would be that was started with this; what it is to run, and with what."""
+    if asked["session"]:
+        os.setsid()
+    os.umask(asked["umask"])
+    os.chdir(asked["folder"])
+    _arrange(dict(zip(asked["received"], asked["numbers"], strict=True)))
+    sys.executable, *arguments = sys.orig_argv = asked["command"]
+    _show(sys.orig_argv, asked["environment"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    tempfile.tempdir = None
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
+    sys.path[:0] = [entry for entry in path if entry not in sys.path]
+    if (torch := sys.modules.get("torch")) and (count := os.environ.get("OMP_NUM_THREADS")):
+        torch.set_num_threads(int(count))
+    if any(Path(entry, "sitecustomize.py").exists() for entry in path):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+    return arguments
+
+
+def _arrange(numbers: dict[int, int]) -> None:
+    """Give descriptors their numbers, and close all others."""
+    high = {fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD): number for fd, number in numbers.items()}
+    os.closerange(0, _HIGH_FD)
+    for fd, number in high.items():
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _show(command: list[str], environment: dict[str, str]) -> None:
+    """Have ``/proc`` show these as what this process was started with."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    arguments_at, arguments_end, environment_at, environment_end = map(int, fields[45:49])
+    spare = arguments_end - arguments_at - sum(len(os.fsencode(word)) + 1 for word in command)
+    folder, _, name = command[0].rpartition("/")
+    command = [f"{folder}/{spare * '/'}{name}", *command[1:]]  # there is no other way to make it as long
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    for words, at, end in ((command, arguments_at, arguments_end), (variables, environment_at, environment_end)):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        assert len(text) <= end - at, "there is no room for it"
+        ctypes.memmove(at, text.ljust(end - at, b"\0"), end - at)
+
+
+def _run(arguments: list[str]) -> None:
+    """Do what an interpreter does with these."""
+    folder = True
+    while arguments[0] in ("-P", "-W"):
+        if arguments.pop(0) == "-P":
+            folder = False
+        else:
+            sys.warnoptions = [arguments.pop(0)]
+            warnings.simplefilter(sys.warnoptions[0])  # type: ignore[arg-type]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    match arguments:
+        case ["-c", source, *rest]:
+            sys.argv, place = ["-c", *rest], ""
+            code = compile(source, "<string>", "exec")
+        case ["-m", name, *rest]:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{name}.__main__")
+            assert spec is not None and spec.origin is not None, f"there is no module {name}"
+            sys.argv, place = [spec.origin, *rest], ""
+            code = compile(Path(spec.origin).read_bytes(), spec.origin, "exec")
+            main.__spec__ = spec
+        case _:
+            sys.argv, place = arguments, str(Path(arguments[0]).parent)
+            code = compile(Path(arguments[0]).read_bytes(), arguments[0], "exec")
+            main.__file__ = arguments[0]
+    if folder:
+        sys.path.insert(0, place)
+    exec(code, main.__dict__)
+
+
+if __name__ == "__main__":
+    for module in sys.argv[3:-1]:
+        importlib.import_module(module)
+    if sys.argv[3:-1] == list(TRAINER):
+        prepare()
+    gc.collect()
+    gc.freeze()
+    _run(_become(_serve(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3]))))
