@@ -20,7 +20,7 @@ from sidesave.stager import torch_private
 from sidesave.stager.copy.pool import Job
 
 SAMPLES: Final = 32
-"""Elements of each overlapped host tensor that are looked at."""
+"""At least so many elements of each overlapped host tensor are looked at, less than twice as many."""
 WINDOW_NBYTES: Final = 64
 SPAN_NBYTES: Final = 32 << 20
 """A device tensor has a window in the middle of each span of this size."""
@@ -35,7 +35,7 @@ def of_host_tensor(tensor: torch.Tensor, *, validate: bool) -> bytes:
         nbytes = tensor.numel() * tensor.element_size()
         return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
     flat = tensor.detach().reshape(-1)
-    picked = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].contiguous()
+    picked = flat[:: max(1, (flat.numel() - 1) // (SAMPLES - 1))].contiguous()  # up to the very end
     return bytes(cast("list[int]", picked.view(torch.uint8).tolist()))
 
 
