@@ -21,7 +21,7 @@ def main() -> None:
     threading.excepthook = _end_process
     try:
         status = Server(socket.socket(fileno=int(sys.argv[1]))).run()
-    except BaseException:
+    except BaseException:  # the client is told why a daemon has ended, whatever it was
         logger.exception("the loop of the daemon failed")
         status = 1
     sys.stderr.flush()

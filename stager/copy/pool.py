@@ -214,7 +214,7 @@ class SlotPool:
             arena = Arena.create(descriptor_nbytes, data_nbytes)
             try:
                 host_memory.populate(arena)
-            except BaseException:
+            except BaseException:  # Ctrl-C as well leaves no arena
                 arena.close()
                 raise
         except OSError as error:

@@ -128,7 +128,7 @@ class _Captures:
             self._enter(this)
             try:
                 begin(this, *args, **kwargs)
-            except BaseException:
+            except BaseException:  # whatever it is, no capture has begun
                 self._leave(this)
                 raise
 

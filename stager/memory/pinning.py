@@ -43,7 +43,7 @@ class PinnedRange:
                         self._pieces.pop()
                         raise RuntimeError(f"{error} at byte {offset:,} of {nbytes:,}") from error
                 time.sleep(0)  # let other threads at the driver's lock
-        except BaseException:
+        except BaseException:  # Ctrl-C as well leaves nothing registered
             self.close()
             raise
 

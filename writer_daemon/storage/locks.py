@@ -22,7 +22,7 @@ def take(file: Descriptor, kind: int) -> Callable[[], None]:
     """
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well leaves no descriptor
         file.close()
         raise
     return functools.partial(_give_back, file, os.getpid())
