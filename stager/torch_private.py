@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -12,6 +13,27 @@ foreach_norm: Final = torch._foreach_norm
 disable_dynamo: Final = torch._disable_dynamo
 set_grad_enabled: Final = torch._C._set_grad_enabled
 """In one instruction, where an interrupt can keep ``no_grad`` from ending."""
+
+
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Tells whether others have the classes, dtypes, devices, shapes, strides and flags that these have now."""
+    if _TensorGuards is None:
+        known = _looks(tensors)
+        return lambda others: _looks(others) == known
+    sizes, strides = ([list(getattr(tensor, name)()) for tensor in tensors] for name in ("size", "stride"))
+    guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return lambda others: guard.check(*others)
+
+
+_TensorGuards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_TensorGuards = getattr(_TensorGuards, "TensorGuards", None)
+
+
+def _looks(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [
+        (type(each), each.dtype, each.device, each.layout, each.shape, each.stride(), each.is_conj(), each.is_neg())
+        for each in tensors
+    ]
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

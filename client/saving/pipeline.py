@@ -29,6 +29,7 @@ from sidesave.stager.devices import kinds
 from sidesave.stager.plan import FileImage, Plan, Structure, make_plan, structure_of
 from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import OBJECTS, FlatState
+from sidesave.stager.state.recall import Recall
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Extent, Parent, Refuse, Save, Unshared
 
@@ -57,10 +58,10 @@ class Submission:
         for worker in (session.books, *session.copier.workers):
             worker.on_failure = self.lose
 
-    def flatten(self, state: Mapping[str, Any]) -> FlatState:
+    def flatten(self, state: Mapping[str, Any], recall: Recall | None = None) -> FlatState:
         """Take a state apart; raises what cannot be saved."""
         ranks = None if self._planner is None else self._world.ranks
-        return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
+        return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks, recall=recall)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise what will not be saved of a state, as far as that can be told before training."""

@@ -18,6 +18,7 @@ from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.session import Session
 from sidesave.errors import StagingError
 from sidesave.stager.devices import kinds
+from sidesave.stager.state.recall import Recall
 from sidesave.writer_daemon.protocol import Delete
 
 
@@ -28,6 +29,7 @@ class Saver:
         """Save for a session that has started."""
         self.session = session
         self.submission = Submission(session)
+        self._recall = Recall()
         self._call = threading.RLock()
         self._entry: SaveInFlight | None = None  # of the call of save() under way, or of one that was interrupted
 
@@ -70,7 +72,7 @@ class Saver:
                     told, extra_files = arguments.encode_metadata(metadata), arguments.encode_files(files)
                     pending = session.saves.place_of(step)
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
-                    flat = self.submission.flatten(state)
+                    flat = self.submission.flatten(state, self._recall)
                     entry.slot = session.pool.try_acquire(entry)
                     if entry.slot is None and session.options.on_busy == "skip":
                         session.history.came_to_nothing(entry)

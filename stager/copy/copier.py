@@ -149,6 +149,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
+def _has_lane(device: torch.device, known: dict[torch.device, bool]) -> bool:
+    if device not in known:
+        known[device] = kinds.runtime_of(device) is not None
+    return known[device]
+
+
 class Copier:
     """Starts the copies of saves; owns the threads in which they go on."""
 
@@ -190,9 +196,10 @@ class Copier:
         regions: list[Region] = []
         overlapped: list[Job] = []
         on_device: list[Job] = []
+        lanes: dict[torch.device, bool] = {}
         for (fqn, source), target in zip(tensors, slot.targets, strict=True):
             on_host = source.is_cpu
-            has_lane = not on_host and kinds.runtime_of(source.device) is not None
+            has_lane = not on_host and _has_lane(source.device, lanes)
             if (on_host or has_lane) and target.nbytes and not source.untyped_storage().nbytes():
                 raise UnsupportedValueError(f"{fqn} has no memory: its storage was resized to nothing")  # FSDP does so
             if has_lane:

@@ -40,6 +40,7 @@ _ALIGNMENT: Final = 16
 _COPIED_AS_THEY_ARE: Final = frozenset(
     {torch.float32, torch.float64, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
+_ORDER: Final = {dtype: number for number, dtype in enumerate(NORMED)}
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By element size, for other dtypes: the fused copy refuses some, and takes half precision through float32, which may
 change the bits of a NaN."""
@@ -57,11 +58,16 @@ class _Run:
     nbytes: int
 
 
+_Layout = tuple[int, torch.Size, tuple[int, ...]]
+"""Of a packed tensor: where it begins in scratch, in bytes, its shape and its strides."""
+
+
 class _Half:
     """Half of a device's scratch."""
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
+        self.views = _Views()
         self.owner: _Part | None = None
         self.read: torch.Event | None = None
         """Behind the last work on the memory."""
@@ -196,14 +202,15 @@ class _Lane:
             source, nbytes = job.source, job.target.nbytes
             if not nbytes:
                 continue
-            owns = source.dtype in NORMED and _is_plain(source) and ownership.is_owned(source, owned)
+            owns = nbytes >= plan.SMALL_NBYTES and source.dtype in NORMED
+            owns = owns and _is_plain(source) and ownership.is_owned(source, owned)
             alias = source.detach()  # keeps the memory where `p.data = new` would let it go
             part.sources.append(alias)
-            if owns and nbytes >= plan.SMALL_NBYTES:
+            if owns:
                 part.guarded.append(job._replace(source=alias))
             else:
                 captured.append((alias, job.target.offset))
-        part.guarded.sort(key=lambda job: str(job.source.dtype))
+        part.guarded.sort(key=lambda job: _ORDER[job.source.dtype])
         self._capture(part, captured, submit)
         try:
             part.fingerprint = DeviceFingerprint(part.guarded, validate=validate)
@@ -230,7 +237,7 @@ class _Lane:
                 return
             if half.read is not None:
                 part.compute.wait_event(half.read)
-            runs = _pack(memory, captured)
+            runs = _pack(memory, captured, half.views)
             packed = self.runtime.new_event()
             packed.record(part.compute)
             submit(functools.partial(part.copy_batch, half, runs, packed))
@@ -270,7 +277,7 @@ class _Lane:
                 continue
             if half.memory is not None:
                 part.sources.append(half.memory)  # which may still be read, by copies before those of this save
-            half.memory = memory
+            half.memory, half.views = memory, _Views()
             return
 
     def give_back(self, half: _Half) -> None:
@@ -316,33 +323,50 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]]) -> list[_Run]:
+class _Views:
+    """Views of a half in which tensors were packed, kept because the next save mostly packs the same."""
+
+    def __init__(self) -> None:
+        self._known: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
+
+    def of(self, memory: torch.Tensor, dtype: torch.dtype, layouts: list[_Layout]) -> list[torch.Tensor]:
+        """One view for each of ``layouts``; always of the same ``memory``."""
+        known, views = self._known.get(dtype, ([], []))
+        if known != layouts:
+            flat, size = memory.view(dtype), dtype.itemsize
+            views = [flat.as_strided(shape, stride, begin // size) for begin, shape, stride in layouts]
+            self._known[dtype] = layouts, views  # both at once, or neither where this is interrupted
+        return views
+
+
+def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]], views: _Views) -> list[_Run]:
     """Copy sources from the end of ``captured`` into ``memory`` until it is full, on the current stream.
 
     What does not fit stays, cut where it must be. One launch takes all contiguous sources of a dtype.
     """
     runs: list[_Run] = []
-    flat: dict[torch.dtype, tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = {}
+    last: _Run | None = None
+    packed: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
     position = 0
     while captured:
         source, offset = captured.pop()
-        last = runs[-1] if runs else None
+        nbytes = source.nbytes
         follows = last is not None and last.image_offset + last.nbytes == offset
         # With the image's remainder every view of the scratch is as well aligned as its tensor in the image.
         begin = position if follows else position + (offset - position) % _ALIGNMENT
-        if source.nbytes > memory.numel() - begin:
+        if nbytes > memory.numel() - begin:
             head, rest = _cut(source, offset, memory.numel() - begin, whole=not runs)
             captured += reversed(rest)
             if head is None and runs:
                 break
             if head is None:
                 continue
-            source = head
-        nbytes = source.nbytes
+            source, nbytes = head, head.nbytes
         if last is not None and follows:
             last.nbytes += nbytes
         else:
-            runs.append(_Run(begin, offset, nbytes))
+            last = _Run(begin, offset, nbytes)
+            runs.append(last)
         position = begin + nbytes
         dtype = source.dtype
         if not _is_plain(source):  # by itself: in a fused launch it would slow down all others
@@ -351,13 +375,13 @@ def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]]) -> lis
         if dtype not in _COPIED_AS_THEY_ARE:
             dtype = _INTEGERS[dtype.itemsize]
             source = source.view(dtype)
-        if dtype not in flat:
-            flat[dtype] = (memory.view(dtype), [], [])
-        whole, targets, sources = flat[dtype]
-        targets.append(whole.as_strided(source.shape, source.stride(), begin // dtype.itemsize))
+        if dtype not in packed:
+            packed[dtype] = ([], [])
+        layouts, sources = packed[dtype]
+        layouts.append((begin, source.shape, source.stride()))
         sources.append(source)
-    for _, targets, sources in flat.values():
-        torch_private.foreach_copy(targets, sources)
+    for dtype, (layouts, sources) in packed.items():
+        torch_private.foreach_copy(views.of(memory, dtype, layouts), sources)
     return runs
 
 

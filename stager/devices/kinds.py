@@ -25,7 +25,8 @@ def runtime_of(device: torch.device) -> DeviceRuntime | None:
 
 def first_with_runtime(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """The first device among those of ``tensors`` from which copies run beside training."""
-    return next((tensor.device for tensor in tensors if tensor.device.type in _RUNTIMES), None)
+    elsewhere = (tensor.device for tensor in tensors if not tensor.is_cpu)  # the cheapest question first
+    return next((device for device in elsewhere if device.type in _RUNTIMES), None)
 
 
 def watch_graphs() -> None:

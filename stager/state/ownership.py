@@ -8,11 +8,12 @@ holds it as parameter or state, and that optimizer's ``step`` is torch's own. Al
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -127,10 +128,10 @@ def owned_memory(optimizers: Iterable[Optimizer], modules: Iterable[nn.Module] =
             continue
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held += [value for state in optimizer.state.values() for value in state.values()]
-        for tensor in held:
-            if isinstance(tensor, torch.Tensor):
-                address, nbytes = _place(tensor)
-                owned[address] = max(owned.get(address, 0), nbytes)
+        found = [local for local in map(_local, held) if type(local) in _KINDS and local.is_contiguous()]
+        for address, nbytes in zip(map(torch.Tensor.data_ptr, found), map(_nbytes, found), strict=True):
+            if nbytes > owned.get(address, 0):
+                owned[address] = nbytes
     for module in (inner for outer in modules for inner in outer.modules()):
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             owned.pop(module.weight.data_ptr(), None)
@@ -146,11 +147,15 @@ def is_owned(tensor: torch.Tensor, owned: dict[int, int]) -> bool:
     return tensor.nbytes <= owned.get(tensor.data_ptr(), -1)
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes of a tensor's memory, of a DTensor those of its local part; 0 for what has no one place."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    plain = type(local) in (torch.Tensor, nn.Parameter) and local.is_contiguous()
-    return (local.data_ptr(), local.nbytes) if plain else (0, 0)
+_KINDS: Final = (torch.Tensor, nn.Parameter)
+_nbytes = operator.attrgetter("nbytes")
+
+
+def _local(held: Any) -> Any:
+    """A tensor itself, or of a DTensor the local part."""
+    if type(held) in _KINDS or not isinstance(held, torch.Tensor):
+        return held
+    return getattr(held, "_local_tensor", held)
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:

@@ -6,10 +6,11 @@ One memory region is collected once: tied weights become a second reference to t
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from sidesave.stager import torch_private
 from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
 from sidesave.stager.state.flat_state import FlatState
+from sidesave.stager.state.recall import Taken
 from sidesave.stager.state.sharding import Grid
 from sidesave.stager.state.tags import SPARSE_PARTS, Tag, pack
 
@@ -45,6 +47,9 @@ class TensorCollector:
         self._fqns: set[str] = set()
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
         self._by_id: dict[int, str] = {}  # FQNs of what has no address that would tell it from others
+        self._ties: list[str] = []  # FQNs that were met again
+        self._again: list[tuple[Taken, Sequence[torch.Tensor]]] = []
+        self._names: dict[int, str] = {}  # FQNs of those tensors, by id
 
     @property
     def shared_digest(self) -> str:
@@ -76,12 +81,80 @@ class TensorCollector:
 
     def fqn_of(self, parameter: torch.Tensor) -> str | None:
         """The FQN that the memory of a parameter has been collected under, if it has been."""
-        fqn = self._by_id.get(id(parameter))
+        if self._again and not self._names:
+            for taken, tensors in self._again:
+                self._names.update(zip(map(id, tensors), taken.fqns, strict=True))
+        fqn = self._names.get(id(parameter)) or self._by_id.get(id(parameter))
         if fqn is None and not is_dtensor(parameter):
-            for other, _, node in self._by_address.get(parameter.data_ptr(), ()):
+            for other, _, node in self._at(parameter.data_ptr()) or ():
                 if other is parameter or _same_region(other, parameter):
                     return str(node[1])
         return fqn
+
+    @property
+    def place(self) -> tuple[Any, ...] | None:
+        """All but its name that an item's nodes and grids depend on; None where that is more than can be compared."""
+        return None if self._held_by else (self.container, self._scope, self._pinned)
+
+    def take_again(self, taken: Taken, tensors: Sequence[torch.Tensor]) -> bool:
+        """Put the tensors of an item there as before; False where others have come to their memory or names."""
+        if not (
+            self._fqns.isdisjoint(taken.fqns)
+            and self._by_address.keys().isdisjoint(taken.addresses)
+            and all(other.addresses.keys().isdisjoint(taken.addresses) for other, _ in self._again)
+        ):
+            return False
+        self._fqns.update(taken.fqns)
+        if taken.fqns:
+            self.flat.containers.setdefault(self.container, {}).update(zip(taken.fqns, tensors, strict=True))
+        self.flat.grids.update(taken.grids)
+        self.flat.undeclared.update(taken.undeclared)
+        self._again.append((taken, tensors))
+        return True
+
+    def observe(self, encode: Callable[[], Any]) -> tuple[Any, Callable[[Sequence[torch.Tensor]], Taken | None]]:
+        """What ``encode`` returns, and what makes of it and of what it has collected something to be taken again.
+
+        That is given the tensors of a witness, and returns None where some are others, or are tied to what is outside.
+        """
+        flat, before = self.flat, len(self.flat.containers.get(self.container, ()))
+        fqns_before = len(self._fqns)
+        grids, undeclared, ties, by_id = len(flat.grids), len(flat.undeclared), len(self._ties), len(self._by_id)
+        node = encode()
+        items = [*itertools.islice(flat.containers.get(self.container, {}).items(), before, None)]
+
+        def taken(tensors: Sequence[torch.Tensor]) -> Taken | None:
+            indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+            picks = tuple(indices.get(id(tensor), -1) for _, tensor in items)
+            fqns = {fqn: number for number, (fqn, _) in enumerate(items)}
+            elsewhere = len(self._fqns) - fqns_before != len(items)
+            if -1 in picks or elsewhere or by_id != len(self._by_id) or not fqns.keys() >= {*self._ties[ties:]}:
+                return None
+            addresses: dict[int, tuple[int, ...]] = {}
+            for number, (_, tensor) in enumerate(items):
+                addresses[tensor.data_ptr()] = (*addresses.get(tensor.data_ptr(), ()), number)
+            return Taken(
+                node,
+                tuple(fqns),
+                picks,
+                addresses,
+                dict(itertools.islice(flat.grids.items(), grids, None)),
+                dict(itertools.islice(flat.undeclared.items(), undeclared, None)),
+            )
+
+        return node, taken
+
+    def _at(self, address: int) -> list[tuple[torch.Tensor, Grid | None, Any]] | None:
+        """What was collected at an address."""
+        found = self._by_address.get(address)
+        if found is None:
+            for taken, tensors in self._again:
+                if (numbers := taken.addresses.get(address)) is not None:
+                    # Without a grid: what is remembered are plain tensors, whatever share of them this rank has.
+                    found = list[tuple[torch.Tensor, Grid | None, Any]]()
+                    found += [(tensors[number], None, [Tag.TENSOR, taken.fqns[number]]) for number in numbers]
+                    self._by_address[address] = found
+        return found
 
     def meet_stateful(self, fqn: str) -> None:
         """Note an object with a state dict: unless it is part of what is shared, each rank has one for itself."""
@@ -144,10 +217,11 @@ class TensorCollector:
             kind = "a nested tensor" if value.is_nested else dtype
             raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
         address = value.data_ptr() or (0 if grid is None else _address_of_empty(value, grid))
-        others = self._by_address.get(address) if address else None
+        others = self._at(address) if address else None
         if others is not None:
             for other, other_grid, node in others:
                 if _same_region(value, other) and grid == other_grid:  # else a tensor and this rank's part of it
+                    self._ties.append(node[1])
                     return node
         node: list[Any] = [Tag.TENSOR, fqn]
         stored = value

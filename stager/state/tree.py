@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import functools
 import io
 import logging
 import pathlib
@@ -26,7 +27,8 @@ from sidesave.stager import torch_private
 from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.dtypes import dtype_name
 from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
-from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PRIMITIVES, Tag, pack
+from sidesave.stager.state.recall import Recall
+from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
 from sidesave.stager.state.treespec import TensorRef, rebuilt
 
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _DEEP: Final = 20
 """Nested deeper than this, which hardly any state is, containers are watched for cycles."""
+_LEAST: Final = -(1 << 63)
+_MOST: Final = (1 << 64) - 1
 _SHOWN: Final = 20
 _MAX_NAME: Final = 160
 _LOADER: Final = "it does not tell where it is: use torchdata's StatefulDataLoader in its place, or leave it out"
@@ -49,8 +53,7 @@ _CURES: Final = (
 """What to do about types that many states hold: module and name, for they need not be imported here."""
 _told: Final = set[type]()
 """Enums of which the log has it that they are saved by value."""
-_PLAIN_KEYS: Final = PRIMITIVES | {int}
-_ENUM_VALUES: Final = _PLAIN_KEYS | {tuple}
+_ENUM_VALUES: Final = PLAIN | {tuple}
 """Of these a member can be told from its value."""
 
 
@@ -67,14 +70,22 @@ class Stateful(Protocol):
         ...
 
 
-def flatten(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[int, ...] | None = None) -> FlatState:
+def flatten(
+    state: Mapping[str, Any],
+    *,
+    allow_pickle: bool = False,
+    ranks: tuple[int, ...] | None = None,
+    recall: Recall | None = None,
+) -> FlatState:
     """Take a state apart, without copying a tensor. ``ranks`` are those that save together, None for one alone.
+
+    What ``recall`` remembers of an earlier call, with the same ranks, is not taken apart again.
 
     Raises:
         InvalidArgumentError: The state is no mapping with string keys.
         UnsupportedValueError: Values that cannot be saved, or have the FQN of another; the message names all of them.
     """
-    flattener = _Flattener(allow_pickle, ranks)
+    flattener = _Flattener(allow_pickle, ranks, recall)
     treespec: dict[str, Any] = {}
 
     def encode() -> None:
@@ -144,8 +155,13 @@ def _refuse(errors: Sequence[UnsupportedValueError]) -> None:
     raise UnsupportedValueError("\n  ".join(lines)) from errors[0].__cause__
 
 
+def _is_dict(value: Any) -> bool:
+    return type(value) is dict
+
+
 class _Flattener:
-    def __init__(self, allow_pickle: bool, ranks: tuple[int, ...] | None) -> None:
+    def __init__(self, allow_pickle: bool, ranks: tuple[int, ...] | None, recall: Recall | None = None) -> None:
+        self._recall = recall
         self.flat = FlatState()
         self.tensors = TensorCollector(self.flat, ranks)
         self._tensor = self.tensors.tensor
@@ -171,7 +187,7 @@ class _Flattener:
             if kind in PRIMITIVES:
                 return value
             if kind is int:
-                return value if -(1 << 63) <= value < 1 << 64 else [Tag.INT, hex(value)]
+                return value if _LEAST <= value <= _MOST else [Tag.INT, hex(value)]
             if depth > _DEEP:
                 return self._deep(value, fqn, depth)
             handler = _HANDLERS.get(kind)
@@ -206,12 +222,12 @@ class _Flattener:
             return self.tensors.subclass(value, fqn)
         if isinstance(value, nn.Module):
             self.tensors.meet_module(value)
-            state = value.state_dict(keep_vars=True)
-            return self.tensors.shared(lambda: self._module(state, fqn, depth), fqn)
+            encode = functools.partial(self._module, value, fqn, depth)
+            return self.tensors.shared(lambda: self._remembered(value, value, fqn, depth, encode), fqn)
         if isinstance(value, torch.optim.Optimizer):
             self.tensors.meet_optimizer(value)
             state = value.state_dict()
-            node = self.tensors.shared(lambda: self.dict(state, fqn, depth), fqn)
+            node = self.tensors.shared(lambda: self._optimizer(value, state, fqn, depth), fqn)
             if _is_by_position(state, value):
                 self._optimizers.append((value, node))
             return node
@@ -269,7 +285,37 @@ class _Flattener:
             return [Tag.DICT, {key: encode(item, prefix + key, below) for key, item in value.items()}]
         return [Tag.ITEMS, self.items(value, fqn, depth)]
 
-    def _module(self, state: dict[str, Any], fqn: str, depth: int) -> Any:
+    def _remembered(self, source: Any, what: Any, fqn: str, depth: int, encode: Callable[[], Any]) -> Any:
+        """The node of what belongs to an object, taken from memory where it is as it was."""
+        place = self.tensors.place
+        if self._recall is None or place is None:
+            return encode()
+        place = (fqn, depth, *place)
+        known = self._recall.again(source, what, place)
+        if known is not None and self.tensors.take_again(*known):
+            return known[0].node
+        refused = len(self.refused)
+        node, taken = self.tensors.observe(encode)
+        if len(self.refused) == refused:
+            self._recall.note(source, what, place, taken)
+        return node
+
+    def _optimizer(self, source: torch.optim.Optimizer, state: Any, fqn: str, depth: int) -> Any:
+        if not (_is_dict(state) and _is_dict(state.get("state")) and {str}.issuperset(map(type, state))):
+            return self.dict(state, fqn, depth)
+
+        def encode(key: str, item: Any) -> Any:
+            return self.encode(item, f"{fqn}.{key}", depth + 1)
+
+        def encode_item(key: str, item: Any) -> Any:
+            if key != "state":
+                return encode(key, item)
+            return self._remembered(source, item, f"{fqn}.state", depth + 1, functools.partial(encode, key, item))
+
+        return [Tag.DICT, {key: encode_item(key, item) for key, item in state.items()}]
+
+    def _module(self, module: nn.Module, fqn: str, depth: int) -> Any:
+        state = module.state_dict(keep_vars=True)
         tag, body = self.dict(state, fqn, depth)
         metadata = getattr(state, "_metadata", None)
         if metadata is None:
@@ -291,7 +337,7 @@ class _Flattener:
         for value in values:
             if isinstance(value, enum.Enum):
                 _tell_enum(value, fqn)
-        if _PLAIN_KEYS.issuperset(map(type, values)):
+        if PLAIN.issuperset(map(type, values)):
             return nodes
         known: dict[Any, Any] = {}
         for value, node in zip(values, nodes, strict=True):
@@ -309,7 +355,8 @@ class _Flattener:
         return nodes
 
     def sequence(self, value: Any, fqn: str, depth: int) -> list[Any]:
-        if PRIMITIVES.issuperset(map(type, value)):
+        kinds = set(map(type, value))
+        if PRIMITIVES.issuperset(kinds) or (kinds == {int} and _LEAST <= min(value) and max(value) <= _MOST):
             return list(value)
         return [self.encode(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(value)]
 

@@ -64,6 +64,31 @@ def test_a_half_is_packed_again_behind_the_copies_out_of_it(checkpointer: Checkp
         assert_holds(handle, _filled(step))
 
 
+def test_a_half_takes_what_lies_otherwise_than_before(checkpointer: Checkpointer):
+    """As many tensors of the same dtypes, in other places or with other strides: views that were kept do not fit."""
+    shapes = [(3, 4), (4, 3), (2, 7), (1, 40)]
+    states: list[dict[str, Any]] = []
+    for turn in range(4):
+        order = shapes[turn:] + shapes[:turn]
+        state: dict[str, Any] = {f"w{n}": torch.randn(shape, device="cuda") for n, shape in enumerate(order)}
+        state |= {f"h{n}": torch.randn(shape, device="cuda").bfloat16() for n, shape in enumerate(order)}
+        states.append(state)
+    _save_in_turn(checkpointer, [states[step // 2 % 4] for step in range(16)])
+
+
+def test_a_half_that_has_grown_takes_what_lies_as_before(checkpointer: Checkpointer):
+    """The views that were kept are of the memory that it had."""
+    small = {"w": torch.randn(100, device="cuda")}
+    large = {**small, "large": torch.ones(5 * MIB, dtype=torch.uint8, device="cuda")}  # its place is behind the others
+    _save_in_turn(checkpointer, [small] * 4 + [large] * 4)
+
+
+def _save_in_turn(checkpointer: Checkpointer, states: list[dict[str, Any]]) -> None:
+    handles = [checkpointer.save(step, state) for step, state in enumerate(states)]
+    for handle, state in zip(handles, states, strict=True):
+        assert_holds(handle, {name: tensor.cpu() for name, tensor in state.items()})
+
+
 def test_a_save_waits_on_the_host_while_no_copy_out_of_either_half_is_enqueued(
     checkpointer: Checkpointer, state: dict[str, Any]
 ):

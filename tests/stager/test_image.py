@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import hypothesis.strategies as st
 import pytest
 import safetensors
@@ -46,7 +47,7 @@ def plan_of(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @given(CONTAINERS)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):
     plan = plan_of(containers)
     assert [file.container for file in plan.files] == list(containers)
@@ -68,7 +69,7 @@ def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tup
 
 
 @given(CONTAINERS)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):
     for file, body in zip(plan_of(containers).files, containers.values(), strict=True):
         parsed = parse_tensor_file(file.header, "header")
@@ -86,7 +87,7 @@ def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[
 
 
 @given(CONTAINERS)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_digest_grid_covers_a_file_once_and_restarts_at_large_tensors(
     containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]],
 ):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forks
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -320,7 +321,7 @@ def environment() -> dict[str, str]:
 def test_fsdp_over_tensor_parallelism_holds_what_the_grid_says(tmp_path: Path) -> None:
     """Eight gloo ranks compare the values of their local tensors with the boxes derived, uneven and empty ones too."""
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path)]
-    with subprocess.Popen(
+    with forks.popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as ranks:
         try:

@@ -6,7 +6,6 @@ worst, so that no test depends on who is quicker.
 
 import itertools
 import logging
-import subprocess
 import sys
 import threading
 import warnings
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import forks
 import pytest
 import torch
 from states import assert_torn, difference, frozen, held, scramble, swap_back, swap_in, wait_until, waits_at_the_guard
@@ -23,7 +23,10 @@ import sidesave
 from sidesave import Checkpointer
 from sidesave.errors import HostMemoryError, TornSnapshotError, UnsupportedValueError
 from sidesave.stager.apart import Worker
+from sidesave.stager.copy.copier import StagingCopy
+from sidesave.stager.copy.fingerprint import SAMPLES, of_host_tensor
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
+from sidesave.stager.copy.pool import Job
 
 MIB = 1 << 20
 
@@ -212,7 +215,7 @@ with sidesave.Checkpointer(sys.argv[1], overlap=True) as checkpointer:
         optimizer.step()
         assert (checkpointer.load(handle.committed.result().step)["weight"] == step + 1).all()
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
+    forks.run([sys.executable, "-c", code, str(tmp_path)]).check_returncode()
 
 
 def test_a_compiled_training_step_is_not_compiled_again_by_saves(shared: Checkpointer):
@@ -395,28 +398,71 @@ def test_averages_swapped_back_under_a_copy_tear_it_and_the_next_one_is_copied_a
         assert checkpointer.steps() == [1, 2]
 
 
-def test_averages_swapped_in_and_back_while_a_copy_runs_are_noticed(tmp_path: Path):
+class _Averaged:
+    """Weights, a copy of them, and the averages that are swapped in for a while."""
+
+    def __init__(self) -> None:
+        self.weights = [nn.Parameter(torch.randn(256, 1024)) for _ in range(8)]
+        large = nn.Parameter(torch.zeros(8 << 20))  # is copied last and leaves time to swap back
+        model = nn.ParameterList([*self.weights, large])
+        self.state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        self._before = [weight.detach().clone() for weight in self.weights]
+        self._averages = [torch.randn(256, 1024) for _ in self.weights]
+
+    def swap_in(self) -> None:
+        self._set(self._averages)
+
+    def swap_back(self) -> None:
+        self._set(self._before)
+
+    def _set(self, tensors: list[torch.Tensor]) -> None:
+        for weight, tensor in reversed(list(zip(self.weights, tensors, strict=True))):
+            weight.data.copy_(tensor)
+
+
+def test_averages_swapped_in_for_a_copy_and_back_behind_it_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What was there at the call is there again when the copy is over, and still it is torn."""
-    weights = [nn.Parameter(torch.randn(256, 1024)) for _ in range(8)]
-    large = nn.Parameter(torch.zeros(8 << 20))  # is copied last and leaves time to swap back
-    model = nn.ParameterList([*weights, large])
-    average = nn.ParameterList([torch.randn(256, 1024) for _ in weights])
-    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    before = [weight.detach().clone() for weight in weights]
-    expected = frozen(state)
+    averaged = _Averaged()
+    look = StagingCopy._has_changed
+
+    def swap_back_and_look(copy: StagingCopy, job: Job, before: bytes, version: int) -> bool:
+        averaged.swap_back()
+        return look(copy, job, before, version)
+
+    with Checkpointer(tmp_path, overlap=True) as checkpointer:
+        monkeypatch.setattr(StagingCopy, "_has_changed", swap_back_and_look)
+        with held(checkpointer):
+            handle = checkpointer.save(1, averaged.state)
+            averaged.swap_in()
+        assert_torn(checkpointer, handle, "model")
+
+
+def test_averages_swapped_in_and_back_while_a_copy_runs_are_noticed(tmp_path: Path):
+    """Whoever comes first. Where both are at one tensor at a time only all its bytes tell."""
+    averaged = _Averaged()
+    expected = frozen(averaged.state)
     for attempt in range(3):
-        with Checkpointer(tmp_path / str(attempt), overlap=True) as checkpointer:
+        with Checkpointer(tmp_path / str(attempt), overlap=True, validate=True) as checkpointer:
             with held(checkpointer) as go_on:
-                handle = checkpointer.save(1, state)
-                for weight, averaged in zip(weights, average, strict=True):
-                    weight.data.copy_(averaged)
+                handle = checkpointer.save(1, averaged.state)
+                averaged.swap_in()
                 go_on.set()
-                for weight, tensor in reversed(list(zip(weights, before, strict=True))):
-                    weight.data.copy_(tensor)
+                averaged.swap_back()
             if handle.committed.exception(300) is None:
                 assert_holds(checkpointer, handle, expected)
             else:
                 assert_torn(checkpointer, handle, "model")
+
+
+@pytest.mark.parametrize("numel", [1, 2, 31, 62, 63, 64, 100, 4097])
+def test_the_elements_looked_at_reach_from_the_first_to_the_last(numel: int):
+    tensor = torch.zeros(numel)
+    before = of_host_tensor(tensor, validate=False)
+    assert min(numel, SAMPLES) <= len(before) // 4 < 2 * SAMPLES
+    for at in {0, numel - 1 - numel // 33}:
+        tensor[at:] = 1
+        assert of_host_tensor(tensor, validate=False) != before
+        tensor[:] = 0
 
 
 def test_a_tensor_whose_data_is_replaced_under_a_copy_is_saved_as_it_was(shared: Checkpointer):
@@ -444,7 +490,7 @@ with sidesave.Checkpointer(sys.argv[1], overlap=True, on_error="warn") as checkp
     print(type(handle.committed.exception()).__name__)
 """
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks.run(command)
     assert (done.returncode, done.stdout) == (0, "TornSnapshotError\n"), done.stderr
 
 

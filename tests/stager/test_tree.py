@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import campaigns
 import hypothesis.strategies as st
 import msgpack
 import numpy as np
@@ -29,7 +30,7 @@ from sidesave.client.loading import tensors
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
 from sidesave.stager.state import tree
 from sidesave.stager.state.tags import Tag
-from sidesave.stager.state.treespec import TensorRef, TreeSpec
+from sidesave.stager.state.treespec import TensorRef, TreeSpec, _everything
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
@@ -110,7 +111,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(LEAVES, _containers, max_leaves=12))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_plain_data_comes_back_with_type_and_value(value: Any):
     assert_comes_back(value)
 
@@ -504,7 +505,7 @@ def build(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=campaigns.examples(300), deadline=None)
 def test_random_bytes_are_refused_with_a_typed_error(data: bytes):
     build(data)
 
@@ -533,9 +534,24 @@ NODES = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), NODES, min_size=1, max_size=3))
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_treespecs_build_or_are_refused_with_a_typed_error(body: dict[str, Any]):
     build(packed(body))
+
+
+@given(NODES, st.sampled_from([0, 1, 50, 102, 103, 104, 105]))
+@settings(max_examples=campaigns.examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_is_taken_as_a_whole_is_as_strict_as_item_by_item(node: Any, depth: int):
+    for _ in range(depth):
+        node = [Tag.LIST, node]
+    told: list[Any] = []
+    for only in (_everything, lambda fqn: bool(fqn)):  # the second one looks at each item
+        try:
+            treespec = TreeSpec(packed({"x": node}), "objects")
+            told.append(repr(treespec.build(lambda ref: ref.fqn, only=only)))
+        except (IntegrityError, UnsupportedValueError) as error:
+            told.append(str(error))
+    assert told[0] == told[1]
 
 
 def _npy_header(shape: str, descr: str = "'<f8'") -> bytes:

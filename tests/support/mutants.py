@@ -205,6 +205,8 @@ MUTANTS = [
     Mutant(_COPY, "part.start.record(part.compute)", ("sees_what_was_enqueued",)),
     Mutant(_COPY, "part.compute.wait_event(half.read)", ("half_is_packed_again",)),
     Mutant(_COPY, "packed.record(part.compute)", ("sees_what_was_enqueued",)),
+    Mutant(_COPY, "if known != layouts:", ("lies_otherwise",), "if len(known) != len(layouts):"),
+    Mutant(_COPY, "half.memory, half.views = memory, _Views()", ("lies_as_before",), "half.memory = memory"),
     Mutant(
         _COPY,
         "half = self._changed.wait_for(lambda: self._free(part), _HALF_TIMEOUT_S)",
