@@ -45,6 +45,9 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 """By element size, for other dtypes: the fused copy refuses some, and takes half precision through float32, which may
 change the bits of a NaN."""
 
+_INVALID_ADDRESS: Final = "invalid argument"
+"""What the driver says of a copy from null, which is the address of a storage that was resized to nothing."""
+
 Submit = Callable[[Callable[[], None]], None]
 """Has something run in the stager thread, behind what it was given before."""
 
@@ -132,6 +135,10 @@ class _Part:
                     self.copy_out(job.source.view(-1).view(torch.uint8), job.target.offset)
                 except _FreedError as error:
                     raise _freed(job) from error
+                except torch.AcceleratorError as error:
+                    if _INVALID_ADDRESS not in str(error):
+                        raise
+                    raise _freed(job) from error  # between the look at it and the copy
             for job in self.guarded:  # a norm of memory that is gone would break the device for good
                 if not job.source.untyped_storage().nbytes():
                     raise _freed(job)

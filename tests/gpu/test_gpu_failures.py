@@ -184,18 +184,23 @@ def test_a_part_of_what_an_optimizer_owns_is_owned_as_well(checkpointer: Checkpo
 
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 failed")
-@pytest.mark.parametrize("when", ["before its copy", "during its copy", "after its copy"])
+@pytest.mark.parametrize("when", ["before its copy", "behind the look at it", "during its copy", "after its copy"])
 def test_memory_that_is_freed_by_another_thread_is_told_as_torn(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     parameter = nn.Parameter(torch.zeros(400_000, device="cuda"))
     state = {"parameter": parameter, "optimizer": torch.optim.SGD([parameter], lr=0.1)}
-    copy_out = device_copy._Part.copy_out
+    copy_out, view = device_copy._Part.copy_out, device_copy._view
+
+    def view_and_free(source: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
+        looked_at = view(source, begin, nbytes)
+        source.untyped_storage().resize_(0)
+        return looked_at
 
     def copy_out_and_free(part: Any, source: torch.Tensor, offset: int) -> None:
         storage = source.untyped_storage()
         try:
-            storage.resize_(1_600_000 if when == "after its copy" else 0)
+            storage.resize_(0 if when in ("before its copy", "during its copy") else 1_600_000)
             copy_out(part, source, offset)
         finally:
             storage.resize_(1_600_000 if when == "during its copy" else 0)
@@ -204,6 +209,8 @@ def test_memory_that_is_freed_by_another_thread_is_told_as_torn(
         gpu.warm_up(checkpointer, state)
         with monkeypatch.context() as patch:
             patch.setattr(device_copy._Part, "copy_out", copy_out_and_free)
+            if when == "behind the look at it":
+                patch.setattr(device_copy, "_view", view_and_free)
             error = checkpointer.save(1, state).committed.exception(60)
         assert isinstance(error, sidesave.errors.TornSnapshotError)
         assert "parameter, whose memory was freed" in str(error)

@@ -33,6 +33,7 @@ std::shared_ptr<std::vector<char>> staged(const Rows& source) {
 
 cudaError_t copy(Lock& lock, Rows target, Rows source, cudaStream_t handle, bool waits, const char* what) {
   if (!target.length || !target.count) return cudaSuccess;
+  if (!target.address || !source.address) return fail(cudaErrorInvalidValue);  // a program may try, and the driver tells
   Kind to = kind_of(target.address, target.nbytes(), what), from = kind_of(source.address, source.nbytes(), what);
   if (to == Kind::WRONG || from == Kind::WRONG) return fail(cudaErrorInvalidValue);
   Stream* stream = stream_of(handle);
