@@ -32,8 +32,11 @@ _WHAT = {
     "call": "call, 0.3 GB, s",
     "commit": "the same, until it is committed, s",
     "small": "call, two small tensors, s",
+    "many": "call, 5,000 tensors of 16 elements, s",
     "load": "load into live objects, s",
     "fresh": "load as a fresh nest, s",
+    "diff": "`sidesave diff` that finds one tensor changed, s",
+    "list": "load of a list of 300,000 integers, s",
     "daemon": "memory of the daemon, MB",
 }
 
@@ -53,11 +56,11 @@ def main() -> None:
         pairs += [[measured[tree] for tree in trees]] * (turn > 0)
         print(f"\rpair {turn} of {options.pairs}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print(f"{'':40} {'old':>9} {'new':>9} {'ratio':>7} {'at most':>8}")
+    print(f"{'':50} {'old':>9} {'new':>9} {'ratio':>7} {'at most':>8}")
     for key, what in _WHAT.items():
         old, new = (statistics.median(pair[side][key] for pair in pairs) for side in (0, 1))
         ratio, bound = _ratio([pair[1][key] / pair[0][key] for pair in pairs])
-        print(f"{what:40} {old:9.4f} {new:9.4f} {ratio:7.3f} {bound:8.3f}")
+        print(f"{what:50} {old:9.4f} {new:9.4f} {ratio:7.3f} {bound:8.3f}")
 
 
 def _ratio(ratios: list[float]) -> tuple[float, float]:
@@ -99,11 +102,20 @@ def _measure(parent: str) -> None:
             times = [_save(checkpointer, step, state) for step in range(1, 10)]
             found["call"], found["commit"] = (statistics.median(column) for column in zip(*times, strict=True))
             found["small"] = statistics.median(_save(checkpointer, step, small)[0] for step in range(100, 140))
+            many = nn.ParameterList(torch.ones(16) for _ in range(5000))
+            times = [_save(checkpointer, step, {"many": many})[0] for step in range(200, 212)]
+            found["many"] = statistics.median(times[2:])
+            checkpointer.save(300, {"list": [*range(300_000)]}, blocking=True)
+            next(model.parameters()).data.add_(1)
+            checkpointer.save(301, state, blocking=True)
             assert checkpointer.daemon_pid is not None
             found["daemon"] = psutil.Process(checkpointer.daemon_pid).memory_full_info().uss / 1e6
         path = f"{directory}/step-00000009"
         found["load"] = _median(lambda: sidesave.load(path, into={"model": model, "optimizer": optimizer, "step": 0}))
         found["fresh"] = _median(lambda: sidesave.load(path))
+        found["list"] = _median(lambda: sidesave.load(f"{directory}/step-00000300"))
+        command = [sys.executable, "-m", "sidesave", "diff", path, f"{directory}/step-00000301"]
+        found["diff"] = _median(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), tries=3)
     print(json.dumps(found))
 
 
