@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from sidesave.writer_daemon.log import HistoryLog, SaveRecord
 from sidesave.writer_daemon.process import jobs, worker
 from sidesave.writer_daemon.process.worker import Place, Worker
 from sidesave.writer_daemon.protocol import Delete
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import OutputFile, PosixStorage
 from sidesave.writer_daemon.writing.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("end_all")
@@ -65,6 +66,28 @@ class Failing(PosixStorage):
             self.fail_read -= 1
             raise WriteError(errno.EIO, "cannot read", path)
         return super().read(path, max_nbytes)
+
+
+class Busy(PosixStorage):
+    """Storage that makes one small file slowly, and meanwhile fails to make another of the same save."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.begun, self.made = threading.Event(), threading.Event()
+
+    def create(self, path: str, nbytes: int) -> OutputFile:
+        if ".objects." in path:
+            self.begun.wait(DEADLINE_S)
+            self.begun.clear()
+            raise WriteError(errno.EIO, "cannot create", path)
+        if ".model." in path and ".xxh3." in path:
+            self.made.clear()
+            self.begun.set()
+            time.sleep(0.2)  # long enough for a removal that does not wait for this one
+            file = super().create(path, nbytes)
+            self.made.set()
+            return file
+        return super().create(path, nbytes)
 
 
 def a_worker(session: Session, fallback: Path | None = None) -> tuple[Worker, list[jobs.Event]]:
@@ -131,6 +154,16 @@ def test_adopting_what_an_earlier_daemon_wrote_is_tried_again(run: Path):
     storage.fail_read = 1
     work.write(dataclasses.replace(save, retry=True), None)
     assert error_of(events[-1]) is None
+
+
+def test_a_failed_save_is_removed_only_when_nothing_writes_into_it_any_more(run: Path):
+    storage = Busy(str(run))
+    session = Session(run, storage=storage)
+    work, events = a_worker(session)
+    work.write(session.stage(1, a_state(1)), session._slot.arena)
+    assert error_of(events[-1]) == "WriteError"
+    assert storage.made.is_set(), "its file was made, and is gone all the same"
+    assert list(run.glob(".step-*")) == []
 
 
 def test_a_commit_that_stalls_is_unknown_and_not_failed(tmp_path: Path):

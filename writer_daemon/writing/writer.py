@@ -151,7 +151,9 @@ class Writer:
         at = save.extra_files
         extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
         every = [*small, *extra_files.items()]
-        for future in [self._pool.submit(self._write_small, directory, name, data) for name, data in every]:
+        futures = [self._pool.submit(self._write_small, directory, name, data) for name, data in every]
+        wait(futures)  # also where one fails: nothing may appear in what is being removed then
+        for future in futures:
             future.result()
         _check_generation(save, arena)
         for image in images:
