@@ -40,6 +40,9 @@ T = TypeVar("T")
 _MAX_TRIES: Final = 20
 """A reader that is overtaken this often by a writer that replaces one step again and again gives up."""
 
+_LOOKS: Final = 5
+"""A checkpoint that is not to be seen at so many looks, one right after the other, is not there."""
+
 
 def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | None = None) -> list[CheckpointInfo]:
     """Every committed checkpoint of a run directory, as :func:`in_order` puts them; read afresh.
@@ -192,11 +195,14 @@ def whereabouts(path: str) -> str:
     if step is None:
         return path
     current = os.path.join(parent, step_directory(step))
-    if not os.path.isdir(current):
+    for _ in range(_LOOKS):  # it may get its name back, or go, between a look and the next
+        if os.path.isdir(current):
+            break
         with contextlib.suppress(OSError):
-            for other in os.listdir(parent):
-                if other.startswith(".") and step_of(other) == step:
-                    return os.path.join(parent, other)
+            for name in os.listdir(parent):
+                other = os.path.join(parent, name)
+                if name.startswith(".") and step_of(name) == step and os.path.isdir(other):
+                    return other
     return current
 
 

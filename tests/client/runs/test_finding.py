@@ -1,6 +1,7 @@
 """Finding checkpoints from scripts: only committed ones, cheaply, and without an error for what is not there."""
 
 import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 import sidesave
 from sidesave import Source
-from sidesave.client.runs import finding
+from sidesave.client.runs import catalog, finding
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 
 
@@ -135,6 +136,22 @@ def test_a_step_that_is_being_replaced_is_still_there(run: Path):
     assert steps(run) == [10, 20, 30, 15]
     assert sidesave.is_checkpoint(run / "step-00000020")
     assert sidesave.load(Source(run, 20).locate())["x"][0] == 20
+
+
+def test_a_step_whose_replacement_ends_between_two_looks_is_still_there(run: Path, monkeypatch: pytest.MonkeyPatch):
+    named, hidden = run / "step-00000020", run / ".step-00000020.0123456789abcdef.replaced"
+    named.rename(hidden)
+    listing = os.listdir
+
+    def list_and_replace(directory: str) -> list[str]:
+        names = listing(directory)
+        if hidden.exists():
+            hidden.rename(named)
+        return names
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog.os, "listdir", list_and_replace)
+        assert finding.locate(named) == str(named)
 
 
 def test_a_damaged_one_is_left_out_and_does_not_become_the_latest_unnoticed(run: Path):
