@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 
 from sidesave.errors import UnsupportedValueError
+from sidesave.stager import torch_private
 from sidesave.stager.memory.arena import PAGE, page_up
 from sidesave.stager.state.dtypes import NAMES
 
@@ -65,6 +66,36 @@ def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Struct
         (name, tuple(tensors), tuple([(tensor.dtype, tensor.shape) for tensor in tensors.values()]))
         for name, tensors in containers.items()
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looks:
+    """What can be seen of a state's tensors without their memory: names, dtypes, shapes, strides, devices and kinds.
+
+    Of the same looks there is one object: see :class:`LooksCache`.
+    """
+
+    structure: Structure
+
+
+class LooksCache:
+    """Tells whether the tensors of a state look like those of the state before, which they nearly always do."""
+
+    def __init__(self) -> None:
+        """Begin without a state before."""
+        self._last: tuple[Looks, list[tuple[str, tuple[str, ...]]], Callable[[Sequence[torch.Tensor]], bool]] | None
+        self._last = None
+
+    def of(self, containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Looks:
+        """The looks of these tensors: the object of the call before if they are the same."""
+        tensors = [tensor for named in containers.values() for tensor in named.values()]
+        names = [(name, tuple(named)) for name, named in containers.items()]
+        last = self._last
+        if last is not None and names == last[1] and last[2](tensors):
+            return last[0]
+        looks = Looks(structure_of(containers))
+        self._last = looks, names, torch_private.tensor_guard(tensors)
+        return looks
 
 
 def make_plan(structure: Structure, offsets: Mapping[str, Offsets] | None = None) -> Plan:

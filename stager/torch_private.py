@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 foreach_copy: Final = torch._foreach_copy_
 foreach_norm: Final = torch._foreach_norm
@@ -34,6 +35,11 @@ def _looks(tensors: Sequence[torch.Tensor]) -> list[Any]:
         (type(each), each.dtype, each.device, each.layout, each.shape, each.stride(), each.is_conj(), each.is_neg())
         for each in tensors
     ]
+
+
+def children(module: nn.Module) -> list[nn.Module]:
+    """The modules right below one, without the checks and the copies of torch's own way to them."""
+    return [child for child in module._modules.values() if child is not None]
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -26,7 +26,7 @@ from sidesave.errors import (
 from sidesave.stager import apart
 from sidesave.stager.copy.pool import Slot
 from sidesave.stager.devices import kinds
-from sidesave.stager.plan import FileImage, Plan, Structure, make_plan, structure_of
+from sidesave.stager.plan import FileImage, Looks, LooksCache, Plan, Structure, make_plan
 from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import OBJECTS, FlatState
 from sidesave.stager.state.recall import Recall
@@ -52,6 +52,8 @@ class Submission:
         self._world = world = session.node
         alone = world.size == 1 and not isinstance(world, NodeWorld)
         self._planner = None if alone else ShardPlanner(world)
+        self._looks = LooksCache()
+        self._last: tuple[Looks, Plan] | None = None
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MAX_STEPS)
         self._caught_up = 0
         session.saves.on_misaligned = self._catch_up
@@ -213,7 +215,11 @@ class Submission:
     def _shards_of(self, flat: FlatState) -> ShardPlan:
         if self._planner is not None:
             return self._planner.plan(flat)
-        return ShardPlan(flat, _plan_of(structure_of(flat.containers)), (), b"", b"")
+        looks = flat.looks = self._looks.of(flat.containers)
+        last = self._last
+        if last is None or last[0] is not looks:
+            last = self._last = looks, _plan_of(looks.structure)
+        return ShardPlan(flat, last[1], (), b"", b"")
 
     def _fit(
         self,

@@ -13,15 +13,15 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from sidesave.client.ranks.group import NodeWorld, World
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager.plan import Plan, make_plan, structure_of
+from sidesave.stager.plan import Looks, LooksCache, Plan, make_plan, structure_of
 from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import DTYPES, NAMES
 from sidesave.stager.state.flat_state import FlatState
@@ -76,6 +76,14 @@ class _Layout:
     unshared_table: Part | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Last:
+    """The layout of the save before, and what it is for; the grids are known by their ids, and kept by the layout."""
+
+    of: tuple[Looks, Hashable, tuple[str, ...]]
+    layout: _Layout
+
+
 class ShardPlanner:
     """The shard plans of one checkpointer."""
 
@@ -87,7 +95,9 @@ class ShardPlanner:
         self._me = world.ranks[world.rank]
         self._ranks = world.ranks
         self._part_of = isinstance(world, NodeWorld)
-        self._layouts: dict[Any, _Layout] = {}
+        self._looks = LooksCache()
+        self._last: _Last | None = None
+        self._layouts: dict[Hashable, _Layout] = {}
         self._told = False
 
     def plan(self, flat: FlatState) -> ShardPlan:
@@ -97,7 +107,26 @@ class ShardPlanner:
             UnsupportedValueError: A part of a tensor is held by ranks only that do not save along.
         """
         grids = tuple(flat.grids), tuple(map(id, flat.grids.values()))
-        key = (structure_of(flat.containers), grids, tuple(flat.undeclared))
+        looks, undeclared = self._looks.of(flat.containers), tuple(flat.undeclared)
+        last = self._last
+        if last is None or last.of != (looks, grids, undeclared):
+            found = self._find(flat, (looks.structure, grids, undeclared))
+            last = self._last = _Last((looks, grids, undeclared), found)
+        found = last.layout
+        containers: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _, _ in found.plan.structure}
+        for piece in found.pieces:
+            tensor = flat.containers[piece.container][piece.fqn]
+            containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
+        unshared, facts = found.unshared_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
+        return ShardPlan(
+            flat=dataclasses.replace(flat, containers=containers, looks=last),
+            plan=found.plan,
+            unshared=found.unshared,
+            table=_encode(dataclasses.replace(found.table, **facts)),
+            unshared_table=b"" if unshared is None else _encode(dataclasses.replace(unshared, **facts)),
+        )
+
+    def _find(self, flat: FlatState, key: Hashable) -> _Layout:
         found = self._layouts.get(key)
         if found is None:
             found = self._lay_out(flat)
@@ -105,18 +134,7 @@ class ShardPlanner:
                 del self._layouts[next(iter(self._layouts))]
             self._layouts[key] = found
             self._tell(found)
-        containers: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _, _ in found.plan.structure}
-        for piece in found.pieces:
-            tensor = flat.containers[piece.container][piece.fqn]
-            containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
-        unshared, facts = found.unshared_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
-        return ShardPlan(
-            flat=dataclasses.replace(flat, containers=containers),
-            plan=found.plan,
-            unshared=found.unshared,
-            table=_encode(dataclasses.replace(found.table, **facts)),
-            unshared_table=b"" if unshared is None else _encode(dataclasses.replace(unshared, **facts)),
-        )
+        return found
 
     def _tell(self, found: _Layout) -> None:
         """Say once, on one rank, what is compared, for it need not be."""

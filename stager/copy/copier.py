@@ -15,14 +15,16 @@ from typing import Final
 
 import torch
 
-from sidesave.errors import SidesaveError, StagingError, TornSnapshotError, UnsupportedValueError
+from sidesave.errors import SidesaveError, StagingError, TornSnapshotError
+from sidesave.stager import torch_private
 from sidesave.stager.apart import Worker
-from sidesave.stager.copy import fingerprint
-from sidesave.stager.copy.device_copy import DeviceCopy, Lanes
-from sidesave.stager.copy.memcopy import MemoryCopier, Pieces, Region
+from sidesave.stager.copy import copy_list, fingerprint
+from sidesave.stager.copy.copy_list import CopyList
+from sidesave.stager.copy.device_copy import DeviceCopy, DeviceList, Lanes
+from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 from sidesave.stager.copy.pool import Job, Slot
 from sidesave.stager.devices import kinds
-from sidesave.stager.plan import Plan
+from sidesave.stager.plan import SMALL_NBYTES, Plan
 from sidesave.stager.state import ownership
 from sidesave.stager.state.flat_state import FlatState
 
@@ -67,7 +69,7 @@ class StagingCopy:
                     if not ownership.is_resizable(job.source):  # it was not at the call: it has lost its memory
                         job.target.view.copy_(job.source)
                 self._torn = [
-                    job.fqn
+                    job.target.fqn
                     for job, before, version in zip(self._jobs, self._before, self._versions, strict=True)
                     if self._has_changed(job, before, version)
                 ]
@@ -144,17 +146,6 @@ def _torn(fqns: Sequence[str]) -> TornSnapshotError:
     )
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes in memory are those to be saved."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _has_lane(device: torch.device, known: dict[torch.device, bool]) -> bool:
-    if device not in known:
-        known[device] = kinds.runtime_of(device) is not None
-    return known[device]
-
-
 class Copier:
     """Starts the copies of saves; owns the threads in which they go on."""
 
@@ -187,40 +178,32 @@ class Copier:
         thread of its own. ``copy`` is a new one; where this raises, it is to be given to :meth:`abandon`. No graph may
         be being captured (:func:`sidesave.stager.devices.kinds.no_capture`).
         """
-        tensors = [named for container in flat.containers.values() for named in container.items()]
-        may_overlap = not (self._overlap is False or ownership.in_guard() or plan in self._distrusted)
-        owned: dict[int, int] = {}
-        if may_overlap and (self._overlap or kinds.first_with_runtime(tensor for _, tensor in tensors) is not None):
-            owned = ownership.owned_memory(flat.optimizers, flat.modules)
-        overlap_host = self._overlap and not blocking
-        regions: list[Region] = []
-        overlapped: list[Job] = []
-        on_device: list[Job] = []
-        lanes: dict[torch.device, bool] = {}
-        for (fqn, source), target in zip(tensors, slot.targets, strict=True):
-            on_host = source.is_cpu
-            has_lane = not on_host and _has_lane(source.device, lanes)
-            if (on_host or has_lane) and target.nbytes and not source.untyped_storage().nbytes():
-                raise UnsupportedValueError(f"{fqn} has no memory: its storage was resized to nothing")  # FSDP does so
-            if has_lane:
-                on_device.append(Job(fqn, source, target))
-            elif on_host and overlap_host and self._may_run_beside(source, owned):
-                overlapped.append(Job(fqn, source.detach(), target))
-            elif on_host and _is_plain(source):
-                regions.append((target.address, source.data_ptr(), target.nbytes))
-            else:  # to be gathered, resolved, or fetched from a kind of device without a runtime
-                if not on_host:
-                    kinds.tell_synchronous(source.device.type)
-                target.view.copy_(source.detach())  # `no_grad` would stay on where this is interrupted
-        later = bool(overlapped or on_device)
-        # Where this is all there is to copy, the arena tells its reader how far it is.
-        arena = None if later else slot.arena
-        copy.pieces = Pieces(regions, None if arena is None else lambda address: arena.advance(address - arena.address))
-        self._memory.copy(copy.pieces)
-        if not later:
-            return True
-        copy.add_host(overlapped)
-        self._lanes.begin(copy.device, on_device, owned, slot, self._starter.submit, validate=self._validate)
+        grad = torch.is_grad_enabled()
+        try:
+            torch_private.set_grad_enabled(False)  # `no_grad` would stay on where this is interrupted
+            tensors = [tensor for container in flat.containers.values() for tensor in container.values()]
+            lists = self._lists(flat, plan, slot, tensors, blocking=blocking)
+            regions = [region for each in lists for region in each.regions]
+            beside = [Job(tensors[index].detach(), slot.targets[index]) for each in lists for index in each.overlapped]
+            on_device: dict[torch.device, list[DeviceList]] = {}
+            for each in lists:
+                for index in each.gathered:
+                    slot.targets[index].view.copy_(tensors[index])
+                for device, of_device in each.devices.items():
+                    on_device.setdefault(device, []).append(of_device)
+            later = bool(beside or on_device)
+            # Where this is all there is to copy, the arena tells its reader how far it is.
+            arena = None if later else slot.arena
+            copy.pieces = Pieces(
+                regions, None if arena is None else lambda address: arena.advance(address - arena.address)
+            )
+            self._memory.copy(copy.pieces)
+            if not later:
+                return True
+            copy.add_host(beside)
+            self._lanes.begin(copy.device, on_device, tensors, slot, self._starter.submit, validate=self._validate)
+        finally:
+            torch_private.set_grad_enabled(grad)
         ownership.add_pending(copy)
 
         def finish() -> None:
@@ -237,6 +220,17 @@ class Copier:
 
         self._starter.submit(start)
         return False
+
+    def _lists(
+        self, flat: FlatState, plan: Plan, slot: Slot, tensors: Sequence[torch.Tensor], *, blocking: bool
+    ) -> list[CopyList]:
+        may_overlap = not (self._overlap is False or ownership.in_guard() or plan in self._distrusted)
+        owned: dict[int, int] = {}
+        if may_overlap and (self._overlap or kinds.first_with_runtime(tensors) is not None):
+            least_nbytes = 0 if self._overlap else SMALL_NBYTES
+            owned = ownership.owned_memory(flat.optimizers, flat.modules, least_nbytes=least_nbytes)
+        overlap_host = bool(self._overlap) and may_overlap and not blocking
+        return copy_list.lists_of(slot, flat.looks, tensors, owned, overlap_host=overlap_host)
 
     def new_copy(self) -> StagingCopy:
         """What the next :meth:`copy` will copy."""
@@ -260,14 +254,6 @@ class Copier:
         """Whether everything will be captured at the call, so that the writer can follow the copy."""
         return not self._overlap and all(
             tensor.is_cpu for tensors in flat.containers.values() for tensor in tensors.values()
-        )
-
-    @staticmethod
-    def _may_run_beside(source: torch.Tensor, owned: dict[int, int]) -> bool:
-        return (
-            ownership.is_owned(source, owned)
-            and _is_plain(source)
-            and not (source.is_shared() or ownership.is_resizable(source))
         )
 
     def when_copied(self, run: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,7 +25,7 @@ from sidesave.errors import StagingError, TornSnapshotError
 from sidesave.stager import plan, torch_private
 from sidesave.stager.apart import Monitor
 from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint
-from sidesave.stager.copy.pool import Job, Slot
+from sidesave.stager.copy.pool import Job, Slot, Target
 from sidesave.stager.devices import kinds
 from sidesave.stager.memory import pinning
 from sidesave.stager.state import ownership
@@ -84,7 +84,9 @@ class _Part:
     slot: Slot
     compute: torch.Stream
     guarded: list[Job] = field(default_factory=list[Job])
-    sources: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    sources: list[torch.Tensor | torch.UntypedStorage] = field(
+        default_factory=list[torch.Tensor | torch.UntypedStorage]
+    )
     fingerprint: DeviceFingerprint | None = None
     start: torch.Event | None = None
     done: torch.Event | None = None
@@ -132,6 +134,7 @@ class _Part:
             lane.stream.wait_event(self.start)
             for job in self.guarded:
                 try:
+                    job.source.record_stream(lane.stream)  # which alone survives `resize_(0)`
                     self.copy_out(job.source.view(-1).view(torch.uint8), job.target.offset)
                 except _FreedError as error:
                     raise _freed(job) from error
@@ -202,52 +205,61 @@ class _Lane:
         self._changed = Monitor()
         self._refused = 1 << 62
 
-    def begin(self, part: _Part, jobs: Iterable[Job], owned: dict[int, int], submit: Submit, *, validate: bool) -> None:
+    def begin(
+        self,
+        part: _Part,
+        lists: Sequence[DeviceList],
+        tensors: Sequence[torch.Tensor],
+        submit: Submit,
+        *,
+        validate: bool,
+    ) -> None:
         """Capture, take witnesses and mark the point in time, on the current stream, in the caller's thread."""
-        captured: list[tuple[torch.Tensor, int]] = []
-        for job in sorted(jobs, key=lambda job: job.target.offset):
-            source, nbytes = job.source, job.target.nbytes
-            if not nbytes:
-                continue
-            owns = nbytes >= plan.SMALL_NBYTES and source.dtype in NORMED
-            owns = owns and _is_plain(source) and ownership.is_owned(source, owned)
-            alias = source.detach()  # keeps the memory where `p.data = new` would let it go
-            part.sources.append(alias)
-            if owns:
-                part.guarded.append(job._replace(source=alias))
-            else:
-                captured.append((alias, job.target.offset))
-        part.guarded.sort(key=lambda job: _ORDER[job.source.dtype])
-        self._capture(part, captured, submit)
+        targets = part.slot.targets
+        for each in lists:
+            for index in each.guarded:
+                alias = tensors[index].detach()  # keeps the memory where `p.data = new` would let it go
+                part.guarded.append(Job(alias, targets[index]))
+            self._capture(part, each, tensors, submit)
+        if len(lists) > 1:
+            part.guarded.sort(key=lambda job: _ORDER[job.source.dtype])
         try:
             part.fingerprint = DeviceFingerprint(part.guarded, validate=validate)
         except torch.OutOfMemoryError:
-            self._copy_directly(part, [(job.source, job.target.offset) for job in part.guarded])
+            sources = [job.source for job in part.guarded]
+            self._copy_directly(part, [(index, job.target.offset) for index, job in enumerate(part.guarded)], sources)
+            part.sources += sources
             part.guarded = []
             part.fingerprint = DeviceFingerprint([], validate=validate)
-        for job in part.guarded:
-            job.source.record_stream(self.stream)  # which alone survives `resize_(0)`
         part.start = self.runtime.new_event()
         part.start.record(part.compute)
 
-    def _capture(self, part: _Part, captured: list[tuple[torch.Tensor, int]], submit: Submit) -> None:
+    def _capture(self, part: _Part, device_list: DeviceList, tensors: Sequence[torch.Tensor], submit: Submit) -> None:
         """Pack batch after batch, each into a half of the scratch, and have it copied out."""
-        captured.reverse()  # taken from the end
-        need = sum(source.nbytes + _ALIGNMENT for source, _ in captured)
-        size = next((size for size in HALF_NBYTES if need <= size), HALF_NBYTES[-1])
+        captured = device_list.captured[::-1]  # taken from the end
+        part.sources += [tensors[index].untyped_storage() for index, _ in captured]
+        pool = [*tensors]
         while captured:
-            half = self._take(part, size)
+            half = self._take(part, device_list.half_nbytes)
             memory = half.memory
             if memory is None:
                 self.give_back(half)
-                self._copy_directly(part, captured)
+                self._copy_directly(part, captured, pool)
                 return
             if half.read is not None:
                 part.compute.wait_event(half.read)
-            runs = _pack(memory, captured, half.views)
+            room = memory.numel()
+            batch = device_list.batches.get(room)
+            if batch is None:
+                batch = _lay_out(room, captured, pool)
+                if not captured and len(pool) == len(tensors):  # all of it in one half, and nothing cut
+                    device_list.batches[room] = batch
+            else:
+                captured = []
+            _pack(memory, batch, pool, half.views)
             packed = self.runtime.new_event()
             packed.record(part.compute)
-            submit(functools.partial(part.copy_batch, half, runs, packed))
+            submit(functools.partial(part.copy_batch, half, batch.runs, packed))
 
     def _take(self, part: _Part, size: int) -> _Half:
         """Make a half that belongs to nobody ``part``'s; without memory if there is none for it."""
@@ -300,12 +312,12 @@ class _Lane:
                 part.compute.synchronize()
                 self.give_back(half)
 
-    def _copy_directly(self, part: _Part, captured: list[tuple[torch.Tensor, int]]) -> None:
+    def _copy_directly(self, part: _Part, captured: list[tuple[int, int]], pool: Sequence[torch.Tensor]) -> None:
         """Without device memory: on the compute stream, which so waits for the way out."""
         try:
             while captured:
-                source, offset = captured.pop()
-                plain = source.resolve_conj().resolve_neg().contiguous()
+                index, offset = captured.pop()
+                plain = pool[index].resolve_conj().resolve_neg().contiguous()
                 part.copy_out(plain.reshape(-1).view(torch.uint8), offset)
         finally:
             self.stream.wait_stream(part.compute)  # whoever abandons this save waits for the side stream alone
@@ -323,7 +335,7 @@ def _view(source: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
 
 
 def _freed(job: Job) -> TornSnapshotError:
-    return TornSnapshotError(f"changed while being copied: {job.fqn}, whose memory was freed")
+    return TornSnapshotError(f"changed while being copied: {job.target.fqn}, whose memory was freed")
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -336,60 +348,90 @@ class _Views:
     def __init__(self) -> None:
         self._known: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
 
-    def of(self, memory: torch.Tensor, dtype: torch.dtype, layouts: list[_Layout]) -> list[torch.Tensor]:
-        """One view for each of ``layouts``; always of the same ``memory``."""
+    def of(self, memory: torch.Tensor, dtype: torch.dtype, group: _Group) -> list[torch.Tensor]:
+        """One view for each of a group's sources; always of the same ``memory``."""
         known, views = self._known.get(dtype, ([], []))
-        if known != layouts:
-            flat, size = memory.view(dtype), dtype.itemsize
-            views = [flat.as_strided(shape, stride, begin // size) for begin, shape, stride in layouts]
-            self._known[dtype] = layouts, views  # both at once, or neither where this is interrupted
+        if known != group.layouts:
+            flat, size = memory.view(group.word), group.word.itemsize
+            views = [flat.as_strided(shape, stride, begin // size) for begin, shape, stride in group.layouts]
+            self._known[dtype] = group.layouts, views  # both at once, or neither where this is interrupted
         return views
 
 
-def _pack(memory: torch.Tensor, captured: list[tuple[torch.Tensor, int]], views: _Views) -> list[_Run]:
-    """Copy sources from the end of ``captured`` into ``memory`` until it is full, on the current stream.
+@dataclass(slots=True)
+class _Group:
+    """Sources of one dtype that one launch packs, by their indices; ``word`` is what they are packed as."""
 
-    What does not fit stays, cut where it must be. One launch takes all contiguous sources of a dtype.
+    word: torch.dtype
+    indices: list[int] = field(default_factory=list[int])
+    layouts: list[_Layout] = field(default_factory=list[_Layout])
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Where sources lie in a half of the scratch, and where that goes. Keeps no tensor."""
+
+    runs: list[_Run] = field(default_factory=list[_Run])
+    groups: dict[torch.dtype, _Group] = field(default_factory=dict[torch.dtype, _Group])
+    strided: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """What is not contiguous, or lazily conjugated: by itself, for in a fused launch it would slow down all others."""
+
+
+def _lay_out(room: int, captured: list[tuple[int, int]], pool: list[torch.Tensor]) -> _Batch:
+    """Find a place in ``room`` bytes for sources from the end of ``captured``, until it is full.
+
+    They are given by their indices in ``pool`` and their offsets in the image. What does not fit stays, cut where it
+    must be; the pieces are added to the pool.
     """
-    runs: list[_Run] = []
+    batch = _Batch()
     last: _Run | None = None
-    packed: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
     position = 0
     while captured:
-        source, offset = captured.pop()
+        index, offset = captured.pop()
+        source = pool[index]
         nbytes = source.nbytes
         follows = last is not None and last.image_offset + last.nbytes == offset
         # With the image's remainder every view of the scratch is as well aligned as its tensor in the image.
         begin = position if follows else position + (offset - position) % _ALIGNMENT
-        if nbytes > memory.numel() - begin:
-            head, rest = _cut(source, offset, memory.numel() - begin, whole=not runs)
-            captured += reversed(rest)
-            if head is None and runs:
+        if nbytes > room - begin:
+            head, rest = _cut(source, offset, room - begin, whole=not batch.runs)
+            for piece, at in reversed(rest):
+                pool.append(piece)
+                captured.append((len(pool) - 1, at))
+            if head is None and batch.runs:
                 break
             if head is None:
                 continue
-            source, nbytes = head, head.nbytes
+            pool.append(head)
+            index, source, nbytes = len(pool) - 1, head, head.nbytes
         if last is not None and follows:
             last.nbytes += nbytes
         else:
             last = _Run(begin, offset, nbytes)
-            runs.append(last)
+            batch.runs.append(last)
         position = begin + nbytes
-        dtype = source.dtype
-        if not _is_plain(source):  # by itself: in a fused launch it would slow down all others
-            memory[begin:position].view(dtype).view(source.shape).copy_(source)
+        if not _is_plain(source):
+            batch.strided.append((index, begin))
             continue
-        if dtype not in _COPIED_AS_THEY_ARE:
-            dtype = _INTEGERS[dtype.itemsize]
-            source = source.view(dtype)
-        if dtype not in packed:
-            packed[dtype] = ([], [])
-        layouts, sources = packed[dtype]
-        layouts.append((begin, source.shape, source.stride()))
-        sources.append(source)
-    for dtype, (layouts, sources) in packed.items():
-        torch_private.foreach_copy(views.of(memory, dtype, layouts), sources)
-    return runs
+        dtype = source.dtype
+        if dtype not in batch.groups:
+            batch.groups[dtype] = _Group(dtype if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize])
+        group = batch.groups[dtype]
+        group.indices.append(index)
+        group.layouts.append((begin, source.shape, source.stride()))
+    return batch
+
+
+def _pack(memory: torch.Tensor, batch: _Batch, pool: Sequence[torch.Tensor], views: _Views) -> None:
+    """Copy the sources of a batch into ``memory``, on the current stream."""
+    for index, begin in batch.strided:
+        source = pool[index]
+        memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+    for dtype, group in batch.groups.items():
+        sources = [pool[index] for index in group.indices]
+        if dtype is not group.word:
+            sources = [source.view(group.word) for source in sources]
+        torch_private.foreach_copy(views.of(memory, dtype, group), sources)
 
 
 def _cut(
@@ -410,6 +452,50 @@ def _cut(
     return None, [(row, offset + number * row_nbytes) for number, row in enumerate(rows.unbind())]
 
 
+class DeviceList:
+    """Which tensors of one device are captured at the call, and which an optimizer guards. Keeps no tensor.
+
+    Attributes:
+        captured: Index of the tensor, and where it goes in the image, in that order.
+        guarded: Indices, those of one dtype side by side.
+        half_nbytes: How much scratch to ask for.
+        batches: What has been laid out, by the size of the half.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        tensors: Sequence[torch.Tensor],
+        targets: Sequence[Target],
+        owned: Mapping[int, int],
+    ) -> None:
+        """Say how the tensors with these indices are copied."""
+        self.captured: list[tuple[int, int]] = []
+        self.guarded: list[int] = []
+        self.batches: dict[int, _Batch] = {}
+        self._large: list[tuple[int, int, bool]] = []
+        need = 0
+        for index in sorted(indices, key=lambda index: targets[index].offset):
+            source, nbytes = tensors[index], targets[index].nbytes
+            if not nbytes:
+                continue
+            owns = False
+            if nbytes >= plan.SMALL_NBYTES and source.dtype in NORMED and _is_plain(source):
+                owns = ownership.is_owned(source, owned)
+                self._large.append((source.data_ptr(), nbytes, owns))
+            if owns:
+                self.guarded.append(index)
+            else:
+                self.captured.append((index, targets[index].offset))
+                need += nbytes + _ALIGNMENT
+        self.guarded.sort(key=lambda index: _ORDER[tensors[index].dtype])
+        self.half_nbytes = next((size for size in HALF_NBYTES if need <= size), HALF_NBYTES[-1])
+
+    def holds(self, owned: Mapping[int, int]) -> bool:
+        """Whether the same of these tensors, which are where they were, are owned as then."""
+        return all((nbytes <= owned.get(address, -1)) is owns for address, nbytes, owns in self._large)
+
+
 class Lanes:
     """The lanes of all devices that a checkpointer has met."""
 
@@ -420,25 +506,22 @@ class Lanes:
     def begin(
         self,
         copy: DeviceCopy,
-        jobs: Sequence[Job],
-        owned: dict[int, int],
+        lists: Mapping[torch.device, Sequence[DeviceList]],
+        tensors: Sequence[torch.Tensor],
         slot: Slot,
         submit: Submit,
         *,
         validate: bool,
     ) -> None:
-        """Begin the copies of a save on the current stream of each device, outside any capture."""
-        by_device: dict[torch.device, list[Job]] = {}
-        for job in jobs:
-            by_device.setdefault(job.source.device, []).append(job)
-        for device, of_device in by_device.items():
+        """Begin the copies of a save on the current stream of each device, outside any capture, under ``no_grad``."""
+        for device, of_device in lists.items():
             runtime = kinds.runtime_of(device)
             assert runtime is not None
             if device not in self._lanes:
                 self._lanes[device] = _Lane(device)
             part = _Part(self._lanes[device], slot, runtime.current_stream(device))
             copy.parts.append(part)
-            part.lane.begin(part, of_device, owned, submit, validate=validate)
+            part.lane.begin(part, of_device, tensors, submit, validate=validate)
 
     def close(self) -> None:
         """Drop streams and scratch; no copy may be under way."""

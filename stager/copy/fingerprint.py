@@ -9,6 +9,7 @@ bytes have not.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Final, cast
@@ -52,36 +53,47 @@ class DeviceFingerprint:
         self._spots = [(job, begin) for job in jobs for begin in _windows(job.target.nbytes)]
         self._before = _norms(jobs)
         self._after: torch.Tensor | None = None
+        self._expected: torch.Tensor | None = None
         self._sums = torch.stack([_word_sum(job.source) for job in jobs]) if validate and jobs else None
         self._windows = torch.empty((len(self._spots), WINDOW_NBYTES), dtype=torch.uint8, device=_device(jobs))
-        if jobs:
-            flat = {job.fqn: job.source.view(-1).view(torch.uint8) for job in jobs}
-            sources = [flat[job.fqn][begin : begin + WINDOW_NBYTES] for job, begin in self._spots]
-            torch_private.foreach_copy(list(self._windows.unbind()), sources)
+        position = 0
+        for dtype, group in itertools.groupby(self._spots, key=lambda spot: spot[0].source.dtype):
+            size = dtype.itemsize
+            spots = [*group]
+            word = torch.int16 if size == 2 else dtype  # the fused copy takes half precision through float32
+            copies = self._windows[position : position + len(spots)].view(word).unbind()
+            position += len(spots)
+            sources: list[torch.Tensor] = []
+            for job, begin in spots:
+                source = job.source if word is dtype else job.source.view(word)
+                first = source.storage_offset() + begin // size
+                sources.append(source.as_strided((WINDOW_NBYTES // size,), (1,), first))
+            torch_private.foreach_copy(copies, sources)
 
     def take_after(self) -> None:
-        """Take the norms again, on the current stream, behind the copies."""
-        self._after = _norms(self._jobs)
+        """Take the norms again, on the current stream, behind the copies and all that the first were made by."""
+        self._expected = _stack(self._before)
+        self._after = _stack(_norms(self._jobs))
 
     def torn(self) -> list[str]:
         """The FQNs of which the staged bytes are not those of the call; waits on the current stream, on the host."""
         if not self._jobs:
             return []
         torn: dict[str, None] = {}
-        assert self._before is not None and self._after is not None
-        same = (self._before == self._after) | (self._before.isnan() & self._after.isnan())
+        assert self._expected is not None and self._after is not None
+        same = (self._expected == self._after) | (self._expected.isnan() & self._after.isnan())
         for job, unchanged in zip(self._jobs, cast("list[bool]", same.tolist()), strict=True):
             if not unchanged:
-                torn[job.fqn] = None
+                torn[job.target.fqn] = None
         windows = self._windows.cpu()
         for number, (job, begin) in enumerate(self._spots):
             seen = ctypes.string_at(windows.data_ptr() + number * WINDOW_NBYTES, WINDOW_NBYTES)
             if ctypes.string_at(job.target.address + begin, WINDOW_NBYTES) != seen:
-                torn[job.fqn] = None
+                torn[job.target.fqn] = None
         if self._sums is not None:
             for job, expected in zip(self._jobs, cast("list[int]", self._sums.tolist()), strict=True):
                 if int(_word_sum(job.target.view).item()) != expected:
-                    torn[job.fqn] = None
+                    torn[job.target.fqn] = None
         return list(torn)
 
 
@@ -89,18 +101,19 @@ def _device(jobs: Sequence[Job]) -> torch.device | None:
     return jobs[0].source.device if jobs else None
 
 
-def _windows(nbytes: int) -> list[int]:
+@functools.lru_cache(maxsize=1024)
+def _windows(nbytes: int) -> tuple[int, ...]:
     """Where the windows of a tensor begin; multiples of 16, as the fused copy likes it."""
     spans = range(0, nbytes, SPAN_NBYTES)
-    return [
+    return tuple(
         max(0, begin + (min(SPAN_NBYTES, nbytes - begin) - WINDOW_NBYTES) // 2) // 16 * 16
         for begin in spans
         if nbytes - begin >= WINDOW_NBYTES or begin == 0
-    ]
+    )
 
 
-def _norms(jobs: Sequence[Job]) -> torch.Tensor | None:
-    """Norms, element i for job i.
+def _norms(jobs: Sequence[Job]) -> list[torch.Tensor]:
+    """A norm for each job.
 
     Those of half-precision tensors are accumulated and returned in float32, for a norm of three digits would notice
     little.
@@ -108,8 +121,14 @@ def _norms(jobs: Sequence[Job]) -> torch.Tensor | None:
     norms: list[torch.Tensor] = []
     for dtype, group in itertools.groupby(jobs, key=lambda job: job.source.dtype):
         wide = torch.float32 if dtype.itemsize == 2 else None
-        norms.append(torch.stack(torch_private.foreach_norm([job.source for job in group], 2, wide)).double())
-    return torch.cat(norms) if norms else None
+        norms += torch_private.foreach_norm([job.source for job in group], 2, wide)
+    return norms
+
+
+def _stack(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """All norms in one tensor; those of one dtype stand side by side."""
+    stacks = [torch.stack([*group]).double() for _, group in itertools.groupby(norms, key=lambda norm: norm.dtype)]
+    return torch.cat(stacks) if stacks else None
 
 
 def _word_sum(tensor: torch.Tensor) -> torch.Tensor:

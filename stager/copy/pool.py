@@ -30,6 +30,7 @@ _DESCRIPTOR_PER_FILE: Final = 512
 class Target(NamedTuple):
     """Where one tensor is staged: a view of the arena, its offset in the arena's data, its address and bytes."""
 
+    fqn: str
     view: torch.Tensor
     offset: int
     address: int
@@ -39,7 +40,6 @@ class Target(NamedTuple):
 class Job(NamedTuple):
     """One tensor to copy that needs more than its bytes moved here and now: byte-equal ``source`` and ``target``."""
 
-    fqn: str
     source: torch.Tensor
     target: Target
 
@@ -51,6 +51,7 @@ class Slot:
     Attributes:
         arena_id: Names the arena on the wire; never used twice.
         targets: The plan's tensors, container after container, in the order of the state.
+        prepared: What the copier keeps of how it has filled them; it goes with them.
         image: The arena's data as bytes.
         pinned: The arena's memory, page-locked for devices.
         unpinnable: This arena's memory was refused to be page-locked: it is not tried again.
@@ -62,6 +63,7 @@ class Slot:
     plan: Plan | None = None
     image: torch.Tensor | None = None
     targets: list[Target] = field(default_factory=list[Target])
+    prepared: object = None
     pinned: PinnedRange | None = None
     unpinnable: bool = False
     owner: object | None = None
@@ -75,13 +77,13 @@ class Slot:
         self.arena.begin_generation()  # whoever still reads for an earlier save must notice
         base = self.arena.data_offset
         self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
-        self.targets = []
-        for (_, _, kinds), file in zip(plan.structure, plan.files, strict=True):
+        self.targets, self.prepared = [], None
+        for (_, fqns, kinds), file in zip(plan.structure, plan.files, strict=True):
             self.arena.view(base + file.offset, len(file.header))[:] = file.header
-            for (dtype, shape), (offset, nbytes) in zip(kinds, file.placements, strict=True):
+            for fqn, (dtype, shape), (offset, nbytes) in zip(fqns, kinds, file.placements, strict=True):
                 begin = file.offset + offset
                 view = self.image[begin : begin + nbytes].view(dtype).view(shape)
-                self.targets.append(Target(view, begin, self.image.data_ptr() + begin, nbytes))
+                self.targets.append(Target(fqn, view, begin, self.image.data_ptr() + begin, nbytes))
         self.plan = plan
 
     def append(self, parts: Sequence[bytes]) -> list[int]:
@@ -102,7 +104,7 @@ class Slot:
 
     def unmap(self) -> None:
         """Give the memory back; no copy and no write may be under way."""
-        self.plan, self.image, self.targets = None, None, []
+        self.plan, self.image, self.targets, self.prepared = None, None, [], None
         pinned, self.pinned, self.unpinnable = self.pinned, None, False
         if pinned is not None:
             pinned.close()

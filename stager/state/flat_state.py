@@ -35,6 +35,7 @@ class FlatState:
             compared in each save.
         per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
         shared_digest: Of what the treespec says of modules, optimizers and all else that ranks share.
+        looks: An object for all that can be seen of the tensors without their memory: the same one, the same looks.
     """
 
     containers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict[str, dict[str, torch.Tensor]])
@@ -46,6 +47,7 @@ class FlatState:
     undeclared: dict[str, None] = field(default_factory=dict[str, None])
     per_rank: list[str] = field(default_factory=list[str])
     shared_digest: str = ""
+    looks: object = None
 
 
 def container_name(key: str) -> str:

@@ -79,12 +79,16 @@ class TensorCollector:
         finally:
             self._scope, self._pinned = before
 
-    def fqn_of(self, parameter: torch.Tensor) -> str | None:
-        """The FQN that the memory of a parameter has been collected under, if it has been."""
+    def fqns_of(self, parameters: Sequence[torch.Tensor]) -> list[str | None]:
+        """The FQNs that the memory of parameters has been collected under, None where it has not been."""
         if self._again and not self._names:
             for taken, tensors in self._again:
                 self._names.update(zip(map(id, tensors), taken.fqns, strict=True))
-        fqn = self._names.get(id(parameter)) or self._by_id.get(id(parameter))
+        names = self._names
+        return [names.get(id(parameter)) or self._fqn_of(parameter) for parameter in parameters]
+
+    def _fqn_of(self, parameter: torch.Tensor) -> str | None:
+        fqn = self._by_id.get(id(parameter))
         if fqn is None and not is_dtensor(parameter):
             for other, _, node in self._at(parameter.data_ptr()) or ():
                 if other is parameter or _same_region(other, parameter):

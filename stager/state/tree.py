@@ -272,7 +272,7 @@ class _Flattener:
         Without their names it could only go back to as many parameters in the same order.
         """
         for optimizer, node in self._optimizers:
-            names = [[self.tensors.fqn_of(one) for one in group["params"]] for group in optimizer.param_groups]
+            names = [self.tensors.fqns_of(group["params"]) for group in optimizer.param_groups]
             every = [name for group in names for name in group]
             if None not in every and len({*every}) == len(every):
                 node[:] = [Tag.OPTIMIZER, names, node[1]]

@@ -281,6 +281,56 @@ def test_a_tensor_of_another_stream_that_is_dropped_after_the_call_is_saved_as_i
         del again
 
 
+def _drop_optimizer(state: dict[str, Any], model: nn.Module) -> None:
+    state.clear()
+    gc.collect()
+
+
+def _limit_norm(state: dict[str, Any], model: Any) -> None:
+    model.max_norm = 1.0  # from now on forward writes the weight
+
+
+def _step_otherwise(state: dict[str, Any], model: nn.Module) -> None:
+    state["optimizer"].__class__ = _Foreign
+
+
+@pytest.mark.parametrize("disown", [_drop_optimizer, _limit_norm, _step_otherwise])
+def test_a_tensor_that_no_optimizer_owns_any_more_is_captured_from_then_on(
+    checkpointer: Checkpointer, disown: Callable[..., Any]
+):
+    model = nn.Embedding(1000, 500, device="cuda")
+    held: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    model.weight.grad = torch.ones_like(model.weight)
+    for step in range(1, 5):  # each slot is filled again
+        held["optimizer"].step()
+        checkpointer.save(step, {"model": model}).committed.result(60)
+    disown(held, model)
+    expected = seen({"model": model})
+    with hold_copies_back(checkpointer):
+        handle = checkpointer.save(5, {"model": model})
+        model.weight.data.zero_()  # nothing guards it
+    assert_holds(handle, expected)
+
+
+def test_tensors_that_lie_elsewhere_at_each_save_and_those_that_do_not_are_saved_as_they_were(
+    checkpointer: Checkpointer,
+):
+    state = trained(torch.optim.AdamW, fused=True)
+    kept: list[torch.Tensor] = []
+    for step in range(1, 9):
+        small = torch.rand(3, 50, device="cuda").t() if step % 2 else torch.rand(50, 3, device="cuda")
+        state["loss"], state["small"] = torch.rand((), device="cuda"), small
+        state["half"] = torch.rand(1001, device="cuda").bfloat16()
+        kept += [state["loss"], state["small"], state["half"]]
+        expected = seen(state)
+        with hold_compute_back():
+            handle = checkpointer.save(step, state)
+            for tensor in kept:
+                tensor.zero_()
+            state["optimizer"].step()
+        assert_holds(handle, expected)
+
+
 # What changes owned tensors all the same -------------------------------------------------------------------------
 
 

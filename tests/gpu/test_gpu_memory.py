@@ -175,6 +175,38 @@ def test_without_device_memory_for_a_fingerprint_the_compute_stream_waits_for_th
     assert_holds(handle, expected)
 
 
+def test_without_device_memory_for_a_fingerprint_what_is_dropped_after_the_call_is_saved_as_it_was(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+):
+    """Its memory may be used again on its own stream before the compute stream gets to the copies."""
+
+    def state_of(value: float) -> dict[str, Any]:
+        model = nn.ParameterList([torch.full((MIB,), value, device="cuda")])
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    other = torch.cuda.Stream()
+    warm_up(checkpointer, state_of(0.0))  # no save has read the memory of the other one
+    with torch.cuda.stream(other):
+        state = state_of(1.0)
+    other.synchronize()
+    expected = seen(state)
+
+    def no_memory(*_: object) -> None:
+        monkeypatch.undo()
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(fingerprint, "_norms", no_memory)
+    with hold_compute_back():
+        handle = checkpointer.save(1, state)
+        state.clear()
+        gc.collect()
+        with torch.cuda.stream(other):
+            again = [torch.full((MIB,), 9.0, device="cuda") for _ in range(4)]
+        other.synchronize()
+    assert_holds(handle, expected)
+    del again
+
+
 def test_twenty_saves_take_no_more_device_memory_than_one_and_the_daemon_takes_none(checkpointer: Checkpointer):
     state = trained(torch.optim.AdamW, fused=True)
     warm_up(checkpointer, state)

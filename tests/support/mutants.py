@@ -139,6 +139,7 @@ def main(words: list[str]) -> int:
 
 _COPY, _CUDA, _COPIER = "copy/device_copy.py", "devices/cuda.py", "copy/copier.py"
 _OWNED, _PIN, _PRINT = "state/ownership.py", "memory/pinning.py", "copy/fingerprint.py"
+_LIST = "copy/copy_list.py"
 _SCRATCH = "test_gpu_scratch"
 
 MUTANTS = [
@@ -194,18 +195,23 @@ MUTANTS = [
     # At the call
     Mutant(
         _COPY,
-        "alias = source.detach()  # keeps the memory where `p.data = new` would let it go",
+        "alias = tensors[index].detach()  # keeps the memory where `p.data = new` would let it go",
         ("data_is_replaced",),
-        "alias = source",
+        "alias = tensors[index]",
     ),
-    Mutant(_COPY, "part.sources.append(alias)", ("stream_that_is_dropped",)),
     Mutant(
-        _COPY, "job.source.record_stream(self.stream)  # which alone survives `resize_(0)`", ("memory_is_freed_while",)
+        _COPY,
+        "part.sources += [tensors[index].untyped_storage() for index, _ in captured]",
+        ("stream_that_is_dropped",),
     ),
+    Mutant(
+        _COPY, "job.source.record_stream(lane.stream)  # which alone survives `resize_(0)`", ("memory_is_freed_while",)
+    ),
+    Mutant(_COPY, "part.sources += sources", ("is_dropped_after_the_call",)),
     Mutant(_COPY, "part.start.record(part.compute)", ("sees_what_was_enqueued",)),
     Mutant(_COPY, "part.compute.wait_event(half.read)", ("half_is_packed_again",)),
     Mutant(_COPY, "packed.record(part.compute)", ("sees_what_was_enqueued",)),
-    Mutant(_COPY, "if known != layouts:", ("lies_otherwise",), "if len(known) != len(layouts):"),
+    Mutant(_COPY, "if known != group.layouts:", ("lies_otherwise",), "if len(known) != len(group.layouts):"),
     Mutant(_COPY, "half.memory, half.views = memory, _Views()", ("lies_as_before",), "half.memory = memory"),
     Mutant(
         _COPY,
@@ -237,8 +243,9 @@ MUTANTS = [
         ("odd_length", "any_kind"),
         "begin = position",
     ),
+    Mutant(_LIST, "elif known.copy_list.holds(owned):", ("no_optimizer_owns_any_more",), "else:"),
     # Fingerprints
-    Mutant(_PRINT, "self._after = _norms(self._jobs)", ("another_norm",), "self._after = self._before"),
+    Mutant(_PRINT, "self._after = _stack(_norms(self._jobs))", ("another_norm",), "self._after = self._expected"),
     Mutant(
         _PRINT, "if ctypes.string_at(job.target.address + begin, WINDOW_NBYTES) != seen:", ("averages",), "if False:"
     ),
