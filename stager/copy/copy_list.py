@@ -11,6 +11,7 @@ import torch
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager.copy.device_copy import DeviceList
 from sidesave.stager.copy.memcopy import Region
+from sidesave.stager.copy.packing import is_plain
 from sidesave.stager.copy.pool import Slot
 from sidesave.stager.devices import kinds
 from sidesave.stager.state import ownership
@@ -56,7 +57,7 @@ class CopyList:
                 on_device.setdefault(source.device, []).append(index)
             elif on_host and overlap_host and _may_run_beside(source, owned):
                 self.overlapped.append(index)
-            elif on_host and _is_plain(source):
+            elif on_host and is_plain(source):
                 self.regions.append((target.address, source.data_ptr(), target.nbytes))
             else:
                 if not on_host:
@@ -119,11 +120,6 @@ def _addresses(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> list[
 def _may_run_beside(source: torch.Tensor, owned: Mapping[int, int]) -> bool:
     return (
         ownership.is_owned(source, owned)
-        and _is_plain(source)
+        and is_plain(source)
         and not (source.is_shared() or ownership.is_resizable(source))
     )
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes in memory are those to be saved."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -22,9 +22,10 @@ from typing import Final
 import torch
 
 from sidesave.errors import StagingError, TornSnapshotError
-from sidesave.stager import plan, torch_private
+from sidesave.stager import plan
 from sidesave.stager.apart import Monitor
 from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint
+from sidesave.stager.copy.packing import ALIGNMENT, Batch, Run, Views, is_plain, lay_out, pack
 from sidesave.stager.copy.pool import Job, Slot, Target
 from sidesave.stager.devices import kinds
 from sidesave.stager.memory import pinning
@@ -36,15 +37,7 @@ CHUNK_NBYTES: Final = 32 << 20
 HALF_NBYTES: Final = (4 << 20, 32 << 20, 128 << 20)
 """Sizes of a half of the scratch: the smallest that takes what is captured, or the largest."""
 _HALF_TIMEOUT_S: Final = 300.0
-_ALIGNMENT: Final = 16
-_COPIED_AS_THEY_ARE: Final = frozenset(
-    {torch.float32, torch.float64, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
-)
 _ORDER: Final = {dtype: number for number, dtype in enumerate(NORMED)}
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By element size, for other dtypes: the fused copy refuses some, and takes half precision through float32, which may
-change the bits of a NaN."""
-
 _INVALID_ADDRESS: Final = "invalid argument"
 """What the driver says of a copy from null, which is the address of a storage that was resized to nothing."""
 
@@ -52,25 +45,12 @@ Submit = Callable[[Callable[[], None]], None]
 """Has something run in the stager thread, behind what it was given before."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """Consecutive bytes of the image that lie consecutively in scratch."""
-
-    scratch_offset: int
-    image_offset: int
-    nbytes: int
-
-
-_Layout = tuple[int, torch.Size, tuple[int, ...]]
-"""Of a packed tensor: where it begins in scratch, in bytes, its shape and its strides."""
-
-
 class _Half:
     """Half of a device's scratch."""
 
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
-        self.views = _Views()
+        self.views = Views()
         self.owner: _Part | None = None
         self.read: torch.Event | None = None
         """Behind the last work on the memory."""
@@ -104,7 +84,7 @@ class _Part:
             self.slot.image[position : position + nbytes].copy_(_view(source, done, nbytes), non_blocking=True)
             done += nbytes
 
-    def copy_batch(self, half: _Half, runs: Sequence[_Run], packed: torch.Event) -> None:
+    def copy_batch(self, half: _Half, runs: Sequence[Run], packed: torch.Event) -> None:
         """Enqueue the way out of a packed half, and give it back; runs in the stager thread."""
         lane = self.lane
         try:
@@ -251,12 +231,12 @@ class _Lane:
             room = memory.numel()
             batch = device_list.batches.get(room)
             if batch is None:
-                batch = _lay_out(room, captured, pool)
+                batch = lay_out(room, captured, pool)
                 if not captured and len(pool) == len(tensors):  # all of it in one half, and nothing cut
                     device_list.batches[room] = batch
             else:
                 captured = []
-            _pack(memory, batch, pool, half.views)
+            pack(memory, batch, pool, half.views)
             packed = self.runtime.new_event()
             packed.record(part.compute)
             submit(functools.partial(part.copy_batch, half, batch.runs, packed))
@@ -296,7 +276,7 @@ class _Lane:
                 continue
             if half.memory is not None:
                 part.sources.append(half.memory)  # which may still be read, by copies before those of this save
-            half.memory, half.views = memory, _Views()
+            half.memory, half.views = memory, Views()
             return
 
     def give_back(self, half: _Half) -> None:
@@ -338,120 +318,6 @@ def _freed(job: Job) -> TornSnapshotError:
     return TornSnapshotError(f"changed while being copied: {job.target.fqn}, whose memory was freed")
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-class _Views:
-    """Views of a half in which tensors were packed, kept because the next save mostly packs the same."""
-
-    def __init__(self) -> None:
-        self._known: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
-
-    def of(self, memory: torch.Tensor, dtype: torch.dtype, group: _Group) -> list[torch.Tensor]:
-        """One view for each of a group's sources; always of the same ``memory``."""
-        known, views = self._known.get(dtype, ([], []))
-        if known != group.layouts:
-            flat, size = memory.view(group.word), group.word.itemsize
-            views = [flat.as_strided(shape, stride, begin // size) for begin, shape, stride in group.layouts]
-            self._known[dtype] = group.layouts, views  # both at once, or neither where this is interrupted
-        return views
-
-
-@dataclass(slots=True)
-class _Group:
-    """Sources of one dtype that one launch packs, by their indices; ``word`` is what they are packed as."""
-
-    word: torch.dtype
-    indices: list[int] = field(default_factory=list[int])
-    layouts: list[_Layout] = field(default_factory=list[_Layout])
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Where sources lie in a half of the scratch, and where that goes. Keeps no tensor."""
-
-    runs: list[_Run] = field(default_factory=list[_Run])
-    groups: dict[torch.dtype, _Group] = field(default_factory=dict[torch.dtype, _Group])
-    strided: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """What is not contiguous, or lazily conjugated: by itself, for in a fused launch it would slow down all others."""
-
-
-def _lay_out(room: int, captured: list[tuple[int, int]], pool: list[torch.Tensor]) -> _Batch:
-    """Find a place in ``room`` bytes for sources from the end of ``captured``, until it is full.
-
-    They are given by their indices in ``pool`` and their offsets in the image. What does not fit stays, cut where it
-    must be; the pieces are added to the pool.
-    """
-    batch = _Batch()
-    last: _Run | None = None
-    position = 0
-    while captured:
-        index, offset = captured.pop()
-        source = pool[index]
-        nbytes = source.nbytes
-        follows = last is not None and last.image_offset + last.nbytes == offset
-        # With the image's remainder every view of the scratch is as well aligned as its tensor in the image.
-        begin = position if follows else position + (offset - position) % _ALIGNMENT
-        if nbytes > room - begin:
-            head, rest = _cut(source, offset, room - begin, whole=not batch.runs)
-            for piece, at in reversed(rest):
-                pool.append(piece)
-                captured.append((len(pool) - 1, at))
-            if head is None and batch.runs:
-                break
-            if head is None:
-                continue
-            pool.append(head)
-            index, source, nbytes = len(pool) - 1, head, head.nbytes
-        if last is not None and follows:
-            last.nbytes += nbytes
-        else:
-            last = _Run(begin, offset, nbytes)
-            batch.runs.append(last)
-        position = begin + nbytes
-        if not _is_plain(source):
-            batch.strided.append((index, begin))
-            continue
-        dtype = source.dtype
-        if dtype not in batch.groups:
-            batch.groups[dtype] = _Group(dtype if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize])
-        group = batch.groups[dtype]
-        group.indices.append(index)
-        group.layouts.append((begin, source.shape, source.stride()))
-    return batch
-
-
-def _pack(memory: torch.Tensor, batch: _Batch, pool: Sequence[torch.Tensor], views: _Views) -> None:
-    """Copy the sources of a batch into ``memory``, on the current stream."""
-    for index, begin in batch.strided:
-        source = pool[index]
-        memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
-    for dtype, group in batch.groups.items():
-        sources = [pool[index] for index in group.indices]
-        if dtype is not group.word:
-            sources = [source.view(group.word) for source in sources]
-        torch_private.foreach_copy(views.of(memory, dtype, group), sources)
-
-
-def _cut(
-    source: torch.Tensor, offset: int, room: int, *, whole: bool
-) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, int]]]:
-    """What of a tensor fits into ``room`` bytes, from its beginning, and the rest, with offsets in the image.
-
-    Where not even one row fits there is no head; the rest are then the rows, if the room is a ``whole`` half.
-    """
-    rows = source.view(-1) if _is_plain(source) else source.squeeze()
-    rows = rows if rows.dim() else rows.reshape(1)
-    row_nbytes = rows.nbytes // rows.shape[0]
-    count = max(0, room) // row_nbytes
-    if count:
-        return rows[:count], [(rows[count:], offset + count * row_nbytes)]
-    if not whole:
-        return None, [(source, offset)]
-    return None, [(row, offset + number * row_nbytes) for number, row in enumerate(rows.unbind())]
-
-
 class DeviceList:
     """Which tensors of one device are captured at the call, and which an optimizer guards. Keeps no tensor.
 
@@ -472,7 +338,7 @@ class DeviceList:
         """Say how the tensors with these indices are copied."""
         self.captured: list[tuple[int, int]] = []
         self.guarded: list[int] = []
-        self.batches: dict[int, _Batch] = {}
+        self.batches: dict[int, Batch] = {}
         self._large: list[tuple[int, int, bool]] = []
         need = 0
         for index in sorted(indices, key=lambda index: targets[index].offset):
@@ -480,14 +346,14 @@ class DeviceList:
             if not nbytes:
                 continue
             owns = False
-            if nbytes >= plan.SMALL_NBYTES and source.dtype in NORMED and _is_plain(source):
+            if nbytes >= plan.SMALL_NBYTES and source.dtype in NORMED and is_plain(source):
                 owns = ownership.is_owned(source, owned)
                 self._large.append((source.data_ptr(), nbytes, owns))
             if owns:
                 self.guarded.append(index)
             else:
                 self.captured.append((index, targets[index].offset))
-                need += nbytes + _ALIGNMENT
+                need += nbytes + ALIGNMENT
         self.guarded.sort(key=lambda index: _ORDER[tensors[index].dtype])
         self.half_nbytes = next((size for size in HALF_NBYTES if need <= size), HALF_NBYTES[-1])
 

@@ -44,8 +44,8 @@ began = time.monotonic()
 if where == "before the call":
     break_device()
 elif where == "in the pack":
-    pack = device_copy._pack
-    device_copy._pack = lambda *arguments: (pack(*arguments), break_device())[0]
+    pack = device_copy.pack
+    device_copy.pack = lambda *arguments: (pack(*arguments), break_device())[0]
 elif where == "in the stager thread":
     copy_out = device_copy._Part.copy_out
     device_copy._Part.copy_out = lambda *arguments: (break_device(), copy_out(*arguments))[1]

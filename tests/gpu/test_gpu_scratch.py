@@ -166,11 +166,11 @@ def test_a_copy_out_that_fails_leaves_its_half_in_order(
         assert_holds(handle, _filled(step))
 
 
-@pytest.mark.parametrize("where", ["_pack", "submit"])
+@pytest.mark.parametrize("where", ["pack", "submit"])
 def test_calls_that_fail_after_a_pack_give_its_half_back(
     checkpointer: Checkpointer, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    target = device_copy if where == "_pack" else checkpointer._saver.session.copier._starter
+    target = device_copy if where == "pack" else checkpointer._saver.session.copier._starter
 
     def fails(*_: object) -> None:
         monkeypatch.undo()
@@ -184,7 +184,7 @@ def test_calls_that_fail_after_a_pack_give_its_half_back(
 
 
 @pytest.mark.parametrize("copies_held", [False, True])
-@pytest.mark.parametrize("where", ["_pack", "submit"])
+@pytest.mark.parametrize("where", ["pack", "submit"])
 def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
     checkpointer: Checkpointer,
     state: dict[str, Any],
@@ -195,15 +195,15 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
     other = torch.cuda.Stream()
     elsewhere = {"buffer": torch.zeros(1000, device="cuda")}
     torch.cuda.synchronize()
-    original = device_copy._pack if where == "_pack" else checkpointer._saver.session.copier._starter.submit
+    original = device_copy.pack if where == "pack" else checkpointer._saver.session.copier._starter.submit
 
     def fails(*arguments: Any) -> None:
         monkeypatch.undo()
-        if where == "_pack":
+        if where == "pack":
             original(*arguments)
         raise _Refusal
 
-    target = device_copy if where == "_pack" else checkpointer._saver.session.copier._starter
+    target = device_copy if where == "pack" else checkpointer._saver.session.copier._starter
     compute = torch.cuda.current_stream()
     sides = side_streams(checkpointer) if copies_held else []
     with gates.held(sides) as copies, gates.held([compute]) as computing:

@@ -152,7 +152,7 @@ def is_race_on(line: str, ranges: list[tuple[int, int]]) -> bool:
 def failing(what: str, skip: int) -> Iterator[list[str]]:
     """One of the things that a save does fails, once, at a later time than the first if ``skip`` says so."""
     holder, name = {
-        "pack": (device_copy, "_pack"),
+        "pack": (device_copy, "pack"),
         "copy": (device_copy._Part, "copy_out"),
         "pending": (ownership, "add_pending"),
         "witness": (fingerprint, "_norms"),

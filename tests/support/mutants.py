@@ -28,7 +28,7 @@ TIMEOUT_S = 100
 SCHEDULES = ("late", "early", "random:1")
 ORDERING = re.compile(
     r"wait_event|wait_stream|record_stream|\.record\(|\.synchronize\(|\.wait\(|wait_for\(|_released\.set|await_end\(|exclusion\(|_opened\("
-    r"|no_capture\(|finish_pending\(|close_guards\(|close_guard\(|% _ALIGNMENT|to_border|add_pending\(|remove_pending\("
+    r"|no_capture\(|finish_pending\(|close_guards\(|close_guard\(|% ALIGNMENT|to_border|add_pending\(|remove_pending\("
     r"|\.owner\b|give_back\(|forget\(|\.abandon\(|part\.sources|when_guarded\(|runtime\.on\("
 )
 """What an ordering line has in it."""
@@ -59,7 +59,7 @@ class Mutant:
 
 def ordering_lines() -> Iterator[tuple[str, str]]:
     """Every line with an ordering word, with its file; not those that define, import or describe."""
-    for file in (_COPY, _CUDA, _COPIER, _PRINT, _OWNED, _PIN):
+    for file in (_COPY, _PACK, _CUDA, _COPIER, _PRINT, _OWNED, _PIN):
         for line in code_lines((ROOT / "stager" / file).read_text()):
             if ORDERING.search(line) and not re.match(r"(def|class|from|import|return)\b|@|self\.\w+: ", line):
                 yield file, line
@@ -139,7 +139,7 @@ def main(words: list[str]) -> int:
 
 _COPY, _CUDA, _COPIER = "copy/device_copy.py", "devices/cuda.py", "copy/copier.py"
 _OWNED, _PIN, _PRINT = "state/ownership.py", "memory/pinning.py", "copy/fingerprint.py"
-_LIST = "copy/copy_list.py"
+_LIST, _PACK = "copy/copy_list.py", "copy/packing.py"
 _SCRATCH = "test_gpu_scratch"
 
 MUTANTS = [
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(_COPY, "part.start.record(part.compute)", ("sees_what_was_enqueued",)),
     Mutant(_COPY, "part.compute.wait_event(half.read)", ("half_is_packed_again",)),
     Mutant(_COPY, "packed.record(part.compute)", ("sees_what_was_enqueued",)),
-    Mutant(_COPY, "if known != group.layouts:", ("lies_otherwise",), "if len(known) != len(group.layouts):"),
-    Mutant(_COPY, "half.memory, half.views = memory, _Views()", ("lies_as_before",), "half.memory = memory"),
+    Mutant(_PACK, "if known != group.layouts:", ("lies_otherwise",), "if len(known) != len(group.layouts):"),
+    Mutant(_COPY, "half.memory, half.views = memory, Views()", ("lies_as_before",), "half.memory = memory"),
     Mutant(
         _COPY,
         "half = self._changed.wait_for(lambda: self._free(part), _HALF_TIMEOUT_S)",
@@ -238,8 +238,8 @@ MUTANTS = [
         ("replaced_by_a_larger",),
     ),
     Mutant(
-        _COPY,
-        "begin = position if follows else position + (offset - position) % _ALIGNMENT",
+        _PACK,
+        "begin = position if follows else position + (offset - position) % ALIGNMENT",
         ("odd_length", "any_kind"),
         "begin = position",
     ),
