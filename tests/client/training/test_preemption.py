@@ -187,7 +187,7 @@ def test_sigusr1_saves_and_training_goes_on(start: Start, run: Path, undisturbed
     trainer.train(1)
     trainer.signal(signal.SIGUSR1)
     trainer.train(1)
-    trainer.expect("saved")
+    trainer.hear("saved 1")
     trainer.train(2)
     trainer.leaves(0)
     assert steps(run) == [1]
@@ -217,7 +217,7 @@ def test_sigterm_saves_even_if_the_save_before_has_failed(
     trainer.expect("restored")
     orders.give("EIO", starting_at="os.mkdir")
     trainer.train(2)
-    trainer.expect("lost")
+    trainer.hear("lost 1")
     trainer.signal(signal.SIGTERM)
     trainer.train_last()
     trainer.leaves(TERMINATED)
