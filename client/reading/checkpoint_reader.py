@@ -408,6 +408,9 @@ class CheckpointReader:
 
     def _part(self, stored: StoredTensor, box: Box, owner: int, cell: Box) -> Part:
         file, entry = self._find(owner, stored, cell)
+        if box == cell:
+            within = regions.whole(cell[1])
+            return Part(file, entry, within, within[0])
         common = regions.intersect(cell, box)
         assert common is not None
         return Part(file, entry, regions.within(common, cell[0]), regions.within(common, box[0])[0])

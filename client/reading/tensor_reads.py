@@ -40,13 +40,21 @@ class Part:
         """Whether its blocks hold other tensors too."""
         return self.entry.nbytes < BLOCK_NBYTES
 
+    @property
+    def _is_whole(self) -> bool:
+        return self.box[1] == self.entry.shape
+
     def span(self, itemsize: int) -> tuple[int, int]:
         """Where its first byte lies in the file, and where its last one ends."""
+        if self._is_whole:
+            return self.entry.offset, self.entry.offset + self.entry.nbytes
         ((start, stop),) = regions.spans(self.entry.shape, itemsize, self.box, 1 << 63)
         return self.entry.offset + start, self.entry.offset + stop
 
     def block_ranges(self, itemsize: int) -> list[tuple[int, int]]:
         """First and last of the blocks that hold it, range by range."""
+        if self._is_whole:
+            return [self.file.blocks(*self.span(itemsize))]
         spans = regions.spans(self.entry.shape, itemsize, self.box, BLOCK_NBYTES)
         ranges = (self.file.blocks(self.entry.offset + start, self.entry.offset + stop) for start, stop in spans)
         return list(block_io.join(ranges))

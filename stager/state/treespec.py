@@ -194,6 +194,8 @@ class _Missing(enum.Enum):
 
 
 _OUT: Final = _Missing.LEFT_OUT
+_DICTS: Final = {Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.OPTIMIZER, Tag.MODULE}
+_CONTAINERS: Final = frozenset(_DICTS | {Tag.LIST, Tag.TUPLE, Tag.DEQUE})
 
 
 class _Builder:
@@ -240,14 +242,19 @@ class _Builder:
                 raise IntegrityError(f"{self._where}: {fqn} is malformed")
             return node if self._only(fqn) else _OUT
         try:
-            tag, *rest = cast("list[Any]", node)
-            return self._tagged(Tag(tag), rest, fqn, depth)
+            body = cast("list[Any]", node)
+            tag = Tag(body[0])
+            if tag in _CONTAINERS:
+                return self._container(tag, body[1:], fqn, depth)
+            if self._holds:
+                return Unbuilt(fqn, self._where, self._rank, body, depth)
+            return self._whole._leaf(tag, body[1:], fqn, depth) if self._only(fqn) else _OUT
         except (IntegrityError, UnsupportedValueError):
             raise
         except Exception as error:
             raise IntegrityError(f"{self._where}: {fqn} is malformed: {error}") from error
 
-    def _tagged(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+    def _container(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
             case Tag.DICT:
                 body = cast("dict[str, Any]", rest[0])
@@ -277,7 +284,7 @@ class _Builder:
                 pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
                 kept = self._items(pairs, fqn, depth)
                 return kept if kept is _OUT else with_metadata(kept, self._whole.build(metadata, fqn, depth + 1))
-            case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
+            case _:  # a sequence
                 maxlen = rest.pop(0) if tag is Tag.DEQUE else None
                 if self._stand_for_themselves(rest, depth):
                     items = kept = rest
@@ -287,10 +294,6 @@ class _Builder:
                 if not kept and (items or not self._only(fqn)):
                     return _OUT
                 return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
-            case _ if self._holds:
-                return Unbuilt(fqn, self._where, self._rank, [tag, *rest], depth)
-            case _:
-                return self._whole._leaf(tag, rest, fqn, depth) if self._only(fqn) else _OUT
 
     def _stand_for_themselves(self, nodes: Collection[Any], depth: int) -> bool:
         """Whether a container of nothing but plain values is kept as it is, and none of them needs a look."""
