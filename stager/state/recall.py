@@ -1,7 +1,8 @@
 """What of a state is as it was when it was last taken apart: its tensors need not be found and named again.
 
-A module or an optimizer is taken from memory while nothing that its state dict is made of has changed: the very same
-modules, names and tensors, of the same memory, shape, strides, dtype and device, and no state dict but torch's own.
+A module, an optimizer or a dict of tensors is taken from memory while nothing that its state is made of has changed:
+the very same modules, names and tensors, of the same memory, shape, strides, dtype and device, and no state dict but
+torch's own.
 Nothing is kept alive by it: modules are known by weak references, and tensors by their ids.
 """
 
@@ -30,7 +31,10 @@ _NEEDED: Final = frozenset(
 )
 """What an instance has that its state dict is made of."""
 _version_of: Final = operator.attrgetter("_version")
-_KINDS: Final = frozenset({torch.Tensor, nn.Parameter})
+KINDS: Final = frozenset({torch.Tensor, nn.Parameter})
+"""Classes of the tensors that may be remembered."""
+_MAX_TABLES: Final = 1000
+"""Of more dicts that are no object's nothing is remembered: the state has others at each save."""
 _MAX_MISSES: Final = 3
 """What has changed in so many saves one after the other is not remembered any more."""
 Place = tuple[Any, ...]
@@ -58,15 +62,19 @@ class Taken:
 
 
 class Recall:
-    """Remembers of each module and optimizer what it gave when it was last taken apart at its place in the state."""
+    """Remembers of each module, optimizer and dict of tensors what it last gave at its place in the state.
+
+    Nobody can have a weak reference to a dict, so its place alone stands for it, and its source is None.
+    """
 
     def __init__(self) -> None:
         """Begin without a memory."""
         self._memories: dict[int, _Memory] = {}  # by id: what is remembered may compare equal to others
+        self._tables: dict[Place, _Memory] = {}
 
     def again(self, source: Any, what: Any, place: Place) -> tuple[Taken, list[torch.Tensor]] | None:
         """What ``what``, which is of ``source``, has given at ``place``, and its tensors, which are the same ones."""
-        memory = self._memory_of(source)
+        memory = self._memory_of(source, place)
         if memory is None or memory.place != place or memory.taken is None:
             return None
         tensors = memory.witness.tensors(what)
@@ -81,7 +89,7 @@ class Recall:
         self, source: Any, what: Any, place: Place, taken: Callable[[Sequence[torch.Tensor]], Taken | None]
     ) -> None:
         """Remember what has just been given, if it can be told whether it still is; see :meth:`again`."""
-        memory = self._memory_of(source)
+        memory = self._memory_of(source, place)
         misses = 0 if memory is None else memory.misses
         if misses >= _MAX_MISSES:
             return
@@ -90,7 +98,10 @@ class Recall:
             return
         tensors = witness.tensors(what)
         given = None if tensors is None else taken(tensors)
-        if given is not None:
+        if given is not None and source is None:
+            if len(self._tables) < _MAX_TABLES or place in self._tables:
+                self._tables[place] = _Memory(_nothing, place, witness, given, misses)
+        elif given is not None:
             key, memories = id(source), self._memories
 
             def forget(gone: Any) -> None:
@@ -99,14 +110,16 @@ class Recall:
 
             memories[key] = _Memory(weakref.ref(source, forget), place, witness, given, misses)
 
-    def _memory_of(self, source: Any) -> _Memory | None:
+    def _memory_of(self, source: Any, place: Place) -> _Memory | None:
+        if source is None:
+            return self._tables.get(place)
         memory = self._memories.get(id(source))
         return memory if memory is not None and memory.source() is source else None
 
 
 @dataclass(slots=True)
 class _Memory:
-    source: weakref.ref[Any]
+    source: Callable[[], Any]
     place: Place
     witness: _ModuleWitness | _TableWitness
     taken: Taken | None
@@ -315,4 +328,4 @@ def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:
 
 def _is_known_kind(value: Any) -> bool:
     """Whether a tensor is one piece of memory, which its address, shape and strides tell."""
-    return type(value) in _KINDS and value.layout is torch.strided and not value.is_nested
+    return type(value) in KINDS and value.layout is torch.strided and not value.is_nested

@@ -6,7 +6,6 @@ Tensors are collected as they are, without a copy (:mod:`sidesave.stager.state.t
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime
 import enum
 import functools
@@ -16,7 +15,7 @@ import pathlib
 import pickle
 import sys
 import zoneinfo
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import torch
@@ -25,9 +24,10 @@ from torch import nn
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError, brief
 from sidesave.stager import torch_private
 from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.cures import cure
 from sidesave.stager.state.dtypes import dtype_name
 from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
-from sidesave.stager.state.recall import Recall
+from sidesave.stager.state.recall import KINDS, Recall
 from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
 from sidesave.stager.state.treespec import TensorRef, rebuilt
@@ -36,21 +36,12 @@ logger = logging.getLogger(__name__)
 
 _DEEP: Final = 20
 """Nested deeper than this, which hardly any state is, containers are watched for cycles."""
+_MANY: Final = 16
+"""A dict of so many tensors and nothing else is remembered: to compare it takes less time than to take it apart."""
 _LEAST: Final = -(1 << 63)
 _MOST: Final = (1 << 64) - 1
 _SHOWN: Final = 20
 _MAX_NAME: Final = 160
-_LOADER: Final = "it does not tell where it is: use torchdata's StatefulDataLoader in its place, or leave it out"
-_CURES: Final = (
-    ("torch.utils.data", "DataLoader", _LOADER),
-    ("torch", "Generator", "save x.get_state() of it, and give that back with x.set_state()"),
-    ("random", "Random", "save x.getstate() of it, and give that back with x.setstate()"),
-    ("numpy.random", "Generator", "save x.bit_generator.state, and assign that again"),
-    ("numpy.random", "RandomState", "save x.get_state() of it, and give that back with x.set_state()"),
-    ("argparse", "Namespace", "save vars(x) of it"),
-    ("types", "SimpleNamespace", "save vars(x) of it"),
-)
-"""What to do about types that many states hold: module and name, for they need not be imported here."""
 _told: Final = set[type]()
 """Enums of which the log has it that they are saved by value."""
 _ENUM_VALUES: Final = PLAIN | {tuple}
@@ -263,7 +254,7 @@ class _Flattener:
                     f"{fqn}: a {type(value).__qualname__} cannot be pickled: {error}"
                 ) from error
         raise UnsupportedValueError(
-            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; {_cure(value)}"
+            f"{fqn}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; {cure(value)}"
         )
 
     def name_parameters(self) -> None:
@@ -285,8 +276,14 @@ class _Flattener:
             return [Tag.DICT, {key: encode(item, prefix + key, below) for key, item in value.items()}]
         return [Tag.ITEMS, self.items(value, fqn, depth)]
 
+    def table(self, value: dict[Any, Any], fqn: str, depth: int) -> Any:
+        """The node of a plain dict, which is no object's: one of tensors is known by where it is in the state."""
+        if len(value) < _MANY or not KINDS.issuperset(map(type, value.values())):
+            return self.dict(value, fqn, depth)
+        return self._remembered(None, {fqn: value}, fqn, depth, functools.partial(self.dict, value, fqn, depth))
+
     def _remembered(self, source: Any, what: Any, fqn: str, depth: int, encode: Callable[[], Any]) -> Any:
-        """The node of what belongs to an object, taken from memory where it is as it was."""
+        """The node of what belongs to an object, or to a place, taken from memory where it is as it was."""
         place = self.tensors.place
         if self._recall is None or place is None:
             return encode()
@@ -396,26 +393,6 @@ def brief_name(fqn: str) -> str:
     return fqn if len(fqn) <= _MAX_NAME else f"{fqn[: _MAX_NAME // 2]}...{fqn[-_MAX_NAME // 2 :]}"
 
 
-def _cure(value: object) -> str:
-    """What to save in the place of a value that cannot be saved."""
-    for module, name, cure in _CURES:
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is not None and isinstance(value, kind):
-            return cure
-    if isinstance(value, type) or callable(value):
-        return "it is code: leave it out, and make it anew"
-    if dataclasses.is_dataclass(value):
-        return "save dataclasses.asdict(x) of it"
-    if hasattr(value, "_asdict") and hasattr(value, "_fields"):
-        return "save x._asdict() of it"
-    if isinstance(value, Mapping):
-        return "save dict(x) of it"
-    if isinstance(value, Iterator):
-        return "it does not tell where it is: leave it out"
-    data = "plain data of it, such as vars(x)" if getattr(value, "__dict__", None) else "plain data of it"
-    return f"give it state_dict() and load_state_dict(), save {data}, or pass allow_pickle=True"
-
-
 def _no_tensor(ref: TensorRef) -> Any:
     raise TypeError("a tensor is told from others by where it is")
 
@@ -474,7 +451,7 @@ def _default_dict(flattener: _Flattener, value: Any, fqn: str, depth: int) -> An
 _Handler = Callable[[_Flattener, Any, str, int], Any]
 
 _HANDLERS: Final[dict[type, _Handler]] = {
-    dict: lambda f, v, q, d: f.dict(v, q, d),
+    dict: lambda f, v, q, d: f.table(v, q, d),
     list: lambda f, v, q, d: [Tag.LIST, *f.sequence(v, q, d)],
     tuple: lambda f, v, q, d: [Tag.TUPLE, *f.sequence(v, q, d)],
     set: lambda f, v, q, d: [Tag.SET, *f.hashed(sorted(v, key=repr), q, d + 1)],

@@ -77,6 +77,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def table() -> dict[Any, Any]:
+    """As averaged weights are kept."""
+    return {f"p{number}": torch.full((2,), number) for number in range(20)}
+
+
 class Training(RuleBasedStateMachine):
     """Whatever happens to a state between saves."""
 
@@ -85,7 +90,13 @@ class Training(RuleBasedStateMachine):
         self.recalls = {None: Recall(), (0, 1): Recall()}
         self.model = Net()
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
-        self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        self.shadow = table()
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "step": 0,
+            "shadow": self.shadow,
+        }
         self.handles: list[Any] = []
 
     @invariant()
@@ -187,9 +198,41 @@ class Training(RuleBasedStateMachine):
             case _:
                 pass
 
-    @rule(item=st.sampled_from(["model", "optimizer"]), wrapper=st.sampled_from([None, Replicated, PerRank]))
+    @rule(way=st.integers(0, 11), number=st.integers(0, 19))
+    def change_a_table(self, way: int, number: int) -> None:
+        shadow: dict[Any, Any] = self.shadow
+        key = f"p{number}"
+        match way:
+            case 0:
+                shadow[key] = torch.ones(2)
+            case 1:
+                shadow[key] = shadow.pop(key, torch.ones(1))
+            case 2 if isinstance(shadow.get(key), torch.Tensor):
+                shadow[key].data = torch.ones(2, dtype=torch.float64)
+            case 3 if isinstance(shadow.get(key), torch.Tensor):
+                shadow[key].data = torch.zeros(3, 2).t()
+            case 4:
+                shadow[key] = shadow.get("p0", torch.ones(1))
+            case 5 if self.model.embed.weight is not None:
+                shadow[key] = self.model.embed.weight
+            case 6:
+                shadow[key] = 1.5
+            case 7:
+                shadow[number] = torch.ones(1)
+            case 8:
+                shadow[key] = torch.ones(0)
+            case 9:
+                shadow[key] = torch.ones(2, dtype=torch.complex64).conj()
+            case 10:
+                self.state["shadow"] = {**shadow} if number % 2 else Replicated({**shadow})
+            case _:
+                self.shadow.clear()
+                self.shadow.update(table())
+                self.state["shadow"] = self.shadow
+
+    @rule(item=st.sampled_from(["model", "optimizer", "shadow"]), wrapper=st.sampled_from([None, Replicated, PerRank]))
     def wrap(self, item: str, wrapper: Any) -> None:
-        whole = self.model if item == "model" else self.optimizer
+        whole = {"model": self.model, "optimizer": self.optimizer, "shadow": self.shadow}[item]
         self.state[item] = whole if wrapper is None else wrapper(whole)
 
     @rule(key=st.sampled_from(["a", "z", "model.x", "step"]), way=st.integers(0, 6))
@@ -274,6 +317,30 @@ def test_what_has_not_changed_is_not_taken_apart_again(monkeypatch: pytest.Monke
     assert names == ["rng"]
 
 
+def test_a_dict_of_tensors_is_not_taken_apart_again(monkeypatch: pytest.MonkeyPatch):
+    names, recall, shadow = encoded(monkeypatch), Recall(), table()
+    tree.flatten({"ema": {"shadow": shadow}}, recall=recall)
+    assert len(names) == len(shadow)
+    names.clear()
+    for again in ({"ema": {"shadow": shadow}}, {"ema": {"shadow": {**shadow}}}):
+        shadow["p1"].add_(1)
+        saved = tree.flatten(again, recall=recall).containers["ema"]
+        assert [*saved.values()] == [*shadow.values()] and names == []
+    shadow["p1"] = torch.zeros(2)
+    assert tree.flatten({"ema": {"shadow": shadow}}, recall=recall).containers["ema"]["ema.shadow.p1"] is shadow["p1"]
+
+
+def test_dicts_of_tensors_that_are_called_otherwise_at_each_save_are_not_all_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("sidesave.stager.state.recall._MAX_TABLES", 3)
+    recall, shadow = Recall(), table()
+    for number in range(5):
+        told_again = told(tree.flatten({f"epoch {number}": shadow}, recall=recall))
+        assert told_again == told(tree.flatten({f"epoch {number}": shadow}))
+    assert len(recall._tables) == 3
+
+
 def test_what_changes_at_each_save_is_given_up_on(monkeypatch: pytest.MonkeyPatch):
     names, recall, state = encoded(monkeypatch), Recall(), trained()
     for _ in range(5):
@@ -288,12 +355,13 @@ def test_what_changes_at_each_save_is_given_up_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_kept_alive():
-    recall, state = Recall(), trained()
-    tree.flatten(state, recall=recall)
-    tree.flatten(state, recall=recall)
-    gone = [weakref.ref(each) for each in (*state.values(), *state["model"].parameters())]
+    recall, state, shadow = Recall(), trained(), table()
+    tree.flatten({**state, "shadow": shadow}, recall=recall)
+    tree.flatten({**state, "shadow": shadow}, recall=recall)
+    gone = [weakref.ref(each) for each in (*state.values(), *state["model"].parameters(), *shadow.values())]
     gone += [weakref.ref(row["exp_avg"]) for row in state["optimizer"].state.values()]
     state.clear()
+    shadow.clear()
     gc.collect()
     assert [each() for each in gone] == [None] * len(gone)
     assert not recall._memories
