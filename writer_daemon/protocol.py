@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 VERSION: Final = 1
 MAX_MESSAGE_NBYTES: Final = 1 << 20
 """A longer message is refused unread; a SAVE of 1,000 containers takes 100 KB."""
+EXIT_REFUSED: Final = 3
+"""Exit status of a daemon that has sent FAILED in the place of READY: that message may arrive after its end is seen."""
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:

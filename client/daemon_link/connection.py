@@ -52,6 +52,8 @@ MAX_DEATHS: Final = 5
 _HEALTHY_S: Final = 60.0
 """A daemon that lived this long was well: the one after it starts without a pause."""
 _KILL_TIMEOUT_S: Final = 10.0
+_LAST_MESSAGE_TIMEOUT_S: Final = 2.0
+"""What a daemon has sent before it ended may still be on its way through ZeroMQ's own thread."""
 _FIRST_BACKOFF_S: Final = 0.05
 _MAX_BACKOFF_S: Final = 2.0
 _MAX_IDLE_BACKOFF_S: Final = 10.0
@@ -333,6 +335,9 @@ class Connection:
             if self._socket in events:
                 return protocol.decode(self._socket.recv(zmq.NOBLOCK))
             if process.pidfd in events or left <= 0:
+                refused = process.poll() == protocol.EXIT_REFUSED
+                if refused and self._socket.poll(int(_LAST_MESSAGE_TIMEOUT_S * 1000)):
+                    continue
                 waited = "ended while it was" if process.pidfd in events else f"took over {timeout_s:g} s"
                 raise DaemonStartError(f"the writer daemon {waited} {purpose}: {self._end(process)}")
 

@@ -106,7 +106,7 @@ class Server:
             if lease is not None:
                 lease.release(final=False)
             self._linger()
-            return 1
+            return protocol.EXIT_REFUSED
         self._lease = lease
         ready = protocol.Ready(
             attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed, left=recovery.left

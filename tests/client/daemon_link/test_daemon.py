@@ -9,8 +9,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -727,6 +728,42 @@ def test_daemon_that_follows_another_does_not_begin_in_a_directory_made_meanwhil
         assert isinstance(error, DaemonDiedError)
         assert "not the directory that the run began in" in str(error)
         assert list(run.iterdir()) == []
+        run.rmdir()
+        run.with_name("kept").rename(run)
+        commit(ckpt, 3)
+    check(run, 1, 3)
+
+
+@contextlib.contextmanager
+def slow_zmq_threads() -> Generator[None]:
+    """Let ZeroMQ's own threads of this process run only now and then, beside one that is always busy."""
+    cpu = min(os.sched_getaffinity(0))
+    named = {int(task.name): (task / "comm").read_text() for task in Path("/proc/self/task").iterdir()}
+    threads = [thread for thread, name in named.items() if name.startswith("ZMQbg")]
+    assert threads
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"]
+    ) as busy:
+        try:
+            for thread in threads:
+                os.sched_setaffinity(thread, [cpu])
+                os.setpriority(os.PRIO_PROCESS, thread, 19)
+            yield
+        finally:
+            busy.kill()
+
+
+def test_why_a_daemon_has_refused_is_heard_though_its_end_is_seen_first(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        run.rename(run.with_name("kept"))
+        run.mkdir()
+        with slow_zmq_threads():
+            with pidfd_of(daemon(ckpt)) as pidfd:
+                os.kill(daemon(ckpt), signal.SIGKILL)
+                await_end(pidfd)
+            error = failure(ckpt.save(2, a_state(2)))
+        assert "not the directory that the run began in" in str(error)
         run.rmdir()
         run.with_name("kept").rename(run)
         commit(ckpt, 3)
