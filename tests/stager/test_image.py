@@ -142,7 +142,7 @@ STATES = st.dictionaries(
 
 
 @given(STATES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_stock_safetensors_reads_every_image_with_the_same_bits(state: dict[str, dict[str, torch.Tensor]]):
     _, files = images(state)
     assert files.keys() == state.keys()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import forks
 import hypothesis.strategies as st
 import pytest
@@ -510,7 +511,7 @@ CUBE = torch.arange(8).view(2, 2, 2)
 @given(states())
 @example({"a": (true_grid(CUBE, [(1, 0), (2, 1)], (4000, 600)), 4)})  # rows of cells that lie side by side
 @example({"a": (true_grid(CUBE, [(1, 0), (2, 2)], (2, 4000, 600)), 4)})  # cut in the second dimension
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(100), suppress_health_check=[HealthCheck.too_slow])
 def test_all_ranks_agree_that_each_element_is_written_once_by_one_who_holds_it(tensors: Tensors) -> None:
     agreed(tensors)
 

@@ -685,7 +685,7 @@ def test_a_copy_by_all_cores_never_says_it_is_further_than_it_is(helpers: int):
         assert len(marks) == 19
 
 
-@pytest.mark.parametrize("overlap", [True, None])
+@pytest.mark.parametrize("overlap", [True, pytest.param(None, marks=pytest.mark.slow)])
 def test_three_thousand_tensors_are_saved_as_they_were(tmp_path: Path, overlap: bool | None):
     torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(number % 37 + 1) for number in range(3000)])

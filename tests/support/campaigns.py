@@ -6,7 +6,7 @@
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,6 +32,11 @@ def some(points: Sequence[T]) -> list[T]:
 def numbers() -> Iterator[int]:
     """The same of 0, 1, 2 and so on without an end."""
     return itertools.count(_first(), STRIDE)
+
+
+def sample(points: Iterable[T]) -> Iterator[T]:
+    """All of them; in a quick run every third, from one of the first three on that is drawn by chance."""
+    return itertools.islice(points, _first(), None, STRIDE) if quick else iter(points)
 
 
 def length(whole: int) -> int:

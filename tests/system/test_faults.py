@@ -271,22 +271,22 @@ def whole(path: str | Path, seed: int) -> bool:
 
 def test_any_call_of_a_save_may_fail_once(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
-        for call, code in zip(campaign.calls, itertools.cycle(CODES), strict=False):
+        for call, code in zip(campaigns.sample(campaign.calls), itertools.cycle(CODES), strict=False):
             campaign.meet(call, code)
-    assert campaign.outcomes[WriteError] > 20
-    assert campaign.outcomes[NoSpaceError] > 5
+    assert campaign.outcomes[WriteError] > campaign.tried / 5
+    assert campaign.outcomes[NoSpaceError] > campaign.tried / 20
     check(run, 0, mib=SMALL)
 
 
 def test_storage_may_break_down_at_any_call_of_a_save_and_come_back(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
-        for call, code in zip(campaign.calls, itertools.cycle(CODES[1:]), strict=False):
+        for call, code in zip(campaigns.sample(campaign.calls), itertools.cycle(CODES[1:]), strict=False):
             campaign.meet(call, code, lasting=True)
 
 
 def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
-        for call in campaign.calls:
+        for call in campaigns.sample(campaign.calls):
             campaign.meet(call, OVER_A_NETWORK.get(call.function, errno.EIO), after=True)
     check(run, 0, mib=SMALL)
 
@@ -342,7 +342,7 @@ def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(run
         with faults.recording(calls, old):
             ckpt.delete(old).result(DEADLINE_S)
         assert {call.function for call in calls} >= {"open", "rename", "fsync"}
-        for call, code in zip(calls, itertools.cycle(CODES), strict=False):
+        for call, code in zip(campaigns.sample(calls), itertools.cycle(CODES), strict=False):
             old = old_step()
             what = f"{call} met {errno.errorcode[code]}"
             faults.order(call.at(old), code)
@@ -467,7 +467,7 @@ class Starts:
 
 def test_any_call_of_a_start_may_fail_and_nothing_written_is_lost(run: Path, faults: Faults, template: Path):
     starts = Starts(run, faults, template)
-    for call, code in zip(starts.calls[::24], itertools.cycle(CODES), strict=False):
+    for call, code in zip(campaigns.sample(starts.calls[::24]), itertools.cycle(CODES), strict=False):
         starts.meet(call, code)
     assert len(starts.missed) < len(starts.calls) / 20, "the faults were met, but for some after the start"
 

@@ -256,7 +256,7 @@ for spare in map(int, sys.stdin.read().split()):
 """
 
 
-@pytest.mark.parametrize("what", ["start", "save", "load", "respawn"])
+@pytest.mark.parametrize("what", ["start", "save", "load", pytest.param("respawn", marks=pytest.mark.slow)])
 def test_trainer_that_has_no_file_descriptor_left_gets_an_error_and_lives_on(run: Path, what: str):
     """However many are left: libraries below are known to abort the process."""
     spare = [0, 1, 2, 4, 6, 8, 10, 12, 14, 40] if what == "start" else [0, 1, 2, 40]

@@ -168,6 +168,7 @@ def assert_flat(
         assert late[name] <= early[name] + room, f"{name} has grown from {early[name]:,} to {late[name]:,}"
 
 
+@pytest.mark.slow
 def test_hundred_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
     run: Path, traces: Traces, orders: Orders
 ):

@@ -245,6 +245,7 @@ with sidesave.Checkpointer(sys.argv[1], takeover_timeout_s=1.0) as ckpt:
 """
 
 
+@pytest.mark.slow
 def test_trainer_that_execs_itself_is_let_in_though_its_old_daemon_was_stopped(tmp_path: Path, traces: Traces):
     environment = {**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
     command = [sys.executable, "-c", _EXEC, tmp_path / "run", "first", _EXEC]

@@ -481,7 +481,7 @@ def test_daemon_dead_before_any_operation_successor_commits_the_save(tmp_path: P
         shutil.rmtree(root)
         return survived
 
-    assert deaths(save_once) > 25
+    assert deaths(save_once, campaigns.sample(itertools.count())) > 25
 
 
 @pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
@@ -515,8 +515,8 @@ def test_both_dead_before_any_operation_next_start_finds_one_whole_checkpoint(tm
         shutil.rmtree(root)
         return survived
 
-    assert deaths(save_once) > 25
-    assert len(written) > 5
+    assert deaths(save_once, campaigns.sample(itertools.count())) > 25
+    assert len(written) > (1 if campaigns.quick else 5)
 
 
 @pytest.mark.slow

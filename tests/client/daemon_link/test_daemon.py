@@ -252,6 +252,7 @@ def test_daemon_that_cannot_start_is_given_up_with_its_last_words(run: Path, ord
         commit(ckpt, 1)
 
 
+@pytest.mark.slow
 def test_daemon_that_dies_again_and_again_is_given_up_and_says_why(run: Path, orders: Orders, traces: Traces):
     ckpt = sidesave.Checkpointer(run)
     commit(ckpt, 1)
@@ -541,6 +542,7 @@ def _device(folder: Path) -> str:
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_storage_that_hangs_fails_all_that_wait_for_it_and_works_again_afterwards(disk: Path):
     with sidesave.Checkpointer(disk, stall_timeout_s=5.0) as ckpt:
         commit(ckpt, 1)

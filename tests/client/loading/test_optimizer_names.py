@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import campaigns
 import forks
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_states_go_to_their_parameters_in_any_order_and_in_any_groups(
     assert warnings() == ""
 
 
-@settings(max_examples=30)
+@settings(max_examples=campaigns.examples(30))
 @given(st.permutations("abc"), st.permutations("abc"), st.integers(1, 3), st.integers(1, 3), st.booleans())
 def test_any_order_goes_into_any_other_as_if_it_had_been_made_so(
     tmp_path_factory: pytest.TempPathFactory, saved: list[str], wanted: list[str], some: int, others: int, own: bool

@@ -189,8 +189,15 @@ def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: S
     finish(ranks, run, traces)
 
 
-@pytest.mark.parametrize("where", ["os.mkdir", "os.link"])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("where", "known"),
+    [
+        ("os.mkdir", True),
+        ("os.link", False),
+        pytest.param("os.mkdir", False, marks=pytest.mark.slow),
+        pytest.param("os.link", True, marks=pytest.mark.slow),
+    ],
+)
 def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], where: str, known: bool
 ):

@@ -109,6 +109,7 @@ def test_ranks_that_save_different_steps_are_told_both(start: Start, run: Path, 
     finish(ranks, run, traces)
 
 
+@pytest.mark.slow
 def test_rank_that_misses_a_save_and_comes_after_it_was_given_up_costs_no_further_waiting(
     start: Start, run: Path, traces: Traces
 ):

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import forks
 import pytest
 import safetensors.torch
@@ -161,7 +162,7 @@ def a_state(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, Layout]
     return tensors, layouts, world
 
 
-@settings(max_examples=60)
+@settings(max_examples=campaigns.examples(60))
 @given(a_state(), st.data())
 def test_any_box_of_any_grid_is_what_was_saved(
     state: tuple[dict[str, torch.Tensor], dict[str, Layout], int], data: st.DataObject
@@ -322,7 +323,7 @@ def test_a_flipped_bit_in_a_wanted_block_is_noticed_and_in_another_it_does_not_m
     assert (found != rows[1407:1409]).sum() == 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=campaigns.examples(40))
 @given(a_state(), st.data())
 def test_no_flipped_bit_changes_what_is_loaded(
     state: tuple[dict[str, torch.Tensor], dict[str, Layout], int], data: st.DataObject
