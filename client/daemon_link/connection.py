@@ -191,8 +191,8 @@ class Connection:
 
     def _run(self) -> None:
         try:
-            while self._serve_one_daemon():
-                self._pause()
+            while (words := self._serve_one_daemon()) is not None:
+                self._pause(words)
         except SidesaveError as error:
             self._give_up(error)
         except BaseException as error:  # whatever it is, saves wait for this thread
@@ -203,21 +203,21 @@ class Connection:
             self._context.term()
             self._ready.set()
 
-    def _serve_one_daemon(self) -> bool:
-        """Run one daemon from spawn to end; whether another should follow."""
+    def _serve_one_daemon(self) -> str | None:
+        """Run one daemon from spawn to end; its last words, None if no other should follow."""
         try:
             with self._spawned() as process:
                 self._converse(process)
                 if self._draining:
                     status = process.wait(max(0.0, self._drain_by - time.monotonic()))
                     if status == 0 or status is None:
-                        return False  # drained, or left to finish alone
+                        return None  # drained, or left to finish alone
                 words = self._end(process)
         except DaemonStartError as error:
             words = str(error)
         self._take_queued()
         if self._draining and not self._requests:
-            return False
+            return None
         self._restarts = 1 if time.monotonic() - self._ready_at > _HEALTHY_S else self._restarts + 1
         if self._restarts > MAX_DEATHS and not self._ready.is_set():
             raise DaemonStartError(words)
@@ -225,13 +225,13 @@ class Connection:
         if lost:
             text = f"the writer daemon died {MAX_DEATHS + 1} times with this to do, so it is given up: {words}"
             self._on_lost(lost, DaemonDiedError(text))
-        return True
+        return words
 
-    def _pause(self) -> None:
+    def _pause(self, words: str) -> None:
         """Wait before the next daemon, longer after each that has died early."""
         most = _MAX_BACKOFF_S if self._requests else _MAX_IDLE_BACKOFF_S
         delay_s = min(most, _FIRST_BACKOFF_S * 2.0 ** min(16, self._restarts - 1))
-        logger.warning("the writer daemon died; starting another in %.2f s", delay_s)
+        logger.warning("the writer daemon died (%s); starting another in %.2f s", words, delay_s)
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.poll(delay_s * 1000)

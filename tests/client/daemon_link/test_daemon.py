@@ -755,7 +755,7 @@ def slow_zmq_threads() -> Generator[None]:
             busy.kill()
 
 
-def test_why_a_daemon_has_refused_is_heard_though_its_end_is_seen_first(run: Path):
+def test_why_a_daemon_has_refused_is_heard_though_its_end_is_seen_first(run: Path, caplog: pytest.LogCaptureFixture):
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
         run.rename(run.with_name("kept"))
@@ -766,6 +766,9 @@ def test_why_a_daemon_has_refused_is_heard_though_its_end_is_seen_first(run: Pat
                 await_end(pidfd)
             error = failure(ckpt.save(2, a_state(2)))
         assert "not the directory that the run began in" in str(error)
+        told = [record.getMessage() for record in caplog.records if "starting another" in record.getMessage()]
+        assert "ended by signal 9" in told[0]
+        assert "not the directory that the run began in" in told[1]
         run.rmdir()
         run.with_name("kept").rename(run)
         commit(ckpt, 3)
