@@ -231,7 +231,7 @@ class Connection:
         """Wait before the next daemon, longer after each that has died early."""
         most = _MAX_BACKOFF_S if self._requests else _MAX_IDLE_BACKOFF_S
         delay_s = min(most, _FIRST_BACKOFF_S * 2.0 ** min(16, self._restarts - 1))
-        logger.warning("the writer daemon died (%s); starting another in %.2f s", words, delay_s)
+        logger.warning("the writer daemon died; starting another in %.2f s. How it ended: %s", delay_s, words)
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.poll(delay_s * 1000)
