@@ -19,6 +19,7 @@ from sidesave.errors import UnsupportedValueError
 from sidesave.stager import torch_private
 from sidesave.stager.memory.arena import PAGE, page_up
 from sidesave.stager.state.dtypes import NAMES
+from sidesave.stager.state.flat_state import FlatState
 
 MAX_HEADER_NBYTES: Final = 100_000_000
 """What stock safetensors accepts."""
@@ -83,19 +84,26 @@ class LooksCache:
 
     def __init__(self) -> None:
         """Begin without a state before."""
-        self._last: tuple[Looks, list[tuple[str, tuple[str, ...]]], Callable[[Sequence[torch.Tensor]], bool]] | None
-        self._last = None
+        self._last: tuple[Looks, list[tuple[str, tuple[str, ...]]], _LookAlike] | None = None
+        self._origin: object = None
+        self._fresh: _LookAlike = bool
 
-    def of(self, containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Looks:
-        """The looks of these tensors: the object of the call before if they are the same."""
-        tensors = [tensor for named in containers.values() for tensor in named.values()]
-        names = [(name, tuple(named)) for name, named in containers.items()]
-        last = self._last
+    def of(self, flat: FlatState) -> Looks:
+        """The looks of a state's tensors: the object of the call before if they are the same."""
+        last, fresh = self._last, [*flat.fresh.values()]
+        if last is not None and flat.origin is not None and flat.origin is self._origin and self._fresh(fresh):
+            return last[0]
+        self._origin, self._fresh = flat.origin, torch_private.tensor_guard(fresh)
+        tensors = [tensor for named in flat.containers.values() for tensor in named.values()]
+        names = [(name, tuple(named)) for name, named in flat.containers.items()]
         if last is not None and names == last[1] and last[2](tensors):
             return last[0]
-        looks = Looks(structure_of(containers))
+        looks = Looks(structure_of(flat.containers))
         self._last = looks, names, torch_private.tensor_guard(tensors)
         return looks
+
+
+_LookAlike = Callable[[Sequence[torch.Tensor]], bool]
 
 
 def make_plan(structure: Structure, offsets: Mapping[str, Offsets] | None = None) -> Plan:

@@ -37,6 +37,13 @@ def _looks(tensors: Sequence[torch.Tensor]) -> list[Any]:
     ]
 
 
+def view_of_memory(tensor: torch.Tensor, begin: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """``count`` elements of a contiguous tensor of a device, from byte ``begin`` on; it keeps no memory alive."""
+    nbytes = count * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr() + begin, tensor.device, nbytes)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
+
+
 def children(module: nn.Module) -> list[nn.Module]:
     """The modules right below one, without the checks and the copies of torch's own way to them."""
     return [child for child in module._modules.values() if child is not None]

@@ -215,7 +215,7 @@ class Submission:
     def _shards_of(self, flat: FlatState) -> ShardPlan:
         if self._planner is not None:
             return self._planner.plan(flat)
-        looks = flat.looks = self._looks.of(flat.containers)
+        looks = flat.looks = self._looks.of(flat)
         last = self._last
         if last is None or last[0] is not looks:
             last = self._last = looks, _plan_of(looks.structure)

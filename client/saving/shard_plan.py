@@ -107,7 +107,7 @@ class ShardPlanner:
             UnsupportedValueError: A part of a tensor is held by ranks only that do not save along.
         """
         grids = tuple(flat.grids), tuple(map(id, flat.grids.values()))
-        looks, undeclared = self._looks.of(flat.containers), tuple(flat.undeclared)
+        looks, undeclared = self._looks.of(flat), tuple(flat.undeclared)
         last = self._last
         if last is None or last.of != (looks, grids, undeclared):
             found = self._find(flat, (looks.structure, grids, undeclared))
@@ -119,7 +119,7 @@ class ShardPlanner:
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
         unshared, facts = found.unshared_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
         return ShardPlan(
-            flat=dataclasses.replace(flat, containers=containers, looks=last),
+            flat=dataclasses.replace(flat, containers=containers, origin=None, looks=last),
             plan=found.plan,
             unshared=found.unshared,
             table=_encode(dataclasses.replace(found.table, **facts)),

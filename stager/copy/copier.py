@@ -230,7 +230,7 @@ class Copier:
             least_nbytes = 0 if self._overlap else SMALL_NBYTES
             owned = ownership.owned_memory(flat.optimizers, flat.modules, least_nbytes=least_nbytes)
         overlap_host = bool(self._overlap) and may_overlap and not blocking
-        return copy_list.lists_of(slot, flat.looks, tensors, owned, overlap_host=overlap_host)
+        return copy_list.lists_of(slot, flat, tensors, owned, overlap_host=overlap_host)
 
     def new_copy(self) -> StagingCopy:
         """What the next :meth:`copy` will copy."""

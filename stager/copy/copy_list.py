@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -15,6 +15,7 @@ from sidesave.stager.copy.packing import is_plain
 from sidesave.stager.copy.pool import Slot
 from sidesave.stager.devices import kinds
 from sidesave.stager.state import ownership
+from sidesave.stager.state.flat_state import FlatState
 
 _MAX_MISSES: Final = 3
 """A state that lies elsewhere at so many saves one after the other is looked at anew at each."""
@@ -80,12 +81,30 @@ class _Prepared:
     copy_list: CopyList
     elsewhere: frozenset[int] = frozenset()
     misses: int = 0
+    origin: object = None
+    fresh: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Index and address of those that a state of that origin may have elsewhere."""
+
+    def is_met(self, flat: FlatState, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all that it holds for lies where it lay, as far as that follows from where the state is from."""
+        return (
+            flat.origin is not None
+            and flat.origin is self.origin
+            and all(tensors[index].data_ptr() == address for index, address in self.fresh)
+        )
+
+    def note_origin(self, flat: FlatState, slot: Slot) -> None:
+        """What it holds for lies where it lay in a state of this origin."""
+        self.origin = flat.origin
+        every = zip(self.indices, self.addresses, strict=True)
+        self.fresh = [(index, address) for index, address in every if slot.targets[index].fqn in flat.fresh]
 
 
 def lists_of(
-    slot: Slot, looks: object, tensors: Sequence[torch.Tensor], owned: Mapping[int, int], *, overlap_host: bool
+    slot: Slot, flat: FlatState, tensors: Sequence[torch.Tensor], owned: Mapping[int, int], *, overlap_host: bool
 ) -> list[CopyList]:
-    """Which way ``tensors`` go into ``slot``; ``looks`` is the same object where they look as they did."""
+    """Which way the tensors of ``flat``, one after the other, go into ``slot``."""
+    looks = flat.looks
     every = range(len(tensors))
     if overlap_host:  # which depends on more than where a tensor is
         return [CopyList(every, tensors, slot, owned, overlap_host=True)]
@@ -93,7 +112,8 @@ def lists_of(
     elsewhere, misses = frozenset[int](), 0
     if isinstance(known, _Prepared) and known.looks is looks and looks is not None:
         elsewhere, misses = known.elsewhere, known.misses
-        addresses = _addresses(tensors, known.indices)
+        is_met = known.is_met(flat, tensors)
+        addresses = known.addresses if is_met else _addresses(tensors, known.indices)
         if addresses != known.addresses:
             moved = {index for index, a, b in zip(known.indices, addresses, known.addresses, strict=True) if a != b}
             if 2 * len(moved) <= len(known.indices):
@@ -103,6 +123,8 @@ def lists_of(
             if misses >= _MAX_MISSES:
                 elsewhere = frozenset(every)
         elif known.copy_list.holds(owned):
+            if not is_met:
+                known.note_origin(flat, slot)
             known.misses = 0
             rest = sorted(elsewhere)
             return [known.copy_list, CopyList(rest, tensors, slot, owned)] if rest else [known.copy_list]

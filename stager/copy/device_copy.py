@@ -24,7 +24,7 @@ import torch
 from sidesave.errors import StagingError, TornSnapshotError
 from sidesave.stager import plan
 from sidesave.stager.apart import Monitor
-from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint
+from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint, WindowViews
 from sidesave.stager.copy.packing import ALIGNMENT, Batch, Run, Views, is_plain, lay_out, pack
 from sidesave.stager.copy.pool import Job, Slot, Target
 from sidesave.stager.devices import kinds
@@ -197,27 +197,29 @@ class _Lane:
         """Capture, take witnesses and mark the point in time, on the current stream, in the caller's thread."""
         targets = part.slot.targets
         for each in lists:
-            for index in each.guarded:
-                alias = tensors[index].detach()  # keeps the memory where `p.data = new` would let it go
-                part.guarded.append(Job(alias, targets[index]))
+            guarded = [tensors[index] for index in each.guarded]
+            aliases = map(torch.Tensor.detach, guarded)  # keep the memory where `p.data = new` would let it go
+            part.guarded += map(Job, aliases, [targets[index] for index in each.guarded])
             self._capture(part, each, tensors, submit)
+        views = lists[0].windows
         if len(lists) > 1:
             part.guarded.sort(key=lambda job: _ORDER[job.source.dtype])
+            views = WindowViews()
         try:
-            part.fingerprint = DeviceFingerprint(part.guarded, validate=validate)
+            part.fingerprint = DeviceFingerprint(part.guarded, part.compute, views, validate=validate)
         except torch.OutOfMemoryError:
             sources = [job.source for job in part.guarded]
             self._copy_directly(part, [(index, job.target.offset) for index, job in enumerate(part.guarded)], sources)
             part.sources += sources
             part.guarded = []
-            part.fingerprint = DeviceFingerprint([], validate=validate)
+            part.fingerprint = DeviceFingerprint([], part.compute, WindowViews(), validate=validate)
         part.start = self.runtime.new_event()
         part.start.record(part.compute)
 
     def _capture(self, part: _Part, device_list: DeviceList, tensors: Sequence[torch.Tensor], submit: Submit) -> None:
         """Pack batch after batch, each into a half of the scratch, and have it copied out."""
         captured = device_list.captured[::-1]  # taken from the end
-        part.sources += [tensors[index].untyped_storage() for index, _ in captured]
+        part.sources += map(torch.Tensor.untyped_storage, [tensors[index] for index, _ in captured])
         pool = [*tensors]
         while captured:
             half = self._take(part, device_list.half_nbytes)
@@ -326,6 +328,7 @@ class DeviceList:
         guarded: Indices, those of one dtype side by side.
         half_nbytes: How much scratch to ask for.
         batches: What has been laid out, by the size of the half.
+        windows: Views of the guarded ones' windows.
     """
 
     def __init__(
@@ -339,6 +342,7 @@ class DeviceList:
         self.captured: list[tuple[int, int]] = []
         self.guarded: list[int] = []
         self.batches: dict[int, Batch] = {}
+        self.windows = WindowViews()
         self._large: list[tuple[int, int, bool]] = []
         need = 0
         for index in sorted(indices, key=lambda index: targets[index].offset):

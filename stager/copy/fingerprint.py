@@ -40,6 +40,51 @@ def of_host_tensor(tensor: torch.Tensor, *, validate: bool) -> bytes:
     return bytes(cast("list[int]", picked.view(torch.uint8).tolist()))
 
 
+class WindowViews:
+    """Views of the windows of device tensors, and room for their bytes, kept for the next save of the same memory.
+
+    They keep none of the tensors' memory alive; whoever takes windows holds the tensors.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._of: tuple[list[int], torch.Stream] | None = None
+        self.spots: list[tuple[int, int]] = []
+        """Number of the tensor, and where in it a window begins, in bytes."""
+        self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._windows = torch.empty(0)
+
+    def take(self, jobs: Sequence[Job], stream: torch.Stream) -> torch.Tensor:
+        """Copy the windows of tensors of the looks that they had before, on the current ``stream``.
+
+        Returns the bytes, a row for each of ``spots``; a call for another save may overwrite them.
+        """
+        of = [job.source.data_ptr() for job in jobs], stream
+        if of != self._of:
+            self._of = None
+            self._look(jobs)
+            self._of = of
+        for copies, sources in self._copies:
+            torch_private.foreach_copy(copies, sources)
+        return self._windows
+
+    def _look(self, jobs: Sequence[Job]) -> None:
+        self.spots = [(number, begin) for number, job in enumerate(jobs) for begin in _windows(job.target.nbytes)]
+        self._windows = torch.empty((len(self.spots), WINDOW_NBYTES), dtype=torch.uint8, device=_device(jobs))
+        self._copies = []
+        position = 0
+        for dtype, group in itertools.groupby(self.spots, key=lambda spot: jobs[spot[0]].source.dtype):
+            spots, size = [*group], dtype.itemsize
+            word = torch.int16 if size == 2 else dtype  # the fused copy takes half precision through float32
+            rows = self._windows[position : position + len(spots)]
+            position += len(spots)
+            sources = [
+                torch_private.view_of_memory(jobs[number].source, begin, WINDOW_NBYTES // size, word)
+                for number, begin in spots
+            ]
+            self._copies.append(([*rows.view(word).unbind()], sources))
+
+
 class DeviceFingerprint:
     """The witnesses of one device's tensors in one save; under ``no_grad``, with the device current.
 
@@ -47,28 +92,14 @@ class DeviceFingerprint:
     norm takes one dtype at a time.
     """
 
-    def __init__(self, jobs: Sequence[Job], *, validate: bool) -> None:
-        """Take what is compared later, on the current stream."""
+    def __init__(self, jobs: Sequence[Job], stream: torch.Stream, views: WindowViews, *, validate: bool) -> None:
+        """Take what is compared later, on the current ``stream``; ``views`` are of tensors that look like these."""
         self._jobs = jobs
-        self._spots = [(job, begin) for job in jobs for begin in _windows(job.target.nbytes)]
         self._before = _norms(jobs)
         self._after: torch.Tensor | None = None
         self._expected: torch.Tensor | None = None
         self._sums = torch.stack([_word_sum(job.source) for job in jobs]) if validate and jobs else None
-        self._windows = torch.empty((len(self._spots), WINDOW_NBYTES), dtype=torch.uint8, device=_device(jobs))
-        position = 0
-        for dtype, group in itertools.groupby(self._spots, key=lambda spot: spot[0].source.dtype):
-            size = dtype.itemsize
-            spots = [*group]
-            word = torch.int16 if size == 2 else dtype  # the fused copy takes half precision through float32
-            copies = self._windows[position : position + len(spots)].view(word).unbind()
-            position += len(spots)
-            sources: list[torch.Tensor] = []
-            for job, begin in spots:
-                source = job.source if word is dtype else job.source.view(word)
-                first = source.storage_offset() + begin // size
-                sources.append(source.as_strided((WINDOW_NBYTES // size,), (1,), first))
-            torch_private.foreach_copy(copies, sources)
+        self._windows, self._spots = views.take(jobs, stream), views.spots
 
     def take_after(self) -> None:
         """Take the norms again, on the current stream, behind the copies and all that the first were made by."""
@@ -86,10 +117,11 @@ class DeviceFingerprint:
             if not unchanged:
                 torn[job.target.fqn] = None
         windows = self._windows.cpu()
-        for number, (job, begin) in enumerate(self._spots):
-            seen = ctypes.string_at(windows.data_ptr() + number * WINDOW_NBYTES, WINDOW_NBYTES)
-            if ctypes.string_at(job.target.address + begin, WINDOW_NBYTES) != seen:
-                torn[job.target.fqn] = None
+        for row, (number, begin) in enumerate(self._spots):
+            target = self._jobs[number].target
+            seen = ctypes.string_at(windows.data_ptr() + row * WINDOW_NBYTES, WINDOW_NBYTES)
+            if ctypes.string_at(target.address + begin, WINDOW_NBYTES) != seen:
+                torn[target.fqn] = None
         if self._sums is not None:
             for job, expected in zip(self._jobs, cast("list[int]", self._sums.tolist()), strict=True):
                 if int(_word_sum(job.target.view).item()) != expected:

@@ -35,6 +35,9 @@ class FlatState:
             compared in each save.
         per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
         shared_digest: Of what the treespec says of modules, optimizers and all else that ranks share.
+        origin: An object for where the tensors are from: the same one, and all but those in ``fresh`` are the same, in
+            the same memory, and all have the same names. None where nothing is remembered.
+        fresh: By FQN the tensors that were looked at anew.
         looks: An object for all that can be seen of the tensors without their memory: the same one, the same looks.
     """
 
@@ -47,6 +50,8 @@ class FlatState:
     undeclared: dict[str, None] = field(default_factory=dict[str, None])
     per_rank: list[str] = field(default_factory=list[str])
     shared_digest: str = ""
+    origin: object = None
+    fresh: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     looks: object = None
 
 

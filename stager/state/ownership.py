@@ -8,6 +8,8 @@ holds it as parameter or state, and that optimizer's ``step`` is torch's own. Al
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import sys
 import threading
 import weakref
@@ -128,13 +130,7 @@ def owned_memory(
     for optimizer in {*optimizers, *list(_seen)}:
         if not _is_torchs_own(optimizer):
             continue
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        held += [value for state in optimizer.state.values() for value in state.values()]
-        for tensor in held:
-            if type(tensor) not in _KINDS:
-                tensor = _local(tensor)
-                if type(tensor) not in _KINDS:
-                    continue
+        for tensor in _large(optimizer, least_nbytes):
             nbytes = tensor.nbytes
             if nbytes >= least_nbytes and tensor.is_contiguous():
                 address = tensor.data_ptr()
@@ -146,6 +142,30 @@ def owned_memory(
                 owned.pop(module.weight.data_ptr(), None)
     owned.pop(0, None)
     return owned
+
+
+_known_large: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[int], list[int]]] = weakref.WeakKeyDictionary()
+"""By optimizer: from how many bytes on, the ids of all that it holds, and which of these were so large."""
+
+
+def _large(optimizer: Optimizer, least_nbytes: int) -> list[torch.Tensor]:
+    """What an optimizer holds of so many bytes, of a DTensor the local part; without what has grown since it was seen.
+
+    It is in the order of parameters and state.
+    """
+    held: list[Any] = [*itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)]
+    held += itertools.chain.from_iterable(map(operator.methodcaller("values"), optimizer.state.values()))
+    ids = list(map(id, held))
+    known = _known_large.get(optimizer)
+    if known is None or known[:2] != (least_nbytes, ids):
+        large = [number for number, each in enumerate(held) if _is_large(_local(each), least_nbytes)]
+        known = _known_large[optimizer] = least_nbytes, ids, large
+    tensors = [_local(held[number]) for number in known[2]]
+    return [tensor for tensor in tensors if type(tensor) in _KINDS]
+
+
+def _is_large(tensor: Any, least_nbytes: int) -> bool:
+    return type(tensor) in _KINDS and tensor.nbytes >= least_nbytes
 
 
 def _all_modules(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
@@ -171,7 +191,9 @@ _KINDS: Final = (torch.Tensor, nn.Parameter)
 
 
 def _local(held: Any) -> Any:
-    """Of a DTensor the local part."""
+    """Of a DTensor the local part; a plain tensor as it is."""
+    if type(held) in _KINDS:
+        return held
     return getattr(held, "_local_tensor", None) if isinstance(held, torch.Tensor) else None
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from sidesave.stager import torch_private
 from sidesave.stager.state.sharding import Grid
+from sidesave.stager.state.tags import Packed
 
 _STOCK: Final = {name: getattr(nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")}
 """Torch's own way from a module to its state dict; :func:`_are_torchs_own` tells whether another package was first."""
@@ -40,21 +41,21 @@ _MAX_MISSES: Final = 3
 Place = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What taking something apart has given.
+    """What taking something apart has given. Two are the same only if they are one object.
 
     Attributes:
-        node: Of the treespec; it is not changed any more.
-        fqns: The names of the tensors that are stored, in order.
+        node: Of the treespec.
+        fqns: The names of the tensors that are stored, in order, with their places in it.
         picks: For each of them which one of the witness's tensors it is.
         addresses: Which of ``fqns`` lie at each address.
         grids: Of those that other ranks share, by FQN.
         undeclared: Those of which nobody has said whether they do.
     """
 
-    node: Any
-    fqns: tuple[str, ...]
+    node: Packed
+    fqns: dict[str, int]
     picks: tuple[int, ...]
     addresses: dict[int, tuple[int, ...]]
     grids: dict[str, Grid]
@@ -71,6 +72,33 @@ class Recall:
         """Begin without a memory."""
         self._memories: dict[int, _Memory] = {}  # by id: what is remembered may compare equal to others
         self._tables: dict[Place, _Memory] = {}
+        self.sequence: list[Taken] = []
+        """What was taken again at the last :meth:`mark`; no two of these share memory or names."""
+        self._origins: list[Any] = []
+        self._mark: object = None
+
+    def mark(self, sequence: list[Taken], origins: list[Any]) -> object:
+        """Note what a state has come from, in order: from memory, or by name what was looked at anew.
+
+        Returns the same object as the last time if that is the same.
+        """
+        self.sequence = sequence
+        if origins != self._origins:
+            self._origins, self._mark = origins, object()
+        return self._mark
+
+    def names(self, optimizer: torch.optim.Optimizer) -> Packed | None:
+        """What :meth:`note_names` was told, if the state comes from the same and the parameters are the same ones."""
+        memory = self._memory_of(optimizer, ())
+        known = None if memory is None else memory.names
+        same = known is not None and known[0] == self.sequence and known[1] == _ids(optimizer)
+        return known[2] if known is not None and same else None
+
+    def note_names(self, optimizer: torch.optim.Optimizer, names: Packed) -> None:
+        """Remember the names of an optimizer's parameters, all of which are tensors of :attr:`sequence`."""
+        memory = self._memory_of(optimizer, ())
+        if memory is not None:
+            memory.names = self.sequence, _ids(optimizer), names
 
     def again(self, source: Any, what: Any, place: Place) -> tuple[Taken, list[torch.Tensor]] | None:
         """What ``what``, which is of ``source``, has given at ``place``, and its tensors, which are the same ones."""
@@ -124,10 +152,15 @@ class _Memory:
     witness: _ModuleWitness | _TableWitness
     taken: Taken | None
     misses: int
+    names: tuple[list[Taken], list[list[int]], Packed] | None = None
 
 
 def _nothing() -> None:
     return None
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in optimizer.param_groups]
 
 
 class _Tensors:
@@ -154,9 +187,10 @@ class _Tensors:
         except RuntimeError:  # one has no memory any more that could be asked for
             return False
 
-    def _there(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _there(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
         """Each of them once, as a guard wants them."""
-        return [cast("torch.Tensor", tensors[index]) for index in self._distinct]
+        every = cast("Sequence[torch.Tensor]", tensors)
+        return every if len(self._distinct) == len(every) else [every[index] for index in self._distinct]
 
 
 @dataclass(slots=True)
@@ -294,33 +328,35 @@ class _TableWitness:
 
     def __init__(self, table: dict[Any, dict[str, torch.Tensor]]) -> None:
         self._keys, self._kinds = [*table], [*map(type, table)]
-        self._names = [[*row] for row in table.values()]
+        self._lengths, self._names = [*map(len, table.values())], _names(table.values())
         self._tensors = _Tensors([*_values(table.values())])
 
     def tensors(self, what: Any) -> list[Any] | None:
         """All tensors; None where anything has changed."""
         rows = [*what.values()]
-        if [*what] != self._keys or [*map(type, what)] != self._kinds or not _are_plain(rows):
+        if [*what] != self._keys or [*map(type, what)] != self._kinds or not {dict}.issuperset(map(type, rows)):
             return None
-        if [*map(list, rows)] != self._names:
+        names = _names(rows)
+        if names != self._names or not {str}.issuperset(map(type, names)) or [*map(len, rows)] != self._lengths:
             return None
         values = [*_values(rows)]
         return values if self._tensors.are(values) else None
 
 
-def _are_plain(rows: Sequence[Any]) -> bool:
-    return all(type(row) is dict for row in rows) and {str}.issuperset(map(type, itertools.chain.from_iterable(rows)))
+def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return [*itertools.chain.from_iterable(rows)]
 
 
 def _values(rows: Iterable[dict[str, Any]]) -> Iterable[Any]:
-    return itertools.chain.from_iterable(map(operator.methodcaller("values"), rows))
+    return itertools.chain.from_iterable(map(dict.values, rows))
 
 
 def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:
     """What tells whether this is as it is now; None where that cannot be told."""
     if not isinstance(what, nn.Module):
         rows = [*what.values()]
-        plain = {int, str}.issuperset(map(type, what)) and _are_plain(rows)
+        plain = {int, str}.issuperset(map(type, what)) and {dict}.issuperset(map(type, rows))
+        plain = plain and {str}.issuperset(map(type, _names(rows)))
         return _TableWitness(what) if plain and all(map(_is_known_kind, _values(rows))) else None
     modules = _all(what)
     return None if modules is None else _ModuleWitness(modules)

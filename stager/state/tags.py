@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+import secrets
 from typing import Any, Final, cast
 
 import msgpack
@@ -61,6 +63,41 @@ SPARSE_PARTS: Final[dict[torch.layout, tuple[str, ...]]] = {
 }
 
 
+_EXTENSION: Final = 80
+_NONCE: Final = secrets.token_bytes(16)
+_MARK: Final = b"\xd8" + bytes([_EXTENSION]) + _NONCE
+"""What msgpack writes for the extension, which nothing else in a state can be: it differs in each process."""
+
+
+class Packed:
+    """A node that does not change any more: it is packed once, and stands for itself in other nodes."""
+
+    __slots__ = ("_bytes", "_node")
+
+    def __init__(self, node: Any) -> None:
+        """Keep ``node`` until it is packed."""
+        self._node, self._bytes = node, b""
+
+    def __bytes__(self) -> bytes:
+        """The node as msgpack."""
+        if not self._bytes:
+            self._bytes = pack(self._node)
+            self._node = None
+        return self._bytes
+
+
 def pack(node: Any) -> bytes:
     """A node as msgpack."""
-    return cast("bytes", msgpack.packb(node, unicode_errors="surrogatepass"))
+    known: list[Packed] = []
+
+    def stand_in(value: Any) -> Any:
+        if type(value) is not Packed:
+            raise TypeError(f"no node: {type(value).__qualname__}")
+        known.append(value)
+        return msgpack.ExtType(_EXTENSION, _NONCE)
+
+    packed = cast("bytes", msgpack.packb(node, default=stand_in, unicode_errors="surrogatepass"))
+    if not known:
+        return packed
+    first, *rest = packed.split(_MARK)
+    return b"".join((first, *itertools.chain.from_iterable(zip(map(bytes, known), rest, strict=True))))

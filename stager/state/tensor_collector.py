@@ -25,7 +25,7 @@ from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
 from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.recall import Taken
 from sidesave.stager.state.sharding import Grid
-from sidesave.stager.state.tags import SPARSE_PARTS, Tag, pack
+from sidesave.stager.state.tags import SPARSE_PARTS, Packed, Tag, pack
 
 
 class NoValuesYet(UnsupportedValueError):
@@ -35,21 +35,27 @@ class NoValuesYet(UnsupportedValueError):
 class TensorCollector:
     """Puts tensors into a :class:`FlatState`, without a copy, and gives the nodes that stand for them."""
 
-    def __init__(self, flat: FlatState, ranks: tuple[int, ...] | None) -> None:
-        """Fill ``flat``; ``ranks`` are those that save together, None for one alone."""
+    def __init__(self, flat: FlatState, ranks: tuple[int, ...] | None, disjoint: Sequence[Taken] = ()) -> None:
+        """Fill ``flat``; ``ranks`` are those that save together, None for one alone.
+
+        Of ``disjoint`` no two share names or memory.
+        """
         self.flat = flat
+        self._disjoint, self._follows = disjoint, True
         self.container = ""
         self._shared_digest = xxhash.xxh3_128()
         self._ranks = ranks
         self._scope: tuple[int, ...] | None = None  # who holds a plain tensor; () is not known, None this rank alone
         self._pinned = False  # inside PerRank, where nothing is shared
         self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
-        self._fqns: set[str] = set()
+        self._count = 0
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
         self._by_id: dict[int, str] = {}  # FQNs of what has no address that would tell it from others
         self._ties: list[str] = []  # FQNs that were met again
-        self._again: list[tuple[Taken, Sequence[torch.Tensor]]] = []
+        self.again: list[Taken] = []
+        self._tensors: list[Sequence[torch.Tensor]] = []  # of each of them
         self._names: dict[int, str] = {}  # FQNs of those tensors, by id
+        self.origins: list[Any] = []  # these, and containers and FQNs of all other tensors, in order
 
     @property
     def shared_digest(self) -> str:
@@ -81,11 +87,15 @@ class TensorCollector:
 
     def fqns_of(self, parameters: Sequence[torch.Tensor]) -> list[str | None]:
         """The FQNs that the memory of parameters has been collected under, None where it has not been."""
-        if self._again and not self._names:
-            for taken, tensors in self._again:
+        if self.again and not self._names:
+            for taken, tensors in zip(self.again, self._tensors, strict=True):
                 self._names.update(zip(map(id, tensors), taken.fqns, strict=True))
         names = self._names
         return [names.get(id(parameter)) or self._fqn_of(parameter) for parameter in parameters]
+
+    def has_again(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are tensors of what was taken again, after :meth:`fqns_of`."""
+        return self._names.keys() >= {*map(id, parameters)}
 
     def _fqn_of(self, parameter: torch.Tensor) -> str | None:
         fqn = self._by_id.get(id(parameter))
@@ -103,18 +113,26 @@ class TensorCollector:
     def take_again(self, taken: Taken, tensors: Sequence[torch.Tensor]) -> bool:
         """Put the tensors of an item there as before; False where others have come to their memory or names."""
         if not (
-            self._fqns.isdisjoint(taken.fqns)
-            and self._by_address.keys().isdisjoint(taken.addresses)
-            and all(other.addresses.keys().isdisjoint(taken.addresses) for other, _ in self._again)
+            taken.fqns.keys().isdisjoint(self.flat.fresh)
+            and taken.addresses.keys().isdisjoint(self._by_address)
+            and (self._is_next(taken) or all(_are_disjoint(taken, other) for other in self.again))
         ):
             return False
-        self._fqns.update(taken.fqns)
+        self._count += len(taken.fqns)
         if taken.fqns:
             self.flat.containers.setdefault(self.container, {}).update(zip(taken.fqns, tensors, strict=True))
         self.flat.grids.update(taken.grids)
         self.flat.undeclared.update(taken.undeclared)
-        self._again.append((taken, tensors))
+        self.again.append(taken)
+        self._tensors.append(tensors)
+        self.origins.append(taken)
         return True
+
+    def _is_next(self, taken: Taken) -> bool:
+        """Whether all that was taken again so far, and this, are known to be disjoint."""
+        number = len(self.again)
+        self._follows = self._follows and number < len(self._disjoint) and self._disjoint[number] is taken
+        return self._follows
 
     def observe(self, encode: Callable[[], Any]) -> tuple[Any, Callable[[Sequence[torch.Tensor]], Taken | None]]:
         """What ``encode`` returns, and what makes of it and of what it has collected something to be taken again.
@@ -122,7 +140,7 @@ class TensorCollector:
         That is given the tensors of a witness, and returns None where some are others, or are tied to what is outside.
         """
         flat, before = self.flat, len(self.flat.containers.get(self.container, ()))
-        fqns_before = len(self._fqns)
+        count = self._count
         grids, undeclared, ties, by_id = len(flat.grids), len(flat.undeclared), len(self._ties), len(self._by_id)
         node = encode()
         items = [*itertools.islice(flat.containers.get(self.container, {}).items(), before, None)]
@@ -131,15 +149,15 @@ class TensorCollector:
             indices = {id(tensor): index for index, tensor in enumerate(tensors)}
             picks = tuple(indices.get(id(tensor), -1) for _, tensor in items)
             fqns = {fqn: number for number, (fqn, _) in enumerate(items)}
-            elsewhere = len(self._fqns) - fqns_before != len(items)
+            elsewhere = self._count - count != len(items)
             if -1 in picks or elsewhere or by_id != len(self._by_id) or not fqns.keys() >= {*self._ties[ties:]}:
                 return None
             addresses: dict[int, tuple[int, ...]] = {}
             for number, (_, tensor) in enumerate(items):
                 addresses[tensor.data_ptr()] = (*addresses.get(tensor.data_ptr(), ()), number)
             return Taken(
-                node,
-                tuple(fqns),
+                Packed(node),
+                fqns,
                 picks,
                 addresses,
                 dict(itertools.islice(flat.grids.items(), grids, None)),
@@ -152,11 +170,11 @@ class TensorCollector:
         """What was collected at an address."""
         found = self._by_address.get(address)
         if found is None:
-            for taken, tensors in self._again:
+            for taken, tensors in zip(self.again, self._tensors, strict=True):
                 if (numbers := taken.addresses.get(address)) is not None:
                     # Without a grid: what is remembered are plain tensors, whatever share of them this rank has.
-                    found = list[tuple[torch.Tensor, Grid | None, Any]]()
-                    found += [(tensors[number], None, [Tag.TENSOR, taken.fqns[number]]) for number in numbers]
+                    found, fqns = list[tuple[torch.Tensor, Grid | None, Any]](), [*taken.fqns]
+                    found += [(tensors[number], None, [Tag.TENSOR, fqns[number]]) for number in numbers]
                     self._by_address[address] = found
         return found
 
@@ -272,11 +290,13 @@ class TensorCollector:
             self.flat.grids[fqn] = grid
 
     def _add(self, fqn: str, tensor: torch.Tensor) -> None:
-        if fqn in self._fqns or fqn == "__metadata__":
+        if fqn in self.flat.fresh or fqn == "__metadata__" or any(fqn in taken.fqns for taken in self.again):
             raise UnsupportedValueError(
                 f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
             )
-        self._fqns.add(fqn)
+        self.flat.fresh[fqn] = tensor
+        self.origins.append((self.container, fqn))
+        self._count += 1
         try:
             self.flat.containers[self.container][fqn] = tensor
         except KeyError:
@@ -290,6 +310,10 @@ class TensorCollector:
         nodes = {part.strip("_"): self.tensor(getattr(value, part)(), f"{fqn}.{part.strip('_')}") for part in parts}
         coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
         return [Tag.SPARSE, str(value.layout).removeprefix("torch."), list(value.shape), coalesced, nodes]
+
+
+def _are_disjoint(one: Taken, other: Taken) -> bool:
+    return one.fqns.keys().isdisjoint(other.fqns) and one.addresses.keys().isdisjoint(other.addresses)
 
 
 def _held_by_data_parallel(module: nn.Module, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:

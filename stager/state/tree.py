@@ -28,7 +28,7 @@ from sidesave.stager.state.cures import cure
 from sidesave.stager.state.dtypes import dtype_name
 from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
 from sidesave.stager.state.recall import KINDS, Recall
-from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Tag, pack
+from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Packed, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
 from sidesave.stager.state.treespec import TensorRef, rebuilt
 
@@ -85,8 +85,10 @@ def flatten(
 
     _without_grad(encode)
     _refuse(flattener.refused)
-    flattener.name_parameters()
     flat = flattener.flat
+    if recall is not None:
+        flat.origin = recall.mark(flattener.tensors.again, flattener.tensors.origins)
+    flattener.name_parameters()
     flat.objects = pack(treespec)
     flat.shared_digest = flattener.tensors.shared_digest
     return flat
@@ -154,7 +156,7 @@ class _Flattener:
     def __init__(self, allow_pickle: bool, ranks: tuple[int, ...] | None, recall: Recall | None = None) -> None:
         self._recall = recall
         self.flat = FlatState()
-        self.tensors = TensorCollector(self.flat, ranks)
+        self.tensors = TensorCollector(self.flat, ranks, () if recall is None else recall.sequence)
         self._tensor = self.tensors.tensor
         self._allow_pickle = allow_pickle
         self.refused: list[UnsupportedValueError] = []
@@ -262,11 +264,19 @@ class _Flattener:
 
         Without their names it could only go back to as many parameters in the same order.
         """
+        recall = self._recall
         for optimizer, node in self._optimizers:
-            names = [self.tensors.fqns_of(group["params"]) for group in optimizer.param_groups]
-            every = [name for group in names for name in group]
-            if None not in every and len({*every}) == len(every):
-                node[:] = [Tag.OPTIMIZER, names, node[1]]
+            known = None if recall is None else recall.names(optimizer)
+            if known is None:
+                groups: list[Any] = [group["params"] for group in optimizer.param_groups]
+                names = [self.tensors.fqns_of(group) for group in groups]
+                every = [name for group in names for name in group]
+                if None in every or len({*every}) != len(every):
+                    continue
+                known = Packed(names)
+                if recall is not None and all(map(self.tensors.has_again, groups)):
+                    recall.note_names(optimizer, known)
+            node[:] = [Tag.OPTIMIZER, known, node[1]]
 
     # Containers ------------------------------------------------------------------------------------------------
 
@@ -330,7 +340,11 @@ class _Flattener:
 
         Modules become dicts, and enums their values, which another key may be.
         """
-        nodes = [self.encode(value, f"{fqn}.<key>", depth) for value in values]
+        recall, self._recall = self._recall, None  # whose nodes cannot be looked into
+        try:
+            nodes = [self.encode(value, f"{fqn}.<key>", depth) for value in values]
+        finally:
+            self._recall = recall
         for value in values:
             if isinstance(value, enum.Enum):
                 _tell_enum(value, fqn)

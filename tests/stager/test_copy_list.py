@@ -97,6 +97,10 @@ class Saves(RuleBasedStateMachine):
     def conjugate(self) -> None:
         self._plain["complex"] = self._plain["complex"].conj()
 
+    @rule()
+    def move_what_is_no_parameter(self) -> None:
+        self._plain["complex"] = self._plain["complex"].clone()
+
     @rule(number=NUMBERS)
     def part_of_a_larger_one(self, number: int) -> None:
         self._model[number].data = torch.rand(3, *SIZES[number])[1]
@@ -131,6 +135,19 @@ def test_what_lies_where_it_lay_and_looks_otherwise_is_saved_as_it_looks(tmp_pat
             ckpt.save(step, {"model": nn.ParameterList([weight])}).committed.result(DEADLINE_S)
             assert torch.equal(ckpt.load(step)["model"]["0"], weight)
             weight.data = change(weight.data)
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.clone, lambda tensor: tensor.double(), lambda tensor: tensor[:50]])
+def test_a_tensor_of_no_module_is_saved_from_where_it_is_and_as_it_looks(tmp_path: Path, make: Any):
+    model = nn.ParameterList([nn.Parameter(torch.rand(100)) for _ in range(20)])
+    state: dict[str, Any] = {"model": model, "average": torch.rand(100)}
+    with sidesave.Checkpointer(tmp_path, slots=1) as ckpt:
+        for step in range(3):
+            ckpt.save(step, state).committed.result(DEADLINE_S)
+        before, state["average"] = state["average"], make(state["average"]).clone()
+        before.zero_()
+        ckpt.save(3, state).committed.result(DEADLINE_S)
+        assert torch.equal(ckpt.load(3)["average"], state["average"])
 
 
 @pytest.fixture

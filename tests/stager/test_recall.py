@@ -11,7 +11,7 @@ from typing import Any
 import campaigns
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import nn
@@ -22,7 +22,7 @@ from sidesave.stager.state import tree
 from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.recall import Recall
-from sidesave.stager.state.tags import MAX_DEPTH
+from sidesave.stager.state.tags import MAX_DEPTH, Packed, pack
 from sidesave.stager.state.tensor_collector import TensorCollector
 
 ONE = torch.ones(1)
@@ -88,6 +88,7 @@ class Training(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.recalls = {None: Recall(), (0, 1): Recall()}
+        self.origins: dict[Any, tuple[object, Any]] = {}
         self.model = Net()
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
         self.shadow = table()
@@ -109,10 +110,20 @@ class Training(RuleBasedStateMachine):
                 except UnsupportedValueError as error:
                     fresh = str(error)
                 try:
-                    again = told(tree.flatten(self.state, ranks=ranks, recall=recall))
+                    flat = tree.flatten(self.state, ranks=ranks, recall=recall)
+                    again = told(flat)
+                    self.has_one_origin_only_if_it_is_the_same(ranks, flat)
                 except UnsupportedValueError as error:
                     again = str(error)
                 assert again == fresh
+
+    def has_one_origin_only_if_it_is_the_same(self, ranks: Any, flat: FlatState) -> None:
+        every = [(name, *item) for name, tensors in flat.containers.items() for item in tensors.items()]
+        about = [(name, fqn, fqn in flat.fresh or (id(tensor), _place(tensor))) for name, fqn, tensor in every]
+        origin, before = self.origins.get(ranks, (None, None))
+        assert flat.origin is not origin or about == before
+        assert all(flat.fresh[fqn] is tensor for _, fqn, tensor in every if fqn in flat.fresh)
+        self.origins[ranks] = flat.origin, about
 
     @rule()
     def train(self) -> None:
@@ -315,6 +326,52 @@ def test_what_has_not_changed_is_not_taken_apart_again(monkeypatch: pytest.Monke
     step(state["model"], state["optimizer"])
     tree.flatten({**state, "rng": torch.zeros(3)}, recall=recall)
     assert names == ["rng"]
+
+
+def test_a_state_that_has_not_changed_has_the_origin_of_the_one_before():
+    recall, state = Recall(), {**trained(), "shadow": table(), "loss": torch.ones(1)}
+    model: Any = state["model"]
+    tree.flatten(state, recall=recall)
+    origin = tree.flatten(state, recall=recall).origin
+    assert origin is not None
+    assert tree.flatten({**state, "loss": torch.zeros(1)}, recall=recall).origin is origin
+    model.embed.weight.data = torch.ones(5, 4)
+    assert tree.flatten(state, recall=recall).origin is not origin
+
+
+@pytest.mark.parametrize("change", ["modules", "parameters"])
+def test_an_optimizer_has_the_names_that_its_parameters_have_now(change: str):
+    model: Any = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # without a state, which would change with them
+    recall, state = Recall(), {"model": model, "optimizer": optimizer}
+    for _ in range(3):
+        tree.flatten(state, recall=recall)
+    if change == "modules":
+        model[0], model[1] = model[1], model[0]
+    else:
+        optimizer.param_groups[0]["params"].reverse()
+    for _ in range(3):
+        assert tree.flatten(state, recall=recall).objects == tree.flatten(state).objects
+
+
+NODES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text(max_size=3) | st.binary(max_size=20),
+    lambda nodes: st.lists(nodes, max_size=4) | st.dictionaries(st.text(max_size=3), nodes, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(NODES, st.randoms(use_true_random=False))
+def test_a_node_that_is_packed_by_itself_stands_in_others_as_if_it_were_not(node: Any, random: Any):
+    def with_some_packed(part: Any) -> Any:
+        if isinstance(part, dict):
+            part = {key: with_some_packed(value) for key, value in part.items()}
+        elif isinstance(part, list):
+            part = [with_some_packed(value) for value in part]
+        return Packed(part) if random.random() < 0.3 else part
+
+    mixed = with_some_packed(node)
+    assert pack(mixed) == pack(node) == pack(mixed)
 
 
 def test_a_dict_of_tensors_is_not_taken_apart_again(monkeypatch: pytest.MonkeyPatch):

@@ -195,13 +195,13 @@ MUTANTS = [
     # At the call
     Mutant(
         _COPY,
-        "alias = tensors[index].detach()  # keeps the memory where `p.data = new` would let it go",
+        "aliases = map(torch.Tensor.detach, guarded)  # keep the memory where `p.data = new` would let it go",
         ("data_is_replaced",),
-        "alias = tensors[index]",
+        "aliases = guarded",
     ),
     Mutant(
         _COPY,
-        "part.sources += [tensors[index].untyped_storage() for index, _ in captured]",
+        "part.sources += map(torch.Tensor.untyped_storage, [tensors[index] for index, _ in captured])",
         ("stream_that_is_dropped",),
     ),
     Mutant(
@@ -246,10 +246,9 @@ MUTANTS = [
     Mutant(_LIST, "elif known.copy_list.holds(owned):", ("no_optimizer_owns_any_more",), "else:"),
     # Fingerprints
     Mutant(_PRINT, "self._after = _stack(_norms(self._jobs))", ("another_norm",), "self._after = self._expected"),
-    Mutant(
-        _PRINT, "if ctypes.string_at(job.target.address + begin, WINDOW_NBYTES) != seen:", ("averages",), "if False:"
-    ),
+    Mutant(_PRINT, "if ctypes.string_at(target.address + begin, WINDOW_NBYTES) != seen:", ("averages",), "if False:"),
     Mutant(_PRINT, "if int(_word_sum(job.target.view).item()) != expected:", ("same_norm",), "if False:"),
+    Mutant(_PRINT, "if of != self._of:", ("windows_of_memory",), "if self._of is None:"),
     # Who waits for whom
     Mutant(_COPIER, "self._released.set()", ("training_goes_on_beside",)),
     Mutant(_COPIER, "if not self._released.wait(GUARD_TIMEOUT_S):", ("a_step_waits_on_the_host",), "if False:"),
