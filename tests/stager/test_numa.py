@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from denied import NUMBERS
-from machines import CORES, machine, needs_two_cores, two_nodes
+from machines import CORES, Populating, machine, needs_two_cores, populating, two_nodes
 
 from sidesave.stager.memory import host_memory, numa
 from sidesave.stager.memory.arena import PAGE, Arena
@@ -37,30 +37,11 @@ def of_two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "SYS", two_nodes(tmp_path / "sys"))
 
 
-class Populating(NamedTuple):
-    """The cores that each thread which populated could run on at its end, and how often it had chosen them."""
-
-    cores: list[frozenset[int]]
-    chosen: int
-
-
 def populate(arena: Arena, node: int | None) -> Populating:
-    cores: list[frozenset[int]] = []
-    calls: list[object] = []
-
-    def watch(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "c_call" and argument is os.sched_setaffinity:
-            calls.append(argument)
-        if event == "return" and frame.f_code.co_qualname == "populate.<locals>.work":
-            cores.append(frozenset(os.sched_getaffinity(0)))
-
-    threading.setprofile(watch)
-    try:
+    with populating() as found:
         host_memory.populate(arena, node)
-    finally:
-        threading.setprofile(None)
-    assert cores and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
-    return Populating(cores, len(calls))
+    assert found.cores and os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
+    return found
 
 
 def in_a_thread(work: Callable[[], None]) -> None:
@@ -132,10 +113,11 @@ def test_on_a_machine_with_one_node_nothing_is_called(arena: Arena, tmp_path: Pa
         if event == "c_call" and argument is os.sched_setaffinity:
             calls.append(argument)
 
-    folders = {"one": {0: f"0-{os.cpu_count()}"}, "one and memory": {0: f"0-{os.cpu_count()}", 1: ""}, "none": {}}
+    every = f"0-{os.cpu_count()}"
+    folders = {"one": {0: every}, "some hidden": {0: str(CORES[0])}, "one and memory": {0: every, 1: ""}, "none": {}}
     for name, nodes in folders.items():
         monkeypatch.setattr(numa, "SYS", machine(tmp_path / name, nodes))
-        assert populate(arena, 0) == ([frozenset(CORES)] * min(3, len(CORES)), 0)
+        assert populate(arena, 0) == Populating([frozenset(CORES)] * min(3, len(CORES)))
         assert arena.node is None
         sys.setprofile(watch)
         try:
@@ -149,7 +131,7 @@ def test_on_a_machine_with_one_node_nothing_is_called(arena: Arena, tmp_path: Pa
 @pytest.mark.usefixtures("of_two_nodes")
 def test_a_device_whose_node_nobody_tells_changes_nothing(arena: Arena):
     for node in (None, 7):
-        assert populate(arena, node) == ([frozenset(CORES)] * min(3, len(CORES)), 0)
+        assert populate(arena, node) == Populating([frozenset(CORES)] * min(3, len(CORES)))
         assert arena.node is None
 
 
@@ -162,7 +144,7 @@ def test_a_device_whose_node_nobody_tells_changes_nothing(arena: Arena):
 def test_a_process_that_is_kept_on_some_cores_makes_its_memory_there(arena: Arena, node: int | None):
     def work() -> None:
         os.sched_setaffinity(0, FIRST)
-        assert populate(arena, node) == ([FIRST], 0)
+        assert populate(arena, node) == Populating([FIRST])
         assert arena.node is None, "the daemon is where it was started"
         numa.stay_near(node)
         assert os.sched_getaffinity(0) == FIRST
@@ -192,7 +174,7 @@ def test_a_memory_policy_is_left_to_say_where_memory_lies(arena: Arena, policy: 
         if libc.syscall(SET_MEMPOLICY, policy, ctypes.byref(nodes), 64):
             pytest.skip(f"set_mempolicy: {os.strerror(ctypes.get_errno())}")
         assert numa.has_policy()
-        assert populate(arena, 1) == ([frozenset(CORES)] * min(3, len(CORES)), 0)
+        assert populate(arena, 1) == Populating([frozenset(CORES)] * min(3, len(CORES)))
         assert arena.node is None
 
     assert not numa.has_policy()

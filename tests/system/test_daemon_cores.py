@@ -4,10 +4,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from machines import CORES, needs_two_cores, two_nodes
+from machines import CORES, needs_two_cores, populating, two_nodes
 from states import wait_until
 from trainers import ROOT, a_state, check
 
@@ -80,16 +79,25 @@ def test_a_daemon_that_takes_the_place_of_another_goes_there_as_well(run: Path, 
     check(run, 1)
 
 
-@pytest.mark.parametrize("told", [{"cpus": CORES[:1]}, {}], ids=["by its option", "by the trainer's affinity"])
-def test_a_daemon_that_was_told_its_cores_stays_there(run: Path, attach: Attach, told: dict[str, Any]):
+@pytest.mark.parametrize("cpus", [CORES[:1], CORES], ids=["elsewhere", "there and elsewhere"])
+def test_a_daemon_that_was_told_its_cores_stays_there(run: Path, attach: Attach, cpus: list[int]):
+    with sidesave.Checkpointer(run, cpus=cpus) as ckpt:
+        attach(ckpt, 99, 1)
+        save(ckpt, 1)  # in memory that was attached after that
+        assert set(cores_of(ckpt).values()) == {frozenset(cpus)}
+    check(run, 1)
+
+
+def test_a_process_that_is_kept_on_some_cores_has_its_memory_and_its_daemon_there(run: Path, attach: Attach):
     before = os.sched_getaffinity(0)
-    if not told:
-        os.sched_setaffinity(0, FIRST)
+    os.sched_setaffinity(0, FIRST)
     try:
-        with sidesave.Checkpointer(run, **told) as ckpt:
+        with populating() as found, sidesave.Checkpointer(run) as ckpt:
+            ckpt.prepare(a_state(1)).result(300)
+            assert set(found.cores) == {FIRST} and not found.chosen
             os.sched_setaffinity(0, before)
-            attach(ckpt, 99, 1)
-            save(ckpt, 1)  # in memory that was attached after that
+            attach(ckpt, 99, 1)  # as of a process that may go there
+            save(ckpt, 1)
             assert set(cores_of(ckpt).values()) == {FIRST}
     finally:
         os.sched_setaffinity(0, before)
