@@ -103,7 +103,8 @@ class Checkpointer:
             allow_pickle: Let values that are no plain data be pickled.
             nice: Niceness of the daemon, 0 to 19.
             io_class: I/O scheduling class of the daemon; empty leaves the system's.
-            cpus: Cores the daemon may use; empty means all.
+            cpus: Cores the daemon may use; empty means all, or those of the GPU's node where there are several NUMA
+                nodes and it is not kept off them.
 
         Raises:
             WriteError: The directory cannot be created or is none.

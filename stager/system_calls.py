@@ -48,7 +48,9 @@ CALLS: Final = {
         ),
         SystemCall("madvise", "makes staging memory of huge pages, ahead", "it is touched page by page", _PROFILE),
         SystemCall("sched_getaffinity", "counts the cores to copy with", "all cores count", _PROFILE),
-        SystemCall("sched_setaffinity", "keeps the daemon on `cpus`", "it may use all cores", _PROFILE),
+        SystemCall(
+            "sched_setaffinity", "keeps the daemon on `cpus`, or near the GPU", "it may use all cores", _PROFILE
+        ),
         SystemCall("setpriority", "makes the daemon `nice`", "its niceness stays", _PROFILE),
         SystemCall("ioprio_set", "gives the daemon its `io_class`", "its class stays", _PROFILE),
         SystemCall("prlimit64", "raises the daemon's limit of open files", "the limit stays", _PROFILE),

@@ -38,7 +38,8 @@ def reset_inherited() -> None:
 _STARTED = ("gpu", "project", "system/test_security")
 """Tests whose processes start as those of users do; elsewhere they are forked, which takes a tenth of the time."""
 _STARTED_DAEMONS = tuple(
-    f"system/test_{name}" for name in ("crash_points", "elastic", "exits", "hosts", "limits", "system_calls")
+    f"system/test_{name}"
+    for name in ("crash_points", "daemon_cores", "elastic", "exits", "hosts", "limits", "system_calls")
 )
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
 _LEFT = pytest.StashKey[set[threading.Thread]]()

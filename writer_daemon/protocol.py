@@ -106,7 +106,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonOptions:
-    """What a user may choose of a daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` all."""
+    """What a user may choose of a daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` any."""
 
     fallback_directory: str
     retries: int

@@ -15,15 +15,15 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from sidesave.client.cli.directory_checks import examine_directory
 from sidesave.client.cli.finding import Finding, Verdict, gb, run
-from sidesave.stager.memory import host_memory
+from sidesave.stager.memory import host_memory, numa
 from sidesave.stager.memory.arena import PAGE, Arena, madvise
-from sidesave.stager.system_calls import CALLS
+from sidesave.stager.system_calls import CALLS, usable_cpus
 
 _MIB: Final = 1 << 20
 _OLDEST_KERNEL: Final = (5, 3)  # pidfd_open; F_SEAL_FUTURE_WRITE is of 5.1
@@ -45,6 +45,7 @@ def examine(directory: Path) -> Generator[Finding]:
     yield from run("host memory", _host_memory, "see whether /proc and /sys/fs/cgroup are mounted")
     yield from run("open files", _open_files, "")
     yield from run("GPU", _gpu, "repair the torch installation: python -c 'import torch; torch.cuda.init()'")
+    yield from run("NUMA", _numa, "repair the torch installation: python -c 'import torch; torch.cuda.init()'")
     yield from run("sockets", _sockets, "set TMPDIR to a writable directory whose path is shorter than 70 characters")
     yield from _survival()
     while not directory.exists():
@@ -166,6 +167,57 @@ def _gpu() -> Iterator[Verdict]:
         yield "warn", f"staging memory cannot be pinned: {error}", remedy
     finally:
         arena.close()
+
+
+def _numa() -> Iterator[Verdict]:
+    import torch
+
+    from sidesave.stager.devices.kinds import pci_address
+
+    devices = [
+        torch.device("cuda", index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    yield from placements([numa.node_of(pci_address(device)) for device in devices])
+
+
+def placements(gpus: Sequence[int | None]) -> Iterator[Verdict]:
+    """What is done for each of the GPUs that can be seen, whose nodes these are."""
+    nodes, usable = numa.nodes(), usable_cpus()
+    if len(nodes) < 2:
+        found = "one node: there is nothing to choose" if nodes else "the system tells of no nodes: any memory is taken"
+        yield "ok", found, ""
+    elif numa.has_policy():
+        yield "ok", f"{len(nodes)} nodes; this process has a memory policy, which says where staging memory lies", ""
+    elif not gpus:
+        yield "ok", f"{len(nodes)} nodes, no GPU: staging memory and the daemon are near the cores of the process", ""
+    else:
+        for node in dict.fromkeys(gpus):
+            cores = nodes.get(-1 if node is None else node, frozenset()) & usable
+            which = "GPU " + _ranges(index for index, other in enumerate(gpus) if other == node)
+            if node is None:
+                found = f"{which} on a node that the system does not tell: staging memory and the daemon are anywhere"
+                yield "warn", found, "see nvidia-smi topo -m; numactl --cpunodebind=N --membind=N python train.py"
+            elif not cores:
+                found = f"{which} on node {node}, but this process may only use cores of others ({_ranges(usable)})"
+                bind = f"numactl --cpunodebind={node} --membind={node} python train.py"
+                yield "warn", found, f"for a rank that trains there: {bind}, or torchrun --numa-binding=node"
+            else:
+                yield (
+                    "ok",
+                    f"{which} on node {node}: staging memory goes there, the daemon to cores {_ranges(cores)}",
+                    "",
+                )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers as the kernel writes them: ``0-3,8``."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def _sockets() -> Iterator[Verdict]:

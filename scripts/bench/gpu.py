@@ -5,6 +5,9 @@
 Needs a CUDA device and sidesave. Comparisons are made within a round, with the same work without a save.
 """
 
+import contextlib
+import mmap
+import re
 import statistics
 import subprocess
 import sys
@@ -19,6 +22,10 @@ from scripts.bench.common import Field, arguments, settle, workspace
 from scripts.bench.peers import Sidesave, require
 from scripts.bench.report import Report, machine, rate, ratios, spread
 from scripts.bench.state import VOCABULARY, TrainState, flatten
+from sidesave.stager.devices.kinds import pci_address
+from sidesave.stager.memory import host_memory, numa
+from sidesave.stager.memory.arena import PAGE, Arena
+from sidesave.stager.memory.pinning import PinnedRange
 
 MIB = 1 << 20
 MATMUL = 8192
@@ -96,6 +103,41 @@ def copy_rate(subject: Subject, rounds: int, report: Report) -> None:
         [(name, spread(rate(nbytes, taken)), spread(ratios(plain, taken))) for name, taken in times.items()],
     )
     report.panel("Device to host", "GB/s", {name: rate(nbytes, taken) for name, taken in times.items()})
+
+
+def staging_memory() -> str:
+    """Return how much of the staging memory of this process lies on which NUMA node."""
+    found: dict[str, int] = {}
+    maps = Path("/proc/self/numa_maps")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        for node, pages in re.findall(r" N(\d+)=(\d+)", line) if "memfd:sidesave" in line else ():
+            found[node] = found.get(node, 0) + int(pages) * mmap.PAGESIZE
+    return ", ".join(f"{nbytes / MIB:,.0f} MiB on node {node}" for node, nbytes in found.items()) or "unknown"
+
+
+def nodes(rounds: int, report: Report, nbytes: int = 256 * MIB) -> None:
+    """Tell the node of the device and of its staging memory; compare copies to each node, where there are several."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    node = numa.node_of(pci_address(device))
+    report.note(f"NUMA node of the device: {'unknown' if node is None else node}. Staging memory: {staging_memory()}.")
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    times: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        targets: dict[str, Tensor] = {}
+        for node in [node for node in numa.nodes() if numa.cores_near(node)]:
+            arena = stack.enter_context(contextlib.closing(Arena.create(PAGE, nbytes)))
+            host_memory.populate(arena, node)
+            stack.enter_context(contextlib.closing(PinnedRange(device, arena.address, arena.nbytes)))
+            targets[f"to node {node}"] = torch.frombuffer(arena.view(arena.data_offset, nbytes), dtype=torch.uint8)
+        for turn in range(rounds + 1):
+            for name, target in targets.items():
+                taken = seconds(lambda target=target: target.copy_(source, non_blocking=True))
+                if turn:  # the first one warms up
+                    times.setdefault(name, []).append(taken)
+    if times:
+        rows = [(name, spread(rate(nbytes, taken))) for name, taken in times.items()]
+        report.note(f"A pinned copy of {nbytes / MIB:.0f} MiB to the host.")
+        report.table(("", "GB/s"), rows)
 
 
 def call_time(subject: Subject, rounds: int, report: Report) -> None:
@@ -339,6 +381,7 @@ def main() -> None:
             f"`prepare()`, allocation and pinning of the staging memory: {seconds(lambda: peer.prepare(state)):.2f} s."
         )
         device_memory(subject, args.saves, outside, report)
+        nodes(args.rounds, report)
         copy_rate(subject, args.rounds, report)
         call_time(subject, args.rounds, report)
         training(subject, args.rounds, args.steps, shape, report)

@@ -15,7 +15,8 @@ import torch
 
 from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
 from sidesave.stager.apart import Monitor
-from sidesave.stager.memory import host_memory
+from sidesave.stager.devices.kinds import pci_address
+from sidesave.stager.memory import host_memory, numa
 from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.stager.memory.pinning import PinnedRange
 from sidesave.stager.plan import Plan
@@ -178,14 +179,15 @@ class SlotPool:
     def fit(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> None:
         """Give a held slot an arena for ``plan`` and, behind it, ``parts``; lay the plan out in it.
 
-        Blocks while pages are allocated, and page-locked where copies come from a ``device`` beside training.
+        Blocks while pages are allocated, and page-locked where copies come from a ``device`` beside training: then on
+        its NUMA node.
 
         Raises:
             HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
         """
         descriptor_nbytes, data_nbytes, parts_nbytes = _sizes(plan, parts)
         if not self._has_room(slot, descriptor_nbytes, data_nbytes):
-            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4))
+            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4), device)
         if device is not None and slot.pinned is None and not slot.unpinnable:
             self._pin(slot, device)
         slot.lay_out(plan)
@@ -204,7 +206,7 @@ class SlotPool:
             and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
         )
 
-    def _replace(self, slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> None:
+    def _replace(self, slot: Slot, descriptor_nbytes: int, data_nbytes: int, device: torch.device | None) -> None:
         with self._changed:
             self._drop(slot)
             if self._budget_nbytes is not None and self.nbytes + data_nbytes > self._budget_nbytes:
@@ -215,7 +217,7 @@ class SlotPool:
         try:
             arena = Arena.create(descriptor_nbytes, data_nbytes)
             try:
-                host_memory.populate(arena)
+                host_memory.populate(arena, numa.node_of(pci_address(device)))
             except BaseException:  # Ctrl-C as well leaves no arena
                 arena.close()
                 raise

@@ -73,6 +73,14 @@ class CudaRuntime(DeviceRuntime):
             logger.warning("cudaHostUnregister failed with error %d", code)
             _clear_last_error()
 
+    def pci_address(self, device: torch.device) -> str:
+        """See the base class; this opens no context."""
+        try:
+            found = cast("Any", torch.cuda.get_device_properties(device))
+            return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        except (AttributeError, RuntimeError):  # a torch that does not tell, a device that does not answer
+            return ""
+
     def watch_graphs(self) -> None:
         """See the base class."""
         self._captures.watch()

@@ -65,6 +65,10 @@ class DeviceRuntime(abc.ABC):
     def unregister(self, address: int) -> None:
         """Undo :meth:`register`; what cannot be undone is logged."""
 
+    def pci_address(self, device: torch.device) -> str:
+        """Where it is on the host's PCI bus, as ``/sys`` names it; empty where that cannot be told."""
+        return ""
+
     @abc.abstractmethod
     def watch_graphs(self) -> None:
         """From now on know of every capture, and let every replay that may change parameters wait for copies."""

@@ -29,6 +29,12 @@ def first_with_runtime(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     return next((device for device in elsewhere if device.type in _RUNTIMES), None)
 
 
+def pci_address(device: torch.device | None) -> str:
+    """See :meth:`DeviceRuntime.pci_address`; empty for host memory, and for kinds without a runtime."""
+    runtime = None if device is None else runtime_of(device)
+    return "" if device is None or runtime is None else runtime.pci_address(device)
+
+
 def watch_graphs() -> None:
     """Have every runtime know of graphs, from now on; touches no device."""
     for runtime in _RUNTIMES.values():

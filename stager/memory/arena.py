@@ -39,6 +39,7 @@ _GENERATION_AT: Final = 64  # each word on a cache line of its own
 _STAGED_AT: Final = 128
 _DESCRIPTOR_NBYTES_AT: Final = 136
 _FILLED_AT: Final = 192
+_NODE_AT: Final = 256
 
 _MADV_DONTFORK: Final = 10
 _MADV_DONTDUMP: Final = 16
@@ -180,6 +181,16 @@ class Arena:
     def generation(self) -> int:
         """How many saves have used this memory: a writer that sees it change publishes nothing."""
         return self._word(_GENERATION_AT).value
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node that its memory was made on for a device's sake: the daemon goes there. None if on any."""
+        word = self._word(_NODE_AT).value
+        return word - 1 if word else None
+
+    @node.setter
+    def node(self, node: int | None) -> None:
+        self._word(_NODE_AT).value = 0 if node is None else node + 1
 
     @property
     def filled(self) -> int:

@@ -24,6 +24,7 @@ from gpu import (
     trained,
     warm_up,
 )
+from machines import needs_two_cores, two_nodes
 from states import difference, frozen, held
 from torch import nn
 
@@ -32,6 +33,8 @@ from sidesave import Checkpointer
 from sidesave.errors import TornSnapshotError
 from sidesave.stager.copy import fingerprint
 from sidesave.stager.copy.memcopy import MemoryCopier
+from sidesave.stager.devices.kinds import pci_address
+from sidesave.stager.memory import numa
 from sidesave.stager.state import ownership
 
 pytestmark = gpu.MARKS
@@ -245,6 +248,18 @@ def _last_error() -> int:
     paths = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     [library] = {path for path in paths if "/libcudart" in path}
     return int(ctypes.CDLL(library).cudaPeekAtLastError())
+
+
+@needs_two_cores
+def test_staging_memory_is_made_on_the_node_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    address = pci_address(torch.device("cuda:0"))
+    assert address
+    with Checkpointer(tmp_path / "run", slots=1) as checkpointer:
+        [slot] = checkpointer._saver.session.pool._slots
+        for node, width in ((1, 512), (0, 2048)):  # a larger one needs other memory
+            monkeypatch.setattr(numa, "SYS", two_nodes(tmp_path / f"sys{node}", {address: node}))
+            checkpointer.prepare({"model": gpu.network(width=width)}).result(100)
+            assert slot.arena is not None and slot.arena.node == node
 
 
 def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):

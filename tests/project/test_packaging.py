@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "writer_daemon": (
         "sidesave.errors",
         "sidesave.stager.memory.arena",
+        "sidesave.stager.memory.numa",
         "sidesave.stager.system_calls",
         "sidesave.writer_daemon",
     ),

@@ -380,7 +380,7 @@ def test_populating_allocates_every_page_and_keeps_what_is_there():
 
 def test_populating_leaves_no_thread_and_the_callers_cores_alone(arena: Arena):
     cores, threads = os.sched_getaffinity(0), threading.active_count()
-    host_memory.populate(arena, cpus=frozenset({min(cores)}))
+    host_memory.populate(arena)
     assert (os.sched_getaffinity(0), threading.active_count()) == (cores, threads)
     assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
 

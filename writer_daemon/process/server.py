@@ -29,6 +29,7 @@ import psutil
 import zmq
 
 from sidesave.errors import ProtocolError, SidesaveError, WriteError, WriteStalledError
+from sidesave.stager.memory import numa
 from sidesave.stager.memory.arena import Arena
 from sidesave.writer_daemon import log, protocol
 from sidesave.writer_daemon.commit import commit
@@ -318,7 +319,9 @@ class Server:
         """Take the descriptor of an ATTACH out of ``fds``; what stays in there is the caller's to close."""
         match message, fds:
             case protocol.Attach(arena=number), [_]:
-                self._arenas[number] = Arena.attach(fds.pop())
+                self._arenas[number] = arena = Arena.attach(fds.pop())
+                if not self._boot.options.cpus:
+                    numa.stay_near(arena.node)
             case protocol.Detach(arena=number), []:
                 self._arenas.pop(number, None)  # unmapped with the last reference: a write under way keeps its own
             case protocol.Note(), []:

@@ -15,18 +15,22 @@ import forks
 import pytest
 import torch
 from commands import as_json, output, sidesave_cli
+from machines import machine
 from states import wait_until
 from torch import nn
 from trainers import Orders, Traces, Trainer, await_end, pidfd_of
 
 import sidesave
+from sidesave.client.cli import doctor
 from sidesave.client.runs import catalog
+from sidesave.stager.memory import numa
 from sidesave.writer_daemon.format import sealed_json
 
 MODULE = [sys.executable, "-m", "sidesave"]
+USABLE = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]
 CHECKS = {
-    "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "sockets", "survival", "directory",
-    "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
+    "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "NUMA", "sockets", "survival",
+    "directory", "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
 }  # fmt: skip
 
 
@@ -615,6 +619,31 @@ def test_doctor_checks_the_parent_of_a_directory_that_is_yet_to_be_made(tmp_path
 def test_doctor_fails_where_nothing_can_be_written():
     findings = as_json("doctor", "/proc/self", status=1)
     assert [finding["name"] for finding in findings if finding["status"] == "fail"] == ["directory"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "expected"),
+    [
+        ({}, [0], ["ok the system tells of no nodes: any memory is taken"]),
+        ({0: "0-9999"}, [0, None], ["ok one node: there is nothing to choose"]),
+        ({0: "0", 1: "1"}, [], ["ok 2 nodes, no GPU: staging memory and the daemon are near the cores of the process"]),
+        ({0: "0-9999", 1: "10000-10007"}, [0, 0, 1, None, 0], [
+            f"ok GPU 0-1,4 on node 0: staging memory goes there, the daemon to cores {USABLE}",
+            f"warn GPU 2 on node 1, but this process may only use cores of others ({USABLE})",
+            "warn GPU 3 on a node that the system does not tell: staging memory and the daemon are anywhere",
+        ]),
+    ],
+)  # fmt: skip
+def test_doctor_tells_the_node_of_each_gpu_and_what_is_done_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, str], gpus: list[int | None], expected: list[str]
+):
+    monkeypatch.setattr(numa, "SYS", machine(tmp_path / "sys", nodes))
+    verdicts = list(doctor.placements(gpus))
+    assert [f"{status} {finding}" for status, finding, _ in verdicts] == expected
+    remedies = [remedy for _, _, remedy in verdicts]
+    assert all(bool(remedy) == line.startswith("warn") for remedy, line in zip(remedies, expected, strict=True))
+    if len(expected) > 1:
+        assert "numactl --cpunodebind=1 --membind=1" in remedies[1] and "torchrun --numa-binding=node" in remedies[1]
 
 
 def test_doctor_refuses_a_file(tmp_path: Path):
