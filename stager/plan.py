@@ -79,31 +79,36 @@ class Looks:
     structure: Structure
 
 
+_LookAlike = Callable[[Sequence[torch.Tensor]], bool]
+
+
 class LooksCache:
     """Tells whether the tensors of a state look like those of the state before, which they nearly always do."""
 
     def __init__(self) -> None:
         """Begin without a state before."""
         self._last: tuple[Looks, list[tuple[str, tuple[str, ...]]], _LookAlike] | None = None
-        self._origin: object = None
-        self._fresh: _LookAlike = bool
+        self._met: tuple[object, _LookAlike, Looks] | None = None
+        """The origin of the state before, what tells the looks of its fresh tensors, and those of all."""
 
     def of(self, flat: FlatState) -> Looks:
         """The looks of a state's tensors: the object of the call before if they are the same."""
-        last, fresh = self._last, [*flat.fresh.values()]
-        if last is not None and flat.origin is not None and flat.origin is self._origin and self._fresh(fresh):
-            return last[0]
-        self._origin, self._fresh = flat.origin, torch_private.tensor_guard(fresh)
+        met, fresh = self._met, [*flat.fresh.values()]
+        if met is not None and flat.origin is not None and flat.origin is met[0] and met[1](fresh):
+            return met[2]
+        looks = self._look(flat)
+        self._met = flat.origin, torch_private.tensor_guard(fresh), looks
+        return looks
+
+    def _look(self, flat: FlatState) -> Looks:
         tensors = [tensor for named in flat.containers.values() for tensor in named.values()]
         names = [(name, tuple(named)) for name, named in flat.containers.items()]
+        last = self._last
         if last is not None and names == last[1] and last[2](tensors):
             return last[0]
         looks = Looks(structure_of(flat.containers))
         self._last = looks, names, torch_private.tensor_guard(tensors)
         return looks
-
-
-_LookAlike = Callable[[Sequence[torch.Tensor]], bool]
 
 
 def make_plan(structure: Structure, offsets: Mapping[str, Offsets] | None = None) -> Plan:

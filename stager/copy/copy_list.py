@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -81,23 +81,20 @@ class _Prepared:
     copy_list: CopyList
     elsewhere: frozenset[int] = frozenset()
     misses: int = 0
-    origin: object = None
-    fresh: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Index and address of those that a state of that origin may have elsewhere."""
+    met: tuple[object, list[tuple[int, int]]] = (None, [])
+    """The origin of a state that it held for, and index and address of what another of that may have elsewhere."""
 
     def is_met(self, flat: FlatState, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether all that it holds for lies where it lay, as far as that follows from where the state is from."""
-        return (
-            flat.origin is not None
-            and flat.origin is self.origin
-            and all(tensors[index].data_ptr() == address for index, address in self.fresh)
-        )
+        origin, fresh = self.met
+        same = flat.origin is not None and flat.origin is origin
+        return same and all(tensors[index].data_ptr() == address for index, address in fresh)
 
-    def note_origin(self, flat: FlatState, slot: Slot) -> None:
-        """What it holds for lies where it lay in a state of this origin."""
-        self.origin = flat.origin
+    def meet(self, flat: FlatState, slot: Slot) -> None:
+        """What it holds for lies where it lay in this state."""
         every = zip(self.indices, self.addresses, strict=True)
-        self.fresh = [(index, address) for index, address in every if slot.targets[index].fqn in flat.fresh]
+        fresh = [(index, address) for index, address in every if slot.targets[index].fqn in flat.fresh]
+        self.met = flat.origin, fresh
 
 
 def lists_of(
@@ -124,7 +121,7 @@ def lists_of(
                 elsewhere = frozenset(every)
         elif known.copy_list.holds(owned):
             if not is_met:
-                known.note_origin(flat, slot)
+                known.meet(flat, slot)
             known.misses = 0
             rest = sorted(elsewhere)
             return [known.copy_list, CopyList(rest, tensors, slot, owned)] if rest else [known.copy_list]

@@ -74,8 +74,7 @@ class Recall:
         self._tables: dict[Place, _Memory] = {}
         self.sequence: list[Taken] = []
         """What was taken again at the last :meth:`mark`; no two of these share memory or names."""
-        self._origins: list[Any] = []
-        self._mark: object = None
+        self._mark: tuple[list[Any]] | None = None
 
     def mark(self, sequence: list[Taken], origins: list[Any]) -> object:
         """Note what a state has come from, in order: from memory, or by name what was looked at anew.
@@ -83,8 +82,8 @@ class Recall:
         Returns the same object as the last time if that is the same.
         """
         self.sequence = sequence
-        if origins != self._origins:
-            self._origins, self._mark = origins, object()
+        if self._mark is None or self._mark[0] != origins:
+            self._mark = (origins,)
         return self._mark
 
     def names(self, optimizer: torch.optim.Optimizer) -> Packed | None:
