@@ -29,6 +29,8 @@ class Outcome(Future[T]):
         super().__init__()
         self._condition: Any = Monitor()
         self._at = 0.0
+        self.hurry: Callable[[], object] = _nothing
+        """Called before somebody waits here."""
 
     @property
     def reached(self) -> float | None:
@@ -59,6 +61,8 @@ class Outcome(Future[T]):
 
     def peek(self, timeout: float | None = None) -> BaseException | None:
         """As :meth:`exception`, for ourselves: the user has still to be told of it."""
+        if not self.done():
+            self.hurry()
         if not self._condition.wait_for(self.done, timeout):
             raise TimeoutError
         return super().exception(0)
@@ -70,6 +74,9 @@ class Outcome(Future[T]):
                 callback(self)
             except BaseException:  # the user's code; the others are to be called all the same
                 logger.exception("a callback of a save's future raised; set a flag there that the training loop reads")
+
+
+def _nothing() -> None: ...
 
 
 class SaveHandle:

@@ -86,6 +86,8 @@ class SavesInFlight:
         self._entries: dict[int, SaveInFlight] = {}
         self._deletions: dict[int, Future[None]] = {}
         self._failures: list[SidesaveError] = []
+        self.hurry: Callable[[], object] = lambda: None
+        """Called before somebody waits for all that is under way."""
         self.on_misaligned: Callable[[Save, int], None] = lambda save, step: None
         """Told of a save that failed as another rank has saved that step at the same turn."""
 
@@ -246,6 +248,8 @@ class SavesInFlight:
     def wait(self, timeout_s: float | None) -> None:
         """Block until every save that is in flight now has its outcome; ``WriteStalledError`` after ``timeout_s``."""
         waiting = set(self._entries)
+        if waiting:
+            self.hurry()
         if not self._changed.wait_for(lambda: not waiting & self._entries.keys(), timeout_s):
             steps = sorted(entry.step for entry in list(self._entries.values()) if entry.sequence in waiting)
             raise WriteStalledError(f"steps {steps} were not committed within {timeout_s:g} s")
@@ -253,6 +257,8 @@ class SavesInFlight:
     def settle(self, step: int | None) -> None:
         """Block until the saves of ``step``, or all, have their outcomes; those that failed are logged, not raised."""
         entries = [entry for entry in list(self._entries.values()) if step is None or entry.step == step]
+        if entries:
+            self.hurry()
         self._changed.wait_for(lambda: not any(entry.sequence in self._entries for entry in entries))
         for entry in entries:
             if entry.failed:

@@ -107,6 +107,7 @@ class Submission:
         entry.metadata = json.loads(metadata or b"{}")
         session.history.begin(entry)
         session.saves.add(entry)
+        session.pacer.began(entry.sequence, entry.called, save.nbytes, arena)
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
         follow = plan.nbytes >= _FOLLOW_NBYTES and session.copier.captures_all(flat)
 

@@ -59,6 +59,7 @@ class Saver:
                 self.undo_interrupted()
                 # Every call takes a place, whatever comes of it: by its place other ranks know which save is meant.
                 handle = SaveHandle(step)
+                handle.written.hurry = handle.committed.hurry = session.pacer.lift
                 entry = self._entry = SaveInFlight(step, handle, session.copier.new_copy())
                 try:
                     session.lineage.give_place(entry)
@@ -78,7 +79,9 @@ class Saver:
                         session.history.came_to_nothing(entry)
                         self._entry = None
                         return SaveHandle(step, skipped=True)
-                    entry.slot = entry.slot or session.pool.acquire(entry, session.options.busy_timeout_s)
+                    if entry.slot is None:
+                        session.pacer.lift()
+                        entry.slot = session.pool.acquire(entry, session.options.busy_timeout_s)
                     self.submission.stage(
                         entry, flat, replace=replace, blocking=blocking, metadata=told, extra_files=extra_files
                     )
@@ -87,6 +90,7 @@ class Saver:
                     raise
                 self._entry = None
                 entry.returned = time.monotonic()
+                session.pacer.called(entry.called)
         if blocking:
             handle.committed.result()
         return handle

@@ -25,9 +25,10 @@ from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.runs.save_requests import forget_requests
-from sidesave.client.saving.in_flight import SavesInFlight
+from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.own_history import OwnHistory
+from sidesave.client.saving.pace import Pacer
 from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
 from sidesave.errors import ClosedError, SidesaveError
 from sidesave.stager.apart import Worker
@@ -64,6 +65,7 @@ class Session:
         self.world, self.node, self.run, self.options = world, node, run, options
         self.directory, self.pid = run.directory, os.getpid()
         self.books = Worker("sidesave-books")
+        self.pacer = Pacer()
         self.ids = itertools.count(_FIRST_ID)
         self.closed = self._stopped = self.ended = self._left = False
 
@@ -129,10 +131,11 @@ class Session:
             self.directory,
             bearable_failures=options.bearable_failures,
             logs_failures=self.world.size > 1,
-            release_slot=lambda entry: self.pool.release(entry),
+            release_slot=self._release_slot,
             on_committed=self.lineage.add,
             on_ended=lambda entry: self.history.ended(entry),
         )
+        self.saves.hurry = self.pacer.lift
         boot = Boot(
             attempt=0,
             directory=self.directory,
@@ -150,6 +153,10 @@ class Session:
         if self._stopped:  # by the main thread, which did not see the connection yet
             self.connection.give_up_starting(_START_PATIENCE_S)
         self.connection.wait_ready()
+
+    def _release_slot(self, entry: SaveInFlight) -> None:
+        self.pacer.ended(entry.sequence)
+        self.pool.release(entry)
 
     # Meanwhile -------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,7 @@ class SignalCatcher:
         has failed. Returns whether it has its outcome.
         """
         came = self._came
+        handle.committed.hurry()
         handle.committed.add_done_callback(lambda _: came.put(0))
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         with contextlib.suppress(queue.Empty):

@@ -20,6 +20,7 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -40,6 +41,8 @@ _STAGED_AT: Final = 128
 _DESCRIPTOR_NBYTES_AT: Final = 136
 _FILLED_AT: Final = 192
 _NODE_AT: Final = 256
+_PACE_AT: Final = 320
+_PACE_UNTIL_AT: Final = 328
 
 _MADV_DONTFORK: Final = 10
 _MADV_DONTDUMP: Final = 16
@@ -201,9 +204,20 @@ class Arena:
         """Declare the first ``nbytes`` of the arena final."""
         self._word(_FILLED_AT).value = nbytes
 
+    def set_pace(self, bytes_per_s: int, for_s: float) -> None:
+        """Have the daemon move at most ``bytes_per_s`` of this memory for the next ``for_s`` seconds; 0 is no limit."""
+        self._word(_PACE_UNTIL_AT).value = time.monotonic_ns() + int(for_s * 1e9)
+        self._word(_PACE_AT).value = bytes_per_s
+
+    def pace(self) -> int:
+        """Most bytes per second that the trainer asks for now; 0 is no limit, as is a pace not renewed in time."""
+        pace = self._word(_PACE_AT).value
+        return pace if pace and time.monotonic_ns() < self._word(_PACE_UNTIL_AT).value else 0
+
     def begin_generation(self) -> int:
         """Start filling the arena anew; what was staged in it before is void. Returns the new generation."""
         self.advance(0)
+        self._word(_PACE_AT).value = 0
         word = self._word(_GENERATION_AT)
         word.value += 1
         return word.value

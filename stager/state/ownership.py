@@ -24,6 +24,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from sidesave.stager import torch_private
 
 
+class StepWatcher(Protocol):
+    """What is told of each optimizer step of this process, for as long as somebody refers to it."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """That one is about to step; must not block."""
+        ...
+
+
 class Guarded(Protocol):
     """A copy under way, as the guard sees it."""
 
@@ -39,6 +47,7 @@ class Guarded(Protocol):
 _lock = threading.Lock()
 _pending: list[Guarded] = []
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_watchers: weakref.WeakSet[StepWatcher] = weakref.WeakSet()
 _installed = False
 _on_guard: list[Callable[[], None]] = []
 _holds = threading.local()
@@ -64,7 +73,14 @@ def install() -> None:
 @torch_private.disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _seen.add(optimizer)
+    for watcher in list(_watchers):
+        watcher.stepped(optimizer)
     close_guards()
+
+
+def watch_steps(watcher: StepWatcher) -> None:
+    """Have ``watcher`` told of every step from now on that :func:`install` has put the guard in front of."""
+    _watchers.add(watcher)
 
 
 def when_guarded(call: Callable[[], None]) -> None:

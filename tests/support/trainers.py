@@ -528,6 +528,20 @@ def save_and_wait(run: str, step: str, mib: str = "1") -> None:
     wait_to_go_on()
 
 
+def save_slowly(run: str, mib: str) -> None:
+    """Saves twice, the second time at the slowest pace, and waits."""
+    from paces import slowed
+
+    import sidesave
+
+    ckpt = sidesave.Checkpointer(run)
+    ckpt.save(1, a_state(1, float(mib)), blocking=True)
+    slowed(ckpt)
+    ckpt.save(2, a_state(2, float(mib))).staged.result()
+    say("saving", ckpt.daemon_pid)
+    wait_to_go_on()
+
+
 def save_without(run: str, calls: str, code: str) -> None:
     """Saves and loads where these system calls are refused, and says what it came to."""
     import traceback

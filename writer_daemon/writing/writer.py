@@ -35,6 +35,7 @@ from sidesave.writer_daemon.format.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile
 from sidesave.writer_daemon.protocol import Extent, Save, unpack_files
 from sidesave.writer_daemon.storage import OutputFile, Storage
+from sidesave.writer_daemon.writing.pace import Turns
 
 CHUNK_NBYTES: Final = 16 << 20
 UTF_8: Final = ("utf-8", "surrogatepass")
@@ -181,6 +182,8 @@ class Writer:
         lock = threading.Lock()
         stop = threading.Event()
         done = 0
+        # Each has its own: the same bytes are written and digested, at about the same time.
+        writing, digesting = (Turns(arena, lambda: stop.is_set() or self._trainer_gone.is_set()) for _ in range(2))
 
         def work(image: _TensorImage, offset: int) -> None:
             nonlocal done
@@ -190,6 +193,7 @@ class Writer:
             nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
             here = image.extent.offset + offset + page_up(nbytes)
             self._await_filled(save, arena, max(here, arena.nbytes // _FOLLOW_FROM))
+            writing.take(nbytes)
             if stop.is_set():
                 return
             image.output.write_at(arena.view(image.extent.offset + offset, page_up(nbytes)), offset)
@@ -207,9 +211,10 @@ class Writer:
             self._await_filled(save, arena, arena.nbytes)
             for image in images:
                 for offset in range(0, image.extent.nbytes, CHUNK_NBYTES):
+                    nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
+                    digesting.take(nbytes)
                     if stop.is_set():
                         return
-                    nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
                     _digest_chunk(image, arena, offset, nbytes)
                     arena.drop_pages(image.extent.offset + offset, nbytes)
 
