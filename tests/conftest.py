@@ -1,5 +1,6 @@
 """What every test may rely on."""
 
+import gc
 import os
 import resource
 import signal
@@ -44,6 +45,7 @@ _STARTED_DAEMONS = tuple(
 _LEFT = pytest.StashKey[set[threading.Thread]]()
 
 reset_inherited()
+gc.disable()  # until all is imported, which leaves nothing to collect
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "sidesave", deadline=None, max_examples=campaigns.examples(100)
     )  # a slow machine is no failure
     settings.load_profile("sidesave")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        forks.share()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection in a test goes through all these modules again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -115,6 +115,12 @@ def _popen_daemon(command: list[str], **options: Any) -> subprocess.Popen[Any]:
     return _Popen(environment[ADDRESS], command, **options)
 
 
+def share() -> None:
+    """The processes that this one starts from here on fork from the same two, which are started now."""
+    for name, modules in (("trainers", TRAINER), ("daemons", DAEMON)):
+        os.environ[f"{ADDRESS}_{name.upper()}"] = _server(name, modules)
+
+
 def prepare() -> None:
     """Daemons of this process are forked wherever that is wanted."""
     from sidesave.client.daemon_link import process
@@ -198,7 +204,9 @@ class _Popen(subprocess.Popen[Any]):
 
 @functools.cache
 def _server(name: str, modules: tuple[str, ...]) -> str:
-    """Start the process from which those are forked that import these modules; its address."""
+    """The address of a process that has imported these modules, to fork from; starts it unless one is shared."""
+    if address := os.environ.get(f"{ADDRESS}_{name.upper()}"):
+        return address
     address = f"sidesave-tests-{name}-{os.getpid()}-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()  # it ends when ours is closed, whatever may have ended us
     listening = socket.socket(socket.AF_UNIX)
