@@ -38,9 +38,7 @@ def reset_inherited() -> None:
 
 _STARTED = ("gpu", "project", "system/test_security")
 """Tests whose processes start as those of users do; elsewhere they are forked, which takes a tenth of the time."""
-_STARTED_DAEMONS = tuple(
-    f"system/test_{name}" for name in ("crash_points", "elastic", "exits", "hosts", "limits", "system_calls")
-)
+_STARTED_DAEMONS = tuple(f"system/test_{name}" for name in ("elastic", "hosts", "limits", "system_calls"))
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
 _LEFT = pytest.StashKey[set[threading.Thread]]()
 
@@ -108,6 +106,12 @@ def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS)):
             yield
+
+
+@pytest.fixture
+def started_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons of this test start as those of users do: what they inherit, or how long that takes, matters here."""
+    monkeypatch.delenv(forks.ADDRESS)
 
 
 @pytest.fixture

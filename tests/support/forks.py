@@ -18,6 +18,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -343,6 +344,13 @@ def _show(command: list[str], environment: dict[str, str]) -> None:
         ctypes.memmove(at, text.ljust(end - at, b"\0"), end - at)
 
 
+def _code(path: str) -> types.CodeType:
+    """Of that file, compiled once for all that run it."""
+    code = importlib.machinery.SourceFileLoader("__main__", path).get_code("__main__")
+    assert code is not None
+    return code
+
+
 def _run(arguments: list[str]) -> None:
     """Do what an interpreter does with these."""
     folder = True
@@ -363,11 +371,11 @@ def _run(arguments: list[str]) -> None:
                 spec = importlib.util.find_spec(f"{name}.__main__")
             assert spec is not None and spec.origin is not None, f"there is no module {name}"
             sys.argv, place = [spec.origin, *rest], ""
-            code = compile(Path(spec.origin).read_bytes(), spec.origin, "exec")
+            code = _code(spec.origin)
             main.__spec__ = spec
         case _:
             sys.argv, place = arguments, str(Path(arguments[0]).parent)
-            code = compile(Path(arguments[0]).read_bytes(), arguments[0], "exec")
+            code = _code(arguments[0])
             main.__file__ = arguments[0]
     if folder:
         sys.path.insert(0, place)

@@ -130,6 +130,7 @@ def test_trainer_dead_before_it_could_tell_the_daemon_finds_the_save_in_memory(r
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run: Path, traces: Traces, orders: Orders):
     with Trainer(traces, "leave", run, "exec") as trainer:
         [pid] = trainer.expect("ready")
@@ -148,6 +149,7 @@ def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run:
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, traces: Traces, orders: Orders):
     with Trainer(traces, "leave", run, "exec and resume") as trainer:
         trainer.expect("ready")
@@ -166,6 +168,7 @@ def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, tr
 
 
 @pytest.mark.parametrize("delay_s", [0.01, 0.1, 0.2, 0.3])
+@pytest.mark.usefixtures("started_daemons")
 def test_trainer_killed_while_its_daemon_starts_leaves_nothing(run: Path, traces: Traces, delay_s: float):
     with Trainer(traces, "die_while_starting", run, delay_s) as trainer:
         assert trainer.end() == -signal.SIGKILL
@@ -174,6 +177,7 @@ def test_trainer_killed_while_its_daemon_starts_leaves_nothing(run: Path, traces
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
+@pytest.mark.usefixtures("started_daemons")
 def test_checkpoints_follow_the_umask_of_the_trainer(run: Path, traces: Traces, umask: int):
     with Trainer(traces, "resume", run, umask=umask) as trainer:
         trainer.expect("latest")
@@ -201,6 +205,7 @@ def test_forked_child_cannot_use_or_disturb_the_checkpointer(run: Path, traces: 
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_forked_child_that_lives_on_holds_neither_memory_nor_daemon(run: Path, traces: Traces):
     with Trainer(traces, "fork", run, "child lives on") as trainer:
         [pid] = trainer.expect("ready")
@@ -217,6 +222,7 @@ def test_forked_child_that_lives_on_holds_neither_memory_nor_daemon(run: Path, t
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_child_that_was_forked_behind_pythons_back_does_not_keep_the_daemon(run: Path, traces: Traces):
     with Trainer(traces, "fork_in_c", run) as trainer:
         [pid] = trainer.expect("ready")
@@ -230,6 +236,7 @@ def test_child_that_was_forked_behind_pythons_back_does_not_keep_the_daemon(run:
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_data_loader_workers_hold_nothing_and_do_not_outlive_the_trainer(run: Path, traces: Traces):
     with Trainer(traces, "load_data", run) as trainer:
         assert trainer.expect_all("held", until="trained") == []
