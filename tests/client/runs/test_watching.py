@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 from manager_trainer import ManagedTrainer
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, entries, same, say, wait_to_go_on
@@ -588,7 +589,7 @@ def test_wrong_arguments_of_watch_are_refused_at_once(run: Path):
 
 
 def test_an_evaluator_loads_whatever_it_comes_to_of_a_run_that_keeps_one(traces: Traces, run: Path):
-    last = 40
+    last = campaigns.examples(40)
     with (
         Reader(traces, "evaluate", run, last) as one,
         Reader(traces, "evaluate", run, last) as other,
