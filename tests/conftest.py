@@ -167,6 +167,11 @@ def end_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def traces() -> Iterator[Traces]:
     """Where trainers and daemons of a test keep their sockets, and how their processes are found."""
     traces = Traces()

@@ -138,6 +138,12 @@ class Ranks:
         self.daemons = [each["daemon"] for each in opened]
         return opened
 
+    def begin(self, state: str, run: object, **options: object) -> Ranks:
+        """Have all of them make a state of that name, and a checkpointer of one directory."""
+        self.do("build", state)
+        self.open(run, **options)
+        return self
+
     def save(self, step: int, **options: object) -> list[dict[str, Any]]:
         """Have all of them save a step and wait for it; the checkpoint as each of them sees it."""
         self.do("save", step, **options)

@@ -490,6 +490,18 @@ class Trainer:
                 stream.close()
 
 
+def kill_with_a_save_staged(traces: Traces, run: Path, orders: Orders, order: str = "stop", **when: Any) -> int:
+    """Kill a trainer that has staged step 5, once its daemon has obeyed that order; the pid of the daemon."""
+    with Trainer(traces, "save_and_wait", run, 5) as trainer:
+        [pid] = trainer.expect("ready")
+        orders.give(order, **when)
+        trainer.go_on()
+        trainer.expect("staged")
+        orders.obeyed()
+        trainer.kill()
+    return int(pid)
+
+
 def _python_path() -> str:
     inherited = list(filter(None, os.environ.get("PYTHONPATH", "").split(":")))
     return ":".join([*inherited, *(path for path in map(str, (ROOT, SUPPORT)) if path not in inherited)])

@@ -18,13 +18,6 @@ import sidesave
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, SidesaveError
 
 
-@pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
-
-
 @pytest.fixture(autouse=True)
 def watchdog() -> Iterator[None]:
     """Whoever waits for ever is shown where."""

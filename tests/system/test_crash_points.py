@@ -40,13 +40,6 @@ _ENOUGH = 8 // campaigns.STRIDE
 
 
 @pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def seed() -> int:
     """Of random instants; ``SIDESAVE_TEST_SEED`` repeats a sequence of them."""
     seed = int(os.environ.get("SIDESAVE_TEST_SEED") or random.randrange(10**6))

@@ -44,13 +44,6 @@ from sidesave.errors import (
 )
 
 
-@pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
-
-
 def daemon(ckpt: sidesave.Checkpointer) -> int:
     assert ckpt.daemon_pid is not None
     return ckpt.daemon_pid

@@ -20,7 +20,7 @@ import pytest
 import torch
 from rank_trainers import Ranks
 from states import wait_until
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, pidfd_of
+from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, kill_with_a_save_staged, pidfd_of
 from typer.testing import CliRunner, Result
 
 import sidesave
@@ -417,17 +417,10 @@ def test_trigger_is_refused_while_a_daemon_only_finishes_for_a_dead_trainer(
     tmp_path: Path, orders: Orders, traces: Traces
 ):
     run = tmp_path / "run"
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("hold", after=2)
-        with pidfd_of(int(pid)) as pidfd:
-            trainer.go_on()
-            trainer.expect("staged")
-            orders.obeyed()
-            trainer.kill()
-            assert "no live session" in output("trigger", run, status=1)
-            orders.release()
-            await_end(pidfd)
+    with pidfd_of(kill_with_a_save_staged(traces, run, orders, "hold", after=2)) as pidfd:
+        assert "no live session" in output("trigger", run, status=1)
+        orders.release()
+        await_end(pidfd)
     assert not (run / TRIGGER).exists()
 
 

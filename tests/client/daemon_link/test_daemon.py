@@ -28,6 +28,7 @@ from trainers import (
     await_end,
     check,
     entries,
+    kill_with_a_save_staged,
     pidfd_of,
     staging_memory,
 )
@@ -350,16 +351,10 @@ def test_trainer_killed_while_it_stages_nothing_of_that_save_is_visible(run: Pat
 def test_trainer_and_daemon_killed_the_next_start_cleans_up(run: Path, orders: Orders, traces: Traces):
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop", after=6)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
-        with pidfd_of(int(pid)) as pidfd:
-            os.kill(int(pid), signal.SIGKILL)
-            await_end(pidfd)
+    pid = kill_with_a_save_staged(traces, run, orders, after=6)
+    with pidfd_of(pid) as pidfd:
+        os.kill(pid, signal.SIGKILL)
+        await_end(pidfd)
     assert len(entries(run)) == 2, "a leftover and the first checkpoint"
     check(run, 1)
     with sidesave.Checkpointer(run) as ckpt:
@@ -386,22 +381,16 @@ def test_second_session_in_a_directory_is_refused_by_name_of_the_holder(run: Pat
 
 
 def test_restart_waits_for_the_old_daemon_and_then_sees_its_checkpoint(run: Path, orders: Orders, traces: Traces):
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop", after=6)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
+    pid = kill_with_a_save_staged(traces, run, orders, after=6)
     started: list[sidesave.Checkpointer] = []
     starting = threading.Thread(target=lambda: started.append(sidesave.Checkpointer(run)))
     orders.give("report", starting_at="open", after=12)  # the new daemon has looked at the lease in vain, and asked
     starting.start()
     waiting, operation = orders.obeyed()
-    assert waiting != int(pid)
+    assert waiting != pid
     assert operation.endswith(".sidesave.lease")
     assert started == []
-    os.kill(int(pid), signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     starting.join(DEADLINE_S)
     [ckpt] = started
     with ckpt:
@@ -414,14 +403,8 @@ def test_restart_waits_for_the_old_daemon_and_then_sees_its_checkpoint(run: Path
 
 
 def test_old_daemon_that_hangs_is_fenced_at_the_deadline(run: Path, orders: Orders, traces: Traces):
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop", after=6)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
-    with pidfd_of(int(pid)) as pidfd, sidesave.Checkpointer(run, takeover_timeout_s=1.0) as ckpt:
+    pid = kill_with_a_save_staged(traces, run, orders, after=6)
+    with pidfd_of(pid) as pidfd, sidesave.Checkpointer(run, takeover_timeout_s=1.0) as ckpt:
         await_end(pidfd, 0)
         assert ckpt.latest_step() is None
         assert entries(run) == []

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, pidfd_of
+from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, kill_with_a_save_staged, pidfd_of
 
 import sidesave
 from sidesave.client.cli import console
@@ -42,11 +42,6 @@ from sidesave.writer_daemon.log import HISTORY_FILE, MAX_NBYTES, HistoryLog, Sav
 from sidesave.writer_daemon.storage import PosixStorage
 
 OLD, NEW = "0" * 16, "1" * 16
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 def outcomes(records: list[SaveRecord]) -> list[tuple[int, str]]:
@@ -279,16 +274,10 @@ def test_an_unknown_outcome_corrects_itself(log: str, run: Path, orders: Orders)
 
 def _kill_both(run: Path, traces: Traces, orders: Orders, **order: Any) -> None:
     """A trainer that saves step 5 and its daemon are both killed, the daemon where ``order`` says."""
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("hold", **order)
-        with pidfd_of(int(pid)) as pidfd:
-            trainer.go_on()
-            trainer.expect("staged")
-            orders.obeyed()
-            trainer.kill()
-            os.kill(int(pid), signal.SIGKILL)
-            await_end(pidfd)
+    pid = kill_with_a_save_staged(traces, run, orders, "hold", **order)
+    with pidfd_of(pid) as pidfd:
+        os.kill(pid, signal.SIGKILL)
+        await_end(pidfd)
 
 
 def test_a_save_that_died_with_its_session_is_unknown_until_it_is_removed(run: Path, orders: Orders, traces: Traces):

@@ -45,11 +45,6 @@ class Reader(Trainer):
     script = __file__
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 @pytest.fixture(autouse=True)
 def locks(tmp_path: Path) -> None:
     with contextlib.closing(PosixStorage(str(tmp_path))) as storage:

@@ -323,9 +323,7 @@ def test_ranks_load_one_checkpoint_by_its_path_or_all_of_them_are_told_why_not(
 ):
     run, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(run)
-    ranks = start(2, group=group)
-    ranks.do("build", "fragile")
-    ranks.open(run)
+    ranks = start(2, group=group).begin("fragile", run)
     for step in (1, 2, 3):
         ranks.do("put", "step", step)
         ranks.save(step)

@@ -37,12 +37,6 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon.protocol import DaemonOptions
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 # When ------------------------------------------------------------------------------------------------------------
 
 

@@ -17,11 +17,6 @@ import sidesave
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Manage, run: Path):
     with pytest.raises(InvalidArgumentError, match="so all steps would have one name"):
         manage(names="checkpoint")

@@ -28,11 +28,6 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def start(traces: Traces, run: Path) -> Iterator[Start]:
     """Starts the training script."""
     with contextlib.ExitStack() as stack:
