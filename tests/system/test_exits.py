@@ -26,6 +26,8 @@ from trainers import (
     a_state,
     await_end,
     check,
+    daemon,
+    end,
     entries,
     pidfd_of,
     staging_memory,
@@ -42,12 +44,6 @@ from sidesave.errors import (
     WriteError,
     WriteStalledError,
 )
-
-
-def daemon(ckpt: sidesave.Checkpointer) -> int:
-    assert ckpt.daemon_pid is not None
-    return ckpt.daemon_pid
-
 
 # The trainer ends --------------------------------------------------------------------------------------------------
 
@@ -101,9 +97,7 @@ def test_sudden_end_with_a_save_staged_the_daemon_commits_it(
         assert trainer.end() == status
         assert trainer.complaints() == ""
         assert entries(run) == []
-        with pidfd_of(int(pid)) as pidfd:
-            os.kill(int(pid), signal.SIGCONT)
-            await_end(pidfd)
+        end(int(pid), signal.SIGCONT)
     check(run, 1)
     assert entries(run) == ["step-00000001"]
     traces.check()
@@ -133,9 +127,7 @@ def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run:
         orders.obeyed()
         trainer.go_on()
         assert trainer.expect_all("inherited", until="reported") == []
-        with pidfd_of(int(pid)) as pidfd:
-            os.kill(int(pid), signal.SIGCONT)
-            await_end(pidfd)
+        end(int(pid), signal.SIGCONT)
         check(run, 1)
         trainer.go_on()
         assert trainer.end() == 0
@@ -663,8 +655,7 @@ def test_commit_that_ends_after_going_back_is_no_obstacle(tmp_path: Path) -> Non
     state = {"w": torch.arange(4)}
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(50, state, blocking=True)
-        pid = checkpointer.daemon_pid
-        assert pid is not None
+        pid = daemon(checkpointer)
         os.kill(pid, signal.SIGSTOP)
         abandoned = checkpointer.save(100, state)
         checkpointer.load(50)

@@ -15,9 +15,8 @@ import forks
 import pytest
 import torch
 from commands import as_json, output, sidesave_cli
-from states import wait_until
 from torch import nn
-from trainers import Orders, Traces, await_end, kill_with_a_save_staged, pidfd_of
+from trainers import Orders, Traces, await_end, kill_with_a_save_staged, pidfd_of, wait_until
 
 import sidesave
 from sidesave.client.runs import catalog

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from states import wait_until
 from trainers import (
     DEADLINE_S,
     LAST_WORDS,
@@ -27,10 +26,14 @@ from trainers import (
     a_state,
     await_end,
     check,
+    commit,
+    daemon,
+    end,
     entries,
     kill_with_a_save_staged,
     pidfd_of,
     staging_memory,
+    wait_until,
 )
 
 import sidesave
@@ -56,19 +59,10 @@ def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "run"
 
 
-def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.CheckpointInfo:
-    return ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
-
-
 def failure(handle: sidesave.SaveHandle, future: str = "committed") -> BaseException:
     error = getattr(handle, future).exception(DEADLINE_S)
     assert error is not None
     return error
-
-
-def daemon(ckpt: sidesave.Checkpointer) -> int:
-    assert ckpt.daemon_pid is not None
-    return ckpt.daemon_pid
 
 
 def next_daemon(ckpt: sidesave.Checkpointer, before: int | None) -> int:
@@ -223,9 +217,7 @@ def test_signal_means_finish_what_is_there_and_a_successor_takes_over(
 def test_idle_daemon_ends_by_a_signal_and_a_successor_takes_over(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         pid = daemon(ckpt)
-        with pidfd_of(pid) as pidfd:
-            os.kill(pid, signal.SIGTERM)
-            await_end(pidfd)
+        end(pid, signal.SIGTERM)
         commit(ckpt, 1)
         assert daemon(ckpt) != pid
 
@@ -294,9 +286,7 @@ def test_daemons_that_die_idle_are_replaced_as_often_as_it_takes(run: Path, monk
         pid = None
         for _ in range(connection.MAX_DEATHS + 3):
             pid = next_daemon(ckpt, pid)
-            with pidfd_of(pid) as pidfd:
-                os.kill(pid, signal.SIGKILL)
-                await_end(pidfd)
+            end(pid)
         commit(ckpt, 1)
     check(run, 1)
 
@@ -352,9 +342,7 @@ def test_trainer_and_daemon_killed_the_next_start_cleans_up(run: Path, orders: O
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
     pid = kill_with_a_save_staged(traces, run, orders, after=6)
-    with pidfd_of(pid) as pidfd:
-        os.kill(pid, signal.SIGKILL)
-        await_end(pidfd)
+    end(pid)
     assert len(entries(run)) == 2, "a leftover and the first checkpoint"
     check(run, 1)
     with sidesave.Checkpointer(run) as ckpt:
@@ -688,9 +676,7 @@ def test_daemon_that_follows_another_does_not_go_on_in_the_directory_of_another_
         commit(ckpt, 1)
         run.rename(run.with_name("kept"))
         other.rename(run)
-        with pidfd_of(daemon(ckpt)) as pidfd:
-            os.kill(daemon(ckpt), signal.SIGKILL)
-            await_end(pidfd)
+        end(daemon(ckpt))
         error = failure(ckpt.save(2, a_state(2)))
         assert isinstance(error, DaemonDiedError)
         assert "has had this directory since, or it is not the one that the run began in" in str(error)
@@ -706,9 +692,7 @@ def test_daemon_that_follows_another_does_not_begin_in_a_directory_made_meanwhil
         commit(ckpt, 1)
         run.rename(run.with_name("kept"))
         run.mkdir()
-        with pidfd_of(daemon(ckpt)) as pidfd:
-            os.kill(daemon(ckpt), signal.SIGKILL)
-            await_end(pidfd)
+        end(daemon(ckpt))
         error = failure(ckpt.save(2, a_state(2)))
         assert isinstance(error, DaemonDiedError)
         assert "not the directory that the run began in" in str(error)
@@ -744,9 +728,7 @@ def test_why_a_daemon_has_refused_is_heard_though_its_end_is_seen_first(run: Pat
         run.rename(run.with_name("kept"))
         run.mkdir()
         with slow_zmq_threads():
-            with pidfd_of(daemon(ckpt)) as pidfd:
-                os.kill(daemon(ckpt), signal.SIGKILL)
-                await_end(pidfd)
+            end(daemon(ckpt))
             error = failure(ckpt.save(2, a_state(2)))
         assert "not the directory that the run began in" in str(error)
         told = [record.getMessage() for record in caplog.records if "starting another" in record.getMessage()]

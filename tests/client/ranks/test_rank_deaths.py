@@ -12,9 +12,9 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from rank_checks import Start, finish, is_clean, read, visible, wait_until
+from rank_checks import Start, finish, is_clean, read, visible
 from rank_trainers import leftovers
-from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of
+from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
 
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import campaigns
 import pytest
-from rank_checks import Start, errors, finish, is_clean, read, visible, wait_until
+from rank_checks import Start, errors, finish, is_clean, read, visible
 from rank_trainers import Answer
-from trainers import Orders, Traces
+from trainers import Orders, Traces, wait_until
 
 # A rank that fails -----------------------------------------------------------------------------------------------
 

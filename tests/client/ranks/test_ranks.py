@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_checks import Start, errors, finish, read, visible, wait_until
+from rank_checks import Start, errors, finish, read, visible
 from rank_trainers import same_tensors
-from trainers import Traces
+from trainers import Traces, wait_until
 
 import sidesave
 from sidesave.client.ranks.group import RENDEZVOUS

@@ -21,7 +21,18 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, kill_with_a_save_staged, pidfd_of
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_state,
+    await_end,
+    check,
+    end,
+    kill_with_a_save_staged,
+    pidfd_of,
+)
 
 import sidesave
 from sidesave.client.cli import console
@@ -275,9 +286,7 @@ def test_an_unknown_outcome_corrects_itself(log: str, run: Path, orders: Orders)
 def _kill_both(run: Path, traces: Traces, orders: Orders, **order: Any) -> None:
     """A trainer that saves step 5 and its daemon are both killed, the daemon where ``order`` says."""
     pid = kill_with_a_save_staged(traces, run, orders, "hold", **order)
-    with pidfd_of(pid) as pidfd:
-        os.kill(pid, signal.SIGKILL)
-        await_end(pidfd)
+    end(pid)
 
 
 def test_a_save_that_died_with_its_session_is_unknown_until_it_is_removed(run: Path, orders: Orders, traces: Traces):

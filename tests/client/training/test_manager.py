@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from managers import Manage, damage, steps, wait_until
-from trainers import DEADLINE_S, ROOT, Orders
+from managers import Manage, damage, steps
+from trainers import DEADLINE_S, ROOT, Orders, wait_until
 
 import sidesave
 from sidesave import KeepBest, KeepEverySteps, KeepLatest, KeepSteps

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from managers import Manage, steps, wait_until
+from managers import Manage, steps
 from torch import nn
-from trainers import Orders
+from trainers import Orders, wait_until
 
 import sidesave
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
