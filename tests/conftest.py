@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("sidesave")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         forks.share()
+        gc.enable()  # this process collects no tests
 
 
 def pytest_collection_finish() -> None:
