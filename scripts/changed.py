@@ -11,6 +11,7 @@ processes), by fixtures, and on from there.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -45,7 +46,12 @@ class Graph:
             self._by_name.setdefault(Path(file).name, []).append(file)
         public = ROOT / "sidesave" / "__init__.py"
         self._public = {name.rpartition(".")[2]: name for _, name in rooms.imports(public) if name.count(".") > 1}
-        self._trees = {file: ast.parse((ROOT / file).read_text()) for file in self.files}
+        gc.disable()  # each collection would go through all trees, and find nothing
+        try:
+            self._trees = {file: ast.parse((ROOT / file).read_text()) for file in self.files}
+        finally:
+            gc.enable()
+        self._nodes = {file: list(_walk(tree)) for file, tree in self._trees.items()}
         self._fixtures = self._read_fixtures()
         self.edges = {file: set(self._targets(file)) - {file} for file in self.files}
         # Whoever imports the package gets the public names that he uses, and no others.
@@ -75,11 +81,11 @@ class Graph:
         return reached
 
     def _targets(self, file: str) -> Iterator[str]:
-        tree = self._trees[file]
+        nodes = self._nodes[file]
         is_product = file.startswith(_PRODUCT)
-        for node in ast.walk(tree):
+        for node in nodes:
             yield from self._of_node(node)
-        texts = set(_strings(tree))
+        texts = set(_strings(nodes))
         for text in texts:
             if re.fullmatch(r"sidesave(\.\w+)+", text) or (text == "sidesave" and "-m" in texts):
                 yield from self._resolve(text)
@@ -90,7 +96,7 @@ class Graph:
             if (nearby := f"{folder}/conftest.py") != "tests/conftest.py" and nearby in self._trees:
                 yield nearby
         if file.startswith("tests/") and file != "tests/conftest.py":
-            names = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} | texts
+            names = {node.arg for node in nodes if isinstance(node, ast.arg)} | texts
             for name in names & self._fixtures.keys():
                 yield from self._fixtures[name]
 
@@ -171,10 +177,28 @@ def _module_name(file: str) -> str:
     return ".".join(parts)
 
 
-def _strings(tree: ast.AST) -> Iterator[str]:
+_TELLING = ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.arg | ast.Expr | ast.Constant
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Those beneath it from which something can be told."""
+    left = [node]
+    while left:
+        node = left.pop()
+        if isinstance(node, _TELLING):
+            yield node
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                left += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST) and value._fields:
+                left.append(value)
+
+
+def _strings(nodes: list[ast.AST]) -> Iterator[str]:
     """All strings but docstrings, which start nothing."""
-    idle = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    idle = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in idle:
             yield node.value
 

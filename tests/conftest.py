@@ -1,5 +1,6 @@
 """What every test may rely on."""
 
+import gc
 import os
 import resource
 import signal
@@ -38,13 +39,13 @@ def reset_inherited() -> None:
 _STARTED = ("gpu", "project", "system/test_security")
 """Tests whose processes start as those of users do; elsewhere they are forked, which takes a tenth of the time."""
 _STARTED_DAEMONS = tuple(
-    f"system/test_{name}"
-    for name in ("crash_points", "daemon_cores", "elastic", "exits", "hosts", "limits", "system_calls")
+    f"system/test_{name}" for name in ("daemon_cores", "elastic", "hosts", "limits", "system_calls")
 )
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
 _LEFT = pytest.StashKey[set[threading.Thread]]()
 
 reset_inherited()
+gc.disable()  # until all is imported, which leaves nothing to collect
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,6 +54,14 @@ def pytest_configure(config: pytest.Config) -> None:
         "sidesave", deadline=None, max_examples=campaigns.examples(100)
     )  # a slow machine is no failure
     settings.load_profile("sidesave")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        forks.share()
+        gc.enable()  # this process collects no tests
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection in a test goes through all these modules again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,6 +109,12 @@ def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS)):
             yield
+
+
+@pytest.fixture
+def started_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons of this test start as those of users do: what they inherit, or how long that takes, matters here."""
+    monkeypatch.delenv(forks.ADDRESS)
 
 
 @pytest.fixture
@@ -152,6 +167,11 @@ def end_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for end in reversed(made):
         end()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
 
 
 @pytest.fixture

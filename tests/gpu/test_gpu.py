@@ -29,8 +29,9 @@ from gpu import (
     wait_until_enqueued,
     warm_up,
 )
-from states import assert_torn, difference, frozen, held, swap_back, swap_in, wait_until
+from states import assert_torn, difference, frozen, held, swap_back, swap_in
 from torch import nn
+from trainers import wait_until
 
 import sidesave
 from sidesave import Checkpointer

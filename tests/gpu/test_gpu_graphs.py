@@ -21,7 +21,8 @@ from gpu import (
     wait_until_enqueued,
     warm_up,
 )
-from states import difference, held, wait_until
+from states import difference, held
+from trainers import wait_until
 
 import sidesave
 from sidesave import Checkpointer

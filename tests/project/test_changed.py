@@ -1,7 +1,6 @@
 """Which tests `scripts/test --changed` takes: by imports, by other processes, and all where that is safer."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,10 +97,11 @@ def test_what_has_changed_is_committed_not_committed_or_new(tmp_path: Path, monk
     assert changed.changed_files() == ({"edited", "removed", "new file"}, "HEAD")
 
 
-def test_it_says_in_one_line_what_it_has_chosen():
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.changed"], cwd=changed.ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0
-    assert "test modules" in done.stderr and len(done.stderr.splitlines()) == 1
-    assert all((changed.ROOT / line).is_file() for line in done.stdout.splitlines())
+def test_it_says_in_one_line_what_it_has_chosen(
+    graph: changed.Graph, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(changed, "Graph", lambda: graph)  # made once
+    changed.main()
+    told = capsys.readouterr()
+    assert "test modules" in told.err and len(told.err.splitlines()) == 1
+    assert all((changed.ROOT / line).is_file() for line in told.out.splitlines())

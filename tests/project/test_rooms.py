@@ -3,6 +3,7 @@
 Tests lie as the rooms do, and share what stands in tests/support.
 """
 
+import functools
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -33,10 +34,11 @@ ONLY = {
     "client.export": {"client.arguments", "client.messages", "client.runs", "client.reading"},
 }
 KNOW_MESSAGES = {f"client.{name}" for name in "saving daemon_link checkpointer options ranks arguments".split()}  # noqa: SIM905
+between_rooms = functools.cache(rooms.between_rooms)
 
 
 def test_imports_lead_down():
-    for name, targets in rooms.between_rooms().items():
+    for name, targets in between_rooms().items():
         for target in targets:
             assert FLOORS.index(target) < FLOORS.index(name), f"{name} imports from {target}, which is above it"
 
@@ -47,11 +49,11 @@ def test_no_modules_import_each_other_in_a_circle():
 
 @pytest.mark.parametrize("name", ONLY)
 def test_a_room_of_the_client_imports_from_few_others(name: str):
-    assert {target for target in rooms.between_rooms()[name] if target.startswith("client")} <= ONLY[name]
+    assert {target for target in between_rooms()[name] if target.startswith("client")} <= ONLY[name]
 
 
 def test_only_who_sends_messages_knows_them():
-    for name, targets in rooms.between_rooms().items():
+    for name, targets in between_rooms().items():
         if name.startswith("client") and "writer_daemon.protocol" in targets:
             assert name in KNOW_MESSAGES
 

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import forks
 import pytest
 import torch
-from states import assert_torn, difference, frozen, held, scramble, swap_back, swap_in, wait_until, waits_at_the_guard
+from states import assert_torn, difference, frozen, held, scramble, swap_back, swap_in, waits_at_the_guard
 from torch import nn
+from trainers import wait_until
 
 import sidesave
 from sidesave import Checkpointer

@@ -18,6 +18,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -115,6 +116,12 @@ def _popen_daemon(command: list[str], **options: Any) -> subprocess.Popen[Any]:
     return _Popen(environment[ADDRESS], command, **options)
 
 
+def share() -> None:
+    """The processes that this one starts from here on fork from the same two, which are started now."""
+    for name, modules in (("trainers", TRAINER), ("daemons", DAEMON)):
+        os.environ[f"{ADDRESS}_{name.upper()}"] = _server(name, modules)
+
+
 def prepare() -> None:
     """Daemons of this process are forked wherever that is wanted."""
     from sidesave.client.daemon_link import process
@@ -198,7 +205,9 @@ class _Popen(subprocess.Popen[Any]):
 
 @functools.cache
 def _server(name: str, modules: tuple[str, ...]) -> str:
-    """Start the process from which those are forked that import these modules; its address."""
+    """The address of a process that has imported these modules, to fork from; starts it unless one is shared."""
+    if address := os.environ.get(f"{ADDRESS}_{name.upper()}"):
+        return address
     address = f"sidesave-tests-{name}-{os.getpid()}-{secrets.token_hex(8)}"
     ours, theirs = socket.socketpair()  # it ends when ours is closed, whatever may have ended us
     listening = socket.socket(socket.AF_UNIX)
@@ -335,6 +344,13 @@ def _show(command: list[str], environment: dict[str, str]) -> None:
         ctypes.memmove(at, text.ljust(end - at, b"\0"), end - at)
 
 
+def _code(path: str) -> types.CodeType:
+    """Of that file, compiled once for all that run it."""
+    code = importlib.machinery.SourceFileLoader("__main__", path).get_code("__main__")
+    assert code is not None
+    return code
+
+
 def _run(arguments: list[str]) -> None:
     """Do what an interpreter does with these."""
     folder = True
@@ -355,11 +371,11 @@ def _run(arguments: list[str]) -> None:
                 spec = importlib.util.find_spec(f"{name}.__main__")
             assert spec is not None and spec.origin is not None, f"there is no module {name}"
             sys.argv, place = [spec.origin, *rest], ""
-            code = compile(Path(spec.origin).read_bytes(), spec.origin, "exec")
+            code = _code(spec.origin)
             main.__spec__ = spec
         case _:
             sys.argv, place = arguments, str(Path(arguments[0]).parent)
-            code = compile(Path(arguments[0]).read_bytes(), arguments[0], "exec")
+            code = _code(arguments[0])
             main.__file__ = arguments[0]
     if folder:
         sys.path.insert(0, place)

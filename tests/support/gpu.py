@@ -16,8 +16,9 @@ from typing import Any, cast
 import gates
 import pytest
 import torch
-from states import difference, frozen, like, wait_until
+from states import difference, frozen, like
 from torch import nn
+from trainers import wait_until
 
 import sidesave
 from sidesave import Checkpointer

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rank_trainers import Answer, Ranks, Stored, leftovers, stored
-from trainers import DEADLINE_S, Traces
+from trainers import Traces, wait_until
 
 from sidesave.client.runs import catalog
 
@@ -43,10 +42,3 @@ def finish(ranks: Iterable[Any], run: Path, traces: Traces) -> None:
 
 def errors(answers: Iterable[Answer]) -> list[str | None]:
     return [answer.error for answer in answers]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -138,6 +138,12 @@ class Ranks:
         self.daemons = [each["daemon"] for each in opened]
         return opened
 
+    def begin(self, state: str, run: object, **options: object) -> Ranks:
+        """Have all of them make a state of that name, and a checkpointer of one directory."""
+        self.do("build", state)
+        self.open(run, **options)
+        return self
+
     def save(self, step: int, **options: object) -> list[dict[str, Any]]:
         """Have all of them save a step and wait for it; the checkpoint as each of them sees it."""
         self.do("save", step, **options)
@@ -536,7 +542,8 @@ def _model(seed: int = 0, *, wide: int = 30) -> nn.Sequential:
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     import torch
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    of_one_type = len({type(parameter.data) for parameter in model.parameters()}) == 1
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=of_one_type)  # which costs DTensors a quarter
     _step({"optimizer": optimizer})
     return optimizer
 
@@ -548,7 +555,7 @@ def _step(state: Mapping[str, Any]) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    parameter.grad = torch.ones_like(parameter) * 0.5
+                    parameter.grad = torch.full_like(parameter, 0.5)
             optimizer.step()
 
 

@@ -7,10 +7,9 @@ import datetime
 import io
 import sys
 import threading
-import time
 import warnings
 import zoneinfo
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -206,13 +205,6 @@ def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
         yield go_on
     finally:
         go_on.set()
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.001)
 
 
 def waits_at_the_guard(thread: threading.Thread) -> bool:

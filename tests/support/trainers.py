@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    import sidesave
+
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 """Where this module and others like it are found."""
@@ -80,6 +82,30 @@ def entries(run: str | os.PathLike[str]) -> list[str]:
     """What a run directory holds beside lease, history, and what it remembers of going back and of other places."""
     own = (".sidesave.lease", ".sidesave.history", ".sidesave.rollback", ".sidesave.fallback")
     return sorted(path.name for path in Path(run).iterdir() if path.name not in own)
+
+
+def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.CheckpointInfo:
+    return ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
+
+
+def wait_until(condition: Callable[[], object], what: str = "", timeout_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.001)
+
+
+def daemon(ckpt: sidesave.Checkpointer) -> int:
+    """The pid of its daemon."""
+    assert ckpt.daemon_pid is not None
+    return ckpt.daemon_pid
+
+
+def end(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a process a signal by which it comes to its end, and wait for that; it need be no child of this one."""
+    with pidfd_of(pid) as pidfd:
+        os.kill(pid, number)
+        await_end(pidfd)
 
 
 def await_end(pidfd: int, timeout_s: float = DEADLINE_S) -> None:
@@ -488,6 +514,18 @@ class Trainer:
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def kill_with_a_save_staged(traces: Traces, run: Path, orders: Orders, order: str = "stop", **when: Any) -> int:
+    """Kill a trainer that has staged step 5, once its daemon has obeyed that order; the pid of the daemon."""
+    with Trainer(traces, "save_and_wait", run, 5) as trainer:
+        [pid] = trainer.expect("ready")
+        orders.give(order, **when)
+        trainer.go_on()
+        trainer.expect("staged")
+        orders.obeyed()
+        trainer.kill()
+    return int(pid)
 
 
 def _python_path() -> str:

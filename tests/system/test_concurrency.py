@@ -10,18 +10,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import campaigns
 import pytest
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, check, entries, same, staging_memory
 
 import sidesave
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, SidesaveError
-
-
-@pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +40,7 @@ def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other
         trainers = [stack.enter_context(Trainer(traces, "compete", run)) for _ in range(2)]
         for trainer in trainers:
             trainer.expect("started")
-        for step in range(1, 5):
+        for step in range(1, 4):
             for trainer in trainers:
                 trainer.go_on()
             outcomes = {next(trainer.lines()).partition(" ")[0]: trainer for trainer in trainers}
@@ -68,7 +62,7 @@ def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other
             trainers[1].expect("started")
         for trainer in trainers:
             trainer.kill()
-    check(run, *range(1, 5))
+    check(run, *range(1, 4))
     traces.check()
 
 
@@ -76,7 +70,7 @@ def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other
 
 
 def test_checkpointers_of_many_directories_save_at_once_and_keep_to_themselves(run: Path, traces: Traces):
-    count, saves = 6, 12
+    count, saves = 6, campaigns.examples(12)
 
     def train(number: int) -> None:
         with sidesave.Checkpointer(f"{run}-{number}") as ckpt:
@@ -144,7 +138,7 @@ class Crowd:
 def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_up(
     run: Path, traces: Traces, slots: int
 ):
-    steps = itertools.count(1)
+    steps, many = itertools.count(1), campaigns.examples(60)
     handles: list[sidesave.SaveHandle] = []
     names = ("save 0", "save 1", "save 2", "load 0", "load 1", "wait")
     enough = threading.Event()
@@ -152,7 +146,7 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
     def save() -> None:
         step = next(steps)
         handles.append(ckpt.save(step, a_state(step, 0.2)))
-        if len(handles) > 60 and (all(crowd.outcomes[name] for name in names) or crowd.faults):
+        if len(handles) > many and (all(crowd.outcomes[name] for name in names) or crowd.faults):
             enough.set()
 
     def load() -> None:
@@ -188,7 +182,7 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
     crowd.join()
     print(crowd.outcomes)
     committed = [handle.committed.result(0).step for handle in handles]
-    assert len(committed) == len(set(committed)) > 60
+    assert len(committed) == len(set(committed)) > many
     check(run, *committed, mib=0.2)
     assert entries(run) == [f"step-{step:08d}" for step in sorted(committed)]
     assert staging_memory() == []
@@ -216,7 +210,7 @@ def test_threads_that_save_the_same_step_one_of_them_does_and_the_others_are_tol
 
 
 def test_step_that_is_replaced_again_and_again_is_found_whole_by_whoever_reads_it(run: Path):
-    versions, last = 40, 0
+    versions, last = campaigns.examples(40), 0
 
     def read() -> None:
         while not done.is_set():

@@ -40,13 +40,6 @@ _ENOUGH = 8 // campaigns.STRIDE
 
 
 @pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def seed() -> int:
     """Of random instants; ``SIDESAVE_TEST_SEED`` repeats a sequence of them."""
     seed = int(os.environ.get("SIDESAVE_TEST_SEED") or random.randrange(10**6))
@@ -173,6 +166,7 @@ def test_daemon_killed_at_every_step_of_a_save_every_save_commits(
 
 @pytest.mark.slow
 @_BUSY
+@pytest.mark.usefixtures("started_daemons")
 def test_daemon_killed_at_every_step_of_its_start_and_recovery(
     run: Path, orders: Orders, traces: Traces, tmp_path: Path, tell: Callable[[str], None]
 ):
@@ -264,6 +258,7 @@ _STEPS_OF_A_TRAINER = {
 }
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_trainer_killed_at_a_step_no_staged_save_is_lost(run: Path, orders: Orders, traces: Traces):
     ledger = Ledger(run)
     for count, step in enumerate(sorted(_STEPS_OF_A_TRAINER)):
@@ -283,6 +278,7 @@ def test_trainer_killed_at_a_step_no_staged_save_is_lost(run: Path, orders: Orde
 @pytest.mark.slow
 @_BUSY
 @pytest.mark.parametrize("follow", [0, 1], ids=["writing after staging", "writing while staging"])
+@pytest.mark.usefixtures("started_daemons")
 def test_trainer_killed_at_every_step_no_staged_save_is_lost(
     run: Path, orders: Orders, traces: Traces, follow: int, tell: Callable[[str], None]
 ):
@@ -308,6 +304,7 @@ def test_trainer_killed_at_every_step_no_staged_save_is_lost(
     tell(f"{len(killed_at)} kills of the trainer, one a step; {len(ledger)} saves acknowledged, none lost")
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_socket_directory_of_a_dead_trainer_goes_with_the_next_start_and_that_of_a_living_one_does_not(
     run: Path, orders: Orders, traces: Traces
 ):
@@ -339,6 +336,7 @@ def test_socket_directory_of_a_dead_trainer_goes_with_the_next_start_and_that_of
 
 @pytest.mark.slow
 @_BUSY
+@pytest.mark.usefixtures("started_daemons")
 def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
     run: Path, orders: Orders, traces: Traces, tell: Callable[[str], None]
 ):
@@ -375,7 +373,7 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
 
 @pytest.mark.slow
 @_BUSY
-@pytest.mark.usefixtures("orders")
+@pytest.mark.usefixtures("orders", "started_daemons")
 def test_kills_at_random_instants_lose_no_acknowledged_save(
     run: Path, traces: Traces, seed: int, tell: Callable[[str], None]
 ):

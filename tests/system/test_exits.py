@@ -26,6 +26,8 @@ from trainers import (
     a_state,
     await_end,
     check,
+    daemon,
+    end,
     entries,
     pidfd_of,
     staging_memory,
@@ -42,19 +44,6 @@ from sidesave.errors import (
     WriteError,
     WriteStalledError,
 )
-
-
-@pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
-
-
-def daemon(ckpt: sidesave.Checkpointer) -> int:
-    assert ckpt.daemon_pid is not None
-    return ckpt.daemon_pid
-
 
 # The trainer ends --------------------------------------------------------------------------------------------------
 
@@ -108,9 +97,7 @@ def test_sudden_end_with_a_save_staged_the_daemon_commits_it(
         assert trainer.end() == status
         assert trainer.complaints() == ""
         assert entries(run) == []
-        with pidfd_of(int(pid)) as pidfd:
-            os.kill(int(pid), signal.SIGCONT)
-            await_end(pidfd)
+        end(int(pid), signal.SIGCONT)
     check(run, 1)
     assert entries(run) == ["step-00000001"]
     traces.check()
@@ -130,6 +117,7 @@ def test_trainer_dead_before_it_could_tell_the_daemon_finds_the_save_in_memory(r
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run: Path, traces: Traces, orders: Orders):
     with Trainer(traces, "leave", run, "exec") as trainer:
         [pid] = trainer.expect("ready")
@@ -139,15 +127,14 @@ def test_exec_inherits_nothing_and_the_daemon_ends_though_the_process_lives(run:
         orders.obeyed()
         trainer.go_on()
         assert trainer.expect_all("inherited", until="reported") == []
-        with pidfd_of(int(pid)) as pidfd:
-            os.kill(int(pid), signal.SIGCONT)
-            await_end(pidfd)
+        end(int(pid), signal.SIGCONT)
         check(run, 1)
         trainer.go_on()
         assert trainer.end() == 0
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, traces: Traces, orders: Orders):
     with Trainer(traces, "leave", run, "exec and resume") as trainer:
         trainer.expect("ready")
@@ -166,6 +153,7 @@ def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, tr
 
 
 @pytest.mark.parametrize("delay_s", [0.01, 0.1, 0.2, 0.3])
+@pytest.mark.usefixtures("started_daemons")
 def test_trainer_killed_while_its_daemon_starts_leaves_nothing(run: Path, traces: Traces, delay_s: float):
     with Trainer(traces, "die_while_starting", run, delay_s) as trainer:
         assert trainer.end() == -signal.SIGKILL
@@ -174,6 +162,7 @@ def test_trainer_killed_while_its_daemon_starts_leaves_nothing(run: Path, traces
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
+@pytest.mark.usefixtures("started_daemons")
 def test_checkpoints_follow_the_umask_of_the_trainer(run: Path, traces: Traces, umask: int):
     with Trainer(traces, "resume", run, umask=umask) as trainer:
         trainer.expect("latest")
@@ -201,6 +190,7 @@ def test_forked_child_cannot_use_or_disturb_the_checkpointer(run: Path, traces: 
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_forked_child_that_lives_on_holds_neither_memory_nor_daemon(run: Path, traces: Traces):
     with Trainer(traces, "fork", run, "child lives on") as trainer:
         [pid] = trainer.expect("ready")
@@ -217,6 +207,7 @@ def test_forked_child_that_lives_on_holds_neither_memory_nor_daemon(run: Path, t
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_child_that_was_forked_behind_pythons_back_does_not_keep_the_daemon(run: Path, traces: Traces):
     with Trainer(traces, "fork_in_c", run) as trainer:
         [pid] = trainer.expect("ready")
@@ -230,6 +221,7 @@ def test_child_that_was_forked_behind_pythons_back_does_not_keep_the_daemon(run:
     traces.check()
 
 
+@pytest.mark.usefixtures("started_daemons")
 def test_data_loader_workers_hold_nothing_and_do_not_outlive_the_trainer(run: Path, traces: Traces):
     with Trainer(traces, "load_data", run) as trainer:
         assert trainer.expect_all("held", until="trained") == []
@@ -663,8 +655,7 @@ def test_commit_that_ends_after_going_back_is_no_obstacle(tmp_path: Path) -> Non
     state = {"w": torch.arange(4)}
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(50, state, blocking=True)
-        pid = checkpointer.daemon_pid
-        assert pid is not None
+        pid = daemon(checkpointer)
         os.kill(pid, signal.SIGSTOP)
         abandoned = checkpointer.save(100, state)
         checkpointer.load(50)

@@ -9,7 +9,6 @@ import select
 import shutil
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import campaigns
+import forks
 import msgpack
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_malformed_input_for_some_time(tmp_path: Path):
 
 def test_the_fuzzer_can_be_run_by_hand():
     command = [sys.executable, "-W", "ignore", "-m", "scripts.fuzz", "--seconds", "1", "--seed", "5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = forks.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "manifest: " in done.stdout
 

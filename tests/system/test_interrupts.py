@@ -21,8 +21,8 @@ import psutil
 import pytest
 import torch
 from interrupts import Interrupts, dropped_by_python, free_loggers
-from states import held, wait_until
-from trainers import DEADLINE_S, Traces
+from states import held
+from trainers import DEADLINE_S, Traces, daemon, wait_until
 
 import sidesave
 from sidesave.client.daemon_link.connection import Connection
@@ -392,8 +392,7 @@ def test_a_start_interrupted_at_its_very_end_leaves_when_the_daemon_is_gone(run:
 def test_a_start_waits_for_the_daemon_that_an_interrupted_close_has_left(run: Path, monkeypatch: pytest.MonkeyPatch):
     ckpt = sidesave.Checkpointer(run)
     ckpt.save(1, {"w": torch.zeros(9)}, blocking=True)
-    pid = ckpt.daemon_pid
-    assert pid is not None
+    pid = daemon(ckpt)
 
     def interrupted(timeout_s: float | None = None) -> None:
         raise KeyboardInterrupt
@@ -468,8 +467,7 @@ def _end_thread(ident: int) -> None:
 
 def test_when_the_thread_of_the_connection_ends_what_is_open_fails_and_later_calls_raise(run: Path):
     ckpt = sidesave.Checkpointer(run)
-    pid = ckpt.daemon_pid
-    assert pid is not None
+    pid = daemon(ckpt)
     os.kill(pid, signal.SIGSTOP)
     try:
         handle = ckpt.save(1, {"w": torch.zeros(9)})

@@ -18,8 +18,7 @@ from pathlib import Path
 import forks
 import psutil
 import pytest
-from states import wait_until
-from trainers import DEADLINE_S, ROOT, a_state, await_end, check, pidfd_of
+from trainers import DEADLINE_S, ROOT, a_state, await_end, check, commit, daemon, pidfd_of, wait_until
 
 import sidesave
 from sidesave.client.daemon_link import connection
@@ -284,10 +283,6 @@ def test_full_directory_for_temporary_files_is_passed_over(run: Path, mount: Mou
 # Real file systems -------------------------------------------------------------------------------------------------
 
 
-def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> None:
-    ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
-
-
 def failure(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> WriteError:
     error = ckpt.save(step, a_state(step, mib)).committed.exception(DEADLINE_S)
     assert isinstance(error, WriteError), repr(error)
@@ -454,8 +449,7 @@ def test_overlay_that_cannot_rename_a_directory_of_its_image_says_so(mount: Call
 def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(ext4: Path):
     with sidesave.Checkpointer(ext4, stall_timeout_s=600) as ckpt:
         commit(ckpt, 1)
-        pid = ckpt.daemon_pid
-        assert pid is not None
+        pid = daemon(ckpt)
         with pidfd_of(pid) as pidfd:
             with frozen(ext4.parent):
                 handle = ckpt.save(2, a_state(2))
@@ -479,8 +473,7 @@ def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
     monkeypatch.setattr(connection, "_KILL_TIMEOUT_S", 0.1)
     with sidesave.Checkpointer(ext4, stall_timeout_s=patience_s) as ckpt:
         commit(ckpt, 1)
-        pid = ckpt.daemon_pid
-        assert pid is not None
+        pid = daemon(ckpt)
         with pidfd_of(pid) as pidfd:
             with frozen(ext4.parent):
                 handle = ckpt.save(2, a_state(2))
@@ -534,9 +527,9 @@ def _await_stuck(pid: int | None) -> None:
     looks: dict[Path, int] = {}
     while max(looks.values(), default=0) < 20:  # else it may only wait for a page of a program to be read
         stuck: list[Path] = []
-        for daemon in [pid] if pid is not None else [child.pid for child in psutil.Process().children()]:
+        for writer in [pid] if pid is not None else [child.pid for child in psutil.Process().children()]:
             with contextlib.suppress(OSError):
-                tasks = Path(f"/proc/{daemon}/task").iterdir()
+                tasks = Path(f"/proc/{writer}/task").iterdir()
                 stuck += [task for task in tasks if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"]
         looks = {task: looks.get(task, 0) + 1 for task in stuck}
         assert time.monotonic() < deadline, "no daemon is stuck"

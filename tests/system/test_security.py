@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from trainers import DEADLINE_S, Orders, Traces, a_state, check, pidfd_of, staging_memory
+from trainers import DEADLINE_S, Orders, Traces, a_state, check, daemon, pidfd_of, staging_memory
 from zmq.utils.monitor import recv_monitor_message
 
 import sidesave
@@ -214,8 +214,6 @@ def test_another_user_who_may_read_the_directory_cannot_keep_a_run_from_starting
     try:
         holder = sidesave.Checkpointer(run)
         holder.save(1, a_state(1), blocking=True)
-        pid = holder.daemon_pid
-        assert pid is not None
         holder.close()
         if end == "power lost":
             leave_dead_lease(run)
@@ -622,8 +620,7 @@ def test_messages_of_errors_hold_no_values_of_tensors(tmp_path: Path, caplog: py
 def test_a_daemon_can_be_ended_by_its_own_user_only(tmp_path: Path):
     """Which the kernel sees to; here it is told that nothing was done to weaken that: no setuid, no extra groups."""
     with sidesave.Checkpointer(tmp_path) as checkpointer:
-        pid = checkpointer.daemon_pid
-        assert pid is not None
+        pid = daemon(checkpointer)
         status = Path(f"/proc/{pid}/status").read_text()
         own = Path("/proc/self/status").read_text()
         for key in ("Uid:", "Gid:", "Groups:", "CapEff:", "NoNewPrivs:"):

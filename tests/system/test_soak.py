@@ -26,13 +26,6 @@ LARGEST_NBYTES = 8 << 20
 history once keeps half of that, too."""
 
 
-@pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; daemons started by this very process leave no traces either."""
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
-
-
 def state_of(step: int) -> dict[str, object]:
     """States of ten structures in turn, which grow for a while and then shrink, from 8 KiB to 8 MiB."""
     kind = step % STRUCTURES

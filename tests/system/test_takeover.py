@@ -15,7 +15,17 @@ import campaigns
 import pytest
 from network_storage import ELSEWHERE, PERIOD_S, NetworkStorage
 from sessions import NEW, OLD, MortalStorage, Session, a_state, entries, same
-from trainers import DEADLINE_S, ROOT, SUPPORT, Orders, Traces, Trainer, await_end, check, pidfd_of
+from trainers import (
+    DEADLINE_S,
+    ROOT,
+    SUPPORT,
+    Orders,
+    Traces,
+    await_end,
+    check,
+    kill_with_a_save_staged,
+    pidfd_of,
+)
 
 import sidesave
 from sidesave.client.loading import load as loader
@@ -258,19 +268,13 @@ def test_daemon_of_a_dead_trainer_that_is_asked_to_leave_does_so_in_the_midst_of
     tmp_path: Path, orders: Orders, traces: Traces
 ):
     run = tmp_path / "run"
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("hold", after=4)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
-    with pidfd_of(int(pid)) as pidfd:
+    pid = kill_with_a_save_staged(traces, run, orders, "hold", after=4)
+    with pidfd_of(pid) as pidfd:
         (run / LEASE_DIRECTORY / "1.takeover").write_text('{"within_s": 0.0}')
         await_end(pidfd)
     record = LeaseRecord.from_bytes((run / LEASE_DIRECTORY / "1").read_bytes())
     assert record is not None
-    assert (record.pid, record.trainer_gone, record.released) == (int(pid), True, True)
+    assert (record.pid, record.trainer_gone, record.released) == (pid, True, True)
     assert len(list(run.glob(".step-00000005.*.partial"))) == 1, "what it had begun"
     with sidesave.Checkpointer(run) as ckpt:
         assert ckpt.latest_step() is None

@@ -16,9 +16,8 @@ import pytest
 import torch
 from commands import as_json, output, sidesave_cli
 from machines import machine
-from states import wait_until
 from torch import nn
-from trainers import Orders, Traces, Trainer, await_end, pidfd_of
+from trainers import Orders, Traces, await_end, kill_with_a_save_staged, pidfd_of, wait_until
 
 import sidesave
 from sidesave.client.cli import doctor
@@ -459,17 +458,11 @@ def test_recover_is_refused_while_a_session_lives_which_it_names(tmp_path: Path,
 def test_recover_leaves_a_daemon_in_peace_that_finishes_what_its_dead_trainer_had_staged(
     tmp_path: Path, orders: Orders, traces: Traces
 ):
-    with Trainer(traces, "save_and_wait", tmp_path / "run", 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("hold", after=2)
-        with pidfd_of(int(pid)) as pidfd:
-            trainer.go_on()
-            trainer.expect("staged")
-            orders.obeyed()
-            trainer.kill()
-            assert pid in output("recover", tmp_path / "run", status=1)
-            orders.release()
-            await_end(pidfd)
+    pid = kill_with_a_save_staged(traces, tmp_path / "run", orders, "hold", after=2)
+    with pidfd_of(pid) as pidfd:
+        assert str(pid) in output("recover", tmp_path / "run", status=1)
+        orders.release()
+        await_end(pidfd)
     assert output("recover", tmp_path / "run") == "there is nothing to recover\n"
     assert [row["step"] for row in as_json("ls", tmp_path / "run")["checkpoints"]] == [5]
 

@@ -18,13 +18,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import output
 from rank_trainers import Ranks
-from states import wait_until
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, pidfd_of
-from typer.testing import CliRunner, Result
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_state,
+    await_end,
+    kill_with_a_save_staged,
+    pidfd_of,
+    wait_until,
+)
 
 import sidesave
-from sidesave.client.cli.main import app
 from sidesave.client.cli.top import DaemonView, Top, _RunLog, _written
 from sidesave.client.reporting import plot
 from sidesave.client.runs.save_requests import LISTENING, STOP, TRIGGER, listen, request_save
@@ -32,16 +40,6 @@ from sidesave.writer_daemon.log import SaveRecord
 
 MODULE = [sys.executable, "-m", "sidesave"]
 STATE = {"x": torch.zeros(3)}
-
-
-def sidesave_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-
-
-def output(*arguments: object, status: int = 0) -> str:
-    result = sidesave_cli(*arguments)
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def seen(run: Path, top: Top | None = None) -> list[DaemonView]:
@@ -417,17 +415,10 @@ def test_trigger_is_refused_while_a_daemon_only_finishes_for_a_dead_trainer(
     tmp_path: Path, orders: Orders, traces: Traces
 ):
     run = tmp_path / "run"
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("hold", after=2)
-        with pidfd_of(int(pid)) as pidfd:
-            trainer.go_on()
-            trainer.expect("staged")
-            orders.obeyed()
-            trainer.kill()
-            assert "no live session" in output("trigger", run, status=1)
-            orders.release()
-            await_end(pidfd)
+    with pidfd_of(kill_with_a_save_staged(traces, run, orders, "hold", after=2)) as pidfd:
+        assert "no live session" in output("trigger", run, status=1)
+        orders.release()
+        await_end(pidfd)
     assert not (run / TRIGGER).exists()
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from states import wait_until
 from trainers import (
     DEADLINE_S,
     LAST_WORDS,
@@ -27,9 +26,14 @@ from trainers import (
     a_state,
     await_end,
     check,
+    commit,
+    daemon,
+    end,
     entries,
+    kill_with_a_save_staged,
     pidfd_of,
     staging_memory,
+    wait_until,
 )
 
 import sidesave
@@ -55,19 +59,10 @@ def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path / "run"
 
 
-def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.CheckpointInfo:
-    return ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
-
-
 def failure(handle: sidesave.SaveHandle, future: str = "committed") -> BaseException:
     error = getattr(handle, future).exception(DEADLINE_S)
     assert error is not None
     return error
-
-
-def daemon(ckpt: sidesave.Checkpointer) -> int:
-    assert ckpt.daemon_pid is not None
-    return ckpt.daemon_pid
 
 
 def next_daemon(ckpt: sidesave.Checkpointer, before: int | None) -> int:
@@ -222,9 +217,7 @@ def test_signal_means_finish_what_is_there_and_a_successor_takes_over(
 def test_idle_daemon_ends_by_a_signal_and_a_successor_takes_over(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         pid = daemon(ckpt)
-        with pidfd_of(pid) as pidfd:
-            os.kill(pid, signal.SIGTERM)
-            await_end(pidfd)
+        end(pid, signal.SIGTERM)
         commit(ckpt, 1)
         assert daemon(ckpt) != pid
 
@@ -293,9 +286,7 @@ def test_daemons_that_die_idle_are_replaced_as_often_as_it_takes(run: Path, monk
         pid = None
         for _ in range(connection.MAX_DEATHS + 3):
             pid = next_daemon(ckpt, pid)
-            with pidfd_of(pid) as pidfd:
-                os.kill(pid, signal.SIGKILL)
-                await_end(pidfd)
+            end(pid)
         commit(ckpt, 1)
     check(run, 1)
 
@@ -350,16 +341,8 @@ def test_trainer_killed_while_it_stages_nothing_of_that_save_is_visible(run: Pat
 def test_trainer_and_daemon_killed_the_next_start_cleans_up(run: Path, orders: Orders, traces: Traces):
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop", after=6)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
-        with pidfd_of(int(pid)) as pidfd:
-            os.kill(int(pid), signal.SIGKILL)
-            await_end(pidfd)
+    pid = kill_with_a_save_staged(traces, run, orders, after=6)
+    end(pid)
     assert len(entries(run)) == 2, "a leftover and the first checkpoint"
     check(run, 1)
     with sidesave.Checkpointer(run) as ckpt:
@@ -386,22 +369,16 @@ def test_second_session_in_a_directory_is_refused_by_name_of_the_holder(run: Pat
 
 
 def test_restart_waits_for_the_old_daemon_and_then_sees_its_checkpoint(run: Path, orders: Orders, traces: Traces):
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop", after=6)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
+    pid = kill_with_a_save_staged(traces, run, orders, after=6)
     started: list[sidesave.Checkpointer] = []
     starting = threading.Thread(target=lambda: started.append(sidesave.Checkpointer(run)))
     orders.give("report", starting_at="open", after=12)  # the new daemon has looked at the lease in vain, and asked
     starting.start()
     waiting, operation = orders.obeyed()
-    assert waiting != int(pid)
+    assert waiting != pid
     assert operation.endswith(".sidesave.lease")
     assert started == []
-    os.kill(int(pid), signal.SIGCONT)
+    os.kill(pid, signal.SIGCONT)
     starting.join(DEADLINE_S)
     [ckpt] = started
     with ckpt:
@@ -414,14 +391,8 @@ def test_restart_waits_for_the_old_daemon_and_then_sees_its_checkpoint(run: Path
 
 
 def test_old_daemon_that_hangs_is_fenced_at_the_deadline(run: Path, orders: Orders, traces: Traces):
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("stop", after=6)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
-        trainer.kill()
-    with pidfd_of(int(pid)) as pidfd, sidesave.Checkpointer(run, takeover_timeout_s=1.0) as ckpt:
+    pid = kill_with_a_save_staged(traces, run, orders, after=6)
+    with pidfd_of(pid) as pidfd, sidesave.Checkpointer(run, takeover_timeout_s=1.0) as ckpt:
         await_end(pidfd, 0)
         assert ckpt.latest_step() is None
         assert entries(run) == []
@@ -705,9 +676,7 @@ def test_daemon_that_follows_another_does_not_go_on_in_the_directory_of_another_
         commit(ckpt, 1)
         run.rename(run.with_name("kept"))
         other.rename(run)
-        with pidfd_of(daemon(ckpt)) as pidfd:
-            os.kill(daemon(ckpt), signal.SIGKILL)
-            await_end(pidfd)
+        end(daemon(ckpt))
         error = failure(ckpt.save(2, a_state(2)))
         assert isinstance(error, DaemonDiedError)
         assert "has had this directory since, or it is not the one that the run began in" in str(error)
@@ -749,9 +718,7 @@ def test_daemon_that_follows_another_does_not_begin_in_a_directory_made_meanwhil
         run.rename(run.with_name("kept"))
         run.mkdir()
         with slow_zmq_threads():
-            with pidfd_of(daemon(ckpt)) as pidfd:
-                os.kill(daemon(ckpt), signal.SIGKILL)
-                await_end(pidfd)
+            end(daemon(ckpt))
             error = failure(ckpt.save(2, a_state(2)))
         assert isinstance(error, DaemonDiedError)
         assert "not the directory that the run began in" in str(error)

@@ -20,11 +20,6 @@ def start(traces: Traces, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def ordered(tmp_path: Path) -> Iterator[tuple[Orders, dict[str, str]]]:
     """Orders to the daemons of one rank, and its environment."""
     with orders_to(tmp_path / "orders") as ordered:

@@ -137,9 +137,7 @@ def test_each_node_keeps_its_part_and_its_ranks_get_back_every_bit(
 
 def test_each_rank_may_be_a_node(start: Start, tmp_path: Path, traces: Traces):
     runs = [tmp_path / f"rank-{rank}" for rank in range(3)]
-    ranks = start(3)
-    ranks.do("build", "alike")
-    ranks.open(tmp_path / "rank-{rank}", node_local=True)
+    ranks = start(3).begin("alike", tmp_path / "rank-{rank}", node_local=True)
     save(ranks, 1)
     ranks.do("spoil")
     assert errors(ranks.attempt("save", 2)) == {"UnsupportedValueError"}

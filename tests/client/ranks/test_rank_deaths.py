@@ -12,9 +12,9 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from rank_checks import Start, finish, is_clean, read, visible, wait_until
+from rank_checks import Start, finish, is_clean, read, visible
 from rank_trainers import leftovers
-from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of
+from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
 
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 
@@ -45,9 +45,7 @@ def kill_daemons(
     points: Iterable[int],
 ) -> None:
     orders, environment = ordered
-    ranks = start(3, environments={culprit: environment})
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3, environments={culprit: environment}).begin("small", run)
     step = 0
     for after in points:
         for number in (None, after):  # the structure is known, and new: the ranks still have to find out
@@ -66,9 +64,7 @@ def kill_daemons(
 def test_daemons_that_a_signal_has_ended_are_replaced_and_nobody_takes_their_ranks_for_gone(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     for step in (1, 2):
         daemons = ranks.do("daemon")
         with contextlib.ExitStack() as stack:
@@ -90,9 +86,7 @@ def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     step = 0
     for attempt in range(campaigns.length(12)):
         ranks.do("restructure", attempt // 2)
@@ -123,9 +117,7 @@ def children(pid: int) -> list[int]:
 
 def test_trainer_killed_before_it_staged_fails_the_save_of_the_others_at_once(start: Start, run: Path, traces: Traces):
     for before in (0, 1):  # saves before that one
-        ranks = start(3)
-        ranks.do("build", "small")
-        ranks.open(run)
+        ranks = start(3).begin("small", run)
         if before:
             ranks.save(1)
         ranks[1].kill()
@@ -146,9 +138,7 @@ def test_trainer_killed_before_it_staged_fails_the_save_of_the_others_at_once(st
 def test_trainer_killed_once_it_has_staged_changes_nothing_for_this_save(
     start: Start, run: Path, traces: Traces, culprit: int
 ):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     ranks[culprit].do("save", 1)
     ranks[culprit].do("staged", 1)
     ranks[culprit].kill()
@@ -170,9 +160,7 @@ def test_trainer_killed_once_it_has_staged_changes_nothing_for_this_save(
 
 
 def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     ranks[0].kill()
     for rank in (ranks[1], ranks[2]):
         rank.do("save", 1)
@@ -202,9 +190,7 @@ def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], where: str, known: bool
 ):
     orders, environment = ordered
-    ranks = start(3, environments={1: environment})
-    ranks.do("build", "small")
-    ranks.open(run, commit_timeout_s=5.0)
+    ranks = start(3, environments={1: environment}).begin("small", run, commit_timeout_s=5.0)
     if known:
         ranks.save(1)
     orders.give("stop", starting_at=where)
@@ -234,18 +220,14 @@ def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_t
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]]
 ):
     orders, environment = ordered
-    ranks = start(3, environments={2: environment})
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3, environments={2: environment}).begin("small", run)
     ranks.save(1)
     orders.give("stop", starting_at="os.mkdir")
     ranks.do("save", 2)
     late, _ = orders.obeyed()
     ranks.kill()
     with pidfd_of(late) as pidfd:
-        following = start(2)
-        following.do("build", "small")
-        following.open(run, takeover_timeout_s=1.0)
+        following = start(2).begin("small", run, takeover_timeout_s=1.0)
         assert visible(run) == [1]
         os.kill(late, signal.SIGCONT)
         await_end(pidfd)

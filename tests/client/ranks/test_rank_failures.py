@@ -10,9 +10,9 @@ from typing import Any
 
 import campaigns
 import pytest
-from rank_checks import Start, errors, finish, is_clean, read, visible, wait_until
+from rank_checks import Start, errors, finish, is_clean, read, visible
 from rank_trainers import Answer
-from trainers import Orders, Traces
+from trainers import Orders, Traces, wait_until
 
 # A rank that fails -----------------------------------------------------------------------------------------------
 
@@ -21,9 +21,7 @@ from trainers import Orders, Traces
 def test_rank_that_cannot_save_fails_the_save_of_all_and_the_next_is_whole(
     start: Start, run: Path, traces: Traces, culprit: int
 ):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     ranks[culprit].do("spoil")
     for step in (10, 20):
         for number, answer in enumerate(ranks.attempt("save", step)):
@@ -55,9 +53,7 @@ def test_rank_that_cannot_save_fails_the_save_of_all_and_the_next_is_whole(
 
 
 def test_refusal_that_names_a_key_which_is_no_text_fails_that_save_alone(start: Start, run: Path, traces: Traces):
-    ranks = start(2)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2).begin("small", run)
     ranks[1].do("spoil", "odd\udcff")  # as os.fsdecode() makes it of a file name
     assert errors(ranks.attempt("save", 1)) == [None, "UnsupportedValueError"]
     ranks[0].tell("committed", 1)
@@ -69,9 +65,7 @@ def test_refusal_that_names_a_key_which_is_no_text_fails_that_save_alone(start: 
 
 
 def test_failure_is_raised_once_on_each_rank_and_by_no_save_of_another_step(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     ranks.save(1)
     ranks[1].do("spoil")
     assert errors(ranks.attempt("save", 2)) == [None, "UnsupportedValueError", None]
@@ -92,9 +86,7 @@ def test_failure_is_raised_once_on_each_rank_and_by_no_save_of_another_step(star
 
 
 def test_ranks_that_save_different_steps_are_told_both(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     for first in (10, 20):
         steps = (first, first + 1, first)
         for rank, step in zip(ranks, steps, strict=True):
@@ -113,9 +105,7 @@ def test_ranks_that_save_different_steps_are_told_both(start: Start, run: Path, 
 def test_rank_that_misses_a_save_and_comes_after_it_was_given_up_costs_no_further_waiting(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(2)
-    ranks.do("build", "small")
-    ranks.open(run, commit_timeout_s=5.0)
+    ranks = start(2).begin("small", run, commit_timeout_s=5.0)
     ranks.save(10)
     ranks[0].do("save", 20)
     ranks[0].tell("committed", 20)
@@ -140,9 +130,7 @@ def test_rank_that_misses_a_save_and_comes_after_it_was_given_up_costs_no_furthe
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_rank_that_misses_a_save_is_told_at_once_and_catches_up(start: Start, run: Path, traces: Traces, late: int):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     ranks.save(10)
     others = [rank for number, rank in enumerate(ranks) if number != late]
 
@@ -169,9 +157,7 @@ def test_rank_that_misses_a_save_is_told_at_once_and_catches_up(start: Start, ru
 def test_rank_that_saves_once_less_fails_the_last_save_of_the_others_when_it_leaves(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     ranks.save(1)
     for rank in (ranks[0], ranks[2]):
         rank.do("save", 2)
@@ -187,9 +173,7 @@ def test_rank_that_saves_once_less_fails_the_last_save_of_the_others_when_it_lea
 def test_rank_that_looks_late_learns_of_a_step_that_was_replaced_or_deleted_meanwhile(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     for _ in range(6):
         ranks.do("save", 1, overwrite=True)
     ranks.do("wait")
@@ -231,9 +215,7 @@ def fail_operations(
     error: str,
 ) -> None:
     orders, environment = ordered
-    ranks = start(3, environments={culprit: environment})
-    ranks.do("build", "small")
-    ranks.open(run, retries=0)
+    ranks = start(3, environments={culprit: environment}).begin("small", run, retries=0)
     ranks.save(0)
     step, failed = 0, 0
     for after, is_known in itertools.product(points, (True, False)):
@@ -264,9 +246,7 @@ def test_passing_error_of_one_rank_is_tried_again(
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]]
 ):
     orders, environment = ordered
-    ranks = start(2, environments={1: environment})
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2, environments={1: environment}).begin("small", run)
     for step in (1, 2):
         orders.give("EIO", after=5)
         ranks.save(step)
@@ -279,9 +259,7 @@ def test_rank_that_is_slow_once_its_record_is_there_does_not_mind_that_rank_0_ha
     start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]]
 ):
     orders, environment = ordered
-    ranks = start(2, environments={1: environment})
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2, environments={1: environment}).begin("small", run)
     ranks.save(0)
     overtaken: set[str] = set()
     answers: list[Answer] = []

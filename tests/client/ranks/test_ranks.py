@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_checks import Start, errors, finish, read, visible, wait_until
+from rank_checks import Start, errors, finish, read, visible
 from rank_trainers import same_tensors
-from trainers import Traces
+from trainers import Traces, wait_until
 
 import sidesave
 from sidesave.client.ranks.group import RENDEZVOUS
@@ -104,9 +104,7 @@ def test_what_a_parallel_model_does_not_keep_equal_is_compared(
 def test_state_of_a_parallel_model_is_whole_and_there_once(
     start: Start, run: Path, traces: Traces, name: str, count: int
 ):
-    ranks = start(count)
-    ranks.do("build", name)
-    ranks.open(run)
+    ranks = start(count).begin(name, run)
     for step in (1, 2, 3):
         truth = run.parent / f"truth-{step}"
         ranks.do("truth", str(truth))
@@ -121,9 +119,7 @@ def test_state_of_a_parallel_model_is_whole_and_there_once(
 
 
 def test_stages_of_a_pipeline_are_all_there_under_their_own_names(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "pipeline")
-    ranks.open(run)
+    ranks = start(3).begin("pipeline", run)
     for step in (1, 2):
         ranks.do("mine", str(run.parent / "mine-{rank}"))
         ranks.save(step)
@@ -140,9 +136,7 @@ def test_stages_of_a_pipeline_are_all_there_under_their_own_names(start: Start, 
 
 
 def test_experts_of_one_name_and_different_content_are_not_merged(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "experts")
-    ranks.open(run)
+    ranks = start(3).begin("experts", run)
     ranks.do("mine", str(run.parent / "mine-{rank}"))
     for step in (1, 2):
         ranks.save(step)
@@ -180,9 +174,7 @@ def test_experts_are_written_once_while_they_are_equal_and_all_from_the_save_on_
 def test_buffers_that_differ_come_back_to_their_rank_and_of_another_number_of_ranks_all_get_the_first_one(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(3)
-    ranks.do("build", "batchnorm")
-    ranks.open(run)
+    ranks = start(3).begin("batchnorm", run)
     for step in (1, 2):
         ranks.save(step)
         assert read(run, step).manifest.apart == {"model.1.running_mean": (0, 1, 2)}
@@ -203,14 +195,10 @@ def test_buffers_that_differ_come_back_to_their_rank_and_of_another_number_of_ra
 
 
 def test_parameters_that_differ_are_not_loaded_by_another_number_of_ranks(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "experts")
-    ranks.open(run)
+    ranks = start(3).begin("experts", run)
     ranks.save(1)
     finish(ranks, run, traces)
-    ranks = start(2)
-    ranks.do("build", "experts")
-    ranks.open(run)
+    ranks = start(2).begin("experts", run)
     for answer in ranks.attempt("load", 1):
         assert answer.error == "StateMismatchError"
         assert "model.expert.0.weight differs between ranks 0, 1, 2" in answer.message
@@ -362,9 +350,7 @@ def test_a_save_that_takes_too_much_memory_says_how_to_take_less(start: Start, r
 
 def test_names_that_ranks_need_for_themselves_are_refused(start: Start, run: Path, traces: Traces):
     name = "rng@rank-00001"
-    ranks = start(2)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2).begin("small", run)
     ranks.do("name_tensor", name)
     for answer in ranks.attempt("save", 1):
         assert answer.error == "UnsupportedValueError" and name in answer.message
@@ -374,9 +360,7 @@ def test_names_that_ranks_need_for_themselves_are_refused(start: Start, run: Pat
 
 
 def test_metadata_are_those_of_rank_0(start: Start, run: Path, traces: Traces):
-    ranks = start(2)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2).begin("small", run)
     for number, rank in enumerate(ranks):
         rank.do("save", 1, metadata={"metrics": {"rank": number}, "long": "x" * 10_000})
     ranks.do("committed", 1)
@@ -389,9 +373,7 @@ def test_metadata_are_those_of_rank_0(start: Start, run: Path, traces: Traces):
 
 
 def test_ranks_do_not_talk_to_save(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "fsdp")
-    ranks.open(run)
+    ranks = start(3).begin("fsdp", run)
     ranks.do("forbid_talking")
     assert errors(ranks.attempt("talk")) == ["AssertionError"] * 3
     ranks.save(1)
@@ -432,9 +414,7 @@ def test_ranks_without_process_group_meet_in_storage_in_spite_of_what_others_hav
 
 
 def test_ranks_that_close_leave_nothing_where_they_met(start: Start, run: Path, traces: Traces):
-    ranks = start(3, group=False)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3, group=False).begin("small", run)
     ranks.save(1)
     finish(ranks, run, traces)
     assert list((run / RENDEZVOUS).iterdir()) == []
@@ -504,9 +484,7 @@ def test_rank_that_waits_for_others_says_whom_it_misses_and_how_to_save_alone(
 
 
 def test_all_ranks_tell_the_same_of_steps_and_saves(start: Start, run: Path, traces: Traces):
-    ranks = start(3)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(3).begin("small", run)
     for step in (1, 2, 3):
         ranks.save(step)
     ranks.do("delete", 2)

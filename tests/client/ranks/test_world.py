@@ -82,9 +82,7 @@ def test_whatever_one_rank_raises_all_do_and_the_next_agreement_is_about_the_nex
 def test_rank_that_cannot_load_keeps_all_from_it_though_its_error_is_none_of_ours(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(2)
-    ranks.do("build", "fragile")
-    ranks.open(run)
+    ranks = start(2).begin("fragile", run)
     save(ranks, 1, 2)
     ranks.do("build", "fragile", seed=9)
     before = ranks.do("digests")
@@ -120,9 +118,7 @@ def test_all_ranks_go_back_and_the_next_job_goes_on_from_there(start: Start, run
 
 
 def test_rank_whose_object_does_not_take_its_state_is_named_by_all(start: Start, run: Path, traces: Traces):
-    ranks = start(2)
-    ranks.do("build", "fragile")
-    ranks.open(run)
+    ranks = start(2).begin("fragile", run)
     save(ranks, 1)
     ranks[1].do("fail_at", "load_state_dict", "RuntimeError")
     told = outcomes(ranks, "load")
@@ -134,9 +130,7 @@ def test_rank_whose_object_does_not_take_its_state_is_named_by_all(start: Start,
 
 
 def test_ranks_that_ask_for_different_checkpoints_are_told(start: Start, run: Path, traces: Traces):
-    ranks = start(2)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2).begin("small", run)
     save(ranks, 1, 2)
     for asked, word in (
         ([{"step": 1}, {"step": 2}], "step=2"),
@@ -156,9 +150,7 @@ def test_ranks_that_ask_for_different_checkpoints_are_told(start: Start, run: Pa
 def test_rank_that_loads_while_another_does_something_else_is_told_and_so_is_the_other(
     start: Start, run: Path, traces: Traces
 ):
-    ranks = start(2)
-    ranks.do("build", "small")
-    ranks.open(run)
+    ranks = start(2).begin("small", run)
     save(ranks, 1)
     for _ in range(2):
         ranks[0].tell("agree", str(run))
@@ -267,9 +259,7 @@ def test_tied_weights_are_tied_on_a_rank_that_holds_nothing_of_them(
 
 
 def test_local_part_of_what_is_cut_is_a_tensor_of_its_own(start: Start, run: Path, traces: Traces):
-    ranks = start(2)
-    ranks.do("build", "with_local_parts")
-    ranks.open(run)
+    ranks = start(2).begin("with_local_parts", run)
     save(ranks, 1)
     saved = ranks.do("digests")
     ranks.do("build", "with_local_parts", seed=9)

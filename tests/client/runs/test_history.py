@@ -21,7 +21,18 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, await_end, check, pidfd_of
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_state,
+    await_end,
+    check,
+    end,
+    kill_with_a_save_staged,
+    pidfd_of,
+)
 
 import sidesave
 from sidesave.client.cli import console
@@ -42,11 +53,6 @@ from sidesave.writer_daemon.log import HISTORY_FILE, MAX_NBYTES, HistoryLog, Sav
 from sidesave.writer_daemon.storage import PosixStorage
 
 OLD, NEW = "0" * 16, "1" * 16
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 def outcomes(records: list[SaveRecord]) -> list[tuple[int, str]]:
@@ -279,16 +285,8 @@ def test_an_unknown_outcome_corrects_itself(log: str, run: Path, orders: Orders)
 
 def _kill_both(run: Path, traces: Traces, orders: Orders, **order: Any) -> None:
     """A trainer that saves step 5 and its daemon are both killed, the daemon where ``order`` says."""
-    with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give("hold", **order)
-        with pidfd_of(int(pid)) as pidfd:
-            trainer.go_on()
-            trainer.expect("staged")
-            orders.obeyed()
-            trainer.kill()
-            os.kill(int(pid), signal.SIGKILL)
-            await_end(pidfd)
+    pid = kill_with_a_save_staged(traces, run, orders, "hold", **order)
+    end(pid)
 
 
 def test_a_save_that_died_with_its_session_is_unknown_until_it_is_removed(run: Path, orders: Orders, traces: Traces):
@@ -442,17 +440,17 @@ def test_lines_that_a_full_disk_refuses_are_written_once_there_is_room(
 def test_the_log_stays_small_and_keeps_the_newest(tmp_path: Path):
     log = HistoryLog(PosixStorage(str(tmp_path)))
     largest = 0
-    for step in range(8000):
+    for step in range(2000):
         log.append(a_record(step, called_s=float(step)))
         log.append(a_record(step, tries=1))
-        log.append(a_record(step, "failed", error="NoSpaceError", message="x" * 40))
-        if step % 100 == 0:
+        log.append(a_record(step, "failed", error="NoSpaceError", message="x" * 400))
+        if step % 20 == 0:
             largest = max(largest, (tmp_path / HISTORY_FILE).stat().st_size)
     log.close()
     assert MAX_NBYTES // 2 < largest < MAX_NBYTES + 1000
     records = read_history(str(tmp_path))
-    assert [record.step for record in records] == list(range(records[0].step, 8000))
-    assert len(records) > 1000
+    assert [record.step for record in records] == list(range(records[0].step, 2000))
+    assert 1000 < len(records) < 2000
     assert {(record.outcome, record.tries, record.called_s == record.step) for record in records} == {
         ("failed", 1, True)
     }

@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 from manager_trainer import ManagedTrainer
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, entries, same, say, wait_to_go_on
 
 import sidesave
 from sidesave.client.runs import catalog
-from sidesave.client.training.retention import PINS
+from sidesave.client.training.retention import PINS, Retention
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -42,11 +43,6 @@ class Reader(Trainer):
     """A process that runs a function of this module."""
 
     script = __file__
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 @pytest.fixture(autouse=True)
@@ -307,18 +303,25 @@ def test_a_full_disk_takes_back_nothing_that_is_read_and_the_save_fails(run: Pat
         assert trash(place) == []
 
 
-def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(orders: Orders, run: Path):
-    with sidesave.CheckpointManager(
-        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(1)]
-    ) as manager:
+@contextlib.contextmanager
+def deleting_the_first_of_two(run: Path, orders: Orders, order: str) -> Iterator[Retention]:
+    """A manager that deletes step 0, whose daemon is about to rename it as it obeys an order."""
+    keep = [sidesave.KeepLatest(1)]
+    with sidesave.CheckpointManager(run, a_state(1), save=[sidesave.EverySteps(1)], keep=keep) as manager:
         manager.save(0, blocking=True)
         manager.pin(0)
         manager.save(1, blocking=True)
         manager.unpin(0)
-        assert manager._background.retention is not None
-        orders.give("hold", starting_at="os.rename")
-        manager._background.retention._commits.put(True)
-        orders.obeyed()  # the daemon is about to rename it
+        retention = manager._background.retention
+        assert retention is not None
+        orders.give(order, starting_at="os.rename")
+        retention._commits.put(True)
+        orders.obeyed()
+        yield retention
+
+
+def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(orders: Orders, run: Path):
+    with deleting_the_first_of_two(run, orders, "hold"):
         with pytest.raises(CheckpointNotFoundError, match="is being deleted"), sidesave.hold(directory(run, 0)):
             pass
         assert same(sidesave.load(directory(run, 0)), a_state(1))
@@ -330,18 +333,8 @@ def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(order
 
 
 def test_what_could_not_be_deleted_can_be_held_again(orders: Orders, run: Path, caplog: pytest.LogCaptureFixture):
-    with sidesave.CheckpointManager(
-        run, a_state(1), save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(1)]
-    ) as manager:
-        manager.save(0, blocking=True)
-        manager.pin(0)
-        manager.save(1, blocking=True)
-        manager.unpin(0)
-        assert manager._background.retention is not None
-        orders.give("EIO", starting_at="os.rename")
-        manager._background.retention._commits.put(True)
-        orders.obeyed()
-        manager._background.retention.close(DEADLINE_S)
+    with deleting_the_first_of_two(run, orders, "EIO") as retention:
+        retention.close(DEADLINE_S)
         assert "cannot" in caplog.text
         with sidesave.hold(directory(run, 0)) as info:
             assert info.step == 0
@@ -588,7 +581,7 @@ def test_wrong_arguments_of_watch_are_refused_at_once(run: Path):
 
 
 def test_an_evaluator_loads_whatever_it_comes_to_of_a_run_that_keeps_one(traces: Traces, run: Path):
-    last = 40
+    last = campaigns.examples(40)
     with (
         Reader(traces, "evaluate", run, last) as one,
         Reader(traces, "evaluate", run, last) as other,

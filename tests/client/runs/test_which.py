@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from managers import Manage, damage, managers_of
+from managers import Manage, damage
 from node_trainers import NodeRank
 from rank_trainers import Ranks
 from trainers import Orders, Traces
@@ -48,13 +48,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(original: Path, tmp_path: Path) -> Path:
     """A copy of it to be changed."""
     return shutil.copytree(original, tmp_path / "run")
-
-
-@pytest.fixture
-def manage(run: Path) -> Iterator[Manage]:
-    """Makes managers of this run."""
-    with managers_of(run) as manage:
-        yield manage
 
 
 def by_load(path: Any) -> float:
@@ -323,9 +316,7 @@ def test_ranks_load_one_checkpoint_by_its_path_or_all_of_them_are_told_why_not(
 ):
     run, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(run)
-    ranks = start(2, group=group)
-    ranks.do("build", "fragile")
-    ranks.open(run)
+    ranks = start(2, group=group).begin("fragile", run)
     for step in (1, 2, 3):
         ranks.do("put", "step", step)
         ranks.save(step)

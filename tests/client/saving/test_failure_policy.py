@@ -16,7 +16,7 @@ from typing import cast
 import forks
 import pytest
 import torch
-from trainers import DEADLINE_S, Traces, a_state, await_end, check, entries, pidfd_of, same
+from trainers import DEADLINE_S, Traces, a_state, await_end, check, commit, entries, pidfd_of, same
 
 import sidesave
 from sidesave.client.saving.handle import SaveHandle
@@ -43,10 +43,6 @@ def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path
 def small(mount: Callable[..., Path], run: Path) -> Path:
     """A run directory on 8 MiB of tmpfs."""
     return mount("-t", "tmpfs", "-o", "size=8m", "none") / "run"
-
-
-def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.CheckpointInfo:
-    return ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
 
 
 def fail(ckpt: sidesave.Checkpointer, step: int) -> None:

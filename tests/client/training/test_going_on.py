@@ -29,12 +29,6 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon.format.rollback import ROLLBACK_FILE, Rollbacks
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 # The step that was finished last ---------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from managers import Manage, damage, steps, wait_until
-from trainers import DEADLINE_S, ROOT, Orders
+from managers import Manage, damage, steps
+from trainers import DEADLINE_S, ROOT, Orders, wait_until
 
 import sidesave
 from sidesave import KeepBest, KeepEverySteps, KeepLatest, KeepSteps
@@ -36,12 +36,6 @@ from sidesave.errors import (
     UnsupportedValueError,
 )
 from sidesave.writer_daemon.protocol import DaemonOptions
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
 
 # When ------------------------------------------------------------------------------------------------------------
 

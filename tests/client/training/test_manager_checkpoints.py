@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from managers import Manage, steps, wait_until
+from managers import Manage, steps
 from torch import nn
-from trainers import Orders
+from trainers import Orders, wait_until
 
 import sidesave
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Manage, run: Path):

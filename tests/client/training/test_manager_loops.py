@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ import sidesave
 
 Loop = tuple[dict[str, Any], Callable[[], object]]
 """A state and what trains it by one step."""
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 def _net() -> nn.Sequential:

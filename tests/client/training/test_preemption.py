@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from manager_trainer import ManagedTrainer
 from managers import Manage
-from trainers import DEADLINE_S, SUPPORT, Orders, Traces
+from trainers import DEADLINE_S, SUPPORT, Orders, Traces, wait_until
 
 import sidesave
 from sidesave import OnSignal
@@ -25,11 +25,6 @@ from sidesave.client.runs import catalog, save_requests
 
 Start = Callable[..., ManagedTrainer]
 TERMINATED = 128 + signal.SIGTERM
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
 
 
 @pytest.fixture
@@ -480,10 +475,3 @@ def test_torchrun_that_is_terminated_leaves_one_checkpoint_of_all_workers(
     assert {path.name for path in Path(info.path).glob("rank-*.json")} == {"rank-00000.json", "rank-00001.json"}
     resumed = start(total=step + 2)
     assert resumed.expect("restored") == [str(step + 1)]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
