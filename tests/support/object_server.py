@@ -70,7 +70,7 @@ class ObjectServer:
 
             wbufsize = -1  # head and body in one packet
 
-            def log_message(self, *args: object) -> None: ...
+            def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
 
             def do_GET(self) -> None:
                 url = urlsplit(self.path)

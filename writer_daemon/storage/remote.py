@@ -34,7 +34,9 @@ _AHEAD: Final = 8
 _CHUNK_NBYTES: Final = 1 << 20
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
-_PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|InvalidRange")
+_PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
+_INSTANCE_ROLE: Final = "//169.254.169.254/"
+"""Where clouds tell their machines who they are: asked when nothing else says so."""
 _memory: Final[dict[str, MemoryStore]] = {}
 
 
@@ -100,6 +102,8 @@ class ObjectStorage(ReadStorage):
     def _get(self, path: str, offset: int, window: memoryview) -> tuple[int, int]:
         """How many bytes have come, and the length of the file."""
         done = 0
+        if not window:
+            return 0, 0
         with self._doing(f"cannot read {len(window):,} bytes at byte {offset:,}", path):
             try:
                 wanted = {"range": (offset, offset + len(window))}
@@ -135,6 +139,11 @@ class ObjectStorage(ReadStorage):
             check = "check the credentials, that they may get and list objects here, the region and the endpoint"
             raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self._full(path)) from None
         except (exceptions.BaseError, OSError, ValueError) as error:
+            if "(os error 20)" in str(error):  # a file in a directory's place
+                raise WriteError(errno.ENOENT, f"{what}: there is no such file", self._full(path)) from None
+            if _INSTANCE_ROLE in str(error):
+                text = f"{what}: there are no credentials, neither in the environment nor by a role of this machine"
+                raise WriteError(errno.EACCES, text, self._full(path)) from None
             stalled = "kind: Timeout" in str(error)
             kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
             raise kind(code, f"{what}: {_first_line(error)}", self._full(path)) from None
