@@ -83,12 +83,16 @@ class BlockFile:
         return self.layout.data_offset + len(self.digests)
 
 
-def open_file(storage: ReadStorage, directory: str, record: FileRecord) -> BlockFile:
-    """Read and check the digest list and the header of a tensor file; ``IntegrityError`` says what is wrong."""
+def open_file(storage: ReadStorage, directory: str, record: FileRecord, digests: bytes | None = None) -> BlockFile:
+    """Read and check the digest list, if it is not given, and the header of a tensor file.
+
+    ``IntegrityError`` says what is wrong.
+    """
     path = f"{storage.root.rstrip('/')}/{directory}/{record.name}"
     assert record.digests is not None
-    require_room(record.digests, os.path.dirname(path))
-    digests = integrity.read_digests(storage, directory, record)
+    if digests is None:
+        require_room(record.digests, os.path.dirname(path))
+        digests = integrity.read_digests(storage, directory, record)
     with storage.open(f"{directory}/{record.name}") as source:
         if source.nbytes != record.nbytes:
             raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {record.nbytes:,}")

@@ -155,13 +155,18 @@ class _Fetch:
         needed, free = sum(file.layout.nbytes for file in files), self._run.free_nbytes()
         if needed > free:
             raise NoSpaceError(errno.ENOSPC, f"{needed:,} bytes are to come, {free:,} are free", self._run.root)
-        with contextlib.ExitStack() as opened:
-            requests: list[ReadRequest] = []
-            for file in files:
-                target = _Target(f"{self._path}/{os.path.basename(file.path)}", file.layout.nbytes, self._arrived)
-                opened.callback(target.close)
-                requests.append(ReadRequest(file, 0, len(file.borders) - 2, sink=target.put))
+        targets: list[_Target] = []
+        requests: list[ReadRequest] = []
+        for file in files:
+            targets.append(_Target(f"{self._path}/{os.path.basename(file.path)}", file.layout.nbytes, self._arrived))
+            requests.append(ReadRequest(file, 0, len(file.borders) - 2, sink=targets[-1].put))
+        try:
             block_io.read_blocks(block_io.Access.of(self._store, self._name), requests, verify=True)
+        finally:
+            for target in targets:
+                target.close()
+            if failed := [target.failed for target in targets if target.failed is not None]:
+                raise failed[0]
 
     def _rank(self, rank: int) -> list[BlockFile]:
         """The small files of a rank, fetched, and its tensor files that are still to come."""
@@ -173,11 +178,11 @@ class _Fetch:
         missing: list[BlockFile] = []
         for each in record.files:
             assert each.digests is not None
-            self._small(each.digests)
+            digests = self._small(each.digests)
             if self._is_there(each):
                 self._arrived(each.nbytes)
             else:
-                missing.append(block_io.open_file(self._store, self._name, each))
+                missing.append(block_io.open_file(self._store, self._name, each, digests))
         return missing
 
     def _is_there(self, entry: FileRecord) -> bool:
@@ -208,26 +213,35 @@ class _Target:
     def __init__(self, path: str, nbytes: int, arrived: Callable[[int], None]) -> None:
         self._path, self._left, self._arrived = path, nbytes, arrived
         self._file: Descriptor | None = None
+        self.failed: WriteError | None = None
+        """Why it could not be written, which is no damage of what was read."""
         self._lock = threading.Lock()
 
     def put(self, window: memoryview, begin: int, start: int, stop: int) -> None:
         """Write the bytes from ``start`` to ``stop`` of the file; ``window`` begins with the byte ``begin``."""
-        with _writing(self._path):
-            with self._lock:
-                if self._file is None:
-                    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-                    self._file = Descriptor(f"{self._path}.part", flags)
-            data, at = window[start - begin : stop - begin], start
-            while data:
-                count = os.pwrite(self._file.fileno(), data, at)
-                data, at = data[count:], at + count
-            with self._lock:
-                self._left -= stop - start
-                if not self._left:
-                    os.fsync(self._file.fileno())
-                    self._file.close()
-                    os.rename(f"{self._path}.part", self._path)
+        try:
+            with _writing(self._path):
+                self._put(window[start - begin : stop - begin], start)
+        except WriteError as error:
+            self.failed = error
+            raise
         self._arrived(stop - start)
+
+    def _put(self, data: memoryview, at: int) -> None:
+        nbytes = len(data)
+        with self._lock:
+            if self._file is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+                self._file = Descriptor(f"{self._path}.part", flags)
+        while data:
+            count = os.pwrite(self._file.fileno(), data, at)
+            data, at = data[count:], at + count
+        with self._lock:
+            self._left -= nbytes
+            if not self._left:
+                os.fsync(self._file.fileno())
+                self._file.close()
+                os.rename(f"{self._path}.part", self._path)
 
     def close(self) -> None:
         """Give its descriptor back; idempotent."""

@@ -334,16 +334,17 @@ def test_what_takes_no_url_says_what_does(tmp_path: Path):
 
 
 def test_credentials_stand_in_no_error_and_in_no_repr(server: ObjectServer):
+    secret = server.options["aws_secret_access_key"]
     source = Source(STEP, storage_options=server.options)
     server.fault = lambda request, number: 403
     with pytest.raises(WriteError) as raised:
         load(server)
     with pytest.raises(InvalidArgumentError) as odd:
-        sidesave.load(STEP, storage_options={**server.options, "nonsense": "a-secret"})
+        sidesave.load(STEP, storage_options={**server.options, "nonsense": secret})
     for told in (source, raised.value, odd.value):
-        assert "a-secret" not in repr(told) + str(told)
+        assert secret not in repr(told) + str(told)
     for error in (raised.value, odd.value):
-        assert "a-secret" not in "".join(traceback.format_exception(error))
+        assert secret not in "".join(traceback.format_exception(error))
 
 
 def test_without_its_library_the_error_says_how_to_get_it():
