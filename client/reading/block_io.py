@@ -298,7 +298,10 @@ class _PieceReader:
                             if source is not None:
                                 source.close()
                             source = self._access.open(piece.file)
-                        count += source.read(piece, verify=self._verify)
+                        window, begin = piece.window()
+                        done = source.read(window, begin)
+                        piece.deliver(window[:done], begin, verify=self._verify)
+                        count += done
                 except BaseException as error:  # noqa: BLE001 - the caller's; all pieces before it have been taken
                     self._errors[number] = error
                     self.stop()
@@ -321,6 +324,34 @@ class _Piece:
     first: int
     last: int
     requests: Sequence[ReadRequest]
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether it is read to where it stays."""
+        return len(self.requests) == 1 and self.requests[0].memory is not None
+
+    def window(self) -> tuple[memoryview, int]:
+        """Where this thread is to read it to, and the offset in the file to begin at."""
+        borders, home = self.file.borders, self.requests[0]
+        # The page at a border is read by both neighbours, with the same bytes.
+        begin, stop = borders[self.first] // PAGE * PAGE, page_up(borders[self.last + 1])
+        return (home.content[begin - home.base : stop - home.base] if self._in_place else _scratch(stop - begin)), begin
+
+    def deliver(self, window: memoryview, begin: int, *, verify: bool) -> None:
+        """Compare what was read, from ``begin`` on, with its digests, and take it to who wants it."""
+        borders, end = self.file.borders, self.file.borders[self.last + 1]
+        if len(window) < end - begin:
+            raise IntegrityError(f"{self.file.path}: ends before byte {end:,}")
+        spans = [(max(each.first, self.first), min(each.last, self.last)) for each in self.requests]
+        if verify:
+            for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
+                _check(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
+        for each, (first, last) in zip(self.requests, spans, strict=True):
+            if each.sink is not None:
+                each.sink(window, begin, borders[first], borders[last + 1])
+            elif not self._in_place:
+                part = window[borders[first] - begin : borders[last + 1] - begin]
+                each.content[borders[first] - each.base :][: len(part)] = part
 
 
 def _pieces(file: BlockFile, requests: Iterable[ReadRequest], access: Access) -> Iterator[_Piece]:
@@ -346,7 +377,8 @@ def _pieces(file: BlockFile, requests: Iterable[ReadRequest], access: Access) ->
             while for_sinks and for_sinks[-1].first <= last:
                 concerned.append(for_sinks.pop())
             concerned = [each for each in concerned if first <= each.last]
-            yield _Piece(file, first, last, tuple(concerned))
+            if concerned:  # of a gap there may be a piece alone
+                yield _Piece(file, first, last, tuple(concerned))
 
 
 def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -379,35 +411,8 @@ class _Source(ABC):
 
     file: BlockFile
 
-    def read(self, piece: _Piece, *, verify: bool) -> int:
-        """Read a piece to where it goes, and compare it with its digests; returns how many bytes were read."""
-        borders, path = self.file.borders, self.file.path
-        start, end = borders[piece.first], borders[piece.last + 1]
-        # The page at a border is read by both neighbours, with the same bytes.
-        begin, stop = start // PAGE * PAGE, page_up(end)
-        home = piece.requests[0] if len(piece.requests) == 1 else None
-        in_place = home is not None and home.memory is not None
-        if home is not None and in_place:
-            window = home.content[begin - home.base : stop - home.base]
-        else:
-            window = _scratch(stop - begin)
-        done = self.read_into(window, begin)
-        if done < end - begin:
-            raise IntegrityError(f"{path}: ends before byte {end:,}")
-        spans = [(max(each.first, piece.first), min(each.last, piece.last)) for each in piece.requests]
-        if verify:
-            for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
-                _check(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
-        for each, (first, last) in zip(piece.requests, spans, strict=True):
-            if each.sink is not None:
-                each.sink(window, begin, borders[first], borders[last + 1])
-            elif not in_place:
-                part = window[borders[first] - begin : borders[last + 1] - begin]
-                each.content[borders[first] - each.base :][: len(part)] = part
-        return done
-
     @abstractmethod
-    def read_into(self, window: memoryview, begin: int) -> int:
+    def read(self, window: memoryview, begin: int) -> int:
         """Fill memory with the bytes from ``begin`` on, a page's border; how many came, fewer where the file ends."""
 
     @abstractmethod
@@ -423,7 +428,7 @@ class _RemoteSource(_Source):
         self._storage = storage
         self._path = f"{directory}/{os.path.basename(file.path)}"
 
-    def read_into(self, window: memoryview, begin: int) -> int:
+    def read(self, window: memoryview, begin: int) -> int:
         return self._storage.read_into(self._path, begin, window)
 
     def close(self) -> None:
@@ -447,7 +452,7 @@ class _LocalSource(_Source):
         address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0)
         self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
 
-    def read_into(self, window: memoryview, begin: int) -> int:
+    def read(self, window: memoryview, begin: int) -> int:
         source = self._cached if self._direct is None or self._is_cached(begin, len(window)) else self._direct
         done = 0
         while done < len(window):

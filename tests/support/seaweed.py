@@ -69,7 +69,7 @@ def _free_ports(count: int) -> list[int]:
 
 def upload(directory: Path, bucket: str, prefix: str, options: dict[str, str]) -> None:
     """Copy a directory as it is, as ``aws s3 cp --recursive`` does."""
-    store = S3Store(bucket, config=options)
+    store = S3Store(bucket, config=options)  # pyright: ignore[reportArgumentType]
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             obstore.put(store, f"{prefix}/{path.relative_to(directory).as_posix()}", path)

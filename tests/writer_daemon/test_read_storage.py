@@ -44,9 +44,10 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReadStor
         (directory / name).write_bytes(content)
     kind: str = request.param
     kinds = KINDS if kind in KINDS else {kind: stores.in_seaweed(request.getfixturevalue("weed"))}
-    with kinds[kind](directory) as (place, options), urls.using(options):
-        with contextlib.closing(urls.open_storage(place)) as opened:
-            yield opened
+    with contextlib.ExitStack() as opened:
+        place, options = opened.enter_context(kinds[kind](directory))
+        opened.enter_context(urls.using(options))
+        yield opened.enter_context(contextlib.closing(urls.open_storage(place)))
 
 
 def test_a_small_file_comes_whole(storage: ReadStorage):
@@ -61,7 +62,7 @@ def test_what_is_not_there_is_none(storage: ReadStorage):
 
 def test_a_file_over_the_limit_is_an_error_that_names_it(storage: ReadStorage):
     assert storage.read("step-00000002/manifest.json", 3) == b"{ }"
-    with pytest.raises(WriteError, match="over the limit|too large") as raised:
+    with pytest.raises(WriteError, match=r"over the limit") as raised:
         storage.read("step-00000002/manifest.json", 2)
     assert raised.value.filename == f"{storage.root}/step-00000002/manifest.json"
 

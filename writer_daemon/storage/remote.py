@@ -147,6 +147,11 @@ class ObjectStorage(ReadStorage):
             stalled = "kind: Timeout" in str(error)
             kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
             raise kind(code, f"{what}: {_first_line(error)}", self._full(path)) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # obstore's, for an endpoint that is no URL for instance
+                raise
+            text = f"{what}: obstore has given up: check the endpoint and the other options of the store"
+            raise WriteError(errno.EINVAL, text, self._full(path)) from None
 
 
 class _ObjectInput(InputFile):

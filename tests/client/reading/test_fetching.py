@@ -64,8 +64,12 @@ def fetch(server: ObjectServer, run: Path, url: str = STEP, **more: Any) -> side
     return sidesave.fetch(url, run, storage_options={**server.options, **retries}, **more)
 
 
+def names(directory: str | os.PathLike[str]) -> list[str]:
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
 def hidden(run: Path) -> list[str]:
-    return [name for name in os.listdir(run) if name.startswith(".fetch-")]
+    return [name for name in names(run) if name.startswith(".fetch-")]
 
 
 def test_what_is_fetched_is_a_committed_checkpoint_like_the_one_in_the_store(
@@ -75,14 +79,23 @@ def test_what_is_fetched_is_a_committed_checkpoint_like_the_one_in_the_store(
     info = fetch(server, tmp_path / "new" / "run", "s3://bucket/run", on_bytes=arrived.append)
     original = buckets / "bucket" / "run" / "step-00000002"
     assert (info.step, info.path) == (2, str(tmp_path / "new" / "run" / "step-00000002"))
-    assert sorted(os.listdir(info)) == sorted(os.listdir(original)) == sorted(FILES)
+    assert names(info) == names(original) == sorted(FILES)
     for name in FILES:
         assert (Path(info) / name).read_bytes() == (original / name).read_bytes()
     assert sidesave.find(tmp_path / "new" / "run") == [info]
     assert sidesave.verify(info).ok
     assert sum(arrived) == sum((original / name).stat().st_size for name in FILES if name != "manifest.json")
-    assert stat.S_IMODE(os.stat(info).st_mode) == stat.S_IMODE(os.stat(original).st_mode)
-    assert os.listdir(tmp_path / "new" / "run") == ["step-00000002"]
+    assert stat.S_IMODE(Path(info).stat().st_mode) == stat.S_IMODE(original.stat().st_mode)
+    assert names(tmp_path / "new" / "run") == ["step-00000002"]
+
+
+def test_a_fetch_takes_a_request_for_each_file_and_for_each_8_mib_and_one_more_for_each_file_of_tensors(
+    server: ObjectServer, tmp_path: Path
+):
+    """docs/remote.md says so."""
+    fetch(server, tmp_path)
+    assert server.count("LIST") == 0
+    assert server.count("GET") == 6 + (1 + 1) + (1 + 2)  # small files; head, of 4 MiB; model, of 12
 
 
 def test_a_run_goes_on_from_what_was_fetched(server: ObjectServer, tmp_path: Path):
@@ -233,4 +246,4 @@ def test_a_hostile_manifest_leads_nowhere_else(buckets: Path, tmp_path: Path):
     (tmp_path / "run").mkdir()
     with serving(copy) as server, pytest.raises(IntegrityError, match="name"):
         fetch(server, tmp_path / "run")
-    assert os.listdir(tmp_path / "run") == []
+    assert names(tmp_path / "run") == []

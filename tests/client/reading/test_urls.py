@@ -1,7 +1,7 @@
 """Checkpoints in object stores: loaded, looked for and verified by URL, in few requests, and never wrong."""
 
 import datetime
-import os
+import json
 import shutil
 import subprocess
 import sys
@@ -103,8 +103,8 @@ def test_all_that_reads_takes_a_url(
         assert difference(into["loss"], 1.0) == ""
         sidesave.export(url, tmp_path / "export", item="model", storage_options=options)
         sidesave.export(run, tmp_path / "export-of-disk", item="model")
-        for name in os.listdir(tmp_path / "export"):
-            assert (tmp_path / "export" / name).read_bytes() == (tmp_path / "export-of-disk" / name).read_bytes()
+        for path in (tmp_path / "export").iterdir():
+            assert path.read_bytes() == (tmp_path / "export-of-disk" / path.name).read_bytes()
         with urls.using(options), Contents(f"{url}/step-00000001") as first, Contents(str(run)) as second:
             assert [change.fqn for change in compare(first, second).changed] == [f"model.{name}" for name in model]
 
@@ -188,12 +188,15 @@ def test_ranges_that_are_near_each_other_are_one_request_and_others_are_not(tmp_
     run = tmp_path / "buckets" / "bucket" / "run"
     tensors = {str(n): torch.full((256 << 10,), float(n)) for n in range(9)}  # 1 MiB each
     path = write_world(run, [{"model": tensors}], lambda name, tensor: cut((256 << 10,), 1))
-    with serving(run.parent.parent) as server, urls.using(server.options):
-        with CheckpointReader(f"s3://bucket/run/{path.name}") as reader:
-            reader.read(["model.0"])  # which opens the files
-            server.requests.clear()
-            near: Box = ((0,), (200 << 10,))  # what is left out behind it is 224 KiB
-            found = reader.read_boxes([("model.0", near), ("model.1", None), ("model.5", None)])
+    with (
+        serving(run.parent.parent) as server,
+        urls.using(server.options),
+        CheckpointReader(f"s3://bucket/run/{path.name}") as reader,
+    ):
+        reader.read(["model.0"])  # which opens the files
+        server.requests.clear()
+        near: Box = ((0,), (200 << 10,))  # what is left out behind it is 224 KiB
+        found = reader.read_boxes([("model.0", near), ("model.1", None), ("model.5", None)])
     assert server.count("GET") == 2
     assert found["model.5", None].eq(5).all()
     assert found["model.0", near].eq(0).all()
@@ -345,6 +348,34 @@ def test_credentials_stand_in_no_error_and_in_no_repr(server: ObjectServer):
         assert secret not in repr(told) + str(told)
     for error in (raised.value, odd.value):
         assert secret not in "".join(traceback.format_exception(error))
+
+
+def test_options_that_the_library_stumbles_over_are_an_error(server: ObjectServer):
+    for endpoint in ("", "no url", "http://"):
+        with pytest.raises((WriteError, InvalidArgumentError), match="s3://bucket"):
+            sidesave.load(STEP, storage_options={**server.options, "aws_endpoint": endpoint, "retry_config": IMPATIENT})
+
+
+def test_the_commands_that_read_take_urls(buckets: Path, tmp_path: Path):
+    run = f"file://{buckets}/bucket/run"
+
+    def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "sidesave", *arguments], capture_output=True, text=True)
+
+    listed = json.loads(command("ls", run, "--json").stdout)
+    assert [(one["step"], one["mark"]) for one in listed["checkpoints"]] == [(1, ""), (2, "latest")]
+    assert "model.large" in command("show", run, "--step", "1").stdout
+    assert command("verify", run).stdout.count(": ok") == 2
+    assert "4 changed" in command("diff", f"{run}/step-00000001", run).stdout
+    assert command("export", run, tmp_path / "export", "--item", "model").returncode == 0
+    assert command("fetch", run, tmp_path / "run", "--step", "1").returncode == 0
+    assert [info.step for info in sidesave.find(tmp_path / "run")] == [1]
+    again = command("fetch", run, tmp_path / "run", "--step", "1")
+    assert (again.returncode, "there is this step already" in again.stderr) == (1, True)
+    for refused in ("recover", "plot", "trigger"):
+        told = command(refused, run)
+        assert told.returncode == 2
+        assert "for local and mounted directories" in told.stderr
 
 
 def test_without_its_library_the_error_says_how_to_get_it():
