@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -251,6 +252,24 @@ def test_a_flipped_bit_in_a_tensor_is_told_with_file_block_and_name(server: Obje
         load(server)
     report = sidesave.verify(STEP, storage_options=server.options)
     assert {fault.file for fault in report.faults} == {"model.rank-00000.safetensors"}
+
+
+@pytest.mark.parametrize("nbytes", [None, 0, 100, 5000])
+@pytest.mark.parametrize("suffix", ["manifest.json", "rank-00000.json", ".msgpack", ".xxh3", ".safetensors"])
+def test_an_object_that_is_cut_or_missing_is_an_error_and_a_fault(
+    buckets: Path, tmp_path: Path, suffix: str, nbytes: int | None
+):
+    step = shutil.copytree(buckets / "bucket" / "run" / "step-00000002", tmp_path / "run" / "step-00000002")
+    (path,) = (path for path in step.iterdir() if path.name.endswith(suffix))
+    if nbytes is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: min(nbytes, path.stat().st_size - 1)])
+    missing = (CheckpointNotFoundError,) if suffix == "manifest.json" and nbytes is None else ()
+    with pytest.raises((IntegrityError, *missing), match=re.escape(path.name)):
+        sidesave.load(f"file://{step}")
+    if not missing:
+        assert {fault.file for fault in sidesave.verify(f"file://{step}").faults} >= {path.name}
 
 
 def test_damage_that_is_not_asked_for_does_not_matter(buckets: Path, tmp_path: Path):
