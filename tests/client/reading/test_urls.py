@@ -269,7 +269,7 @@ def test_an_object_that_is_cut_or_missing_is_an_error_and_a_fault(
     with pytest.raises((IntegrityError, *missing), match=re.escape(path.name)):
         sidesave.load(f"file://{step}")
     if not missing:
-        assert {fault.file for fault in sidesave.verify(f"file://{step}").faults} >= {path.name}
+        assert any(path.name in str(fault) for fault in sidesave.verify(f"file://{step}").faults)
 
 
 def test_damage_that_is_not_asked_for_does_not_matter(buckets: Path, tmp_path: Path):
