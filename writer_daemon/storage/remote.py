@@ -29,7 +29,7 @@ AT_ONCE: Final = 16
 """Requests at a time: with 8 MiB each and 50 ms until the first byte that is 2.5 GiB/s, more than most links have."""
 HEAD_NBYTES: Final = 256 << 10
 """Read of a tensor file with its length: more than most headers, and no dearer than less."""
-_AHEAD: Final = 8
+_AHEAD: Final = 4
 """Ranges, of 16 MiB, that are asked for before the one that is waited for has come."""
 _CHUNK_NBYTES: Final = 1 << 20
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -210,6 +211,36 @@ def test_no_more_than_16_requests_are_made_at_once(tmp_path: Path):
     with serving(run.parent.parent) as server:
         load(server, "s3://bucket/run")
     assert 1 < server.most_at_once <= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["check", "verify", "fetch"])
+def test_memory_beside_the_tensors_is_bounded(tmp_path: Path, how: str):
+    run = tmp_path / "buckets" / "bucket" / "run"
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(1, {"model": {str(n): torch.full((4 << 20,), n) for n in range(40)}}, blocking=True)
+    code = """
+import pathlib, sys, sidesave
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
+def most():
+    return int(pathlib.Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+sidesave.load("s3://bucket/run", include="model.0")
+pathlib.Path("/proc/self/clear_refs").write_text("5")
+before = most()
+if sys.argv[1] == "check":
+    with CheckpointReader("s3://bucket/run/step-00000001") as reader:
+        reader.check(reader.names())
+elif sys.argv[1] == "verify":
+    assert sidesave.verify("s3://bucket/run").ok
+else:
+    sidesave.fetch("s3://bucket/run", sys.argv[2])
+print(most() - before)
+"""
+    with serving(run.parent.parent) as server:
+        environment = os.environ | {name.upper(): value for name, value in server.options.items()}
+        command = [sys.executable, "-c", code, how, tmp_path / "fetched"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 256 << 20  # of 640 MiB
 
 
 # What goes wrong -------------------------------------------------------------------------------------------------
