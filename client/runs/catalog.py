@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -76,8 +76,11 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
     committed = {name: step for name, step in steps.items() if name[0] != "." or step_directory(step) not in steps}
     if rollbacks is None:
         rollbacks = read_rollbacks(directory, strict=refuse_newer)
-    readings = ((name, step, lambda path: Attempts(path).read(read_info)) for name, step in committed.items())
-    return _listed(directory, readings, rollbacks, refuse_newer=refuse_newer)
+
+    def read(path: str) -> CheckpointInfo:
+        return Attempts(path).read(read_info)
+
+    return _listed(directory, committed, read, rollbacks, refuse_newer=refuse_newer)
 
 
 def _scan_url(url: str, *, refuse_newer: bool) -> list[CheckpointInfo]:
@@ -92,21 +95,25 @@ def _scan_url(url: str, *, refuse_newer: bool) -> list[CheckpointInfo]:
             rollbacks = Rollbacks()
         steps = {name: step for name in storage.list_directory("") if (step := parse_step_directory(name)) is not None}
         with ThreadPoolExecutor(_AT_ONCE, "sidesave-scan") as pool:
-            asked = {name: pool.submit(read_info, f"{url}/{name}", storage) for name in steps}
-        readings = ((name, step, lambda path: asked[os.path.basename(path)].result()) for name, step in steps.items())
-        return _listed(url, readings, rollbacks, refuse_newer=refuse_newer)
+            asked = {path: pool.submit(read_info, path, storage) for path in (f"{url}/{name}" for name in steps)}
+
+        def read(path: str) -> CheckpointInfo:
+            return asked[path].result()
+
+        return _listed(url, steps, read, rollbacks, refuse_newer=refuse_newer)
 
 
 def _listed(
     directory: str,
-    readings: Iterable[tuple[str, int, Callable[[str], CheckpointInfo]]],
+    steps: Mapping[str, int],
+    read: Callable[[str], CheckpointInfo],
     rollbacks: Rollbacks,
     *,
     refuse_newer: bool,
 ) -> list[CheckpointInfo]:
-    """Those that can be read of directories' names, their steps, and what reads each."""
+    """Those that can be read of directories' names and their steps."""
     found: list[CheckpointInfo] = []
-    for name, step, read in readings:
+    for name, step in steps.items():
         path = os.path.join(directory, name)
         try:
             info = read(path)

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from sidesave.client.arguments import path_text
 from sidesave.client.runs import catalog
@@ -287,7 +287,7 @@ def resolved(path: str | os.PathLike[str]) -> str:
 
 def place_of(path: str | os.PathLike[str]) -> str:
     """:func:`resolved`, or a URL, normalized."""
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    text: object = os.fspath(path) if isinstance(cast("object", path), (str, os.PathLike)) else None
     return urls.normalized(text) if isinstance(text, str) and urls.is_url(text) else resolved(path)
 
 
