@@ -6,13 +6,13 @@ import errno
 import json
 import operator
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, Final, SupportsIndex, cast
 
 from sidesave.errors import InvalidArgumentError, brief, write_error
 from sidesave.writer_daemon.format.names import EXTRA_FILE_NAMES, MAX_EXTRA_FILES, MAX_EXTRA_NBYTES, is_extra_file_name
 from sidesave.writer_daemon.protocol import pack_files
+from sidesave.writer_daemon.storage import urls
 from sidesave.writer_daemon.storage.posix import make_run_directory
 
 MAX_STEP: Final = 10**18
@@ -119,6 +119,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
         text = b""
     if isinstance(text, bytes) or "\0" in text or not text:
         raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {brief(path)}")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):  # of "://" an os.PathLike leaves one slash
-        raise InvalidArgumentError(f"{text}: only local and mounted directories can be read or written; mount it")
+    if urls.is_url(text):
+        readers = "URLs are read by load, Source, find, latest, verify and export, fetched by fetch, and not written to"
+        raise InvalidArgumentError(f"{urls.shown(text)}: this is for local and mounted directories; {readers}")
     return os.path.abspath(os.path.expanduser(text))

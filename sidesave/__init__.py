@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sidesave.client.export.safetensors import export
     from sidesave.client.loading.load import load
     from sidesave.client.loading.sources import Source, load_sources
+    from sidesave.client.reading.fetch import fetch
     from sidesave.client.reading.verify import verify
     from sidesave.client.runs.finding import contains_checkpoint, find, is_checkpoint, latest
     from sidesave.client.runs.history import history
@@ -90,6 +91,7 @@ __all__ = [
     "contains_checkpoint",
     "errors",
     "export",
+    "fetch",
     "find",
     "history",
     "hold",
@@ -107,6 +109,7 @@ _MODULES = {
     "sidesave.client.export.safetensors": "export",
     "sidesave.client.loading.load": "load",
     "sidesave.client.loading.sources": "Source load_sources",
+    "sidesave.client.reading.fetch": "fetch",
     "sidesave.client.reading.verify": "verify",
     "sidesave.client.runs.finding": "contains_checkpoint find is_checkpoint latest",
     "sidesave.client.runs.history": "history",

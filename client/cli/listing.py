@@ -16,6 +16,7 @@ from sidesave.client.training.metadata import metrics_of
 from sidesave.errors import FormatVersionError, SidesaveError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory
 from sidesave.writer_daemon.log import SaveRecord
+from sidesave.writer_daemon.storage import urls
 
 _FEW_WORDS: Final = 100
 """Characters of a reason."""
@@ -35,9 +36,10 @@ class Listing:
         self._directory = directory
         self._found = catalog.scan(directory)
         self._unreadable = _unreadable(directory, self._found)
-        saves = history(directory)
+        remote = urls.is_url(directory)  # where a copy of a run has no log to go by, and no sessions
+        saves = [] if remote else history(directory)
         self._saves = [save for save in (saves if every else _since_latest(saves, self._found)) if not _is_listed(save)]
-        self._leftovers = _leftovers(directory)
+        self._leftovers = [] if remote else _leftovers(directory)
         self._latest = self._found[-1] if self._found else None
         newest = None if self._latest is None else (self._latest.step, self._latest.session)
         self._lineage = catalog.lineage(self._found, newest)

@@ -56,6 +56,7 @@ from sidesave.client.cli.console import (
     size,
     when,
 )
+from sidesave.client.cli.fetch import fetch
 from sidesave.client.cli.listing import Listing
 from sidesave.client.training.metadata import metrics_of
 
@@ -74,7 +75,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A step directory, or a run directory.")]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A step directory, or a run directory; or its URL.")
+]
 StepOption = Annotated[int | None, typer.Option(min=0, help="Which step of a run directory.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -111,7 +114,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 @app.command("ls")
 @errors_told()
 def list_checkpoints(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or its URL.")],
     every: Annotated[
         bool, typer.Option("--all", help="All saves that came to nothing, not only those since the latest checkpoint.")
     ] = False,
@@ -122,7 +125,7 @@ def list_checkpoints(
     Checkpoints stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back
     behind it. Of saves that failed or were skipped, those since the latest checkpoint are listed.
     """
-    listing = Listing(finding.locate_run(run), every=every)
+    listing = Listing(finding.locate_run(run, urls_too=True), every=every)
     if as_json:
         print_json(listing.to_json())
     else:
@@ -242,7 +245,7 @@ def verify(
     if every and step is not None:
         raise InvalidArgumentError("--all and --step exclude each other")
     if every or (step is None and not finding.is_single(checkpoint)):
-        run = finding.locate_run(checkpoint)
+        run = finding.locate_run(checkpoint, urls_too=True)
         found = catalog.scan(run)
         by_step = [*((info.step, info.path) for info in found), *catalog.left_out(run, found)]
         paths = [path for _, path in sorted(by_step)] or [finding.locate(run)]
@@ -480,5 +483,5 @@ def doctor(
 
 # Runs under way --------------------------------------------------------------------------------------------------
 
-for command in (run_commands.top, run_commands.plot, run_commands.trigger):
+for command in (run_commands.top, run_commands.plot, run_commands.trigger, fetch):
     app.command()(errors_told()(command))

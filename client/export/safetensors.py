@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -43,6 +43,7 @@ from sidesave.stager.plan import MAX_HEADER_NBYTES
 from sidesave.stager.state.dtypes import NAMES, dtype_from_name, dtype_name
 from sidesave.stager.state.treespec import TensorRef
 from sidesave.writer_daemon.format.manifest import FileRecord
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +113,13 @@ def export(
     keep_prefix: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Export the weights in the checkpoint ``path`` to the new directory ``target``; blocking, needs no daemon.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
+            the URL of one of them, of which no more is read than the weights.
         target: Where the files go; it must not exist, or be empty.
         item: Of which item of the state; by default the only one that has tensors under names, as a module has.
         include: Patterns (``"model.layers.*"``) of the FQNs to export, the item's name included; None is all.
@@ -124,6 +127,7 @@ def export(
         keep_prefix: Keep the item's name in front of the names of its tensors.
         dtype: Cast floating-point tensors to this.
         max_shard_nbytes: Begin another file before one exceeds this many bytes.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -134,7 +138,9 @@ def export(
         NoSpaceError: There is not enough room for it.
         WriteError: Storage does not take or give the bytes.
     """
-    with Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype) as weights:
+    with urls.using(storage_options):
+        chosen = Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype)
+    with chosen as weights:
         return weights.write(target, max_shard_nbytes=max_shard_nbytes)
 
 

@@ -21,6 +21,7 @@ from sidesave.client.messages import few
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.client.runs import finding
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def load(
     dtype: torch.dtype | None = None,
     verify: bool = True,
     allow_pickle: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint in ``path``; needs no daemon, and blocks at the speed of the medium.
 
@@ -48,7 +50,8 @@ def load(
     rank is the one in the world, not that on the node: it is for storage that all ranks share.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
+            the URL of one of them, of which no more is read than what is loaded (docs/remote.md).
         into: Live objects by the names they were saved under: modules and optimizers and everything else with
             ``load_state_dict`` take their state, tensors are filled in place, and plain data is replaced, in the dicts
             and lists that are there. An optimizer whose modules are there takes its state by the names of their
@@ -73,6 +76,7 @@ def load(
         dtype: Cast floating-point tensors to this, except the step counts and hyperparameters of optimizers.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
 
     Returns:
         The nest, or ``into`` itself.
@@ -99,7 +103,9 @@ def load(
         allow_pickle=allow_pickle,
         **own_place(),
     )
-    return request.read(path).apply()
+    with urls.using(storage_options):
+        loaded = request.read(path)
+    return loaded.apply()
 
 
 def own_place() -> dict[str, int]:

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,7 @@ from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader
 from sidesave.client.reading.safetensors_reader import SafetensorsReader
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +38,9 @@ class Source:
     Plain safetensors weights, as Hugging Face's tools write them, are one as well, of a single ``item``.
 
     Attributes:
-        path: A checkpoint, or a run directory; with ``item`` a ``*.safetensors`` file, a directory of them, or an index
-            (``*.safetensors.index.json``). Of a directory the files that its index lists count, else
-            ``model.safetensors``, else all.
+        path: A checkpoint, or a run directory, or the URL of one; with ``item`` a ``*.safetensors`` file, a directory
+            of them, or an index (``*.safetensors.index.json``). Of a directory the files that its index lists count,
+            else ``model.safetensors``, else all.
         step: Which one of a run directory; None is the latest.
         item: For plain safetensors weights, whose names are those of a module's tensors alone: the item that they are
             for. It is put in front of their names (``layers.0.weight`` becomes ``model.layers.0.weight``), before
@@ -50,6 +51,7 @@ class Source:
         strict: Raise when it has something for an item of the target that this has no place for, or has nothing at all.
             What ``include`` has chosen may have more names than the target.
         dtype: Cast its floating-point tensors to this.
+        storage_options: Where the path is a URL, what its store needs besides the environment.
     """
 
     path: str | os.PathLike[str]
@@ -60,6 +62,7 @@ class Source:
     strict: bool = True
     dtype: torch.dtype | None = None
     item: str | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         """Check what can be checked without looking."""
@@ -83,7 +86,8 @@ class Source:
         """
         if self.item is not None:
             return finding.locate_weights(self.path)
-        return finding.locate(self.path, self.step)
+        with urls.using(self.storage_options):
+            return finding.locate(self.path, self.step)
 
 
 def load_sources(
@@ -146,11 +150,13 @@ def read_sources(
                 if source.item is not None:
                     readers.append(SafetensorsReader(place, source.item, rank))
                 else:
-                    readers.append(opened.enter_context(CheckpointReader(whereabouts[place], rank, size)))
+                    with urls.using(source.storage_options):
+                        readers.append(opened.enter_context(CheckpointReader(whereabouts[place], rank, size)))
             for source, reader in zip(wanted, readers, strict=True):
                 choice = source.choice()
                 selection = Selection(reader, choice, live, allow_pickle=allow_pickle)
-                resized.settle(reader, selection, choice, live, allow_pickle=allow_pickle)
+                with urls.using(source.storage_options):
+                    resized.settle(reader, selection, choice, live, allow_pickle=allow_pickle)
                 unplaced = plan.take(selection, tie=True)
                 _check(source, selection, plan, unplaced)
                 prefixes += unplaced.prefixes

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
+import itertools
 import math
 import mmap
 import os
 import stat
 import threading
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, write_error
 from sidesave.stager import apart
@@ -29,7 +32,10 @@ from sidesave.stager.state.dtypes import DTYPES
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.manifest import FileRecord
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile, count_blocks, digest, digest_blocks
-from sidesave.writer_daemon.storage import Descriptor, PosixStorage
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage, ReadStorage, urls
+
+if TYPE_CHECKING:
+    from sidesave.writer_daemon.storage.remote import ObjectStorage
 
 MAX_DIMENSIONS: Final = 64
 """More than torch computes with."""
@@ -37,6 +43,10 @@ _PIECE_NBYTES: Final = 16 << 20
 _SINK_PIECE_NBYTES: Final = 2 << 20
 """Of what is put together a piece stays in the processor's cache until it is copied on."""
 _THREADS: Final = 4
+_REMOTE_PIECE_NBYTES: Final = 8 << 20
+"""One request, as vendors of stores advise: much smaller ones are ruled by latency, much larger ones by one stream."""
+_GAP_NBYTES: Final = 256 << 10
+"""Read along between two ranges: at 50 MB/s a stream that takes 5 ms, less than the latency of another request."""
 _MADV_HUGEPAGE: Final = 14
 _LARGE_NBYTES: Final = 64 << 20
 """A digest list or objects file of this size is read only where there is room for it."""
@@ -73,12 +83,16 @@ class BlockFile:
         return self.layout.data_offset + len(self.digests)
 
 
-def open_file(storage: PosixStorage, directory: str, record: FileRecord) -> BlockFile:
-    """Read and check the digest list and the header of a tensor file; ``IntegrityError`` says what is wrong."""
+def open_file(storage: ReadStorage, directory: str, record: FileRecord, digests: bytes | None = None) -> BlockFile:
+    """Read and check the digest list, if it is not given, and the header of a tensor file.
+
+    ``IntegrityError`` says what is wrong.
+    """
     path = f"{storage.root.rstrip('/')}/{directory}/{record.name}"
     assert record.digests is not None
-    require_room(record.digests, os.path.dirname(path))
-    digests = integrity.read_digests(storage, directory, record)
+    if digests is None:
+        require_room(record.digests, os.path.dirname(path))
+        digests = integrity.read_digests(storage, directory, record)
     with storage.open(f"{directory}/{record.name}") as source:
         if source.nbytes != record.nbytes:
             raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
@@ -111,7 +125,8 @@ def require_room(record: FileRecord, directory: str) -> None:
     if record.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
         path = f"{directory}/{record.name}"
         with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
-            host_memory.require(min(record.nbytes, os.lstat(path).st_size), f"reading {path}")
+            there = record.nbytes if urls.is_url(path) else os.lstat(path).st_size
+            host_memory.require(min(record.nbytes, there), f"reading {path}")
 
 
 @contextmanager
@@ -169,14 +184,19 @@ class ReadRequest:
         return memoryview(self.memory)
 
 
-def join(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First and last block of ranges of blocks, in any order, as few ranges without a block in common."""
+def join(
+    ranges: Iterable[tuple[int, int]], are_near: Callable[[int, int], bool] = lambda last, begin: begin <= last + 1
+) -> Iterator[tuple[int, int]]:
+    """First and last block of ranges of blocks, in any order, as few ranges without a block in common.
+
+    ``are_near`` says of the last block of one and the first of a later one whether they become one range.
+    """
     ordered = sorted(ranges)
     if not ordered:
         return
     first, last = ordered[0]
     for begin, end in ordered[1:]:
-        if begin > last + 1:
+        if not are_near(last, begin):
             yield first, last
             first = begin
         last = max(last, end)
@@ -190,11 +210,40 @@ Opener = Callable[[str, int], Descriptor]
 """``open(2)`` of a file by path and flags."""
 
 
-def read_blocks(open_descriptor: Opener, requests: Iterable[ReadRequest], *, verify: bool) -> int:
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How files are read: what opens one for a thread, how many threads, and in which pieces."""
+
+    open: Callable[[BlockFile], _Source]
+    threads: int = _THREADS
+    piece_nbytes: int = _PIECE_NBYTES
+    gap_nbytes: int | None = None
+    """What is read along between ranges that are then one request; None where reading each to its place is cheaper."""
+
+    @classmethod
+    def local(cls, open_descriptor: Opener) -> Access:
+        """Of files that have descriptors."""
+        return cls(functools.partial(_LocalSource, open_descriptor))
+
+    @classmethod
+    def of(cls, storage: ReadStorage, directory: str) -> Access:
+        """Of the files in a directory."""
+        if isinstance(storage, PosixStorage):
+            return cls.local(
+                lambda path, flags: storage.open_descriptor(f"{directory}/{os.path.basename(path)}", flags)
+            )
+        from sidesave.writer_daemon.storage.remote import AT_ONCE, ObjectStorage  # loaded when there is one
+
+        assert isinstance(storage, ObjectStorage)
+        opening = functools.partial(_RemoteSource, storage, directory)
+        return cls(opening, AT_ONCE, _REMOTE_PIECE_NBYTES, _GAP_NBYTES)
+
+
+def read_blocks(access: Access, requests: Iterable[ReadRequest], *, verify: bool) -> int:
     """Read all requests and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
 
     Args:
-        open_descriptor: Opens a file of theirs.
+        access: How to read their files.
         requests: What to read.
         verify: Compare every block with its digest.
 
@@ -205,9 +254,9 @@ def read_blocks(open_descriptor: Opener, requests: Iterable[ReadRequest], *, ver
     by_file: dict[BlockFile, list[ReadRequest]] = {}
     for each in requests:
         by_file.setdefault(each.file, []).append(each)
-    pieces = [piece for file, wanted in by_file.items() for piece in _pieces(file, wanted)]
-    reader = _PieceReader(open_descriptor, pieces, verify=verify)
-    counts = apart.run_all([reader.work] * min(_THREADS, len(pieces)), "sidesave-read", stop=reader.stop)
+    pieces = [piece for file, wanted in by_file.items() for piece in _pieces(file, wanted, access)]
+    reader = _PieceReader(access, pieces, verify=verify)
+    counts = apart.run_all([reader.work] * min(access.threads, len(pieces)), "sidesave-read", stop=reader.stop)
     reader.check()
     return sum(counts)
 
@@ -218,8 +267,8 @@ class _PieceReader:
     Each thread has one file open at a time: of however many files, few are open at once.
     """
 
-    def __init__(self, open_descriptor: Opener, pieces: Iterable[_Piece], *, verify: bool) -> None:
-        self._open_descriptor = open_descriptor
+    def __init__(self, access: Access, pieces: Iterable[_Piece], *, verify: bool) -> None:
+        self._access = access
         self._pieces = deque(enumerate(pieces))
         self._verify = verify
         self._errors: dict[int, BaseException] = {}
@@ -248,8 +297,11 @@ class _PieceReader:
                         if source is None or source.file is not piece.file:
                             if source is not None:
                                 source.close()
-                            source = _Source(self._open_descriptor, piece.file)
-                        count += source.read(piece, verify=self._verify)
+                            source = self._access.open(piece.file)
+                        window, begin = piece.window()
+                        done = source.read(window, begin)
+                        piece.deliver(window[:done], begin, verify=self._verify)
+                        count += done
                 except BaseException as error:  # noqa: BLE001 - the caller's; all pieces before it have been taken
                     self._errors[number] = error
                     self.stop()
@@ -273,25 +325,60 @@ class _Piece:
     last: int
     requests: Sequence[ReadRequest]
 
+    @property
+    def _in_place(self) -> bool:
+        """Whether it is read to where it stays."""
+        return len(self.requests) == 1 and self.requests[0].memory is not None
 
-def _pieces(file: BlockFile, requests: Iterable[ReadRequest]) -> Iterator[_Piece]:
+    def window(self) -> tuple[memoryview, int]:
+        """Where this thread is to read it to, and the offset in the file to begin at."""
+        borders, home = self.file.borders, self.requests[0]
+        # The page at a border is read by both neighbours, with the same bytes.
+        begin, stop = borders[self.first] // PAGE * PAGE, page_up(borders[self.last + 1])
+        return (home.content[begin - home.base : stop - home.base] if self._in_place else _scratch(stop - begin)), begin
+
+    def deliver(self, window: memoryview, begin: int, *, verify: bool) -> None:
+        """Compare what was read, from ``begin`` on, with its digests, and take it to who wants it."""
+        borders, end = self.file.borders, self.file.borders[self.last + 1]
+        if len(window) < end - begin:
+            raise IntegrityError(f"{self.file.path}: ends before byte {end:,}")
+        spans = [(max(each.first, self.first), min(each.last, self.last)) for each in self.requests]
+        if verify:
+            for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
+                _check(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
+        for each, (first, last) in zip(self.requests, spans, strict=True):
+            if each.sink is not None:
+                each.sink(window, begin, borders[first], borders[last + 1])
+            elif not self._in_place:
+                part = window[borders[first] - begin : borders[last + 1] - begin]
+                each.content[borders[first] - each.base :][: len(part)] = part
+
+
+def _pieces(file: BlockFile, requests: Iterable[ReadRequest], access: Access) -> Iterator[_Piece]:
     """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
+    gap_nbytes, nbytes = access.gap_nbytes, _SINK_PIECE_NBYTES
     for_sinks: list[ReadRequest] = []
     for each in requests:
-        if each.memory is None:
+        if each.memory is None or gap_nbytes is not None:
             for_sinks.append(each)
             continue
-        for first, last in _split(file, each.first, each.last, _PIECE_NBYTES):
+        for first, last in _split(file, each.first, each.last, access.piece_nbytes):
             yield _Piece(file, first, last, (each,))
     for_sinks.sort(key=lambda each: each.first, reverse=True)
-    runs = list(join((each.first, each.last) for each in for_sinks))
+    ranges = [(each.first, each.last) for each in for_sinks]
+    if gap_nbytes is None:
+        runs = list(join(ranges))
+    else:
+        nbytes = access.piece_nbytes
+        runs = list(join(ranges, lambda last, begin: file.borders[begin] - file.borders[last + 1] < gap_nbytes))
     concerned: list[ReadRequest] = []
     for run in runs:
-        for first, last in _split(file, *run, _SINK_PIECE_NBYTES):
+        for first, last in _split(file, *run, nbytes):
             while for_sinks and for_sinks[-1].first <= last:
                 concerned.append(for_sinks.pop())
             concerned = [each for each in concerned if first <= each.last]
-            yield _Piece(file, first, last, tuple(concerned))
+            if concerned:  # of a gap there may be a piece alone
+                yield _Piece(file, first, last, tuple(concerned))
 
 
 def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -319,7 +406,36 @@ def _check(file: BlockFile, number: int, block: memoryview) -> None:
     raise IntegrityError(f"{file.path}: block {number} (bytes {start:,} to {end:,}) does not match its digest{holding}")
 
 
-class _Source:
+class _Source(ABC):
+    """A file open for one thread."""
+
+    file: BlockFile
+
+    @abstractmethod
+    def read(self, window: memoryview, begin: int) -> int:
+        """Fill memory with the bytes from ``begin`` on, a page's border; how many came, fewer where the file ends."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it has; once."""
+
+
+class _RemoteSource(_Source):
+    """A file in an object store, of which each piece is one request."""
+
+    def __init__(self, storage: ObjectStorage, directory: str, file: BlockFile) -> None:
+        self.file = file
+        self._storage = storage
+        self._path = f"{directory}/{os.path.basename(file.path)}"
+
+    def read(self, window: memoryview, begin: int) -> int:
+        return self._storage.read_into(self._path, begin, window)
+
+    def close(self) -> None:
+        return
+
+
+class _LocalSource(_Source):
     """A file read from the page cache where it is there, and past it where it is not."""
 
     def __init__(self, open_descriptor: Opener, file: BlockFile) -> None:
@@ -336,29 +452,14 @@ class _Source:
         address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0)
         self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
 
-    def read(self, piece: _Piece, *, verify: bool) -> int:
-        """Read a piece to where it goes, and compare it with its digests; returns how many bytes were read."""
-        borders, path = self.file.borders, self.file.path
-        start, end = borders[piece.first], borders[piece.last + 1]
-        # The page at a border is read by both neighbours, with the same bytes.
-        begin, stop = start // PAGE * PAGE, page_up(end)
-        home = piece.requests[0]
-        window = _scratch(stop - begin) if home.memory is None else home.content[begin - home.base : stop - home.base]
-        source = self._cached if self._direct is None or self._is_cached(begin, stop - begin) else self._direct
+    def read(self, window: memoryview, begin: int) -> int:
+        source = self._cached if self._direct is None or self._is_cached(begin, len(window)) else self._direct
         done = 0
         while done < len(window):
             count = os.preadv(source.fileno(), [window[done:]], begin + done)
             done += count
             if count == 0 or (source is self._direct and done % PAGE):
                 break
-        if done < end - begin:
-            raise IntegrityError(f"{path}: ends before byte {end:,}")
-        if verify:
-            for number in range(piece.first, piece.last + 1):
-                _check(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
-        for each in piece.requests:
-            if each.sink is not None:
-                each.sink(window, begin, max(start, borders[each.first]), min(end, borders[each.last + 1]))
         return done
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:

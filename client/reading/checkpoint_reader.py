@@ -29,9 +29,9 @@ from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
-from sidesave.writer_daemon.format.manifest import MANIFEST, FileRecord, Manifest, RankRecord
+from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, FileRecord, Manifest, RankRecord
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorEntry
-from sidesave.writer_daemon.storage import Descriptor, PosixStorage
+from sidesave.writer_daemon.storage import urls
 
 Wanted = tuple[str, Box | None]
 """A tensor by its name, and a box of it; None is all of it."""
@@ -121,21 +121,25 @@ class CheckpointReader:
             WriteError: Storage does not give the bytes (EIO, EACCES); they may be whole.
             HostMemoryError: There is not enough memory for what it lists.
         """
-        self.path = path = os.path.realpath(path)
-        if not os.path.lexists(os.path.join(path, MANIFEST)):
+        self.path = path = finding.place_of(path)
+        parent, self._name = urls.parent_of(path)
+        if not urls.is_url(path) and not os.path.lexists(os.path.join(path, MANIFEST)):
             raise finding.not_found(path)
         self.rank = rank
         self.size = size
         self.nbytes_read = 0
-        self._storage = PosixStorage(os.path.dirname(path) or "/")
-        self._name = os.path.basename(path)
+        self._storage = urls.open_storage(parent)
+        self._access = block_io.Access.of(self._storage, self._name)
         self._records: dict[int, RankRecord] = {}
         self._entries: dict[int, dict[str, list[tuple[BlockFile, TensorEntry]]]] = {}
         self._stored: dict[str, StoredTensor] = {}
         try:
             with block_io.reading(path):
                 self._storage.hold(self._name, MANIFEST)
-                self.manifest: Manifest = integrity.read_manifest(self._storage, self._name)
+                data = self._storage.read(f"{self._name}/{MANIFEST}", MAX_JSON_NBYTES)
+                if data is None:
+                    raise finding.not_found(path)
+                self.manifest: Manifest = Manifest.from_bytes(data, f"{self._name}/{MANIFEST}")
                 self.treespec: TreeSpec = self._read_treespecs()
         except BaseException:  # an interrupt leaves no descriptor either
             self._storage.close()
@@ -359,7 +363,7 @@ class CheckpointReader:
             for stored, box, cells in plans.values()
         ]
         gathering = Gathering(boxes, f"loading {self.path}")
-        self.nbytes_read += block_io.read_blocks(self._open_descriptor, gathering.requests, verify=verify)
+        self.nbytes_read += block_io.read_blocks(self._access, gathering.requests, verify=verify)
         return dict(zip(plans, gathering.tensors(), strict=True))
 
     def fingerprint(self, name: str) -> list[tuple[Box, int, bytes]]:
@@ -383,7 +387,7 @@ class CheckpointReader:
         requests = [
             ReadRequest(file, *blocks, sink=_drop) for file, found in ranges.items() for blocks in block_io.join(found)
         ]
-        self.nbytes_read += block_io.read_blocks(self._open_descriptor, requests, verify=True)
+        self.nbytes_read += block_io.read_blocks(self._access, requests, verify=True)
 
     def _cells(self, name: str) -> Iterator[tuple[Box, BlockFile, TensorEntry]]:
         """The cells of a tensor, and where they are stored."""
@@ -414,6 +418,3 @@ class CheckpointReader:
         common = regions.intersect(cell, box)
         assert common is not None
         return Part(file, entry, regions.within(common, cell[0]), regions.within(common, box[0])[0])
-
-    def _open_descriptor(self, path: str, flags: int) -> Descriptor:
-        return self._storage.open_descriptor(f"{self._name}/{os.path.basename(path)}", flags)

@@ -22,7 +22,7 @@ import torch
 
 from sidesave.client.messages import few
 from sidesave.client.reading import block_io, regions
-from sidesave.client.reading.block_io import BlockFile
+from sidesave.client.reading.block_io import Access, BlockFile
 from sidesave.client.reading.checkpoint_reader import StoredTensor, Wanted
 from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs.finding import INDEX, WEIGHTS
@@ -227,7 +227,7 @@ class SafetensorsReader:
             parts = [Part(files[file], entry, box, (0,) * len(entry.shape))] if math.prod(box[1]) else []
             boxes.append(make(DTYPES[entry.dtype], box[1], parts))
         gathering = Gathering(boxes, purpose)
-        self.nbytes_read += block_io.read_blocks(self._open_again, gathering.requests, verify=False)
+        self.nbytes_read += block_io.read_blocks(Access.local(self._open_again), gathering.requests, verify=False)
         return dict(zip(plans, gathering.tensors(), strict=True))
 
     def _open_again(self, path: str, flags: int) -> Descriptor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from sidesave.client.runs import finding
+from sidesave.client.runs import catalog, finding
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.integrity import Fault
 from sidesave.writer_daemon.format.manifest import MANIFEST
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import urls
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +36,39 @@ class VerifyReport:
         return not self.faults
 
 
-def verify(path: str | os.PathLike[str], *, on_bytes: Callable[[int], None] | None = None) -> VerifyReport:
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VerifyReport:
     """Compare every byte of a checkpoint with its digests, read from the medium; blocking, loads nothing.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
+            the URL of one of them, which is read whole (over http without a look for files that do not belong there).
         on_bytes: Called with the number of bytes compared since its last call.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint; one that lacks its manifest is reported.
         IntegrityError: Which checkpoint of a run is the newest is not known, as one that may be is damaged.
         FormatVersionError: The same, as one is in a newer format.
-        InvalidArgumentError: ``path`` is a URL.
+        InvalidArgumentError: ``path`` is a URL that cannot be read, or listed.
         WriteError: The directory cannot be opened at all.
     """
     report: VerifyReport | None = None
-    for attempt in finding.attempts(path):
-        with attempt as (place,):
-            report = _check(place, on_bytes)
-            attempt.in_doubt = not report.ok
+    with urls.using(storage_options):
+        for attempt in finding.attempts(path):
+            with attempt as (place,):
+                report = _check(place, on_bytes)
+                attempt.in_doubt = not report.ok
     assert report is not None
     return report
 
 
 def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
-    if not os.path.isdir(place):
+    if not (catalog.has_manifest(place) if urls.is_url(place) else os.path.isdir(place)):
         raise finding.not_found(place)
     checked = 0
 
@@ -69,11 +78,12 @@ def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
         if on_bytes is not None:
             on_bytes(nbytes)
 
-    storage = PosixStorage(os.path.dirname(place))
+    run, name = urls.parent_of(place)
+    storage = urls.open_storage(run)
     try:
         with contextlib.suppress(WriteError):  # what is wrong with it is told below
-            storage.hold(os.path.basename(place), MANIFEST)
-        faults = tuple(integrity.check_checkpoint(storage, os.path.basename(place), count))
+            storage.hold(name, MANIFEST)
+        faults = tuple(integrity.check_checkpoint(storage, name, count))
     finally:
         storage.close()
     return VerifyReport(place, checked, faults)

@@ -7,7 +7,8 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from sidesave.client.runs.info import CheckpointInfo
@@ -31,7 +32,7 @@ from sidesave.writer_daemon.format.manifest import (
     step_directory,
 )
 from sidesave.writer_daemon.format.rollback import Rollbacks
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, urls
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ T = TypeVar("T")
 _MAX_TRIES: Final = 20
 """A reader that is overtaken this often by a writer that replaces one step again and again gives up."""
 
+_AT_ONCE: Final = 16
+"""Manifests that are read from a store at a time."""
 _LOOKS: Final = 5
 """A checkpoint that is not to be seen at so many looks, one right after the other, is not there."""
 
@@ -61,6 +64,8 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
         FormatVersionError: A checkpoint is in a newer format, and ``refuse_newer`` is true.
         IntegrityError: What is written down of going back is damaged, and ``refuse_newer`` is true.
     """
+    if urls.is_url(directory):
+        return _scan_url(directory, refuse_newer=refuse_newer)
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -71,11 +76,47 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
     committed = {name: step for name, step in steps.items() if name[0] != "." or step_directory(step) not in steps}
     if rollbacks is None:
         rollbacks = read_rollbacks(directory, strict=refuse_newer)
+
+    def read(path: str) -> CheckpointInfo:
+        return Attempts(path).read(read_info)
+
+    return _listed(directory, committed, read, rollbacks, refuse_newer=refuse_newer)
+
+
+def _scan_url(url: str, *, refuse_newer: bool) -> list[CheckpointInfo]:
+    """:func:`scan` of a prefix in a store: one request lists it, and each manifest is one, many at once."""
+    with contextlib.closing(urls.open_storage(url)) as storage:
+        try:
+            rollbacks = rollback.read(storage)
+        except (CheckpointError, WriteError) as error:
+            if refuse_newer:
+                raise
+            logger.warning("%s", error)
+            rollbacks = Rollbacks()
+        steps = {name: step for name in storage.list_directory("") if (step := parse_step_directory(name)) is not None}
+        with ThreadPoolExecutor(_AT_ONCE, "sidesave-scan") as pool:
+            asked = {path: pool.submit(read_info, path, storage) for path in (f"{url}/{name}" for name in steps)}
+
+        def read(path: str) -> CheckpointInfo:
+            return asked[path].result()
+
+        return _listed(url, steps, read, rollbacks, refuse_newer=refuse_newer)
+
+
+def _listed(
+    directory: str,
+    steps: Mapping[str, int],
+    read: Callable[[str], CheckpointInfo],
+    rollbacks: Rollbacks,
+    *,
+    refuse_newer: bool,
+) -> list[CheckpointInfo]:
+    """Those that can be read of directories' names and their steps."""
     found: list[CheckpointInfo] = []
-    for name, step in committed.items():
+    for name, step in steps.items():
         path = os.path.join(directory, name)
         try:
-            info = Attempts(path).read(read_info)
+            info = read(path)
         except FileNotFoundError as error:
             if os.path.isdir(path):  # else removed or replaced since it was listed
                 logger.warning("not listed: %s", error)
@@ -192,7 +233,7 @@ def whereabouts(path: str) -> str:
     """Where a checkpoint is now: while it is being replaced, or if that was broken off, under a hidden name."""
     parent, name = os.path.split(path)
     step = step_of(name)
-    if step is None:
+    if step is None or urls.is_url(path):
         return path
     current = os.path.join(parent, step_directory(step))
     for _ in range(_LOOKS):  # it may get its name back, or go, between a look and the next
@@ -224,8 +265,16 @@ def identity(path: str) -> tuple[int, int] | None:
 def left_out(directory: str, checkpoints: Iterable[CheckpointInfo]) -> list[tuple[int, str]]:
     """Step directories that are there and none of ``checkpoints``, damaged ones for instance: steps and paths."""
     listed = {info.path for info in checkpoints}
-    steps = ((parse_step_directory(name), os.path.join(directory, name)) for name in os.listdir(directory))
-    return sorted((step, path) for step, path in steps if step is not None and path not in listed)
+    steps = ((parse_step_directory(name), os.path.join(directory, name)) for name in _names(directory))
+    found = sorted((step, path) for step, path in steps if step is not None and path not in listed)
+    return [(step, path) for step, path in found if has_manifest(path)] if urls.is_url(directory) else found
+
+
+def _names(directory: str) -> list[str]:
+    if not urls.is_url(directory):
+        return os.listdir(directory)
+    with contextlib.closing(urls.open_storage(directory)) as storage:
+        return storage.list_directory("")
 
 
 def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
@@ -239,30 +288,46 @@ def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> N
             if step >= newest:
                 read_info(path)
         except (FileNotFoundError, IntegrityError) as error:
-            if os.path.isdir(path):
+            if os.path.isdir(path) or (urls.is_url(path) and isinstance(error, IntegrityError)):
                 raise IntegrityError(
                     f"{error}; take an older one by its step or path, or with load(fallback=True) of a Checkpointer"
                 ) from error
 
 
-def read_info(path: str) -> CheckpointInfo:
-    """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked."""
-    parent, name = os.path.split(path)
+def read_info(path: str, storage: ReadStorage | None = None) -> CheckpointInfo:
+    """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked.
+
+    ``storage`` is that of its run, where that is open.
+    """
+    parent, name = urls.parent_of(path)
     manifest = os.path.join(path, MANIFEST)
-    storage = PosixStorage(parent)
+    opened = urls.open_storage(parent) if storage is None else storage
     try:
-        data = storage.read(f"{name}/{MANIFEST}", MAX_JSON_NBYTES)
+        data = opened.read(f"{name}/{MANIFEST}", MAX_JSON_NBYTES)
     except WriteError as error:
         if error.errno not in NO_SUCH_FILE:
             raise
         raise IntegrityError(f"{manifest}: {error.strerror}") from error
     finally:
-        storage.close()
+        if storage is None:
+            opened.close()
     if data is None:
         raise CheckpointNotFoundError(errno.ENOENT, "there is no manifest", manifest)
     head = Head.from_bytes(data, manifest)
     about = parse_metadata(head.metadata, manifest)
     return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s, about)
+
+
+def has_manifest(url: str) -> bool:
+    """Whether there is one in the directory of this URL, without which nothing is there; one request."""
+    parent, name = urls.parent_of(url)
+    with contextlib.closing(urls.open_storage(parent)) as storage:
+        try:
+            return storage.read(f"{name}/{MANIFEST}", MAX_JSON_NBYTES) is not None
+        except WriteError as error:
+            if error.errno == errno.EFBIG:
+                return True
+            raise
 
 
 def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | None) -> set[int]:

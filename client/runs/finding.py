@@ -7,8 +7,8 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, cast
 
 from sidesave.client.arguments import path_text
 from sidesave.client.runs import catalog
@@ -22,6 +22,7 @@ from sidesave.writer_daemon.format.manifest import (
     parse_step_directory,
     step_directory,
 )
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ _START: Final = "start from it with Source(path, item='model'), where item is wh
 _NOTHING: Final = (*NO_SUCH_FILE, errno.ENAMETOOLONG)
 
 
-def find(path: str | os.PathLike[str]) -> list[CheckpointInfo]:
+def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[CheckpointInfo]:
     """Every committed checkpoint of a run directory, in the order of their commits; of a checkpoint only itself.
 
     The last is the latest, also where that is an earlier one, to which the run has gone back since.
@@ -43,33 +44,38 @@ def find(path: str | os.PathLike[str]) -> list[CheckpointInfo]:
     Reads one small file each, and needs no daemon and no torch. One that is damaged, or in a newer format, is left out
     with a warning in the log.
 
+    Args:
+        path: A run directory or a checkpoint, or the URL of one (docs/remote.md).
+        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
+
     Returns:
         An empty list also where there is nothing at ``path``.
 
     Raises:
-        InvalidArgumentError: ``path`` is a URL.
-        WriteError: The directory is there and cannot be read.
+        InvalidArgumentError: ``path`` is a URL that cannot be read, or listed.
+        WriteError: The directory is there and cannot be read, or the store does not answer or give it.
     """
-    place = resolved(path)
-    alone = _info(place)
-    if alone is not None:
-        return [alone]
-    try:
-        return catalog.scan(place)
-    except CheckpointNotFoundError:
-        return []
-    except WriteError as error:
-        if error.errno in _NOTHING:
+    with urls.using(storage_options):
+        place = place_of(path)
+        alone = _info(place)
+        if alone is not None or _is_step_url(place):
+            return [alone] if alone is not None else []
+        try:
+            return catalog.scan(place)
+        except CheckpointNotFoundError:
             return []
-        raise
+        except WriteError as error:
+            if error.errno in _NOTHING:
+                return []
+            raise
 
 
-def latest(path: str | os.PathLike[str]) -> CheckpointInfo | None:
+def latest(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointInfo | None:
     """The checkpoint of a run directory that was committed last; None where there is none. See :func:`find`.
 
     It is not the one of the highest step where the run has gone back.
     """
-    found = find(path)
+    found = find(path, storage_options=storage_options)
     return found[-1] if found else None
 
 
@@ -78,7 +84,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
     Raises like :func:`find`. ``sidesave.verify`` tells whether every byte of it is as it was written.
     """
-    return _info(resolved(path)) is not None
+    return _info(place_of(path)) is not None
 
 
 def contains_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -92,13 +98,13 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     One that is damaged is located all the same when it is ``path`` or ``step``: who reads it tells what is wrong.
 
     Raises:
-        InvalidArgumentError: ``path`` is a URL, or a checkpoint of another step.
+        InvalidArgumentError: ``path`` is a checkpoint of another step, or a URL that cannot be read, or listed.
         CheckpointNotFoundError: There is none; the message says what is there.
         IntegrityError: The latest is not known, as the manifest of a later step is damaged.
         FormatVersionError: The latest is not known, as a checkpoint is in a newer format.
         WriteError: The directory cannot be read.
     """
-    place = resolved(path)
+    place = place_of(path)
     if is_single(place):
         if not _is_there(place):
             run, name = os.path.split(place)
@@ -107,11 +113,11 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
         if step is not None and (other := _told_step(place)) not in (None, step):
             raise InvalidArgumentError(f"{place} is the checkpoint of step {other}, and not of step {step}")
         return place
-    if _is_unfinished(os.path.basename(place)) or not os.path.isdir(place):
+    if _is_unfinished(os.path.basename(place)) or not _is_directory(place):
         raise not_found(place)
     if step is not None:
         one = os.path.join(place, step_directory(step))
-        if not _is_there(one) or _told_step(one) not in (None, step):
+        if not _is_there(one, ask=True) or _told_step(one) not in (None, step):
             raise not_found(place, catalog.scan(place), step)
         return one
     found = catalog.scan(place, refuse_newer=True)
@@ -121,15 +127,15 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     return found[-1].path
 
 
-def locate_run(path: str | os.PathLike[str]) -> str:
-    """A run directory.
+def locate_run(path: str | os.PathLike[str], *, urls_too: bool = False) -> str:
+    """A run directory, or with ``urls_too`` perhaps the URL of one.
 
     Raises:
-        InvalidArgumentError: ``path`` is a URL, or one checkpoint.
+        InvalidArgumentError: ``path`` is one checkpoint, or a URL.
         CheckpointNotFoundError: There is no such directory.
     """
-    place = resolved(path)
-    if _is_unfinished(os.path.basename(place)) or not os.path.isdir(place):
+    place = place_of(path) if urls_too else resolved(path)
+    if _is_unfinished(os.path.basename(place)) or not _is_directory(place):
         raise CheckpointNotFoundError(errno.ENOENT, f"there is no run directory: {describe_path(place)}", place)
     if is_single(place):
         raise InvalidArgumentError(f"{place} is one checkpoint; its run directory is {os.path.dirname(place)}")
@@ -138,10 +144,22 @@ def locate_run(path: str | os.PathLike[str]) -> str:
 
 def is_single(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is one checkpoint, be it whole, damaged or gone, and no run directory."""
-    place = resolved(path)
+    place = place_of(path)
     name = os.path.basename(place)
+    if urls.is_url(place):
+        return _is_step_url(place) or catalog.has_manifest(place)
     is_one = catalog.step_of(name) is not None or os.path.lexists(os.path.join(place, MANIFEST))
     return is_one and not _is_unfinished(name)
+
+
+def _is_step_url(place: str) -> bool:
+    """Whether a URL can be one checkpoint alone: by its name, or as nothing is listed there."""
+    return urls.is_url(place) and (catalog.step_of(os.path.basename(place)) is not None or not urls.can_list(place))
+
+
+def _is_directory(place: str) -> bool:
+    """Whether there is a directory; a prefix is one, whatever is below it."""
+    return urls.is_url(place) or os.path.isdir(place)
 
 
 def attempts(path: str | os.PathLike[str]) -> catalog.Attempts:
@@ -159,7 +177,10 @@ def not_found(place: str, found: Sequence[CheckpointInfo] = (), step: int | None
     return CheckpointNotFoundError(errno.ENOENT, no_such_step(step, {info.step for info in found}), place)
 
 
-def _is_there(path: str) -> bool:
+def _is_there(path: str, *, ask: bool = False) -> bool:
+    """Whether a checkpoint is there; for a URL whoever reads it tells, unless that is to be asked."""
+    if urls.is_url(path):
+        return not ask or catalog.has_manifest(path)
     return os.path.isdir(catalog.whereabouts(path))
 
 
@@ -172,7 +193,7 @@ def _told_step(path: str) -> int | None:
 
 
 def locate_weights(path: str | os.PathLike[str]) -> str:
-    """Where plain safetensors weights are: ``path`` itself, a file or a directory of them.
+    """Where plain safetensors weights are, which are read from no URL: ``path`` itself, a file or a directory of them.
 
     Links are not followed, for in Hugging Face's cache it is the link that has a name.
 
@@ -194,6 +215,8 @@ def locate_weights(path: str | os.PathLike[str]) -> str:
 
 def are_weights(path: str | os.PathLike[str]) -> bool:
     """Whether there are safetensors weights of others at ``path``: a file, an index of files, a directory of them."""
+    if urls.is_url(os.fspath(path)):
+        return False
     place = os.path.abspath(path_text(path))
     if os.path.isfile(place):
         return place.endswith((WEIGHTS, INDEX))
@@ -216,6 +239,8 @@ def _hold_weights(names: Iterable[str]) -> bool:
 
 def describe_path(path: str) -> str:
     """What is at a path where there is no checkpoint, as the end of a sentence that says what to do about it."""
+    if urls.is_url(path):
+        return "there is no manifest.json at this URL, nor one that counts in a step-XXXXXXXX below it"
     if not os.path.lexists(path):
         return "there is nothing at this path"
     if os.path.isdir(path):
@@ -258,6 +283,12 @@ def _what_directory(path: str, names: list[str]) -> str:
 def resolved(path: str | os.PathLike[str]) -> str:
     """A path as text, without symbolic links."""
     return os.path.realpath(path_text(path))
+
+
+def place_of(path: str | os.PathLike[str]) -> str:
+    """:func:`resolved`, or a URL, normalized."""
+    text: object = os.fspath(path) if isinstance(cast("object", path), (str, os.PathLike)) else None
+    return urls.normalized(text) if isinstance(text, str) and urls.is_url(text) else resolved(path)
 
 
 def _info(place: str) -> CheckpointInfo | None:

@@ -278,7 +278,7 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
 ):
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, {str(n): torch.ones(1 << 20) for n in range(40)}, blocking=True)
-    read_piece, run_all = block_io._Source.read, apart.run_all
+    read_piece, run_all = block_io._LocalSource.read, apart.run_all
     entered, stopped = threading.Event(), threading.Event()
     begun: list[int] = []
     ended: list[int] = []
@@ -299,7 +299,7 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
         monkeypatch.setattr(apart._Call, "result", interrupted)
         return run_all(works, name, lambda: (stop(), stopped.set()))
 
-    monkeypatch.setattr(block_io._Source, "read", held)
+    monkeypatch.setattr(block_io._LocalSource, "read", held)
     monkeypatch.setattr(apart, "run_all", run_noting)
     into = {str(n): torch.zeros(1 << 20) for n in range(40)}
     with pytest.raises(KeyboardInterrupt):

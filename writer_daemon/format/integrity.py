@@ -31,7 +31,7 @@ from sidesave.writer_daemon.format.tensor_file import (
     header_nbytes,
     parse_tensor_file,
 )
-from sidesave.writer_daemon.storage import InputFile, Storage
+from sidesave.writer_daemon.storage import InputFile, ReadStorage
 
 _READ_NBYTES: Final = 16 << 20
 NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
@@ -58,13 +58,13 @@ class Fault:
         return f"{self.file}{at}: {self.problem}{names}"
 
 
-def read_record(storage: Storage, directory: str, entry: FileRecord) -> RankRecord:
+def read_record(storage: ReadStorage, directory: str, entry: FileRecord) -> RankRecord:
     """The rank record that a manifest lists; ``IntegrityError`` when it is missing or not the one meant."""
     path = f"{directory}/{entry.name}"
     return RankRecord.from_bytes(read_small_file(storage, path, entry), path)
 
 
-def read_manifest(storage: Storage, directory: str) -> Manifest:
+def read_manifest(storage: ReadStorage, directory: str) -> Manifest:
     """The manifest of a directory; ``IntegrityError`` when it is missing or damaged."""
     path = f"{directory}/{MANIFEST}"
     data = storage.read(path, MAX_JSON_NBYTES)
@@ -73,7 +73,7 @@ def read_manifest(storage: Storage, directory: str) -> Manifest:
     return Manifest.from_bytes(data, path)
 
 
-def read_small_file(storage: Storage, path: str, entry: FileRecord) -> bytes:
+def read_small_file(storage: ReadStorage, path: str, entry: FileRecord) -> bytes:
     """A file that has one digest, compared with it; ``IntegrityError`` otherwise."""
     data = storage.read(path, entry.nbytes + 1)
     if data is None:
@@ -86,7 +86,7 @@ def read_small_file(storage: Storage, path: str, entry: FileRecord) -> bytes:
 
 
 def check_checkpoint(
-    storage: Storage, directory: str, on_bytes: Callable[[int], None] = lambda nbytes: None
+    storage: ReadStorage, directory: str, on_bytes: Callable[[int], None] = lambda nbytes: None
 ) -> Iterator[Fault]:
     """Every fault of a committed directory, files that the manifest does not list included.
 
@@ -119,7 +119,8 @@ def check_checkpoint(
         for file in record.files:
             known.add(file.name)
             known.add(file.digests.name if file.digests else "")
-    for name in sorted(set(storage.list_directory(directory)) - known):
+    listed = storage.list_directory(directory) if storage.can_list else ()
+    for name in sorted(set(listed) - known):
         if not any(_may_be_of(rank, name) for rank in unknown_ranks):  # what their records list is not known
             yield Fault(name, "the manifest does not list this file")
 
@@ -128,7 +129,7 @@ def _may_be_of(rank: int, name: str) -> bool:
     return f".rank-{rank:05d}." in name or (rank == 0 and is_extra_file_name(name))
 
 
-def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterator[Fault]:
+def check_record(storage: ReadStorage, directory: str, record: RankRecord) -> Iterator[Fault]:
     """Every fault in the files of one rank, for who acts on it.
 
     Raises ``WriteError`` where storage does not give the bytes: what cannot be read now may be whole.
@@ -140,7 +141,7 @@ def check_record(storage: Storage, directory: str, record: RankRecord) -> Iterat
 
 
 def _check_files(
-    storage: Storage, directory: str, record: RankRecord, on_bytes: Callable[[int], None]
+    storage: ReadStorage, directory: str, record: RankRecord, on_bytes: Callable[[int], None]
 ) -> Iterator[Fault]:
     for entry in (record.objects, *record.extra_files):
         try:
@@ -159,7 +160,7 @@ def _fault(file: str, error: IntegrityError | WriteError) -> Fault:
     return Fault(file, str(error), unreadable=unreadable)
 
 
-def read_digests(storage: Storage, directory: str, entry: FileRecord) -> bytes:
+def read_digests(storage: ReadStorage, directory: str, entry: FileRecord) -> bytes:
     """The digest list of a tensor file, compared with the record's digest of it."""
     assert entry.digests is not None
     return read_small_file(storage, f"{directory}/{entry.digests.name}", entry.digests)
@@ -178,7 +179,7 @@ def read_header(source: InputFile, path: str, digests: bytes) -> TensorFile:
 
 
 def _check_tensor_file(
-    storage: Storage, directory: str, entry: FileRecord, on_bytes: Callable[[int], None]
+    storage: ReadStorage, directory: str, entry: FileRecord, on_bytes: Callable[[int], None]
 ) -> Iterator[Fault]:
     path = f"{directory}/{entry.name}"
     digests = read_digests(storage, directory, entry)
@@ -189,9 +190,10 @@ def _check_tensor_file(
         if file.nbytes != entry.nbytes or len(digests) != count_blocks(file) * DIGEST_NBYTES:
             raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
         blocks = digest_blocks(file)
-        for first, last in _batches(blocks):
+        batches = list(_batches(blocks))
+        spans = ((blocks[first][0], sum(blocks[last]) - blocks[first][0]) for first, last in batches)
+        for (first, last), data in zip(batches, source.read_each(spans), strict=True):
             start = blocks[first][0]
-            data = source.read_at(start, sum(blocks[last]) - start)
             for number in range(first, last + 1):
                 offset, nbytes = blocks[number]
                 block = data[offset - start : offset - start + nbytes]

@@ -14,7 +14,7 @@ from typing import Final, cast
 
 from sidesave.errors import IntegrityError
 from sidesave.writer_daemon.format import sealed_json
-from sidesave.writer_daemon.storage import Storage
+from sidesave.writer_daemon.storage import ReadStorage
 from sidesave.writer_daemon.storage.atomic import replace_file
 
 ROLLBACK_FILE: Final = ".sidesave.rollback"
@@ -54,7 +54,7 @@ class Rollbacks:
         return Rollbacks((*before, (sequence, last)) if sequence < last else before)
 
 
-def read(storage: Storage) -> Rollbacks:
+def read(storage: ReadStorage) -> Rollbacks:
     """What a run directory says; nothing where it has never gone back.
 
     Raises:

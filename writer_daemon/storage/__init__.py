@@ -1,7 +1,7 @@
 """Where checkpoints are kept: a small ABC and one module per backend."""
 
-from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
+from sidesave.writer_daemon.storage.base import InputFile, OutputFile, ReadStorage, Storage
 from sidesave.writer_daemon.storage.descriptor import Descriptor
 from sidesave.writer_daemon.storage.posix import PosixStorage
 
-__all__ = ["Descriptor", "InputFile", "OutputFile", "PosixStorage", "Storage"]
+__all__ = ["Descriptor", "InputFile", "OutputFile", "PosixStorage", "ReadStorage", "Storage"]

@@ -1,4 +1,4 @@
-"""The storage that a run directory lives on, as the writer sees it: few operations, each with its durability stated.
+"""The storage that a run directory lives on, for readers and for the writer: few operations, durability stated.
 
 Paths are relative to the run directory: ``name`` or ``directory/name``. Every operation raises ``WriteError`` (or a
 subclass) with errno and the full path, and every one may be repeated after a crash of the caller.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from sidesave.errors import WriteError
@@ -42,12 +42,42 @@ class InputFile(ABC):
     def read_at(self, offset: int, nbytes: int) -> memoryview:
         """The bytes ``[offset, offset + nbytes)``, fewer where the file ends; valid until the next call. Blocking."""
 
+    def read_each(self, spans: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+        """:meth:`read_at` of each (offset, length), in their order; what is slow to answer is asked ahead."""
+        return (self.read_at(*span) for span in spans)
 
-class Storage(ABC):
-    """One run directory."""
+
+class ReadStorage(ABC):
+    """One run directory, for who only reads."""
 
     root: str
     """Full path or URL of the run directory, for messages."""
+    can_list = True
+    """Whether :meth:`list_directory` can tell; where it cannot it raises ``InvalidArgumentError``."""
+
+    @abstractmethod
+    def list_directory(self, name: str) -> list[str]:
+        """Names in a directory, read afresh; empty when there is no such directory."""
+
+    @abstractmethod
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        """A small file's content, None when there is none; longer than ``max_nbytes`` is an error."""
+
+    @abstractmethod
+    def open(self, path: str) -> AbstractContextManager[InputFile]:
+        """Open a file for reading from the medium, past the page cache where that can be had."""
+
+    def hold(self, name: str, marker: str) -> None:
+        """Keep a directory readable while it is deleted or replaced, as far as that is possible here."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the run directory; idempotent."""
+
+
+class Storage(ReadStorage):
+    """One run directory, for who writes."""
 
     def check_root(self) -> None:
         """Raise ``WriteError``, saying what happened, where :attr:`root` does not lead to what was opened any more."""
@@ -62,20 +92,8 @@ class Storage(ABC):
         """Create a directory; False when it is there. Durable after :meth:`sync_directory` of its parent."""
 
     @abstractmethod
-    def list_directory(self, name: str) -> list[str]:
-        """Names in a directory, read afresh; empty when there is no such directory."""
-
-    @abstractmethod
     def create(self, path: str, nbytes: int) -> OutputFile:
         """Make a new file and reserve ``nbytes`` for it where the system can; never opens an existing one."""
-
-    @abstractmethod
-    def read(self, path: str, max_nbytes: int) -> bytes | None:
-        """A small file's content, None when there is none; longer than ``max_nbytes`` is an error."""
-
-    @abstractmethod
-    def open(self, path: str) -> AbstractContextManager[InputFile]:
-        """Open a file for reading from the medium, past the page cache where that can be had."""
 
     @abstractmethod
     def publish(self, temporary: str, final: str) -> bool:
@@ -126,10 +144,6 @@ class Storage(ABC):
     def is_shared(self, path: str) -> bool | None:
         """Whether somebody has a :meth:`share` in a file; None where locks do not tell."""
         return None
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the run directory; idempotent."""
 
     @contextmanager
     def creating(self, path: str, nbytes: int) -> Generator[OutputFile]:

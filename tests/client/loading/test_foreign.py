@@ -618,7 +618,7 @@ def test_an_item_is_needed_for_weights_and_for_nothing_else(tmp_path: Path):
             Source(folder, item=wrong)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="step="):
         Source(folder, 5, item="net")
-    with pytest.raises(InvalidArgumentError, match="only local"):
+    with pytest.raises(InvalidArgumentError, match="for local and mounted"):
         Source("s3://bucket/weights", item="net").locate()
 
 

@@ -1,0 +1,209 @@
+"""A run directory in an object store, for who reads: a prefix, below which a key stands for each file.
+
+There are no locks and no descriptors here: what is deleted or replaced while it is read is missing in the middle, or
+does not match its digests. What one request costs is latency, so many are made at once, each for a range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+from sidesave.errors import InvalidArgumentError, WriteError, WriteStalledError
+from sidesave.writer_daemon.storage.base import InputFile, ReadStorage
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
+except ModuleNotFoundError as error:
+    text = f"URLs need {error.name}, which an extra brings: pip install 'sidesave[remote]'"
+    raise InvalidArgumentError(text) from error
+
+AT_ONCE: Final = 16
+"""Requests at a time: with 8 MiB each and 50 ms until the first byte that is 2.5 GiB/s, more than most links have."""
+HEAD_NBYTES: Final = 256 << 10
+"""Read of a tensor file with its length: more than most headers, and no dearer than less."""
+_AHEAD: Final = 4
+"""Ranges, of 16 MiB, that are asked for before the one that is waited for has come."""
+_CHUNK_NBYTES: Final = 1 << 20
+_SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
+"""Options of obstore's that are no strings; all others are its configuration of the store."""
+_PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
+_INSTANCE_ROLE: Final = "//169.254.169.254/"
+"""Where clouds tell their machines who they are: asked when nothing else says so."""
+_memory: Final[dict[str, MemoryStore]] = {}
+
+
+def memory_store(bucket: str) -> MemoryStore:
+    """What ``memory://bucket`` means in this process, for tests."""
+    return _memory.setdefault(bucket, MemoryStore())
+
+
+class ObjectStorage(ReadStorage):
+    """The prefix ``root``, a URL as ``urls.normalized`` gives it. Nothing is asked before something is read."""
+
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        """Prepare a client; ``InvalidArgumentError`` where the options are none of its."""
+        self.root = root
+        self.can_list = not root.startswith("http")
+        try:
+            self._store, self._prefix = _connect(root, options)
+        except (exceptions.BaseError, TypeError, ValueError) as error:
+            # Without its values, and without a cause that has them.
+            told = isinstance(error, exceptions.UnknownConfigurationKeyError)
+            hint = _first_line(error) if told else "a value is none, or an option is not known"
+            raise InvalidArgumentError(f"{root}: storage_options are not those of this store: {hint}") from None
+
+    def close(self) -> None:
+        return
+
+    def list_directory(self, name: str) -> list[str]:
+        if not self.can_list:
+            raise InvalidArgumentError(f"{self.root}: http cannot list what there is; give the URL of one step")
+        key = self._key(name)
+        with self._doing("cannot list", name):
+            found = obstore.list_with_delimiter(self._store, key or None)
+        keys = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        return [key for key in (each.rpartition("/")[2] for each in keys) if key]
+
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        try:
+            with self._doing("cannot read", path):
+                result = obstore.get(self._store, self._key(path))
+                nbytes = result.meta["size"]
+                if nbytes > max_nbytes:
+                    text = f"cannot read: {nbytes:,} bytes, over the limit of {max_nbytes:,}"
+                    raise WriteError(errno.EFBIG, text, self._full(path))
+                return bytes(result.bytes())
+        except WriteError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Generator[InputFile]:
+        head = memoryview(bytearray(HEAD_NBYTES))
+        filled, nbytes = self._get(path, 0, head)
+        yield _ObjectInput(self, path, head[:filled], nbytes)
+
+    def read_into(self, path: str, offset: int, window: memoryview) -> int:
+        """Fill memory with a file's bytes from ``offset`` on; how many there were, fewer where the file ends.
+
+        Thread-safe; blocks for one request, of which a piece of 1 MiB at a time is in memory besides.
+        """
+        return self._get(path, offset, window)[0]
+
+    def _get(self, path: str, offset: int, window: memoryview) -> tuple[int, int]:
+        """How many bytes have come, and the length of the file."""
+        done = 0
+        if not window:
+            return 0, 0
+        with self._doing(f"cannot read {len(window):,} bytes at byte {offset:,}", path):
+            try:
+                wanted = {"range": (offset, offset + len(window))}
+                result = obstore.get(self._store, self._key(path), options=wanted)  # pyright: ignore[reportArgumentType]
+            except exceptions.BaseError as error:
+                if _PAST_THE_END.search(str(error)):
+                    return 0, 0
+                raise
+            for chunk in result.stream(min_chunk_size=_CHUNK_NBYTES):
+                part = memoryview(chunk)
+                if done + len(part) > len(window):
+                    raise exceptions.GenericError("the answer is longer than what was asked for")
+                window[done : done + len(part)] = part
+                done += len(part)
+        return done, result.meta["size"]
+
+    def _key(self, path: str) -> str:
+        return "/".join(filter(None, (self._prefix, path)))
+
+    def _full(self, path: str) -> str:
+        return f"{self.root}/{path}" if path else self.root
+
+    @contextlib.contextmanager
+    def _doing(self, what: str, path: str) -> Generator[None]:
+        """Make a ``WriteError`` of what fails, without what a server says of credentials, and without a cause."""
+        try:
+            yield
+        except WriteError:
+            raise
+        except FileNotFoundError:
+            raise WriteError(errno.ENOENT, f"{what}: there is no such object", self._full(path)) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+            check = "check the credentials, that they may get and list objects here, the region and the endpoint"
+            raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self._full(path)) from None
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            if "(os error 20)" in str(error):  # a file in a directory's place
+                raise WriteError(errno.ENOENT, f"{what}: there is no such file", self._full(path)) from None
+            if _INSTANCE_ROLE in str(error):
+                text = f"{what}: there are no credentials, neither in the environment nor by a role of this machine"
+                raise WriteError(errno.EACCES, text, self._full(path)) from None
+            stalled = "kind: Timeout" in str(error)
+            kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
+            raise kind(code, f"{what}: {_first_line(error)}", self._full(path)) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # obstore's, for an endpoint that is no URL for instance
+                raise
+            text = f"{what}: obstore has given up: check the endpoint and the other options of the store"
+            raise WriteError(errno.EINVAL, text, self._full(path)) from None
+
+
+class _ObjectInput(InputFile):
+    """A file whose beginning came with its length."""
+
+    def __init__(self, storage: ObjectStorage, path: str, head: memoryview, nbytes: int) -> None:
+        self._storage, self._path, self._head = storage, path, head
+        self.nbytes = nbytes
+
+    def read_at(self, offset: int, nbytes: int) -> memoryview:
+        nbytes = max(min(nbytes, self.nbytes - offset), 0)
+        if offset + nbytes <= len(self._head):
+            return self._head[offset : offset + nbytes]
+        window = memoryview(bytearray(nbytes))
+        return window[: self._storage.read_into(self._path, offset, window)]
+
+    def read_each(self, spans: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+        with ThreadPoolExecutor(_AHEAD, "sidesave-ahead") as pool:
+            asked: deque[Future[memoryview]] = deque()
+            for span in spans:
+                asked.append(pool.submit(self.read_at, *span))
+                if len(asked) == _AHEAD:
+                    yield asked.popleft().result()
+            while asked:
+                yield asked.popleft().result()
+
+
+def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
+    """A client of the bucket of a URL, and the key that the URL leads to in it."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    settings: dict[str, Any] = {name: options[name] for name in _SETTINGS if name in options}
+    config: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
+    match scheme:
+        case "s3":
+            return S3Store(bucket, config=config, **settings), key
+        case "gs":
+            return GCSStore(bucket, config=config, **settings), key
+        case "az":
+            return AzureStore(bucket, config=config, **settings), key
+        case "file":
+            return LocalStore("/"), rest.strip("/")
+        case "memory":
+            return memory_store(bucket), key
+        case _:
+            client: Any = {"allow_http": scheme == "http", **settings.pop("client_options", {})}
+            return HTTPStore(url, client_options=client, **config, **settings), ""
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says of the transport: no query, which may be a signature, and of an answer only its code."""
+    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    code = re.search(r"<Code>(\w{1,80})</Code>", text)
+    text = re.sub(r"(status code: \d+[^:]*):.*", r"\1", re.sub(r"\?\S*", "", text))
+    return (text + (f" ({code[1]})" if code else ""))[:400]

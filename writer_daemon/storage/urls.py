@@ -1,0 +1,75 @@
+"""URLs of run directories and checkpoints, and the one place that chooses the storage of a path by its scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Generator, Mapping
+from contextvars import ContextVar
+from typing import Any, Final, cast
+
+from sidesave.errors import InvalidArgumentError
+from sidesave.writer_daemon.storage.base import ReadStorage
+from sidesave.writer_daemon.storage.posix import PosixStorage
+
+SCHEMES: Final = ("s3", "gs", "az", "file", "http", "https", "memory")
+"""``memory`` is for tests: its objects live in this process."""
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # of "://" an os.PathLike leaves one slash
+_options: ContextVar[Mapping[str, Any]] = ContextVar("_options", default={})  # noqa: B039 - never changed in place
+
+
+def is_url(path: str) -> bool:
+    """Whether it is a URL, also one of a scheme that is not known here."""
+    return _URL.match(path) is not None
+
+
+def shown(url: str) -> str:
+    """A URL for messages: without what is said in it to a server alone, which may be a secret."""
+    scheme, _, rest = url.partition(":")
+    return f"{scheme}://{re.split('[?#]', rest.lstrip('/'))[0].rpartition('@')[2]}"
+
+
+def normalized(url: str) -> str:
+    """``scheme://bucket/key`` without a slash at the end; ``InvalidArgumentError`` says what is wrong with it."""
+    scheme, _, rest = url.partition(":")
+    scheme, rest = scheme.lower(), rest.strip("/")
+    if scheme not in SCHEMES:
+        raise InvalidArgumentError(f"{shown(url)}: checkpoints are read from {', '.join(SCHEMES[:-1])} URLs")
+    parts = rest.split("/")
+    if re.search(r"[?#\0]", rest) or "@" in parts[0] or {"", ".", ".."} & {*parts}:
+        text = "a URL is a scheme, a bucket and a key: no user, query or fragment, and no empty, . or .. part"
+        raise InvalidArgumentError(f"{shown(url)}: {text}; what a store needs besides goes into storage_options")
+    return f"{scheme}:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
+
+
+def can_list(url: str) -> bool:
+    """Whether what is below a URL can be listed."""
+    return not url.startswith("http")
+
+
+@contextlib.contextmanager
+def using(storage_options: Mapping[str, Any] | None) -> Generator[None]:
+    """What stores are opened with in the block, by this thread; None is what a block around it says, or nothing."""
+    if storage_options is not None and not isinstance(cast("object", storage_options), Mapping):
+        raise InvalidArgumentError(f"storage_options must be a dict, not {type(storage_options).__name__}")
+    token = _options.set(_options.get() if storage_options is None else storage_options)
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def open_storage(root: str) -> ReadStorage:
+    """The run directory ``root``, a path or a URL; ``WriteError`` where it cannot be opened."""
+    if not is_url(root):
+        return PosixStorage(root)
+    from sidesave.writer_daemon.storage.remote import ObjectStorage  # its library is an extra, and some MiB
+
+    return ObjectStorage(root, _options.get())
+
+
+def parent_of(path: str) -> tuple[str, str]:
+    """The run directory of a checkpoint, a path or a URL, and its name there."""
+    parent, name = os.path.split(path)
+    return (path, "") if is_url(path) and parent.endswith(":") else (parent, name)  # a whole bucket
