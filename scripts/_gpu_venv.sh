@@ -4,7 +4,7 @@
 
 # By name, because the dependencies that the CUDA build declares are gigabytes of NVIDIA's libraries.
 _NEEDED_BY_TORCH=(filelock typing-extensions 'setuptools>=77' sympy networkx jinja2 fsspec numpy)
-_NEEDED_BY_TESTS=(pyzmq msgpack psutil xxhash rich typer pytest pytest-timeout hypothesis safetensors matplotlib)
+_NEEDED_BY_TESTS=(pyzmq msgpack psutil xxhash rich typer pytest pytest-timeout hypothesis safetensors matplotlib obstore)
 _CUDA_HEADERS=(nvidia-cuda-runtime==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-cuda-cccl==13.3.5.0.6)
 
 _install() {

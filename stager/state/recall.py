@@ -347,7 +347,10 @@ def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _values(rows: Iterable[dict[str, Any]]) -> Iterable[Any]:
-    return itertools.chain.from_iterable(map(dict.values, rows))
+    return itertools.chain.from_iterable(map(_values_of, rows))
+
+
+_values_of: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
 def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from machines import CORES, needs_two_cores, populating, two_nodes
-from states import wait_until
-from trainers import ROOT, a_state, check
+from trainers import ROOT, a_state, check, wait_until
 
 import sidesave
 from sidesave.stager.memory import host_memory, numa
