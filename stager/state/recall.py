@@ -350,7 +350,7 @@ def _values(rows: Iterable[dict[str, Any]]) -> Iterable[Any]:
     return itertools.chain.from_iterable(map(_values_of, rows))
 
 
-_values_of: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_values_of: Final = cast("Callable[[dict[str, Any]], Iterable[Any]]", cast("Any", dict).values)
 
 
 def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:
