@@ -111,7 +111,7 @@ class FlatMap:
         make = cast("Any", type(like))
         if make in SEQUENCES and all(type(index) is int for index in made):  # a new name may be none
             ordered = [made[index] for index in sorted(made)]
-            return collections.deque(ordered, like.maxlen) if make is collections.deque else make(ordered)
+            return type(like)(ordered, like.maxlen) if make is collections.deque else type(like)(ordered)
         if make is collections.defaultdict:
             return collections.defaultdict(like.default_factory, made)
         metadata = getattr(like, "_metadata", None)

@@ -1,7 +1,7 @@
-"""Blocks of tensor files, each compared with its digest, read past the page cache where that does not hold them.
+"""Reads blocks of tensor files and compares each with its digest, past the page cache where that does not hold them.
 
-Bytes go straight into the memory that the tensors will have, in pieces of 16 MiB, by several threads. What has to be
-put together first goes piece by piece, of 2 MiB, through memory of the reading thread, so it never takes room twice.
+Several threads read pieces of 16 MiB straight into the tensors' memory. What must be put together first passes in
+pieces of 2 MiB through memory of the reading thread, so it never takes room twice.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BlockFile:
 
     @property
     def nbytes_of_tables(self) -> int:
-        """What had to be read to know all this."""
+        """Bytes of the header and the digests."""
         return self.layout.data_offset + len(self.digests)
 
 
@@ -95,7 +95,7 @@ def open_file(storage: PosixStorage, directory: str, record: FileRecord) -> Bloc
 
 
 def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) -> str:
-    """What is wrong with a tensor that a file describes; empty when there can be such a one."""
+    """The problem with a tensor that a file describes; empty if there is none."""
     if dtype not in DTYPES:
         return f"has the unknown dtype {dtype!r:.80}"
     itemsize = DTYPES[dtype].itemsize
@@ -107,7 +107,7 @@ def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None)
 
 
 def require_room(record: FileRecord, directory: str) -> None:
-    """Raise ``HostMemoryError`` where a small file has become so large that it does not fit in memory."""
+    """Raise ``HostMemoryError`` if a small file has grown too large for memory."""
     if record.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
         path = f"{directory}/{record.name}"
         with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
@@ -116,7 +116,7 @@ def require_room(record: FileRecord, directory: str) -> None:
 
 @contextmanager
 def reading(path: str) -> Generator[None]:
-    """Tell damage from storage that fails; ``path`` is for errors that do not say it."""
+    """Distinguish damage from failing storage; ``path`` is for errors that do not name one."""
     try:
         yield
     except CheckpointNotFoundError:
@@ -144,7 +144,7 @@ Sink = Callable[[memoryview, int, int, int], None]
 
 @dataclass(slots=True)
 class ReadRequest:
-    """Consecutive blocks of a file, and where they go: to memory of their own, or piece by piece to a sink."""
+    """Consecutive blocks of a file, and their destination: memory of their own, or piece by piece a sink."""
 
     file: BlockFile
     first: int
@@ -170,7 +170,7 @@ class ReadRequest:
 
 
 def join(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """First and last block of ranges of blocks, in any order, as few ranges without a block in common."""
+    """First and last block of overlapping ranges of blocks, joined into as few ranges as possible."""
     ordered = sorted(ranges)
     if not ordered:
         return
@@ -191,7 +191,7 @@ Opener = Callable[[str, int], Descriptor]
 
 
 def read_blocks(open_descriptor: Opener, requests: Iterable[ReadRequest], *, verify: bool) -> int:
-    """Read all requests and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
+    """Read all requests and return the bytes that were read; blocking. Interrupted, it returns once no thread reads.
 
     Args:
         open_descriptor: Opens a file of theirs.
@@ -213,7 +213,7 @@ def read_blocks(open_descriptor: Opener, requests: Iterable[ReadRequest], *, ver
 
 
 class _PieceReader:
-    """Pieces of files, which threads take one after the other until none is left or one could not be read.
+    """Pieces of files, which threads take one by one until none is left or one fails.
 
     Each thread has one file open at a time: of however many files, few are open at once.
     """
@@ -225,11 +225,11 @@ class _PieceReader:
         self._errors: dict[int, BaseException] = {}
 
     def stop(self) -> None:
-        """Have no further piece read."""
+        """Read no further piece."""
         self._pieces.clear()
 
     def check(self) -> None:
-        """Raise what the first piece that could not be read has raised; when no thread reads any more."""
+        """Raise the error of the first piece that failed, once no thread reads any more."""
         try:
             if self._errors:
                 raise self._errors[min(self._errors)]
@@ -237,7 +237,7 @@ class _PieceReader:
             self._errors.clear()  # their tracebacks refer to this
 
     def work(self) -> int:
-        """Read pieces; returns how many bytes that took. What is raised is kept for :meth:`check`."""
+        """Read pieces; returns the bytes that were read. Errors are kept for :meth:`check`."""
         count = 0
         source: _Source | None = None
         try:
@@ -266,7 +266,7 @@ class _PieceReader:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks that are read at once: into the memory of one request, or for the sinks of all that want some of it."""
+    """Blocks that are read at once: into the memory of one request, or for all sinks that want a part."""
 
     file: BlockFile
     first: int
@@ -275,7 +275,7 @@ class _Piece:
 
 
 def _pieces(file: BlockFile, requests: Iterable[ReadRequest]) -> Iterator[_Piece]:
-    """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
+    """Large pieces: consecutive tensors of a file take one read, and shared blocks are read once."""
     for_sinks: list[ReadRequest] = []
     for each in requests:
         if each.memory is None:
@@ -302,7 +302,7 @@ def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tupl
 
 
 def _scratch(nbytes: int) -> memoryview:
-    """Memory of this thread, which it uses again and again."""
+    """Memory that this thread reuses."""
     memory: mmap.mmap | None = getattr(_of_thread, "scratch", None)
     if memory is None or len(memory) < nbytes:
         memory = _of_thread.scratch = allocate(nbytes)
@@ -320,7 +320,7 @@ def _check(file: BlockFile, number: int, block: memoryview) -> None:
 
 
 class _Source:
-    """A file read from the page cache where it is there, and past it where it is not."""
+    """A file that is read from the page cache if it is there, else past it."""
 
     def __init__(self, open_descriptor: Opener, file: BlockFile) -> None:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
@@ -362,7 +362,7 @@ class _Source:
         return done
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether all pages are in memory. The mapping is only asked about, never read: no SIGBUS can come of it."""
+        """Whether all pages are in memory. The mapping is only queried, never read, so SIGBUS cannot come."""
         nbytes = min(nbytes, self._nbytes - offset)
         if not self._address or nbytes <= 0:
             return True
