@@ -1,8 +1,8 @@
 """The outcome of every save: a small log in the run directory, one line per event.
 
 Lines are appended without fsync, and a line that cannot be written fails no save. Only the daemon writes the log, in
-its storage thread, under the lease. Each line begins with its own digest, so that a torn or damaged one is left out and the
-others still count.
+its storage thread, under the lease. Each line begins with its own digest, so that a torn or damaged one is left out and
+the others still count.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _is_valid(name: str, value: Any) -> bool:
 def combine(records: Iterable[SaveRecord]) -> list[SaveRecord]:
     """One record for each save, in the order in which they first appear.
 
-    Recovery does not know the number of a call. Its line belongs to the save of that session with that place in the order
-    of commits or, if it found no record, to the last one of that step.
+    Recovery does not know the number of a call. Its line belongs to the save of that session with that place in the
+    order of commits or, if it found no record, to the last one of that step.
     """
     combined: list[SaveRecord] = []
     places: dict[tuple[Any, ...], int] = {}
