@@ -71,17 +71,17 @@ def encode_files(files: object) -> bytes:
         return b""
     if not isinstance(files, Mapping):
         raise InvalidArgumentError(f"files must be a dict of names to str or bytes, not {type(files).__name__}")
-    found: dict[str, bytes] = {}
+    encoded: dict[str, bytes] = {}
     nbytes = 0
     for name, content in cast("Mapping[Any, Any]", files).items():
         if not isinstance(name, str) or not is_extra_file_name(name):
             raise InvalidArgumentError(f"files cannot have the name {name!r:.80}; names are {EXTRA_FILE_NAMES}")
-        found[str(name)] = _encode_file(name, content)
-        nbytes += len(found[name])
-        if nbytes > MAX_EXTRA_NBYTES or len(found) > MAX_EXTRA_FILES:
+        encoded[str(name)] = _encode_file(name, content)
+        nbytes += len(encoded[name])
+        if nbytes > MAX_EXTRA_NBYTES or len(encoded) > MAX_EXTRA_FILES:
             most = f"at most {MAX_EXTRA_FILES:,} with {MAX_EXTRA_NBYTES >> 20} MiB in all"
             raise InvalidArgumentError(f"files are too much from {name} on: {most}; put what is larger into the state")
-    return pack_files(found) if found else b""
+    return pack_files(encoded) if encoded else b""
 
 
 def _encode_file(name: str, content: object) -> bytes:

@@ -381,7 +381,6 @@ class Checkpointer:
         session.saves.raise_failure()
 
     def __enter__(self) -> Self:
-        """The checkpointer itself."""
         return self
 
     def __exit__(
@@ -397,5 +396,4 @@ class Checkpointer:
             logger.error("a save failed as well: %s", failure)
 
     def __repr__(self) -> str:
-        """Directory and state."""
         return f"<Checkpointer {self.directory!r}{' closed' if self._saver.session.closed else ''}>"

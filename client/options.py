@@ -67,13 +67,13 @@ class Options:
 
 def check_cores(cpus: object) -> tuple[int, ...]:
     """The cores that a daemon may use."""
-    told = brief(cpus)
+    shown = brief(cpus)
     cores = cast("list[Any]", list(cast("Iterable[Any]", cpus)) if isinstance(cpus, Iterable) else [None])
     if not all(type(core) is int and core >= 0 for core in cores):
-        raise InvalidArgumentError(f"cpus must be numbers of cores in a list, not {told}")
+        raise InvalidArgumentError(f"cpus must be numbers of cores in a list, not {shown}")
     last = os.sysconf("SC_NPROCESSORS_CONF") - 1
     if max(cores, default=0) > last:
-        raise InvalidArgumentError(f"cpus={told}: this machine has cores 0 to {last}")
+        raise InvalidArgumentError(f"cpus={shown}: this machine has cores 0 to {last}")
     return tuple(cores)
 
 

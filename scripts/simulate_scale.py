@@ -215,7 +215,7 @@ class Inputs:
         """Seconds until another rank knows of a commit, more if it asks first; the load of the metadata server."""
         now, pause_s, load = self.polled(ranks)
         look_s, claims_s = now.listing_s(now.steps_kept), ranks / self.create_rate
-        entries = ranks * (self.containers + 1)  # unfinished tensor files, and a claim of each rank
+        entries = ranks * (self.containers + 1)  # unfinished tensor files, and a replica digest of each rank
         told_s = now.listing_s(entries) + now.create_s + self.ask_s * pause_s / self.wait_s / 2 + look_s
         seen_s = pause_s / 2 + look_s + now.read_s + ranks / self.read_rate
         return {"seen": seen_s, "first save": told_s + 2 * claims_s, "load": load}  # made, and removed
@@ -379,7 +379,7 @@ def make_records(ranks: int, fqns: int, layouts: int) -> list[RankRecord]:
             digests = FileRecord(rank_file(container, rank, "xxh3"), 75_360, digest)
             return FileRecord(rank_file(container, rank, "safetensors"), 1_234_567_890, None, container, digests)
 
-        part = Part(table.only(described[rank]), cells=sums.get(rank, 0), treespec=digest, replicas=digest)
+        part = Part(table.only(described[rank]), cells=sums.get(rank, 0), treespec=digest, replica_digest=digest)
         objects = FileRecord(rank_file("objects", rank, "msgpack"), 4321, digest)
         files = tuple(map(file, ("model", "optimizer", "tensors")))
         return RankRecord(digest[16:], 9, 9, rank, ranks, None, False, 1789000000.5, "2.13.0", files, objects, part)

@@ -1,1 +1,1 @@
-"""Bytes in shared memory to a durable checkpoint. Never imports torch."""
+"""Turns bytes in shared memory into a durable checkpoint. Never imports torch."""

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Serve until done, then leave without waiting for a thread that storage may hold forever."""
+    """Serve until done, then exit without waiting for a thread that storage may hold for ever."""
     logging.basicConfig(level=logging.WARNING, format="sidesave daemon %(process)d: %(message)s")
     if len(sys.argv) != 2 or not sys.argv[1].isdigit():
         sys.exit("this is the writer daemon of sidesave; sidesave.Checkpointer starts it")
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _end_process(failed: threading.ExceptHookArgs) -> None:
-    """A thread that died would leave a daemon that beats for ever and does nothing: a successor can do better."""
+    """End the daemon if a thread dies: it would send heartbeats and do nothing, and a successor can do better."""
     try:
         name = failed.thread.name if failed.thread is not None else "a thread"
         logger.error("%s of the daemon died", name, exc_info=failed.exc_value)

@@ -1,8 +1,8 @@
-"""What became of every save: a small log in the run directory, one line for each thing that happened.
+"""The outcome of every save: a small log in the run directory, one line per event.
 
-It is a log, not a promise: lines are appended without fsync, and a line that cannot be written fails no save. Only the
-daemon writes it, in its storage thread, under the lease. Each line begins with its own digest, so that one that is torn
-or damaged is left out and the others still count.
+Lines are appended without fsync, and a line that cannot be written fails no save. Only the daemon writes the log, in
+its storage thread, under the lease. Each line begins with its own digest, so that a torn or damaged one is left out and
+the others still count.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SaveRecord:
     tries: int = 0
 
     def corrected_by(self, later: SaveRecord) -> SaveRecord:
-        """Both records of one save in one; an outcome gives way only to one that is more certain."""
+        """Both records of one save merged; only a more certain outcome replaces another."""
         settles = _CERTAINTY.get(later.outcome, 3) > _CERTAINTY.get(self.outcome, 3)
         decisive = later if settles else self
         newer = {name: value for name, value in asdict(later).items() if value is not None}
@@ -114,7 +114,7 @@ class SaveRecord:
 
     @classmethod
     def from_line(cls, line: bytes) -> SaveRecord:
-        """Compare the digest, then read; raises ``ValueError`` for whatever is not a line of ours."""
+        """Verify the digest, then read; raises ``ValueError`` for anything but a line of ours."""
         digest, _, body = line.partition(b" ")
         if digest != xxhash.xxh3_64_hexdigest(body).encode():
             raise ValueError("the line does not match its digest")
@@ -148,12 +148,12 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def combine(records: Iterable[SaveRecord]) -> list[SaveRecord]:
-    """One record for each save, in the order in which they were first heard of.
+    """One record for each save, in the order in which they first appear.
 
-    Recovery does not know the number of the call: a line of its own is about the save of that session with that place
-    in the order of commits or, where it found no record of it, about the last one of that step.
+    Recovery does not know the number of a call. Its line belongs to the save of that session with that place in the
+    order of commits or, if it found no record, to the last one of that step.
     """
-    found: list[SaveRecord] = []
+    combined: list[SaveRecord] = []
     places: dict[tuple[Any, ...], int] = {}
     for record in records:
         session = record.session
@@ -163,16 +163,16 @@ def combine(records: Iterable[SaveRecord]) -> list[SaveRecord]:
             keys.append((session, "step", record.step))
         place = places.get(keys[0])
         if place is None:
-            place = len(found)
-            found.append(record)
+            place = len(combined)
+            combined.append(record)
         else:
-            found[place] = found[place].corrected_by(record)
+            combined[place] = combined[place].corrected_by(record)
         places.update(dict.fromkeys(keys, place))
-    return found
+    return combined
 
 
 def read_history(root: str) -> list[SaveRecord]:
-    """What the log of a run directory tells, as :func:`combine` puts it; nothing where there is no log to be read."""
+    """The records in the log of a run directory, by :func:`combine`; empty if there is no readable log."""
     return _read(f"{root}/{HISTORY_FILE}")
 
 
@@ -203,7 +203,7 @@ def _read_tail(path: str, directory: int | None) -> bytes:
 
 
 def _open_regular(path: str, flags: int, directory: int | None) -> Descriptor:
-    """Open a file that is nothing else: a pipe or a link in its place must neither block nor lead elsewhere."""
+    """Open a regular file only: a pipe or a link must neither block nor lead elsewhere."""
     file = Descriptor(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, directory=directory)
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
@@ -211,7 +211,7 @@ def _open_regular(path: str, flags: int, directory: int | None) -> Descriptor:
 
 
 class HistoryLog:
-    """The log of a run directory, for its one writer."""
+    """The log of a run directory, for its only writer."""
 
     def __init__(self, storage: PosixStorage) -> None:
         """Nothing is opened before the first line, and then where ``storage`` is, wherever that has been moved to."""
@@ -222,7 +222,7 @@ class HistoryLog:
         self._complained = False
 
     def append(self, record: SaveRecord) -> None:
-        """Add a line, together with those that could not be written before; never raises ``OSError``."""
+        """Add a line, with those that could not be written before; never raises ``OSError``."""
         self._pending.append(record)
         try:
             fd = self._open()
@@ -240,7 +240,7 @@ class HistoryLog:
             logger.log(level, "%s cannot be kept, which does no harm to saves: %s", path, why)
 
     def records(self) -> list[SaveRecord]:
-        """What it tells, as :func:`combine` puts it."""
+        """Its records, by :func:`combine`."""
         return _read(HISTORY_FILE, self._storage.descriptor)
 
     def _open(self) -> int:
@@ -277,7 +277,7 @@ class HistoryLog:
 
 
 class Recorder:
-    """Makes lines of what a daemon learns about saves; called by its loop, which never touches storage itself."""
+    """Makes lines of what a daemon learns about saves. The loop calls it; it never touches storage."""
 
     def __init__(self, session: str, append: Callable[[SaveRecord], None]) -> None:
         """Record for ``session``; ``append`` takes a line and sees to it that another thread writes it."""
@@ -286,7 +286,7 @@ class Recorder:
         self._open: dict[int, SaveRecord] = {}
 
     def note(self, note: Note) -> None:
-        """What the trainer tells: of a save that begins, that is staged, or that came to nothing on its side."""
+        """Note what the trainer tells: a save begins, is staged, or failed on its side."""
         values = {field.name: getattr(note, field.name) for field in fields(note)}
         known = {name: value for name, value in values.items() if name != "attempt" and value is not None}
         for name, value in known.items():
@@ -300,15 +300,15 @@ class Recorder:
             self._append(record)
 
     def accepted(self, save: Save) -> None:
-        """A save arrived; a daemon that came later has not had its note."""
+        """Note that a save arrived; a later daemon has not had its note."""
         self._begin(save.save_id, _record_of(save))
 
     def started(self, save: Save) -> None:
-        """A save is being written."""
+        """Note that a save is being written."""
         self._append(replace(_record_of(save), tries=1))
 
-    def told(self, message: Message) -> None:
-        """The trainer is told how a save goes on."""
+    def reported(self, message: Message) -> None:
+        """Note a message to the trainer about a save."""
         save_id = getattr(message, "save_id", None)
         record = self._open.get(save_id) if isinstance(save_id, int) else None
         if record is None:

@@ -86,10 +86,9 @@ class Parent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unshared:
-    """The rest of what a rank holds of plain tensors of which nobody has said that ranks hold them alike.
+    """A rank's plain tensors that are compared between ranks, since nothing says that all ranks hold the same.
 
-    ``table`` names them as its ``apart``. Only where they differ between ranks the ``files`` are written, and ``table``
-    stands in the place of the other one.
+    ``table`` lists them as ``compared``. Only if they differ, ``files`` are written, and ``table`` replaces the other.
     """
 
     files: tuple[Extent, ...]
@@ -98,7 +97,7 @@ class Unshared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Base of what travels; ``attempt`` counts daemons of one trainer and is checked by the receiver."""
+    """Base of all messages; ``attempt`` counts the daemons of one trainer and is checked by the receiver."""
 
     kind: ClassVar[str] = ""
     attempt: int
@@ -106,7 +105,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonOptions:
-    """What a user may choose of a daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` any."""
+    """A user's options for the daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` any."""
 
     fallback_directory: str
     retries: int
@@ -250,7 +249,7 @@ class Watch(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse(Message):
-    """One of several ranks will not take part in a save that the others may have begun, and why; answered by FAILED."""
+    """One of several ranks will not take part in a save that others may have begun, and why; answered by FAILED."""
 
     kind: ClassVar[str] = "REFUSE"
     save_id: int
@@ -296,7 +295,7 @@ class Deleted(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress(Message):
-    """Bytes of a save handed to storage so far, of all it has."""
+    """Bytes of a save passed to storage so far, and in all."""
 
     kind: ClassVar[str] = "PROGRESS"
     save_id: int
@@ -342,14 +341,14 @@ class Failed(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Message):
-    """Asks for a HEARTBEAT now."""
+    """Asks for a HEARTBEAT."""
 
     kind: ClassVar[str] = "STATUS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(Message):
-    """The poll loop lives; how many saves it has in hand."""
+    """The poll loop lives; with the number of open saves."""
 
     kind: ClassVar[str] = "HEARTBEAT"
     saves: int

@@ -1,4 +1,4 @@
-"""How commands of the ``sidesave`` program print: tables, JSON, sizes and times, a bar while one waits, and errors."""
+"""Output of the ``sidesave`` command: tables, JSON, sizes and times, progress bars and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNCONFINED: Final = 100_000
 
 
 def new_console() -> Console:
-    """Where to print: no colors and no wrapped lines unless it is a terminal."""
+    """A console; without colors and wrapped lines unless it is a terminal."""
     width = None if sys.stdout.isatty() else _UNCONFINED
     return Console(width=width, markup=False, emoji=False, highlight=False)
 
@@ -42,7 +42,7 @@ def print_json(value: Any) -> None:
 
 
 def _jsonable(value: Any) -> Any:
-    """What JSON has no form for, infinities included, becomes text."""
+    """A value in JSON; what JSON cannot hold, such as infinities, as text."""
     if isinstance(value, dict):
         return {str(key): _jsonable(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, (list, tuple)):
@@ -52,7 +52,7 @@ def _jsonable(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Names come from files: no control character of theirs may reach the terminal."""
+    """Text without control characters, since names come from files."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -63,7 +63,7 @@ def size(nbytes: int) -> str:
 
 
 def when(seconds: float) -> str:
-    """A point in time, as the clock here shows it."""
+    """A point in time, by the local clock."""
     try:
         return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
     except (ValueError, OverflowError, OSError):  # of a clock that was wrong by thousands of years
@@ -71,7 +71,7 @@ def when(seconds: float) -> str:
 
 
 def metrics_text(metrics: Mapping[str, float], most: int | None = None) -> str:
-    """``loss=0.25, accuracy=0.9``; of more than ``most`` how many there are besides."""
+    """``loss=0.25, accuracy=0.9``; with more than ``most``, the number of the rest."""
     shown = [f"{printable(name)}={value:.6g}" for name, value in metrics.items()][:most]
     left = len(metrics) - len(shown)
     return ", ".join(shown) + (f" and {left:,} more" if left else "")
@@ -82,7 +82,7 @@ _abbreviation.maxstring = _abbreviation.maxother = _abbreviation.maxlong = 100
 
 
 def brief(value: Any) -> str:
-    """A plain value in a line; how much there is of it where not all is shown."""
+    """A plain value in one line; with its size if it is cut."""
     text = printable(_abbreviation.repr(value))
     cut = "..." in text and hasattr(value, "__len__") and len(value) > 6
     return f"{text} ({len(value):,} in all)" if cut else text
@@ -90,7 +90,7 @@ def brief(value: Any) -> str:
 
 @contextlib.contextmanager
 def progress(total_nbytes: int, title: str = "") -> Generator[Callable[[int], None]]:
-    """A bar for bytes that goes when done; nothing where nobody watches."""
+    """A bar for bytes that vanishes when done; nothing without a terminal."""
     if not sys.stdout.isatty():
         yield lambda nbytes: None
         return
@@ -119,7 +119,7 @@ def error_text(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def errors_told() -> Generator[None]:
-    """One line for an error that has a cause outside of this program; everything else keeps its traceback."""
+    """Print errors with an outside cause in one line; others keep their traceback."""
     try:
         yield
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""What ``sidesave doctor`` tries out in a directory."""
+"""The checks of ``sidesave doctor`` in a directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def examine_directory(directory: Path, scratch: Path) -> Iterator[Finding]:
-    """Try ``directory`` out in ``scratch``, a temporary one within it."""
+    """Check ``directory``, in a temporary subdirectory ``scratch``."""
     another = "put the run directory on another file system"
     yield from run("directory", partial(_file_system, directory.resolve()), another)
     yield from run("system calls", partial(_system_calls, scratch), another)
@@ -57,31 +57,31 @@ def examine_directory(directory: Path, scratch: Path) -> Iterator[Finding]:
 
 def _file_system(directory: Path) -> Iterator[Verdict]:
     kind, source = _mount(directory)
-    found = f"{directory} is on {kind} ({source})"
+    detail = f"{directory} is on {kind} ({source})"
     if kind in ("tmpfs", "ramfs"):
-        yield "warn", f"{found}: in memory, gone with a reboot", "choose a directory on a disk"
+        yield "warn", f"{detail}: in memory, gone with a reboot", "choose a directory on a disk"
     elif kind == "overlay":
-        yield "warn", f"{found}: it may be a container's own layer and go with the container", "mount a volume"
+        yield "warn", f"{detail}: it may be a container's own layer and go with the container", "mount a volume"
     elif _NETWORK.fullmatch(kind):
         remedy = "measure a save and a load; after the crash of another host its runs are free only after 3 minutes"
-        yield "warn", f"{found}: a network or user-space file system, where sidesave has been tried little", remedy
+        yield "warn", f"{detail}: a network or user-space file system, where sidesave has been tried little", remedy
     else:
-        yield "ok", found, ""
+        yield "ok", detail, ""
 
 
 def _mount(directory: Path) -> tuple[str, str]:
     """Type and source of the file system of ``directory``."""
-    best, found = Path("/"), ("unknown", "unknown")
+    best, mount = Path("/"), ("unknown", "unknown")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4]))
         if directory.is_relative_to(point) and len(point.parts) >= len(best.parts):  # of two in one place the later one
-            best, found = point, (right.split()[0], right.split()[1])
-    return found
+            best, mount = point, (right.split()[0], right.split()[1])
+    return mount
 
 
 def _system_calls(scratch: Path) -> Iterator[Verdict]:
-    """Each call of the list that errors are worded by."""
+    """Try each call in the list that also words the errors."""
     refused: list[Verdict] = []
     for name, attempt in system_call_attempts(scratch):
         call = CALLS[name]
@@ -90,17 +90,17 @@ def _system_calls(scratch: Path) -> Iterator[Verdict]:
         except (OSError, psutil.Error) as error:
             if isinstance(error, OSError) and error.errno not in REFUSED:
                 continue
-            found = f"{name} is refused: it {call.purpose}"
+            detail = f"{name} is refused: it {call.purpose}"
             refused.append(
-                ("warn", f"{found}; without it {call.without}", call.remedy)
+                ("warn", f"{detail}; without it {call.without}", call.remedy)
                 if call.without
-                else ("fail", found, call.remedy)
+                else ("fail", detail, call.remedy)
             )
     yield from refused or [("ok", f"all {len(CALLS)} that sidesave uses are allowed", "")]
 
 
 def system_call_attempts(scratch: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A use of each call of the list, in an order in which they can be made; what they make is in ``scratch``."""
+    """A use of each call in the list, in a possible order, with its files in ``scratch``."""
     me = psutil.Process()
     yield "memfd_create", lambda: os.close(os.memfd_create("sidesave"))
     yield "pidfd_open", lambda: os.close(os.pidfd_open(os.getpid()))
@@ -116,7 +116,7 @@ def system_call_attempts(scratch: Path) -> Iterator[tuple[str, Callable[[], obje
     yield "prlimit64", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
     directory = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     file = os.open("calls", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, dir_fd=directory)
-    here = {"src_dir_fd": directory, "dst_dir_fd": directory}
+    fds = {"src_dir_fd": directory, "dst_dir_fd": directory}
     try:
         yield "flock", lambda: fcntl.flock(file, fcntl.LOCK_UN)
         yield "fstatfs", lambda: os.fstatvfs(file)
@@ -125,11 +125,11 @@ def system_call_attempts(scratch: Path) -> Iterator[tuple[str, Callable[[], obje
         yield "preadv", lambda: os.preadv(file, [bytearray(1)], 0)
         yield "ftruncate", lambda: os.ftruncate(file, 1)
         yield "fsync", lambda: os.fsync(file)
-        yield "linkat", lambda: os.link("calls", "linked", **here, follow_symlinks=False)
+        yield "linkat", lambda: os.link("calls", "linked", **fds, follow_symlinks=False)
         yield "renameat2", lambda: _raise(renameat2(directory, "calls", "renamed", RENAME_NOREPLACE))
         yield "mkdirat", lambda: os.mkdir("directory", dir_fd=directory)
         yield "fchmodat", lambda: os.chmod("directory", 0o700, dir_fd=directory)
-        yield "renameat", lambda: os.rename("directory", "other", **here)
+        yield "renameat", lambda: os.rename("directory", "other", **fds)
         yield "unlinkat", lambda: os.rmdir("other", dir_fd=directory)
     finally:
         os.close(file)
@@ -197,15 +197,15 @@ def _space(scratch: Path) -> Iterator[Verdict]:
     facts = os.statvfs(scratch)
     free, total = facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
     inodes = f", {facts.f_favail:,} inodes" if facts.f_files else ""  # btrfs and others have no such limit
-    found = f"{gb(free)} of {gb(total)} free{inodes}"
+    detail = f"{gb(free)} of {gb(total)} free{inodes}"
     if free < 10 * 10**9 or (facts.f_files and facts.f_favail < 10_000):
-        yield "warn", found, "free some: a checkpoint takes the size of the state, and about ten files a rank"
+        yield "warn", detail, "free some: a checkpoint takes the size of the state, and about ten files a rank"
     else:
-        yield "ok", found, ""
+        yield "ok", detail, ""
 
 
 def _disk_speed(scratch: Path) -> Iterator[Verdict]:
-    """As the daemon writes and the loader reads: past the page cache, four pieces at a time."""
+    """Measure as the daemon writes and the loader reads: past the page cache, four pieces at a time."""
     storage = PosixStorage(str(scratch))
 
     def read(offset: int) -> None:
@@ -216,16 +216,16 @@ def _disk_speed(scratch: Path) -> Iterator[Verdict]:
         piece[:] = os.urandom(_PIECE_NBYTES)
         with storage.creating("speed", _SPEED_NBYTES) as output:
             wrote = _rate(lambda offset: output.write_at(piece, offset), lambda: output.finish(_SPEED_NBYTES))
-        found = f"{wrote:.2f} GB/s written and synced, {_rate(read):.2f} GB/s read"
+        detail = f"{wrote:.2f} GB/s written and synced, {_rate(read):.2f} GB/s read"
     if wrote < 0.2:
-        found += f": 100 GB take {100 / wrote / 60:,.0f} minutes"
-        yield "warn", found, "training goes on meanwhile; save less often, or to a faster disk"
+        detail += f": 100 GB take {100 / wrote / 60:,.0f} minutes"
+        yield "warn", detail, "training goes on meanwhile; save less often, or to a faster disk"
     else:
-        yield "ok", found, ""
+        yield "ok", detail, ""
 
 
 def _rate(work: Callable[[int], object], finish: Callable[[], object] = lambda: None) -> float:
-    """GB/s of ``work`` on one piece after the other by several threads; none is begun after the deadline."""
+    """GB/s of ``work`` on consecutive pieces by several threads; none starts after the deadline."""
     started = time.monotonic()
 
     def one(offset: int) -> int:
@@ -251,8 +251,8 @@ def _daemon(scratch: Path) -> Iterator[Verdict]:
         up = time.monotonic()
         checkpointer.save(0, state).committed.result(_ANSWER_TIMEOUT_S)
         saved = time.monotonic()
-    found = f"up in {up - started:.2f} s; 4 MB saved and committed in {saved - up:.3f} s"
+    detail = f"up in {up - started:.2f} s; 4 MB saved and committed in {saved - up:.3f} s"
     if up - started > _START_LIMIT_S:
-        yield "warn", found, "starting Python is slow here: keep the environment on a local disk"
+        yield "warn", detail, "starting Python is slow here: keep the environment on a local disk"
     else:
-        yield "ok", found, ""
+        yield "ok", detail, ""

@@ -1,6 +1,6 @@
-"""``sidesave doctor``: what sidesave needs of a machine and a directory, tried out where that is possible.
+"""``sidesave doctor``: checks what sidesave needs of a machine and a directory, by trying it where possible.
 
-What the checks make goes into a temporary subdirectory, which goes away with all in it.
+The checks write only into a temporary subdirectory, which is removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OUTLIVE: Final = "have it live on for as long as a save takes: sh -c 'python tr
 def examine(directory: Path) -> Generator[Finding]:
     """Run all checks, yielding each finding as soon as it is known.
 
-    A directory that does not exist yet is not made: its nearest existing parent is checked in its place.
+    A directory that does not exist is not created: its nearest existing parent is checked instead.
     """
     yield from run("versions", _versions, "pip install -U 'torch>=2.8'")
     yield from run("memfd", _memfd, CALLS["memfd_create"].remedy)
@@ -69,13 +69,13 @@ def examine(directory: Path) -> Generator[Finding]:
 
 def _versions() -> Iterator[Verdict]:
     kernel, torch = platform.release(), importlib.metadata.version("torch")
-    found = f"Linux {kernel}, Python {platform.python_version()}, torch {torch}"
+    detail = f"Linux {kernel}, Python {platform.python_version()}, torch {torch}"
     if _numbers(kernel) < _OLDEST_KERNEL:
-        yield "fail", found, "sidesave needs Linux 5.3 or newer"
+        yield "fail", detail, "sidesave needs Linux 5.3 or newer"
     elif _numbers(torch) < _OLDEST_TORCH:
-        yield "fail", found, "sidesave needs torch 2.8 or newer: pip install -U torch"
+        yield "fail", detail, "sidesave needs torch 2.8 or newer: pip install -U torch"
     else:
-        yield "ok", found, ""
+        yield "ok", detail, ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -110,15 +110,15 @@ def _host_memory() -> Iterator[Verdict]:
     group = "no cgroup limit"
     if limit is not None:
         group = f"the tightest memory cgroup allows {gb(limit)} and has {gb(headroom)} left"
-    found = f"{gb(available)} can be allocated ({group}): two staging slots for a state of up to {gb(available / 2)}"
+    detail = f"{gb(available)} can be allocated ({group}): two staging slots for a state of up to {gb(available / 2)}"
     if available < 2 << 30:
-        yield "warn", found, "give the job more memory; slots=1 needs half"
+        yield "warn", detail, "give the job more memory; slots=1 needs half"
     else:
-        yield "ok", found, ""
+        yield "ok", detail, ""
 
 
 def _cgroup_limit() -> int | None:
-    """The least limit of a memory cgroup above this process, in bytes."""
+    """The smallest limit of a memory cgroup above this process, in bytes."""
     limits: list[int] = []
     for root, name in _cgroups("memory"):
         for group in (root / name, *(root / name).parents):
@@ -232,7 +232,7 @@ def _sockets() -> Iterator[Verdict]:
 
 
 def _survival() -> Iterator[Finding]:
-    """What ends the daemon when the trainer dies, as seen from here: the trainer may be started in another way."""
+    """What ends the daemon when the trainer dies, as seen from here; the trainer may start in another way."""
     checks = (_container, _service, _slurm, _oom_group)
     threats = [finding for check in checks for finding in run("survival", check, "")]
     yield from threats or [Finding("survival", "ok", "nothing found that ends the daemon when the trainer dies")]
@@ -241,8 +241,8 @@ def _survival() -> Iterator[Finding]:
 def _container() -> Iterator[Verdict]:
     if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
         comm = Path("/proc/1/comm").read_text().strip()
-        found = f"in a container: when its process 1 ({comm}) ends, the daemon is killed, whatever it is writing"
-        yield "warn", found, f"if process 1 is the trainer or waits for nothing else, {_OUTLIVE}"
+        detail = f"in a container: when its process 1 ({comm}) ends, the daemon is killed, whatever it is writing"
+        yield "warn", detail, f"if process 1 is the trainer or waits for nothing else, {_OUTLIVE}"
 
 
 def _service() -> Iterator[Verdict]:
@@ -260,14 +260,14 @@ def _service() -> Iterator[Verdict]:
     if mode == "control-group":
         yield "ok", f"in {unit}: systemd asks the daemon to end, it finishes its save, and has {grace} for that", ""
     elif mode not in ("process", "none"):
-        found = f"in {unit} ({mode}): systemd may kill the daemon when the trainer ends"
-        yield "warn", found, "set KillMode=control-group, and TimeoutStopSec to more than a save takes"
+        detail = f"in {unit} ({mode}): systemd may kill the daemon when the trainer ends"
+        yield "warn", detail, "set KillMode=control-group, and TimeoutStopSec to more than a save takes"
 
 
 def _slurm() -> Iterator[Verdict]:
     if "SLURM_JOB_ID" in os.environ:
-        found = "in a Slurm job: what is left of a step is killed when its tasks have ended, the daemon included"
-        yield "warn", found, f"start the trainer from a script, and {_OUTLIVE}"
+        detail = "in a Slurm job: what is left of a step is killed when its tasks have ended, the daemon included"
+        yield "warn", detail, f"start the trainer from a script, and {_OUTLIVE}"
 
 
 def _oom_group() -> Iterator[Verdict]:
@@ -275,6 +275,6 @@ def _oom_group() -> Iterator[Verdict]:
         for group in (root / name, *(root / name).parents):
             with contextlib.suppress(OSError):
                 if (group / "memory.oom.group").read_text().strip() == "1":
-                    found = f"{group} has memory.oom.group: running out of memory kills its processes all at once"
-                    yield "warn", found, "leave headroom beside the staging slots; Kubernetes: singleProcessOOMKill"
+                    detail = f"{group} has memory.oom.group: running out of memory kills its processes all at once"
+                    yield "warn", detail, "leave headroom beside the staging slots; Kubernetes: singleProcessOOMKill"
                     return

@@ -1,4 +1,4 @@
-"""A run directory that only seems to change: what an operation would do to it can be seen before it is done."""
+"""A run directory that only seems to change, to show what an operation would do."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from sidesave.writer_daemon.storage import InputFile, OutputFile, Storage
 
 
 class DryRun(Storage):
-    """Reads from a storage and changes nothing there; its directories seem renamed and removed all the same."""
+    """Reads from a storage and changes nothing; directories only seem to be renamed and removed."""
 
     def __init__(self, storage: Storage) -> None:
-        """Begin with what ``storage`` holds."""
         self.root = storage.root
         self._storage = storage
         self._sources = {name: name for name in storage.list_directory("")}
 
     def free_nbytes(self) -> int:
-        """That of the storage."""
+        """Those of the storage."""
         return self._storage.free_nbytes()
 
     def make_directory(self, name: str, mode: int) -> bool:
@@ -25,11 +24,11 @@ class DryRun(Storage):
         return self._sources.setdefault(name, name) == name
 
     def list_directory(self, name: str) -> list[str]:
-        """Names as they would stand there."""
+        """The names that would be there."""
         return self._storage.list_directory(self._source(name)) if name else list(self._sources)
 
     def create(self, path: str, nbytes: int) -> OutputFile:
-        """A file that takes everything and keeps nothing."""
+        """A file that discards everything."""
         return _Nothing()
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
@@ -49,7 +48,7 @@ class DryRun(Storage):
         return True
 
     def rename_directory(self, source: str, target: str) -> None:
-        """Seem to rename it: what it holds is found under its new name."""
+        """Seem to rename it: its content appears under the new name."""
         self._sources[target] = self._sources.pop(source)
 
     def open_to_readers(self, name: str) -> None:

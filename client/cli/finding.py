@@ -1,7 +1,7 @@
-"""What a check of ``sidesave doctor`` is, and what comes of one.
+"""The checks of ``sidesave doctor`` and their findings.
 
-A check is a generator of verdicts (status, finding, remedy); an ``OSError`` or an error of sidesave that it raises is
-its failure.
+A check is a generator of verdicts (status, finding, remedy). If it raises ``OSError`` or an error of sidesave, it has
+failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Check = Callable[[], Iterator[Verdict]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a check; ``remedy`` says what to do where it is not ``"ok"``."""
+    """The outcome of a check; ``remedy`` says what to do unless it is ``"ok"``."""
 
     name: str
     status: Status

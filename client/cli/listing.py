@@ -1,4 +1,4 @@
-"""What ``sidesave ls`` shows of a run: its checkpoints, the saves that came to nothing, and what they have left."""
+"""What ``sidesave ls`` shows of a run: its checkpoints, failed and skipped saves, and their leftovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Listing:
     """One look at a run directory."""
 
     def __init__(self, directory: str, *, every: bool) -> None:
-        """Look; ``every`` is for all saves that came to nothing, not only those since the latest checkpoint."""
+        """Look; ``every`` includes all failed and skipped saves, not only those since the latest checkpoint."""
         self._directory = directory
         self._found = catalog.scan(directory)
         self._unreadable = _unreadable(directory, self._found)
@@ -67,16 +67,16 @@ class Listing:
         console = new_console()
         if self._found or self._unreadable:
             metrics = {info.path: metrics_of(info.metadata) for info in self._found}
-            told = ["metrics"] if any(metrics.values()) else []
-            rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", *told, "")
+            extra_columns = ["metrics"] if any(metrics.values()) else []
+            rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", *extra_columns, "")
             for info in sorted(self._found, key=lambda info: info.sequence):
                 parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
                 about = (when(info.created_s), size(info.nbytes), info.session, parent, str(info.sequence))
-                values = [metrics_text(metrics[info.path], _FEW_METRICS)] if told else []
+                values = [metrics_text(metrics[info.path], _FEW_METRICS)] if extra_columns else []
                 rows.add_row(str(info.step), *about, *values, self._mark(info))
             for step, _, is_newer in self._unreadable:
                 reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
-                rows.add_row(str(step), "", "", "", "", "", *[""] * len(told), reason)
+                rows.add_row(str(step), "", "", "", "", "", *[""] * len(extra_columns), reason)
             console.print(rows)
         else:
             typer.echo(f"no checkpoints in {printable(self._directory)}", err=True)
@@ -97,7 +97,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class _Leftover:
-    """A hidden directory: a save that is under way, or has come to no good end."""
+    """A hidden directory: a save that is under way, or that did not end well."""
 
     name: str
     step: int
@@ -115,10 +115,10 @@ def _leftovers(run: str) -> list[_Leftover]:
     ]
 
 
-def _unreadable(run: str, found: list[CheckpointInfo]) -> list[tuple[int, str, bool]]:
-    """Step directories of which no listing can be made: steps, paths, and whether that is for their newer format."""
+def _unreadable(run: str, checkpoints: list[CheckpointInfo]) -> list[tuple[int, str, bool]]:
+    """Step directories that cannot be read: steps, paths, and whether their format is newer."""
     unreadable: list[tuple[int, str, bool]] = []
-    for step, path in catalog.left_out(run, found):
+    for step, path in catalog.left_out(run, checkpoints):
         is_newer = False
         try:
             catalog.read_info(path)
@@ -134,7 +134,7 @@ def _is_listed(save: SaveRecord) -> bool:
 
 
 def _since_latest(saves: list[SaveRecord], checkpoints: list[CheckpointInfo]) -> list[SaveRecord]:
-    """The saves called after the latest checkpoint; by its time where the log does not have it."""
+    """The saves called after the latest checkpoint; by time if the log does not have it."""
     if not checkpoints:
         return saves
     latest = checkpoints[-1]

@@ -1,9 +1,9 @@
 """The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``, and more.
 
-``top``, ``plot`` and ``trigger``, for a run that is under way, are in ``run_commands``. Only ``recover`` changes a run
-directory, and does what the start of a session would do to it; ``trigger`` leaves a request there. Only what a command
-needs is imported: all but ``show``, ``diff``, ``export`` and ``doctor`` do without torch. Exit status: 0 all is well,
-1 something is wrong (an error, damage, a failed check), 2 the call itself makes no sense.
+``top``, ``plot`` and ``trigger``, for running jobs, are in ``run_commands``. Only ``recover`` changes a run directory,
+as the start of a session would; ``trigger`` leaves a request there. A command imports only what it needs: only
+``show``, ``diff``, ``export`` and ``doctor`` need torch. Exit status: 0 success, 1 an error, damage or a failed check,
+2 wrong usage.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def show(
 
 
 def _plain_lines(name: Any, value: Any, indent: str) -> tuple[int, list[str]]:
-    """How many tensors a nest holds, and the lines that show the rest of it; what is nothing but tensors has none."""
+    """The number of tensors in a nest, and lines that show the rest; a nest of tensors alone has none."""
     from sidesave.client.export.diff import TensorLeaf, children
 
     if isinstance(value, TensorLeaf):
@@ -246,8 +246,8 @@ def verify(
         raise InvalidArgumentError("--all and --step exclude each other")
     if every or (step is None and not finding.is_single(checkpoint)):
         run = finding.locate_run(checkpoint, urls_too=True)
-        found = catalog.scan(run)
-        by_step = [*((info.step, info.path) for info in found), *catalog.left_out(run, found)]
+        checkpoints = catalog.scan(run)
+        by_step = [*((info.step, info.path) for info in checkpoints), *catalog.left_out(run, checkpoints)]
         paths = [path for _, path in sorted(by_step)] or [finding.locate(run)]
     else:
         paths = [finding.locate(checkpoint, step)]
@@ -275,8 +275,8 @@ def _verify(path: str, title: str) -> bool:
             faults = [str(fault) for fault in verify_checkpoint(path, on_bytes=count).faults]
     except (SidesaveError, OSError) as error:
         faults = [error_text(error)]
-    found = f"{len(faults)} fault{'s' * (len(faults) != 1)}" if faults else "ok"
-    typer.echo(printable(f"{path}: {found}, {size(checked)} in {time.monotonic() - started:.2f} s"))
+    verdict = f"{len(faults)} fault{'s' * (len(faults) != 1)}" if faults else "ok"
+    typer.echo(printable(f"{path}: {verdict}, {size(checked)} in {time.monotonic() - started:.2f} s"))
     for fault in faults:
         typer.echo(f"  {printable(fault)}")
     return not faults
@@ -465,19 +465,19 @@ def doctor(
     place = Path(path_text(directory))
     if place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is no directory")
-    found: list[Finding] = []
+    findings: list[Finding] = []
     console = new_console()
-    with contextlib.closing(examine(place)) as findings:
-        for one in findings:
-            found.append(one)
+    with contextlib.closing(examine(place)) as examination:
+        for one in examination:
+            findings.append(one)
             if not as_json:
                 console.print(f"{one.status:4}", style=_COLORS[one.status], end="  ")
                 console.print(printable(f"{one.name:14}  {one.finding}"))
                 if one.remedy:
                     console.print(f"{'':22}-> {one.remedy}")
     if as_json:
-        print_json([asdict(one) for one in found])
-    if any(one.status == "fail" for one in found):
+        print_json([asdict(one) for one in findings])
+    if any(one.status == "fail" for one in findings):
         raise typer.Exit(1)
 
 

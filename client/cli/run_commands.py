@@ -1,4 +1,4 @@
-"""Commands for runs that are under way: ``top``, ``plot`` and ``trigger``."""
+"""Commands for running jobs: ``top``, ``plot`` and ``trigger``."""
 
 from __future__ import annotations
 

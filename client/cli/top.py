@@ -1,7 +1,7 @@
-"""The writer daemons of this machine, seen from outside: what ``/proc`` tells of them, and what their runs' logs tell.
+"""The writer daemons of this machine, seen from outside: by ``/proc`` and the logs of their runs.
 
-Nothing is asked of a daemon itself, so one that hangs is seen like any other. A run directory whose storage does not
-answer costs a look two seconds, once.
+No daemon is asked, so one that hangs is seen too. A run directory whose storage does not answer delays one look by two
+seconds.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _RANK_OF_FILE: Final = re.compile(r"\.rank-(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonView:
-    """One writer daemon; None is what cannot be told.
+    """One writer daemon; None is what is unknown.
 
     Attributes:
-        pid: Of the daemon.
+        pid: The daemon's.
         run: Its run directory.
-        rank: Of its trainer: 0 for the daemon that holds the lease, else what the launcher said (``RANK``).
-        trainer_pid: None when the trainer has ended and nothing of it is left.
-        trainer_lives: Whether it still runs.
+        rank: Its trainer's rank: 0 for the daemon that holds the lease, else what the launcher said (``RANK``).
+        trainer_pid: None once the trainer has ended and is reaped.
+        trainer_lives: Whether the trainer runs.
         step: The step that is being staged or written.
-        progress: Which part of this rank's bytes of it is on its way to the disk, 0.0 to 1.0; known only while the file
-            system tells of unwritten parts.
-        last_step: The step that was committed last in this run.
-        last_commit_s: When that was, in seconds since the epoch.
-        uss_nbytes: Memory that would be free without the daemon; staging memory that a trainer shares is not in it.
+        progress: The part of this rank's bytes that is on its way to disk, 0.0 to 1.0; known only while the file system
+            reports unwritten parts.
+        last_step: The step that was last committed in this run.
+        last_commit_s: The time of that, in seconds since the epoch.
+        uss_nbytes: Memory that would be free without the daemon, without staging memory that a trainer shares.
         cpu: Cores in use since the look before.
-        written_nbytes_per_s: What it had the system write since the look before, per second.
+        written_nbytes_per_s: Bytes that it had the system write per second, since the look before.
     """
 
     pid: int
@@ -76,26 +76,25 @@ class DaemonView:
 
 
 class Top:
-    """Looks at all daemons of this user, again and again: rates are those since the look before."""
+    """Looks at all daemons of this user repeatedly; rates are since the look before."""
 
     def __init__(self) -> None:
-        """Nothing is looked at yet."""
         self._before: dict[tuple[int, float], tuple[float, float, int | None]] = {}
         self._logs: dict[str, _RunLog] = {}
 
     def look(self) -> list[DaemonView]:
         """The daemons that run now, by run directory and rank."""
         samples: dict[tuple[int, float], tuple[float, float, int | None]] = {}
-        found: list[DaemonView] = []
+        views: list[DaemonView] = []
         for process in _daemons():
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it has just ended
                 key = (process.pid, process.create_time())
                 samples[key] = _sample(process)
-                found.append(self._view(process, self._before.get(key), samples[key]))
+                views.append(self._view(process, self._before.get(key), samples[key]))
         self._before = samples
-        runs = {view.run for view in found}
+        runs = {view.run for view in views}
         self._logs = {run: log for run, log in self._logs.items() if run in runs}
-        return sorted(found, key=lambda view: (view.run or "", -1 if view.rank is None else view.rank, view.pid))
+        return sorted(views, key=lambda view: (view.run or "", -1 if view.rank is None else view.rank, view.pid))
 
     def _view(
         self,
@@ -141,7 +140,7 @@ def _daemons() -> Iterator[psutil.Process]:
 
 
 def _sample(process: psutil.Process) -> tuple[float, float, int | None]:
-    """Now, CPU seconds so far, and bytes so far that the system was to write."""
+    """The time, and CPU seconds and bytes to write so far."""
     times = process.cpu_times()
     try:
         nbytes = process.io_counters().write_bytes
@@ -171,22 +170,22 @@ def _uss_of(process: psutil.Process) -> int | None:
 
 
 def _open_files(pid: int) -> dict[int, str]:
-    """Descriptors of a process, ascending, and where they lead."""
-    found: dict[int, str] = {}
+    """Descriptors of a process, ascending, and their targets."""
+    targets: dict[int, str] = {}
     try:
         numbers = sorted(map(int, os.listdir(f"/proc/{pid}/fd")))
     except PermissionError:
-        return found
+        return targets
     for number in numbers:
         with contextlib.suppress(OSError):
-            found[number] = os.readlink(f"/proc/{pid}/fd/{number}")
-    return found
+            targets[number] = os.readlink(f"/proc/{pid}/fd/{number}")
+    return targets
 
 
 def _run_of(pid: int, files: dict[int, str]) -> str | None:
-    """The run directory: a daemon keeps it open for all that it does there, with its log and perhaps its lease.
+    """The run directory: a daemon keeps it open, with its log and perhaps its lease.
 
-    A daemon that uses its fallback directory has that open as well, but keeps no log there, and opened it later.
+    A daemon that uses its fallback directory has that open too, but opened it later, and keeps no log there.
     """
     for target in files.values():
         if target.endswith(f"/{HISTORY_FILE}"):
@@ -198,14 +197,14 @@ def _run_of(pid: int, files: dict[int, str]) -> str | None:
 
 
 def _rank_of(process: psutil.Process, files: dict[int, str]) -> int | None:
-    """0 for who holds the lease, as rank 0's daemon does for all; of others a file that they write tells, or RANK."""
+    """0 for the holder of the lease, as rank 0's daemon is; else by a file that it writes, or RANK."""
     for number, target in files.items():
         if f"/{LEASE_DIRECTORY}/" in target and _flags(process.pid, number) & os.O_ACCMODE == os.O_RDWR:
             return 0  # the others only read it
     for _, target in _partial_files(files):
-        told = _RANK_OF_FILE.search(os.path.basename(target))
-        if told is not None:
-            return int(told[1])
+        match = _RANK_OF_FILE.search(os.path.basename(target))
+        if match is not None:
+            return int(match[1])
     try:
         return int(process.environ()["RANK"])
     except (psutil.AccessDenied, KeyError, ValueError):
@@ -213,11 +212,11 @@ def _rank_of(process: psutil.Process, files: dict[int, str]) -> int | None:
 
 
 def _trainer_of(process: psutil.Process, files: dict[int, str]) -> tuple[int | None, bool]:
-    """A daemon holds a pidfd of its trainer, which names it as long as something of it is left."""
+    """By the daemon's pidfd of its trainer, which names it until it is reaped."""
     for number, target in files.items():
         if "pidfd" in target:
-            told = re.search(r"^Pid:\s*(-?\d+)$", _descriptor_facts(process.pid, number), re.MULTILINE)
-            pid = int(told[1]) if told else -1
+            match = re.search(r"^Pid:\s*(-?\d+)$", _descriptor_facts(process.pid, number), re.MULTILINE)
+            pid = int(match[1]) if match else -1
             if pid > 0:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     return pid, psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -232,8 +231,8 @@ def _descriptor_facts(pid: int, number: int) -> str:
 
 
 def _flags(pid: int, number: int) -> int:
-    told = re.search(r"^flags:\s*([0-7]+)$", _descriptor_facts(pid, number), re.MULTILINE)
-    return int(told[1], 8) if told else 0
+    match = re.search(r"^flags:\s*([0-7]+)$", _descriptor_facts(pid, number), re.MULTILINE)
+    return int(match[1], 8) if match else 0
 
 
 def _partial_files(files: dict[int, str]) -> Iterator[tuple[int, str]]:
@@ -245,7 +244,7 @@ def _partial_files(files: dict[int, str]) -> Iterator[tuple[int, str]]:
 
 
 def _being_written(pid: int, files: dict[int, str]) -> tuple[int | None, float | None]:
-    """The step whose files are open, and how much of what is reserved for them has been written."""
+    """The step whose files are open, and how much of the reserved space has been written."""
     done = total = 0
     step: int | None = None
     for number, target in _partial_files(files):
@@ -263,7 +262,7 @@ def _being_written(pid: int, files: dict[int, str]) -> tuple[int | None, float |
 
 
 def _written(fd: int) -> tuple[int, int]:
-    """Bytes of a file that are data, and all bytes: space that is only reserved reads as a hole."""
+    """Bytes of a file that are data, and all bytes; space that is only reserved is a hole."""
     nbytes, offset, data = os.fstat(fd).st_size, 0, 0
     for _ in range(_MAX_EXTENTS):
         try:
@@ -281,7 +280,7 @@ def _written(fd: int) -> tuple[int, int]:
 
 
 class _RunLog:
-    """What the log of a run tells, read again when it has changed; in a thread, as its storage may hang."""
+    """The log of a run, read again when it has changed; in a thread, since storage may hang."""
 
     def __init__(self, run: str) -> None:
         self.under_way: int | None = None
@@ -292,7 +291,7 @@ class _RunLog:
         self._reading: threading.Thread | None = None
 
     def read(self) -> None:
-        """Bring it up to date within two seconds, or leave it as it is until storage answers."""
+        """Update within two seconds, or leave it as it is until storage answers."""
         if self._reading is None or not self._reading.is_alive():
             self._reading = threading.Thread(target=self._read, name="sidesave-top", daemon=True)
             self._reading.start()
@@ -316,9 +315,9 @@ class _RunLog:
                 self._scan()
 
     def _scan(self) -> None:
-        found = catalog.scan(self._run)
-        if found:
-            self.last_step, self.last_commit_s = found[-1].step, found[-1].created_s
+        checkpoints = catalog.scan(self._run)
+        if checkpoints:
+            self.last_step, self.last_commit_s = checkpoints[-1].step, checkpoints[-1].created_s
 
 
 def _is_committed(record: SaveRecord) -> bool:

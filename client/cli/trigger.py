@@ -1,6 +1,6 @@
 """A request from outside: the trainer that has a run directory open is to save at its next step.
 
-The request is a file in the run directory, which the trainer's manager removes when it has seen it.
+The request is a file in the run directory, which the trainer's manager removes once it has seen it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BEGINNING_S: Final = 2.0
 
 
 class SaveRequest:
-    """A request to save, left in a run directory by its making; it can be waited for."""
+    """A request to save, left in a run directory when it is made; it can be awaited."""
 
     def __init__(self, run: str | os.PathLike[str], *, stop: bool = False) -> None:
         """Ask the trainer of ``run``; a request that is there already stands for this one as well.
@@ -83,9 +83,9 @@ class SaveRequest:
             time.sleep(_POLL_S)
 
     def _sequences(self) -> list[int]:
-        """The places in the order of commits of all saves that are known of."""
-        found = [info.sequence for info in catalog.scan(self._run)]
-        return found + [record.sequence for record in read_history(self._run) if record.sequence is not None]
+        """The places in the order of commits of all known saves."""
+        sequences = [info.sequence for info in catalog.scan(self._run)]
+        return sequences + [record.sequence for record in read_history(self._run) if record.sequence is not None]
 
     def _newer(self) -> CheckpointInfo | None:
         for info in catalog.scan(self._run):

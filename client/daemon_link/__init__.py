@@ -1,1 +1,1 @@
-"""The writer daemon of this process: its start, its connection, what it was asked for."""
+"""The writer daemon of this process: its start, its connection, and its open requests."""

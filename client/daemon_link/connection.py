@@ -1,7 +1,7 @@
-"""The trainer's side of the wire: one thread that owns the ZeroMQ socket, watches the daemon and brings it back.
+"""The trainer's side of the wire: one thread owns the ZeroMQ socket, watches the daemon and replaces it.
 
-When the daemon dies, a new one gets the same memory and every open request once more
-(:mod:`sidesave.client.daemon_link.pending`). Nothing here knows tensors.
+A new daemon gets the same memory, and every open request again (:mod:`sidesave.client.daemon_link.pending`). This room
+knows no tensors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _DESCRIPTORS: Final = 24
 
 
 class Connection:
-    """Keeps a daemon running and saves flowing; every public method may be called from any thread."""
+    """Keeps a daemon running and sends it saves; any thread may call its public methods."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Connection:
         on_message: Callable[[Message], None],
         on_lost: Callable[[list[int], SidesaveError], None],
     ) -> None:
-        """Make it; :meth:`start` starts it.
+        """Prepare; :meth:`start` starts it.
 
         Args:
-            boot: The first message to every daemon of this connection, but for what is each one's own.
-            on_message: Told of PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
-            on_lost: Told of the ids of requests that no daemon will finish, and why; same thread.
+            boot: The first message to every daemon, without what each daemon has of its own.
+            on_message: Called with PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
+            on_lost: Called in that thread with the ids of requests that no daemon will finish, and the reason.
         """
         self._boot = boot
         self._on_message = on_message
@@ -117,25 +117,25 @@ class Connection:
         return None if process is None else process.pid
 
     def wait_ready(self) -> None:
-        """Block until the daemon holds the directory; raises what kept it from doing so (its deadlines bound this)."""
+        """Block until the daemon holds the directory; raises what prevents that. The daemon's deadlines bound it."""
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
 
     def attach(self, number: int, arena: Arena) -> None:
-        """Hand an arena to this daemon and to every later one."""
+        """Pass an arena to this daemon and to every later one."""
         with self._lock:
             self._arenas[number] = arena
             self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
 
     def detach(self, number: int) -> None:
-        """Tell that an arena is about to go."""
+        """Say that an arena is about to go."""
         with self._lock:
             if self._arenas.pop(number, None) is not None:
                 self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
 
     def submit(self, request: Request, encoded: bytes | None = None) -> None:
-        """Have a staged save written or refused, or a step deleted; the callbacks tell the outcome. Never blocks.
+        """Have a staged save written or refused, or a step deleted; callbacks report the outcome. Never blocks.
 
         What is ``encoded`` already is sent as it is to the daemon that it is for.
         """
@@ -149,14 +149,14 @@ class Connection:
             self._on_lost([request.save_id], failure)
 
     def note(self, note: Note) -> None:
-        """Tell what needs no answer; never blocks, and is lost where no daemon listens."""
+        """Send a message that needs no answer. Never blocks; it is lost if no daemon listens."""
         with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
                 data = protocol.encode(replace(note, attempt=self._attempt))
                 self._process.control.send(data, socket.MSG_DONTWAIT)
 
     def close(self, timeout_s: float) -> None:
-        """Let the daemon finish and exit, at most ``timeout_s``; afterwards it is left to finish alone. Idempotent."""
+        """Let the daemon finish and exit, for up to ``timeout_s``; then it finishes alone. Idempotent."""
         self._drain_by = time.monotonic() + timeout_s
         self._draining = True
         self._wake_up()
@@ -169,13 +169,13 @@ class Connection:
                 self._forget()
 
     def give_up_starting(self, timeout_s: float) -> None:
-        """Have a daemon that is not ready yet ended, and the start fail; one that is ready has ``timeout_s`` to end."""
+        """End a daemon that is not ready yet and fail the start; a ready one has ``timeout_s`` to end."""
         self._drain_by = time.monotonic() + timeout_s
         self._draining = True
         self._wake_up()
 
     def is_this_thread(self) -> bool:
-        """Whether the caller runs in the connection's thread: a callback of a future does."""
+        """Whether the caller runs in the connection's thread, as callbacks of futures do."""
         return threading.get_ident() == self._thread.ident
 
     def _wake_up(self) -> None:
@@ -204,7 +204,7 @@ class Connection:
             self._ready.set()
 
     def _serve_one_daemon(self) -> str | None:
-        """Run one daemon from spawn to end; its last words, None if no other should follow."""
+        """Run one daemon from start to end; returns its last words, None if no other should follow."""
         try:
             with self._spawned() as process:
                 self._converse(process)
@@ -228,7 +228,7 @@ class Connection:
         return words
 
     def _pause(self, words: str) -> None:
-        """Wait before the next daemon, longer after each that has died early."""
+        """Wait before the next daemon; longer after each that died early."""
         most = _MAX_BACKOFF_S if self._requests else _MAX_IDLE_BACKOFF_S
         delay_s = min(most, _FIRST_BACKOFF_S * 2.0 ** min(16, self._restarts - 1))
         logger.warning("the writer daemon died; starting another in %.2f s. How it ended: %s", delay_s, words)
@@ -238,7 +238,7 @@ class Connection:
         self._drain_wakeups()  # else a next pause would be none
 
     def _take_queued(self) -> None:
-        """What was submitted while no daemon listened; the next one is told of it."""
+        """Take what was submitted while no daemon listened, for the next one."""
         while not self._to_send.empty():
             self._requests.keep(self._to_send.get()[0])
 
@@ -271,7 +271,7 @@ class Connection:
             self._hang_up()
 
     def _bind(self, endpoint: str, pid: int) -> None:
-        """Open a socket for one connection, the first to come; where a stranger was first, for that process alone."""
+        """Open a socket for the first process that connects; it serves only that one, even if it is a stranger."""
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         if self._by_pid:  # not always: some sandboxes do not tell the pid of a peer
@@ -289,7 +289,7 @@ class Connection:
             self._socket = None
 
     def _greet(self, process: DaemonProcess, token: bytes) -> None:
-        """Wait for this daemon's HELLO. Anything else is a stranger's: the next daemon is tried at another place."""
+        """Wait for this daemon's HELLO. After anything else, a stranger's, the next daemon gets another place."""
         self._by_pid = not self._by_pid  # for the next one, unless this one is there
         try:
             hello = self._await(process, START_TIMEOUT_S, "to connect")
@@ -320,7 +320,7 @@ class Connection:
         self._ready.set()
 
     def _await(self, process: DaemonProcess, timeout_s: float, purpose: str) -> Message:
-        """The daemon's next message, while it starts."""
+        """The daemon's next message during its start."""
         assert self._socket is not None
         poller = self._poller(process)
         deadline = time.monotonic() + timeout_s
@@ -342,7 +342,7 @@ class Connection:
                 raise DaemonStartError(f"the writer daemon {waited} {purpose}: {self._end(process)}")
 
     def _converse(self, process: DaemonProcess) -> None:
-        """Exchange messages until the daemon ends, hangs, or has to be left."""
+        """Exchange messages until the daemon ends, hangs, or is to be left."""
         assert self._socket is not None
         poller = self._poller(process)
         heard = time.monotonic()
@@ -413,13 +413,13 @@ class Connection:
             logger.warning("the writer daemon does not take messages")
 
     def _send_control(self, message: Message, fds: list[int]) -> None:
-        """Send on the socket pair; the caller holds the lock. A dead daemon is no error: its successor is told."""
+        """Send on the socket pair, with the lock held. A dead daemon is no error: its successor gets the message."""
         if self._process is not None:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._process.control, [protocol.encode(message)], fds)
 
     def _end(self, process: DaemonProcess) -> str:
-        """Make sure that a daemon is gone, which is what fences it; returns its last words."""
+        """Make sure that a daemon is gone, which fences it; returns its last words."""
         if process.wait(0.0 if process.poll() is not None else 2.0) is None:
             process.kill()
             if process.wait(_KILL_TIMEOUT_S) is None:
@@ -427,7 +427,7 @@ class Connection:
         return process.last_words()
 
     def _outwait(self, process: DaemonProcess) -> None:
-        """Wait for the end of a daemon that is held in the kernel: it may still write, so no other may start before.
+        """Wait for the end of a daemon that the kernel holds: it may still write, so no other may start.
 
         What has waited for ``stall_timeout_s`` fails meanwhile.
         """
@@ -453,7 +453,7 @@ class Connection:
         self._lose(error)
 
     def _lose(self, error: SidesaveError) -> None:
-        """Fail all that is open; of what was said to be written nobody knows if it will be committed."""
+        """Fail all open requests. Of saves reported as written nobody knows whether they will be committed."""
         self._take_queued()
         lost = self._requests.give_up()
         unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._boot.directory)
@@ -462,7 +462,7 @@ class Connection:
 
 
 def _require_descriptors() -> None:
-    """Raise ``DaemonStartError`` where few file descriptors are left: ZeroMQ would end the whole process."""
+    """Raise ``DaemonStartError`` if few file descriptors are left: ZeroMQ would abort the whole process."""
     spare: list[int] = []
     try:
         with needs("eventfd2"):

@@ -1,10 +1,10 @@
-"""What was asked of the daemon and is not answered yet: pure bookkeeping without I/O, so that a model can test it.
+"""Requests to the daemon that are not answered yet: bookkeeping without I/O, so that a model can test it.
 
-Invariants, which the property tests hold together with the daemon's state machine (``writer_daemon.jobs``):
+Invariants, which property tests hold together with the daemon's state machine (``writer_daemon.process.jobs``):
 
 * a request is sent to every daemon until it is answered, and its answer is passed on once;
-* SAVE goes to a successor until WRITTEN was heard, WATCH after it: the staging slot may have been reused by then;
-* what is sent a second time says so (``retry``), so that a daemon adopts what its predecessor has done.
+* a successor gets SAVE until WRITTEN was heard, and WATCH after it: the staging slot may have been reused by then;
+* what is sent again says so (``retry``), so that a daemon adopts what its predecessor has done.
 """
 
 from __future__ import annotations
@@ -40,27 +40,26 @@ class Requests:
     """The open requests of one trainer; ``attempt`` counts its daemons."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._open: dict[int, _Open] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, request: Request, attempt: int) -> Message:
-        """A new request; returns what to send."""
+        """Add a request; returns what to send."""
         self.keep(request)
         return self._open[request.save_id].message(attempt)
 
     def keep(self, request: Request) -> None:
-        """A new request for the next daemon, as there is none now."""
+        """Add a request for the next daemon, while there is none."""
         self._open[request.save_id] = _Open(request)
 
     def for_successor(self, attempt: int) -> list[Message]:
-        """What to send to a new daemon, in the order in which it was asked."""
+        """What to send to a new daemon, in the order of the requests."""
         return [entry.message(attempt) for entry in self._open.values()]
 
     def hear(self, message: Message) -> bool:
-        """Note what a daemon says; whether it concerns an open request and has to be passed on."""
+        """Note a daemon's message; returns whether it answers an open request and must be passed on."""
         save_id = getattr(message, "save_id", None)
         entry = self._open.get(save_id) if isinstance(save_id, int) else None
         if entry is None:
@@ -74,13 +73,13 @@ class Requests:
         return True
 
     def drop(self, save_id: int) -> None:
-        """Nobody is asked for this one any more."""
+        """Forget a request."""
         del self._open[save_id]
 
     def daemon_died(self, most: int) -> list[int]:
-        """A daemon died with these open: the ids of those that are given up.
+        """Note that a daemon died with these requests open; returns the ids of those to give up.
 
-        They have seen more than ``most`` die, and no answer to any request in between.
+        They have seen more than ``most`` daemons die, without an answer to any request in between.
         """
         for entry in self._open.values():
             entry.deaths += 1
@@ -90,7 +89,7 @@ class Requests:
         return ids
 
     def give_up(self) -> dict[int, bool]:
-        """Nobody will answer any more: the ids of all that was open, and whether each was said to be written."""
+        """Give up all open requests; returns their ids, and whether each was reported as written."""
         ids = {save_id: entry.written for save_id, entry in self._open.items()}
         self._open = {}
         return ids

@@ -1,7 +1,7 @@
-"""The life of one daemon process, shaped like ``Popen``: start, pid, poll, kill, close, and what it said when it died.
+"""The life of one daemon process, shaped like ``Popen``: start, pid, poll, kill, close, and its last words.
 
-It is a plain subprocess in a session of its own: no fork of a CUDA process, no re-import of the user's script, nothing
-inherited but one end of a socket pair.
+It is a plain subprocess in a session of its own: no fork of a CUDA process, no re-import of the user's script, and
+nothing inherited but one end of a socket pair.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DaemonProcess:
     """A running writer daemon."""
 
     def __init__(self) -> None:
-        """Start it; raises ``DaemonStartError`` when the system refuses. Returns before it has done anything."""
+        """Start it, without waiting; raises ``DaemonStartError`` if the system refuses."""
         with contextlib.ExitStack() as stack:
             try:
                 with needs("socketpair"):
@@ -67,12 +67,12 @@ class DaemonProcess:
             return None
 
     def kill(self) -> None:
-        """SIGKILL; nothing happens to a process that has ended."""
+        """Send SIGKILL; does nothing if the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
 
     def last_words(self) -> str:
-        """How it ended and the end of what it wrote to stderr."""
+        """Its exit status and the end of its stderr."""
         status = self.poll()
         end = (
             "still runs" if status is None else f"ended by signal {-status}" if status < 0 else f"exit status {status}"
@@ -82,7 +82,7 @@ class DaemonProcess:
         return f"{end}; it said: {text.strip()}" if text.strip() else end
 
     def close(self) -> threading.Thread | None:
-        """Close our ends; a process that still runs is left to finish, and is reaped then, by the thread returned."""
+        """Close our ends. A running process may finish, and is then reaped by the returned thread."""
         reaper = None
         if self.poll() is None:
             reaper = threading.Thread(target=self._process.wait, name="sidesave-reaper", daemon=True)
@@ -99,9 +99,9 @@ class DaemonProcess:
 
 
 def _start(control: int, stderr: int) -> subprocess.Popen[bytes]:
-    """Start the process in a session of its own; where ``setsid`` is refused in a process group of its own, if it can.
+    """Start the process in a session of its own; if ``setsid`` is refused, in a process group of its own.
 
-    Without either a signal to the trainer's group reaches the daemon as well, which then finishes what it has and is
+    Without either, a signal to the trainer's group reaches the daemon too, which then finishes its work and is
     replaced.
     """
 
@@ -131,7 +131,7 @@ def _start(control: int, stderr: int) -> subprocess.Popen[bytes]:
 
 
 def _environment() -> dict[str, str]:
-    """The trainer's, without its GPUs, and with the way to this package where only ``sys.path`` knows it."""
+    """The trainer's environment, without GPUs, and with the path of this package if only ``sys.path`` has it."""
     environment = dict(os.environ)
     environment["CUDA_VISIBLE_DEVICES"] = ""
     assert sidesave.__file__ is not None

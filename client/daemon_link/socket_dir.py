@@ -1,4 +1,4 @@
-"""The directory in which trainer and daemon meet: private, with a short path, and gone once they have met."""
+"""The directory where trainer and daemon meet: private, with a short path, and removed once they have met."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PREFIX: Final = "sidesave-socket-"
 
 @contextlib.contextmanager
 def locked_socket_directory() -> Generator[str]:
-    """A :func:`socket_directory`, removed at the end and locked until then.
+    """A :func:`socket_directory` that is locked, and removed at the end.
 
-    A trainer that is killed before its daemon has connected leaves its directory behind. The lock goes with its holder:
-    by that the next start of any checkpointer tells what is abandoned, and removes it.
+    A trainer that is killed before its daemon has connected leaves its directory behind. The lock ends with its holder,
+    so the next start of any checkpointer recognises abandoned directories, and removes them.
     """
     lock = -1
     while True:
@@ -48,7 +48,7 @@ def locked_socket_directory() -> Generator[str]:
 
 
 def _lock_directory(path: str) -> int:
-    """Lock a directory until the returned descriptor is closed; an ``OSError`` says why it is not to be had."""
+    """Lock a directory until the returned descriptor is closed; raises ``OSError`` if that is impossible."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +60,7 @@ def _lock_directory(path: str) -> int:
 
 
 def _remove_abandoned(base: str) -> None:
-    """Remove socket directories of this user that nobody has locked; of what is in them, sockets alone."""
+    """Remove this user's socket directories that nobody has locked; only sockets are removed from them."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(base) if name.startswith(_PREFIX)]
@@ -80,7 +80,7 @@ def _remove_abandoned(base: str) -> None:
 
 
 def socket_directory() -> str:
-    """A private directory whose path leaves room for a socket's name within the kernel's limit."""
+    """A private directory with a path short enough for a socket's name."""
     for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
         if base and len(base) + 32 < _PATH_LIMIT and os.access(base, os.W_OK | os.X_OK) and _keeps_names(base):
             with contextlib.suppress(OSError):  # it is full, for instance
@@ -91,7 +91,7 @@ def socket_directory() -> str:
 
 
 def _keeps_names(directory: str) -> bool:
-    """Whether what we make in ``directory`` stays under its name: not where everybody may write and nothing sticks."""
+    """Whether a name made in ``directory`` stays ours: not if everybody may write there without a sticky bit."""
     try:
         mode = Path(directory).stat().st_mode
     except OSError:

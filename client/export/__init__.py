@@ -1,1 +1,1 @@
-"""Checkpoints for other programs, and compared with each other."""
+"""Exports checkpoints for other programs, and compares them."""

@@ -1,7 +1,7 @@
-"""What two checkpoints hold, and where they differ: tensors by value, plain data by its encoding.
+"""The contents of two checkpoints, and their differences: tensors by value, plain data by its encoding.
 
-Memory stays bounded. Tensors with equal digests are read and checked in pieces. Others are read in batches of 64 MiB, a
-larger one alone, and measured piece by piece. Pickled values are compared by their digests and never unpickled.
+Memory stays bounded. Tensors with equal digests are read and verified in pieces. Others are read in batches of 64 MiB,
+larger ones alone, and measured piece by piece. Pickled values are compared by digest and never unpickled.
 """
 
 from __future__ import annotations
@@ -31,30 +31,28 @@ _PRIMITIVES: Final = (type(None), bool, int, float, str, bytes)
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """A tensor's place in the nest; ``fqn`` is another's where the two are tied."""
+    """A tensor's place in the nest; ``fqn`` is that of the tensor it is tied to, if any."""
 
     fqn: str
 
     def __repr__(self) -> str:
-        """As a listing shows it."""
         return f"<tensor {self.fqn}>"
 
 
 @dataclass(frozen=True, slots=True)
 class PickledLeaf:
-    """A pickled value, which stays closed."""
+    """A pickled value, which is not unpickled."""
 
     nbytes: int
     xxh3_128: str
 
     def __repr__(self) -> str:
-        """As a listing shows it."""
         return f"<pickled, {self.nbytes:,} bytes>"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """A tensor as its user knows it; ``item`` is the name at the top of the state under which it was saved."""
+    """A tensor as its user knows it; ``item`` is the name at the top of the state."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -67,22 +65,19 @@ class TensorFacts:
         return dtype_name(self.dtype)
 
     def __str__(self) -> str:
-        """``float32 [3, 4]``."""
         return f"{self.dtype_name} {list(self.shape)}"
 
 
 class Contents:
-    """A checkpoint opened to be looked into: its manifest and what it holds; a context manager.
+    """A checkpoint opened for looking into it: its manifest and its contents; a context manager.
 
     Attributes:
-        tensors: What is known of each, by its name, in the order of the state; those that it does not have, which
-            belong to other ranks, come last.
+        tensors: Facts by name, in the order of the state; tensors of other ranks come last.
 
     Raises like ``CheckpointReader``.
     """
 
     def __init__(self, path: str) -> None:
-        """Open the checkpoint that ``path`` means; no tensor is read."""
         self.reader = finding.attempts(path).read(CheckpointReader)
         self.manifest = self.reader.manifest
         self._items = set(self.reader.treespec.keys())
@@ -108,11 +103,11 @@ class Contents:
             self.tensors[name] = TensorFacts(dtype or entry.dtype, shape, entry.nbytes, item or fqn)
 
     def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
-        """The state, as rank 0 has it, with a leaf in the place of each tensor."""
+        """Rank 0's state, with a leaf for each tensor."""
         return self.reader.treespec.build(self._leaf, only=only, unpickle=_pickled_leaf)
 
     def plain(self) -> dict[str, Any]:
-        """What is no tensor of its own, by FQN; that of other ranks, where it differs from rank 0's, with the rank."""
+        """Plain data by FQN; that of other ranks, where it differs from rank 0's, with the rank."""
         leaves = dict(_plain_leaves(self.nest(), ""))
         for rank in range(1, self.manifest.world_size):
             nest = self.reader.read_treespec(rank).build(self._leaf, unpickle=_pickled_leaf)
@@ -133,11 +128,9 @@ class Contents:
         self.reader.close()
 
     def __enter__(self) -> Contents:
-        """The contents."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
 
@@ -169,7 +162,7 @@ def _plain_leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
 
 
 def _encoded(value: Any) -> Any:
-    """What a value is compared by: NaN equals NaN here, and 1 is not 1.0."""
+    """The form in which values are compared: NaN equals NaN, and 1 is not 1.0."""
     try:
         return tree.flatten({"value": value}).objects
     except UnsupportedValueError:
@@ -184,10 +177,10 @@ class TensorChange:
     """How the values of a tensor have changed.
 
     Attributes:
-        changed: Elements of which a bit differs.
-        elements: Elements in all.
-        max_abs: Largest absolute difference of two elements; None, and so is the next, for a dtype without arithmetic.
-        relative_l2: L2 norm of the difference over that of the first tensor, without NaN and infinite elements.
+        changed: Elements that differ in any bit.
+        elements: All elements.
+        max_abs: Largest absolute difference; like the next one, None for a dtype without arithmetic.
+        relative_l2: L2 norm of the difference relative to the first tensor's, without NaN and infinite elements.
         nans: NaNs in the first and in the second.
     """
 
@@ -201,7 +194,7 @@ class TensorChange:
 
 @dataclass(slots=True)
 class Report:
-    """Where two checkpoints differ; ``plain`` and ``mismatched`` map FQNs to what each has."""
+    """The differences of two checkpoints; ``plain`` and ``mismatched`` map FQNs to what each has."""
 
     equal: list[str] = field(default_factory=list[str])
     changed: list[TensorChange] = field(default_factory=list[TensorChange])
@@ -217,10 +210,9 @@ class Report:
 
 
 class Absent:
-    """Stands for the plain value that one of two checkpoints lacks."""
+    """Stands for a plain value that one of two checkpoints lacks."""
 
     def __repr__(self) -> str:
-        """As a listing shows it."""
         return "<absent>"
 
 
@@ -228,7 +220,7 @@ ABSENT: Final = Absent()
 
 
 def common_nbytes(first: Contents, second: Contents) -> int:
-    """How many bytes :func:`compare` reads of each."""
+    """The bytes that :func:`compare` reads of each."""
     return sum(first.tensors[fqn].nbytes for fqn in _comparable(first, second))
 
 
@@ -338,7 +330,7 @@ def _finite_squares(values: torch.Tensor) -> float:
 
 
 def _wide(piece: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """A piece of stored values in double precision; ``NotImplementedError`` where torch cannot convert its dtype."""
+    """A piece of stored values in double precision; ``NotImplementedError`` if torch cannot convert its dtype."""
     if width == 2:
         return torch.view_as_complex(piece.to(torch.float64).view(-1, 2))
     return piece.view(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)

@@ -1,8 +1,8 @@
-"""Exports the weights of a checkpoint, of however many ranks, as the safetensors files that Hugging Face's tools load.
+"""Exports the weights of a checkpoint of any number of ranks as safetensors files that Hugging Face's tools load.
 
-Weights are verified while they are read, and streamed: a batch is read while the one before it is written, a tensor
-that is larger than a batch goes slab by slab, and memory stays below 300 MB whatever the size of the model. Files that
-were saved beside the tensors, such as a config.json, come along. The directory gets its name when all is on disk.
+Weights are verified and streamed: a batch is read while the one before is written, a larger tensor goes slab by slab,
+and memory stays below 300 MB whatever the size of the model. Extra files, such as config.json, are copied. The
+directory gets its name once all is on disk.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _UNITS: Final = {"": 1, "B": 1} | {
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the export: its name there, what it is read as, its dtype before and after, and its shape."""
+    """A tensor of the export: its name, the name to read, its dtype before and after, and its shape."""
 
     name: str
     stored: str
@@ -72,26 +72,26 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """In the export."""
+        """Bytes in the export."""
         return torch.Size(self.shape).numel() * self.cast_to.itemsize
 
     def slabs(self) -> Iterator[Wanted]:
-        """What to read for it, one after the other."""
+        """The boxes to read, in order."""
         for box in regions.slabs(self.shape, _BATCH_NBYTES // self.dtype.itemsize):
             yield self.stored, box
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an export has come to.
+    """The result of an export.
 
     Attributes:
         path: The directory.
         files: Its safetensors files.
-        tensors: How many tensors they hold, of ``nbytes`` bytes in all.
-        tied: Names that are left out because another tensor has their bytes: to that tensor's name.
+        tensors: The number of tensors in them, of ``nbytes`` bytes in all.
+        tied: Names that are left out because another tensor has their bytes, with that tensor's name.
         left_out: Names of what is no tensor.
-        extra_files: Files that were saved beside the tensors, and are there as well.
+        extra_files: Extra files, which were copied.
     """
 
     path: str
@@ -154,7 +154,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype ``bfloat16``; one that no weights can be cast to is refused later."""
+    """The dtype named, such as ``bfloat16``; one that weights cannot be cast to is refused later."""
     dtype = dtype_from_name(name.removeprefix("torch."))
     if dtype is None:
         raise InvalidArgumentError(f"there is no dtype {name!r}; it is a name like bfloat16 or float32")
@@ -162,11 +162,11 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 class Weights:
-    """The weights of a checkpoint, chosen and found to be exportable; nothing of them has been read. A context manager.
+    """The weights of a checkpoint, chosen and checked but not read. A context manager.
 
     Attributes:
-        item: The item of the state that they are of.
-        nbytes: Bytes of all of them in the export.
+        item: Their item of the state.
+        nbytes: Their bytes in the export.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Weights:
         keep_prefix: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Choose them; arguments and errors are those of :func:`export`."""
+        """Choose weights; arguments and errors are those of :func:`export`."""
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
             raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
         self._reader = finding.attempts(path).read(CheckpointReader)
@@ -199,11 +199,9 @@ class Weights:
         self._reader.close()
 
     def __enter__(self) -> Weights:
-        """The weights themselves."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _collect(self, selected: Callable[[str], bool], prefix: str, cast_to: torch.dtype | None) -> None:
@@ -237,19 +235,19 @@ class Weights:
         manifest = self._reader.manifest
         own = [name for name, _ in names if name not in manifest.table.tensors]
         if own and manifest.world_size > 1:
-            told = "; ".join(few(own, str, "belong to their ranks"))
-            logger.warning("each of %d ranks has its own, and rank 0's is exported: %s", manifest.world_size, told)
-        apart = manifest.apart
-        odd = [name for name, _ in names if name in apart]
+            items = "; ".join(few(own, str, "belong to their ranks"))
+            logger.warning("each of %d ranks has its own, and rank 0's is exported: %s", manifest.world_size, items)
+        diverged = manifest.diverged
+        odd = [name for name, _ in names if name in diverged]
         if odd:
-            ranks = ", ".join(map(str, apart[odd[0]][:8]))
+            ranks = ", ".join(map(str, diverged[odd[0]][:8]))
             raise StateMismatchError(
                 f"{odd[0]} differs between ranks ({ranks}), and so do {len(odd) - 1} more: there is no one value to "
                 "export; leave them out with exclude="
             )
 
     def _weight(self, name: str, ref: TensorRef, cast_to: torch.dtype | None) -> tuple[Weight, str]:
-        """A tensor of the export, and what stands in its way."""
+        """A tensor of the export, and the problem with it."""
         stored = self._reader.name_of(ref)
         entry = self._reader.entry(stored)
         dtype = ref.dtype or entry.dtype
@@ -293,8 +291,8 @@ class Weights:
             os.makedirs(parent, exist_ok=True)
             free = shutil.disk_usage(parent).free
             if free < needed:
-                told = f"{needed:,} bytes are needed, {free:,} are free"
-                raise NoSpaceError(errno.ENOSPC, told, directory)
+                detail = f"{needed:,} bytes are needed, {free:,} are free"
+                raise NoSpaceError(errno.ENOSPC, detail, directory)
             hidden = os.path.join(parent, f".{base}.{secrets.token_hex(4)}.partial")
             os.mkdir(hidden)
             try:
@@ -315,11 +313,11 @@ class Weights:
         return Report(directory, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
 
     def _extra_files(self) -> list[FileRecord]:
-        """The files to copy as they are; an index among them tells of other files of tensors than the export's."""
-        found = list(self._reader.record(0).extra_files)
-        if any(entry.name == _INDEX for entry in found):
+        """The files to copy; not an index, which lists other tensor files than the export's."""
+        entries = list(self._reader.record(0).extra_files)
+        if any(entry.name == _INDEX for entry in entries):
             logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
-        return [entry for entry in found if entry.name != _INDEX]
+        return [entry for entry in entries if entry.name != _INDEX]
 
     def _write_file(self, path: str, weights: list[Weight], on_bytes: Callable[[int], None]) -> None:
         ordered = sorted(weights, key=lambda weight: -weight.cast_to.itemsize)  # each is aligned to its elements
@@ -346,16 +344,16 @@ def _choose(reader: CheckpointReader, item: str | None) -> str:
         return item
     nest = reader.treespec.build(lambda ref: ref, unpickle=lambda data: None)
     shared = reader.manifest.table.tensors
-    found = [
+    fitting = [
         name
         for name, value in nest.items()
         if isinstance(value, dict)
         and any(isinstance(leaf, TensorRef) and leaf.fqn in shared for leaf in cast("dict[Any, Any]", value).values())
     ]
-    if len(found) != 1:
-        which = f"{', '.join(found)} have" if found else f"none of {', '.join(names)} has"
+    if len(fitting) != 1:
+        which = f"{', '.join(fitting)} have" if fitting else f"none of {', '.join(names)} has"
         raise InvalidArgumentError(f"which item? {which} tensors under names, as a module has: say item=")
-    return found[0]
+    return fitting[0]
 
 
 def _leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
@@ -376,7 +374,7 @@ def _can_be_cast(dtype: torch.dtype, goal: torch.dtype) -> bool:
 
 
 def _divide(weights: Iterable[Weight], limit: int) -> dict[str, list[Weight]]:
-    """The files, in the order and of the sizes that Hugging Face's tools would write."""
+    """The files, in the order and sizes that Hugging Face's tools would write."""
     shards: list[list[Weight]] = []
     current: list[Weight] = []
     room = limit
@@ -417,8 +415,8 @@ def _read_ahead(
     reader: CheckpointReader, batches: Iterable[list[tuple[Weight, Wanted]]]
 ) -> Iterator[list[tuple[Weight, torch.Tensor]]]:
     def read(batch: list[tuple[Weight, Wanted]]) -> list[tuple[Weight, torch.Tensor]]:
-        found = reader.read_boxes(each for _, each in batch)
-        return [(weight, found[each]) for weight, each in batch]
+        stored = reader.read_boxes(each for _, each in batch)
+        return [(weight, stored[each]) for weight, each in batch]
 
     with ThreadPoolExecutor(1, "sidesave-export") as pool:
         ahead: Future[list[tuple[Weight, torch.Tensor]]] | None = None
@@ -431,7 +429,7 @@ def _read_ahead(
 
 
 def _pieces(tensor: torch.Tensor, weight: Weight) -> Iterator[memoryview]:
-    """The bytes of a tensor in the dtype that it is to have; each piece is valid until the next."""
+    """The bytes of a tensor in its exported dtype; each piece is valid until the next."""
     flat = tensor.reshape(-1)
     flat = flat if flat.dtype == weight.dtype else flat.view(weight.dtype)
     step = flat.numel() if weight.dtype == weight.cast_to else _PIECE_ELEMENTS

@@ -1,4 +1,4 @@
-"""Giving live objects the state that was loaded for them, all of it or, where an object raises, as little as can be."""
+"""Assigns the loaded state to live objects. Where one raises, those before it are restored as far as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Undo = list[Callable[[], object]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a target is given: a module, a tensor, an object that takes its state whole, or plain data."""
+    """A target (module, tensor, object with ``load_state_dict``, or plain data) and what it is given."""
 
     path: Path
     target: Any
@@ -36,12 +36,12 @@ class Assignment:
 
     @property
     def value(self) -> Any:
-        """The nest of it; tensors that are spread over a mesh are made of this rank's parts only now."""
+        """The nest of ``flat``; ``DTensor`` values are made from this rank's shards only now."""
         leaves = {at: leaf.spread() if isinstance(leaf, Local) else leaf for at, leaf in self.flat.leaves.items()}
         return FlatMap(leaves, self.flat.containers).nest(self.path)
 
     def order(self) -> int:
-        """Objects of the user's first, for what may raise; then what was checked; plain values cannot fail."""
+        """The user's objects first, which may raise; then what has been checked; plain values cannot fail."""
         if isinstance(self.target, torch.optim.Optimizer):
             return 1
         if isinstance(self.target, (nn.Module, torch.Tensor)):
@@ -50,10 +50,10 @@ class Assignment:
 
 
 def assign(plan: LoadPlan, *, strict: bool) -> None:
-    """Give every target its state. User code may raise: then what was given before is put back as it was.
+    """Give every target its state. Where user code raises, the targets before it are restored.
 
-    Not so the values of modules and tensors: a copy of them may not fit. They come last of all that may raise, and have
-    been checked.
+    Modules and tensors are not, since a copy of them may not fit in memory. They come after all that may raise, and
+    have been checked.
     """
     undo: _Undo = []
     taken: set[int] = set()
@@ -71,14 +71,14 @@ def assign(plan: LoadPlan, *, strict: bool) -> None:
 
 def _assignments(plan: LoadPlan) -> list[Assignment]:
     modules: dict[Path, list[Path]] = {}
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     for path in [*(path for path in plan.live.slots if path in plan.given), *plan.new]:
         slot = plan.live.slots.get(path) or plan.new[path]
         if slot.module is None:
-            found.append(Assignment(path, slot.target, plan.flat(path)))
+            assignments.append(Assignment(path, slot.target, plan.flat(path)))
         else:
             modules.setdefault(path[:-1], []).append(path)
-    return found + [
+    return assignments + [
         Assignment(path, plan.live.containers[path], plan.flat(*all_of)) for path, all_of in modules.items()
     ]
 
@@ -127,9 +127,9 @@ def _fill(each: Assignment, *, strict: bool) -> None:
 
 
 def _in_place(target: Any, value: Any, undo: _Undo, taken: set[int]) -> Any:
-    """A value, in the container that is there if it is of the same kind, for others may hold that too.
+    """Put a value into the existing container if that is of the same kind, for others may refer to it.
 
-    Not where it has taken another value before: two that were one are saved as two.
+    A container that has already taken another value is not used again: it was saved as two.
     """
     kind = cast("type[Any]", type(target))
     if (
@@ -166,7 +166,7 @@ def _refill(target: Any, items: Any) -> None:
 
 
 def _put(into: dict[str, Any], path: Path, value: Any, undo: _Undo) -> None:
-    """Put a value into a state; of a tuple there will be another one, with the same objects in it."""
+    """Put a value into a state. A tuple is replaced by a new one with the same other items."""
     holder: Any = into
     for key in path[:-1]:
         holder = unwrap(holder[key])
@@ -186,7 +186,7 @@ def _put(into: dict[str, Any], path: Path, value: Any, undo: _Undo) -> None:
 
 
 def _rewrapped(held: Any, value: Any) -> Any:
-    """A value with what was said of the one before."""
+    """A value in the annotations of the one before."""
     if isinstance(held, (PerRank, Replicated)):
         return dataclasses.replace(held, value=_rewrapped(held.value, value))
     return value
@@ -196,9 +196,9 @@ def _rewrapped(held: Any, value: Any) -> Any:
 
 
 def _put_back_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Give states that torch has cast to the dtype of their parameter the values and the dtype they were saved with.
+    """Undo torch's cast of optimizer states to the dtype of their parameter.
 
-    Not the count of steps: torch makes it what its kernels need, and a count is a count in any dtype.
+    The step count stays as torch's kernels need it: a count is a count in any dtype.
     """
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -212,15 +212,15 @@ def _put_back_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
 
 
 def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any], fqn: str) -> dict[str, Any]:
-    """The state with what torch would lose of parameter groups.
+    """The state with what torch would lose from parameter groups.
 
-    Tensors in them, such as a learning rate, come to the devices of those that they replace: torch moves the state, not
-    these, and in a captured graph a rate in host memory is a constant. Groups share one where they do so here. Options
-    that the checkpoint does not have, as those that a newer torch has added, stay as they are.
+    Tensors in groups, such as a learning rate, move to the devices of those they replace. Torch does not move them, and
+    a captured graph takes a rate in host memory for a constant. Groups share one tensor if the live ones do. Options
+    that the checkpoint lacks, such as those a newer torch has added, stay as they are.
     """
     saved_groups = cast("list[dict[str, Any]] | None", state.get("param_groups"))
     if type(saved_groups) is not list or len(saved_groups) != len(optimizer.param_groups):
-        return state  # not torch's form, or not this optimizer's, which it says itself
+        return state  # not torch's form, or another optimizer's: load_state_dict says so
     groups: list[dict[str, Any]] = []
     given: dict[int, Any] = {}
     kept: list[str] = []
@@ -229,13 +229,13 @@ def _with_groups_of(optimizer: torch.optim.Optimizer, state: dict[str, Any], fqn
         kept += [f"{fqn}.param_groups.{at}.{key}" for key in alone if key != "param_names"]
         groups.append(alone | {key: _on_device_of(current.get(key), value, given) for key, value in saved.items()})
     if kept:
-        told = ", ".join(few(kept, str, "stay"))
-        logger.warning("the checkpoint does not have %s: what the optimizer has there stays", told)
+        names = ", ".join(few(kept, str, "stay"))
+        logger.warning("the checkpoint does not have %s: what the optimizer has there stays", names)
     return {**state, "param_groups": groups}
 
 
 def _on_device_of(current: Any, value: Any, given: dict[int, Any]) -> Any:
-    """An option where the one it replaces is; ``given`` tells what tensors were given in the place of which."""
+    """An option on the device of the one it replaces; ``given`` maps saved tensors to the live ones they replaced."""
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
         is_for_another = given.setdefault(id(value), current) is not current
         return value.to(current.device, copy=is_for_another)

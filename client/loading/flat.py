@@ -1,4 +1,4 @@
-"""Flat maps: a nest as ``{path: leaf}``, and back. All that walks over a state, saved or live, does so here."""
+"""Flat maps: turns a nest, saved or live, into ``{path: leaf}`` and back. No other module walks over a state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.
 SEQUENCES: Final = (list, tuple, collections.deque)
 
 Path = tuple[Any, ...]
-"""The keys on the way to a node; those of a list are numbers. A module's state is one dict of dotted keys."""
+"""The keys that lead to a node; list items have numbers. A module's state is one dict of dotted keys."""
 
 
 def fqn_of(path: Path) -> str:
-    """What a path is called."""
+    """The dotted name of a path."""
     return ".".join(map(str, path))
 
 
 def prefixes(path: Path) -> list[Path]:
-    """The nodes on the way to a path, from its item on, itself last."""
+    """The nodes that lead to a path, outermost first, the path itself last."""
     return [path[:end] for end in range(1, len(path) + 1)]
 
 
@@ -41,7 +41,7 @@ def children(node: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def is_plain(node: Any) -> bool:
-    """Whether there is nothing but plain values in a container, and in those that it holds."""
+    """Whether a value is plain data, with all that it contains."""
     if type(node) in DICTS:
         items = cast("dict[Any, Any]", node)
         return PLAIN.issuperset(map(type, items)) and is_plain([*items.values()])
@@ -53,12 +53,12 @@ def is_plain(node: Any) -> bool:
 
 @dataclass(slots=True)
 class FlatMap:
-    """A nest taken apart.
+    """A nest, flattened.
 
     Attributes:
-        leaves: What is no container, or has nothing in it, or is plain data that is not taken apart, by its path, in
-            the order of the nest.
-        containers: By the path of each container with something in it one of its kind.
+        leaves: By path, in the order of the nest: values that are no container, empty containers, and plain data that
+            stays whole.
+        containers: By path, an example of the kind of each non-empty container.
     """
 
     leaves: dict[Path, Any] = field(default_factory=dict[Path, Any])
@@ -66,7 +66,7 @@ class FlatMap:
 
     @classmethod
     def of(cls, nest: Any, path: Path = (), is_whole: Callable[[Path], bool] = lambda path: False) -> FlatMap:
-        """Take ``nest`` apart, which is at ``path``; plain data for which ``is_whole`` is true stays one leaf."""
+        """Flatten ``nest``, which is at ``path``; plain data for which ``is_whole`` is true stays one leaf."""
         flat = cls()
         flat._add(nest, path, is_whole)
         return flat
@@ -81,16 +81,16 @@ class FlatMap:
             self._add(item, (*path, key), is_whole)
 
     def below(self, path: Path) -> FlatMap:
-        """The part that is at ``path``."""
+        """The part at and below ``path``."""
         end = len(path)
         return FlatMap({at: leaf for at, leaf in self.leaves.items() if at[:end] == path}, self.containers)
 
     def nodes(self) -> dict[Path, None]:
-        """The paths of all leaves, and of what they are in."""
+        """The paths of all leaves and of their containers."""
         return {node: None for path in self.leaves for node in prefixes(path)}
 
     def nest(self, path: Path = ()) -> Any:
-        """The nest at ``path``, of new containers; where items of a sequence are missing, the rest closes up."""
+        """The nest at ``path``, in new containers. A sequence with missing items closes up."""
         if path in self.leaves:
             return self.leaves[path]
         root: dict[Any, Any] = _Items()
@@ -108,20 +108,16 @@ class FlatMap:
             value = self._made(item, (*path, key)) if type(item) is _Items else item
             made[key if type(key) in (str, int) else unpickled(key)] = value
         like: Any = self.containers.get(path)
-        make = _maker(like)
+        make = cast("Any", type(like))
         if make in SEQUENCES and all(type(index) is int for index in made):  # a new name may be none
             ordered = [made[index] for index in sorted(made)]
             return type(like)(ordered, like.maxlen) if make is collections.deque else type(like)(ordered)
         if make is collections.defaultdict:
-            return make(like.default_factory, made)
+            return collections.defaultdict(like.default_factory, made)
         metadata = getattr(like, "_metadata", None)
         if metadata is not None:
             return with_metadata(made, metadata)
-        return _maker(like)(made) if type(like) in DICTS else made
-
-
-def _maker(container: Any) -> Callable[..., Any]:
-    return cast("Any", type(container))
+        return type(like)(made) if type(like) in DICTS else made
 
 
 class _Items(dict[Any, Any]):
@@ -132,18 +128,18 @@ class _Items(dict[Any, Any]):
 
 
 def unwrap(target: Any) -> Any:
-    """What ``Replicated`` or ``PerRank`` say something of; anything else as it is."""
+    """The value inside ``Replicated`` or ``PerRank``; anything else as it is."""
     return unwrap(target.value) if isinstance(target, (Replicated, PerRank)) else target
 
 
 def is_stateful(target: object) -> bool:
-    """Whether it takes its state whole, as optimizers, schedulers and data loaders do."""
-    # The protocol comes last: to ask for it takes long, and most that is asked about is a tensor.
+    """Whether a target takes its state whole, as optimizers, schedulers and data loaders do."""
+    # The protocol comes last: checking it is slow, and most targets are tensors.
     return not isinstance(target, (torch.Tensor, type, nn.Module)) and isinstance(target, Stateful)
 
 
 def is_live(target: Any) -> bool:
-    """Whether a target takes its state in place, or has something in it that does; all else is plain data."""
+    """Whether a target takes its state in place, or contains something that does; all else is plain data."""
     target = unwrap(target)
     return not is_plain(target) and (
         any(is_live(item) for _, item in children(target))
@@ -157,11 +153,11 @@ class Slot:
     """A leaf of a live state: a tensor, an object that takes its state whole, or plain data whatever its size.
 
     Attributes:
-        path: Where it is.
-        target: What it is, without what is said of it.
-        module: The module that a tensor, or an extra state, is of.
-        is_plain: Whether it is data that is replaced.
-        alone: Whether it is in ``PerRank``, where the local part of a ``DTensor`` is saved as a tensor of its own.
+        path: Its path.
+        target: The object, without ``PerRank`` or ``Replicated`` around it.
+        module: The module that owns the tensor or extra state.
+        is_plain: Whether it is plain data, which is replaced.
+        alone: Whether it is in ``PerRank``, where the local shard of a ``DTensor`` is saved as a tensor of its own.
     """
 
     path: Path
@@ -172,21 +168,21 @@ class Slot:
 
     @property
     def fqn(self) -> str:
-        """What it is called."""
+        """Its dotted name."""
         return fqn_of(self.path)
 
     @property
     def is_extra(self) -> bool:
-        """Whether it is of a module's own making, and for it to judge."""
+        """Whether it is a module's extra state, which only the module can check."""
         return self.module is not None and str(self.path[-1]).endswith("_extra_state")
 
     @property
     def is_whole(self) -> bool:
-        """Whether it takes all of its state at once, so that what is left out of that has to be put there."""
+        """Whether it takes all of its state at once, so that what is left out must be filled in."""
         return self.module is None and not isinstance(self.target, torch.Tensor)
 
     def state(self) -> FlatMap:
-        """What it has now, at its path."""
+        """Its current state, at its path."""
         return FlatMap.of(self.target.state_dict() if is_stateful(self.target) else self.target, self.path)
 
 
@@ -195,13 +191,13 @@ class LiveMap:
 
     Attributes:
         into: The state.
-        slots: Its leaves by their paths.
-        containers: The dicts, the modules, and the sequences of live objects that they are in.
-        marks: What is said to be each rank's own.
+        slots: Its leaves by path.
+        containers: The dicts, modules and sequences of live objects that hold them, by path.
+        marks: The ``PerRank`` annotations, by path.
     """
 
     def __init__(self, into: dict[str, Any]) -> None:
-        """Walk over ``into``; of objects that take their state whole none is asked for it."""
+        """Walk over ``into``, without asking any object for its state."""
         self.into = into
         self.slots: dict[Path, Slot] = {}
         self.containers: dict[Path, Any] = {}
@@ -228,21 +224,21 @@ class LiveMap:
             self.slots[path] = Slot(path, target, None, alone, is_plain=not is_live(target))
 
     def nodes(self) -> dict[Path, None]:
-        """All paths that there are, each behind those that it is below."""
+        """All paths, each after its parents."""
         return {node: None for path in (*self.containers, *self.slots) for node in prefixes(path)}
 
     def slot(self, path: Path) -> Slot | None:
-        """The leaf that ``path`` is, or is below."""
+        """The leaf at or above ``path``."""
         slot = self.slots.get(path)
         return slot or next((self.slots[node] for node in prefixes(path) if node in self.slots), None)
 
     def everything(self) -> Iterator[Path]:
-        """The paths of all that there is, also in the state of objects and in plain data."""
+        """The paths of everything, also inside the state of objects and in plain data."""
         for slot in self.slots.values():
             yield from slot.state().leaves if slot.is_whole else [slot.path]
 
     def guide(self, name: str) -> Path:
-        """The way to what is called ``name``, as far as it is known; in the state of objects too."""
+        """The path of ``name`` as far as it is known, also inside the state of objects."""
         if not self._names:
             self._names.update({fqn_of(path): path for path in (*self.containers, *self.slots)})
         path = _longest(name, self._names)
@@ -255,7 +251,7 @@ class LiveMap:
 
 
 def _longest(name: str, known: Mapping[str, Path]) -> Path:
-    """The path of the longest name among those ``known`` that ``name`` is, or is below."""
+    """The path of the longest ``known`` name that ``name`` equals or is below."""
     end = len(name)
     while end > 0:
         if name[:end] in known:

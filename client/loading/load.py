@@ -1,4 +1,4 @@
-"""Loading: a checkpoint as a fresh nest, or into live objects. All of it is checked before anything live is touched."""
+"""Loads a checkpoint as a fresh nest, or into live objects. Everything is checked before a live object is touched."""
 
 from __future__ import annotations
 
@@ -40,41 +40,39 @@ def load(
     allow_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Load the checkpoint in ``path``; needs no daemon, and blocks at the speed of the medium.
+    """Load the checkpoint at ``path``. Needs no daemon; blocks until all is read, at the speed of storage.
 
-    It may be of any number of ranks, and be loaded by any other. What is spread over a mesh in ``into`` (``DTensor``)
-    takes this rank's part and reads no more than that; everything else comes whole. What ranks have saved each for
-    itself comes back to the same rank. To another number of ranks it comes if it was the same for all; see
-    :class:`sidesave.PerRank` for how to say what each gets. Of plain numbers outside of it that differ, and without
-    ``into`` of all else, rank 0's come, with a warning. No rank talks to another. In a process with a process group the
-    rank is the one in the world, not that on the node: it is for storage that all ranks share.
+    Any number of ranks may load it, however many saved it. A ``DTensor`` in ``into`` reads this rank's shard only;
+    other tensors are read whole. State that each rank saved for itself returns to the same rank. Another number of
+    ranks gets it only if it was the same on all; :class:`sidesave.PerRank` can say what each rank gets. Rank 0's value
+    is taken, with a warning, for plain numbers outside ``PerRank`` that differ, and without ``into`` for everything
+    that differs. Ranks do not communicate. The rank is the global one of the process group, so ranks must share
+    storage.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
-            the URL of one of them, of which no more is read than what is loaded (docs/remote.md).
-        into: Live objects by the names they were saved under: modules and optimizers and everything else with
-            ``load_state_dict`` take their state, tensors are filled in place, and plain data is replaced, in the dicts
-            and lists that are there. An optimizer whose modules are there takes its state by the names of their
-            parameters. Members of enums come where it has some of their class, else as their values.
-            Without it a fresh nest is returned, state dicts in the place of objects.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, which means its newest; or
+            the URL of one of them. Only what is loaded is read of it (docs/remote.md).
+        into: Live objects by the names they were saved under. Objects with ``load_state_dict`` take their state,
+            tensors are filled in place, and plain data is replaced inside the existing dicts and lists. An optimizer
+            takes its state by parameter name if its modules are in ``into``. Enum members are restored where the target
+            holds a member of their class, else as values. Without ``into`` a fresh nest of state dicts is returned.
         map_location: Device for fresh tensors; None is the CPU.
-        include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, and of all below them; None is all.
-        exclude: Patterns of FQNs to leave out; of a list in a fresh nest the rest closes up. What is left out of a live
-            optimizer (``"optimizer.param_groups.*.lr"``), or of another object that takes its state whole, stays as it
-            is.
-        rename: From the names in the checkpoint to those of ``into``, or of the nest: a dict of FQNs and what they
-            begin with (``{"model.module": "model", "head": None}``), of which the longest counts, or a function of each
-            leaf's FQN; None leaves it out. ``include`` and ``exclude`` know the names in the checkpoint.
-        strict: Raise where a live tensor or object finds nothing in the checkpoint, or this has something of an item
-            that has no place there; else load what both have, and log the rest. What only some ranks have saved, each a
-            stage of a pipeline, need have no place. With ``include`` or ``exclude`` the target may have more than they
-            choose, but not behind a function as ``rename``, which cannot be turned round. Plain data is no matter of
-            ``strict``: it becomes what was saved; beside live objects what the checkpoint lacks stays, and what the
-            target lacks is added, with a warning. A pattern that matches nothing raises too, else is logged;
-            ``exclude`` may match what only the target of this rank has. An old name in a dict ``rename`` that is not
-            there is logged with ``into``, which tells whether that matters, else raised.
-        dtype: Cast floating-point tensors to this, except the step counts and hyperparameters of optimizers.
-        verify: Compare everything read with its digests.
+        include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, with all below them; None is all.
+        exclude: Patterns of FQNs to leave out. Lists in a fresh nest close up. What is left out of an optimizer
+            (``"optimizer.param_groups.*.lr"``), or of another object with ``load_state_dict``, stays as it is.
+        rename: From names in the checkpoint to those of the target: a dict of FQN prefixes
+            (``{"model.module": "model", "head": None}``), of which the longest match counts, or a function of each
+            leaf's FQN; None leaves it out. ``include`` and ``exclude`` use the names in the checkpoint.
+        strict: Raise if a live tensor or object is missing in the checkpoint, or if an item of the checkpoint has
+            something that the target has not; else load what both have and log the rest. What only some ranks saved,
+            such as the stages of a pipeline, needs no place. With ``include`` or ``exclude`` the target may have
+            more than they choose, unless ``rename`` is a function, which cannot be inverted. Plain data is not
+            compared: it becomes what was saved. Beside live objects, what the checkpoint lacks stays, and what the
+            target lacks is added with a warning. A pattern that matches nothing raises too, else is logged; ``exclude``
+            may match what only this rank's target has. An old name of a dict ``rename`` that the checkpoint lacks is
+            logged with ``into``, where a missing name shows, else raised.
+        dtype: Cast floating-point tensors to this, except step counts and hyperparameters of optimizers.
+        verify: Compare everything that is read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
         storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
 
@@ -83,10 +81,10 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        IntegrityError: A file is missing, short, or does not match its digest; or it is not known which checkpoint of a
-            run is the newest, for one that may be is damaged. Nothing live has been touched.
+        IntegrityError: A file is missing, short, or does not match its digest; or a damaged checkpoint of the run may
+            be the newest. No live object has changed.
         StateMismatchError: Items, keys, shapes or dtypes differ, a pattern matches nothing, or there is nothing to
-            load; ten of each kind are named, with names that are like them, and nothing has been touched.
+            load. Ten of each kind are named, with similar names. No live object has changed.
         InvalidArgumentError: An argument is wrong, or ``rename`` gives two things one name.
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
@@ -109,7 +107,7 @@ def load(
 
 
 def own_place() -> dict[str, int]:
-    """This process's rank, and the size of the world; 0 of 1 where there is no process group."""
+    """This process's rank and the world size; 0 of 1 without a process group."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return {"rank": 0, "size": 1}
@@ -118,13 +116,13 @@ def own_place() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A checkpoint that has been read and checked, in fresh memory; nothing live has been touched.
+    """A checkpoint that has been read and checked, in fresh memory. No live object has changed.
 
     Attributes:
-        path: The checkpoint; of several the last.
-        nbytes_read: Bytes that were read for it.
-        missing: Names of the target that it has not; none, if ``strict``.
-        unexpected: Names in it that the target has not; none, if ``strict``.
+        path: The checkpoint; the last one of several.
+        nbytes_read: Bytes that were read.
+        missing: Names that only the target has; none if ``strict``.
+        unexpected: Names that only the checkpoint has; none if ``strict``.
     """
 
     path: str
@@ -135,14 +133,14 @@ class Loaded:
     _exact: bool = False
 
     def has(self, name: str) -> bool:
-        """Whether there is anything for an item of the target."""
+        """Whether an item of the target is given anything."""
         return name in self._given if isinstance(self._given, dict) else self._given.has(name)
 
     def apply(self) -> dict[str, Any]:
-        """Give live objects what was loaded for them; once. Returns what :func:`load` does.
+        """Assign to the live objects, once. Returns what :func:`load` returns.
 
-        What a live object raises is raised here; objects that came before it have been put back as they were, except
-        modules and tensors, which come last.
+        Raises what a live object raises. Objects that were assigned before it are restored, except modules and tensors,
+        which come last.
         """
         if not isinstance(self._given, LoadPlan):
             return self._given
@@ -152,7 +150,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What is to be loaded, by ``rank`` of ``size`` that load; None is as many as have saved it. See :func:`load`."""
+    """The arguments of :func:`load`, for ``rank`` of ``size``; a ``size`` of None is as many ranks as saved."""
 
     into: dict[str, Any] | None = None
     map_location: str | torch.device | None = None
@@ -167,9 +165,9 @@ class LoadRequest:
     size: int | None = None
 
     def read(self, path: str | os.PathLike[str]) -> Loaded:
-        """The first half of :func:`load`, all that can fail for the checkpoint: for ranks that go on only if all can.
+        """Do all of :func:`load` that the checkpoint can fail, so that ranks can go on only if all can.
 
-        The arguments are checked only here, so that what is wrong with one rank's can be told on all.
+        The arguments are checked here too, so that all ranks can be told of a mistake on one.
         """
         wanted = LoadFilter(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
         live = None if self.into is None else live_map(self.into)
@@ -180,14 +178,14 @@ class LoadRequest:
                 resized.settle(reader, selection, wanted, live, allow_pickle=self.allow_pickle)
                 if live is None:
                     leaves, containers = selection.flat.leaves, selection.flat.containers
-                    selection.check_apart(leaves.values(), live=False)
+                    selection.check_diverged(leaves.values(), live=False)
                     values = tensors.read_tensors(reader, selection.needed(leaves.values()), device, verify=self.verify)
                     _tell_values(place, leaves.values(), values)
                     state = FlatMap({at: filled(leaf, values) for at, leaf in leaves.items()}, containers).nest()
                     return Loaded(place, reader.nbytes_read, (), (), state)
                 plan = LoadPlan(live)
                 unplaced = plan.take(selection)
-                plan.found.unexpected, plan.found.prefixes = unplaced.unexpected, unplaced.prefixes
+                plan.mismatches.unexpected, plan.mismatches.prefixes = unplaced.unexpected, unplaced.prefixes
                 check(plan, [selection], wanted.leaves_out, strict=self.strict)
                 values = tensors.read_tensors(reader, selection.needed(plan.leaves()), None, verify=self.verify)
                 return finish(plan, values, place, reader.nbytes_read, strict=self.strict)
@@ -204,15 +202,15 @@ def check(
 ) -> None:
     """Compare a plan with its targets, before anything is read.
 
-    Raises ``StateMismatchError`` for all that does not fit; what is missing or unexpected is logged, if not ``strict``.
-    ``prefixes`` are known already, and told if something is missing.
+    Raises ``StateMismatchError`` for all that does not fit. Without ``strict``, missing and unexpected names are only
+    logged. ``prefixes`` are known mismatches, reported if something is missing.
     """
     plan.compare(leaves_out)
-    found = plan.found
-    if found.missing:
-        found.prefixes += prefixes
+    mismatches = plan.mismatches
+    if mismatches.missing:
+        mismatches.prefixes += prefixes
     renamed = any(selection.renaming for selection in selections)
-    lines = found.text(
+    lines = mismatches.text(
         lambda: (name for selection in selections for name in selection.names()), renamed=renamed, strict=strict
     )
     into = plan.live.into
@@ -220,16 +218,16 @@ def check(
         items = ", ".join(repr(item) for selection in selections for item in selection.items())
         lines = lines or f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
         raise StateMismatchError(f"the checkpoint does not fit, and nothing was loaded:\n  {lines}")
-    if found.missing or found.unexpected:
-        logger.warning("loading what both have: of %s, %s", selections[-1].where, found.summary())
+    if mismatches.missing or mismatches.unexpected:
+        logger.warning("loading what both have: of %s, %s", selections[-1].where, mismatches.summary())
     _tell_unused(plan, selections)
     leaves = plan.leaves()
     for selection in selections:
-        selection.check_apart(leaves, live=True)
+        selection.check_diverged(leaves, live=True)
 
 
 def finish(plan: LoadPlan, values: dict[Any, Any], where: str, nbytes_read: int, *, strict: bool) -> Loaded:
-    """Fill a plan with the values that were read of the checkpoint ``where``, of several the last."""
+    """Fill a plan with the values that were read from ``where``, the last one of several checkpoints."""
     values.update(plan.members())
     _tell_values(where, plan.leaves(), values)
     plan.fill(values)
@@ -239,15 +237,15 @@ def finish(plan: LoadPlan, values: dict[Any, Any], where: str, nbytes_read: int,
             "the checkpoint does not fit, and nothing was loaded:\n  "
             + "\n  ".join(few(odd, lambda line: f"{line} in the checkpoint; exclude one", "are one"))
         )
-    found = plan.found
-    exact = strict and not (found.missing or found.unexpected or found.absent)
-    return Loaded(where, nbytes_read, tuple(found.missing), tuple(found.unexpected), plan, exact)
+    mismatches = plan.mismatches
+    exact = strict and not (mismatches.missing or mismatches.unexpected or mismatches.absent)
+    return Loaded(where, nbytes_read, tuple(mismatches.missing), tuple(mismatches.unexpected), plan, exact)
 
 
 def _tell_unused(plan: LoadPlan, selections: Sequence[Selection]) -> None:
-    """What stays as it was though something was loaded, and what there was to load and is not used, by their names."""
+    """Warn of targets that keep their state, and of loaded state that nothing uses, by name."""
     where = ", ".join(selection.where for selection in selections)
-    stay = [*plan.found.kept, *(name for name in plan.live.into if name in plan.found.absent)]
+    stay = [*plan.mismatches.kept, *(name for name in plan.live.into if name in plan.mismatches.absent)]
     if stay:
         names = ", ".join(few(stay, str, "stay"))
         logger.warning("loading %s: it has nothing for %s, which stay as they are", where, names)
@@ -270,7 +268,7 @@ def _tell_unused(plan: LoadPlan, selections: Sequence[Selection]) -> None:
 
 
 def _tell_values(where: str, leaves: Iterable[Any], values: Mapping[Any, Any]) -> None:
-    """Members of enums of which only the values are given, for no class of the checkpoint's is imported."""
+    """Warn of enum members that come as values: no class that the checkpoint names is imported."""
     alone = [leaf for leaf in leaves if isinstance(leaf, EnumLoad) and leaf not in values]
     if alone:
         lines = few(alone, lambda leaf: f"{leaf.fqn} was {leaf.kind}.{leaf.name}", "are such")
@@ -278,13 +276,13 @@ def _tell_values(where: str, leaves: Iterable[Any], values: Mapping[Any, Any]) -
 
 
 def _device(map_location: object) -> torch.device | None:
-    """The device for fresh tensors; ``InvalidArgumentError`` for what is none, or none that this process has."""
+    """The device for fresh tensors; ``InvalidArgumentError`` if this process has no such device."""
     if map_location is None:
         return None
-    told = brief(map_location)
+    shown = brief(map_location)
     if callable(map_location) or isinstance(map_location, Mapping):
         raise InvalidArgumentError(
-            f"map_location must be one device, not {told}: a checkpoint does not say which devices its "
+            f"map_location must be one device, not {shown}: a checkpoint does not say which devices its "
             "tensors were on, so there is nothing to map; load it to the CPU, and move what you want"
         )
     try:
@@ -292,7 +290,7 @@ def _device(map_location: object) -> torch.device | None:
         torch.empty(0, device=device)
     except Exception as error:
         why = str(error).partition("\n")[0]
-        raise InvalidArgumentError(f"map_location={told} is no device here: {why}") from error
+        raise InvalidArgumentError(f"map_location={shown} is no device here: {why}") from error
     return device
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint and its target differ, told in a few lines however much it is."""
+"""Says in a few lines where a checkpoint and its target differ."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from sidesave.client.messages import SHOWN, Names, few
 
 @dataclass(frozen=True, slots=True)
 class PrefixMismatch:
-    """A target that the checkpoint holds something for, but hardly anything under its names.
+    """A target for which the checkpoint has state, but hardly any under the target's names.
 
     Attributes:
         fqn: The target.
-        wanted: Names that it has, without its own in front.
-        found: How many of them the checkpoint has.
-        others: Names in the checkpoint that it has not.
+        wanted: Names in the target, without ``fqn`` in front.
+        fitting: How many of them the checkpoint has.
+        others: Names that only the checkpoint has.
     """
 
     fqn: str
     wanted: Collection[str]
-    found: int
+    fitting: int
     others: Collection[str]
 
     def text(self, *, renamed: bool) -> str:
-        """What is the matter, and what to do where that can be told."""
+        """What does not fit, and what to do if that is known."""
         count = len(self.wanted)
-        fits = f"only {self.found} of the {count} names fit" if self.found else f"none of the {count} names fits"
+        fits = f"only {self.fitting} of the {count} names fit" if self.fitting else f"none of the {count} names fits"
         prefix = _prefix(self.wanted, self.others)
         if prefix and not renamed:
             return f'{self.fqn}: {fits}; pass rename={{"{self.fqn}.{prefix}": "{self.fqn}"}}, and they do'
@@ -38,7 +38,7 @@ class PrefixMismatch:
 
 
 def _prefix(short: Collection[str], long: Collection[str]) -> str:
-    """What stands in front of most of the ``short`` names where they are among the ``long`` ones."""
+    """The prefix with which most of the ``short`` names are among the ``long`` ones."""
     first = next(iter(short), "")
     known = set(long)
     for name in long:
@@ -54,13 +54,13 @@ class Mismatches:
     """Everything that differs.
 
     Attributes:
-        missing: Names of the target that the checkpoint has not, and that have to be there.
-        unexpected: Names of the checkpoint that the target has not.
-        different: Of names that both have, and of what has no name, what is the matter: shapes, dtypes, kinds.
-        prefixes: Targets of which hardly a name fits.
-        kept: Plain data of the target that the checkpoint has not, in dicts of live objects.
-        absent: Names of the target that the checkpoint has not, and need not have: they were not asked for.
-        placed: All names of the target: none of these is a misspelling of another one.
+        missing: Required names that only the target has.
+        unexpected: Names that only the checkpoint has.
+        different: Messages about shapes, dtypes and kinds that differ.
+        prefixes: Targets of which hardly any name fits.
+        kept: Plain data that only the target has, in dicts of live objects.
+        absent: Names that only the target has and that were not asked for.
+        placed: All names of the target, none of which is a misspelling of another.
     """
 
     missing: list[str] = field(default_factory=list[str])
@@ -72,12 +72,12 @@ class Mismatches:
     placed: set[str] = field(default_factory=set[str])
 
     def text(self, saved: Callable[[], Iterable[str]], *, renamed: bool, strict: bool) -> str:
-        """All of it, at most ten lines of each kind, each name with those that are like it.
+        """Everything, at most ten lines of each kind, each name with similar ones.
 
         Args:
-            saved: Gives the names that the checkpoint has.
+            saved: Gives the names in the checkpoint.
             renamed: Whether they have been renamed.
-            strict: Whether what is missing or unexpected matters.
+            strict: Whether missing and unexpected names matter.
         """
         lines: list[str] = []
         if strict:
@@ -101,10 +101,10 @@ class Mismatches:
         return "\n  ".join(lines)
 
     def summary(self) -> str:
-        """The names that are missing and unexpected, some of each, in a line."""
-        told = [
+        """Some of the missing and unexpected names, in one line."""
+        parts = [
             f"{len(names)} {kind} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
             for names, kind in ((self.missing, "missing"), (self.unexpected, "unexpected"))
             if names
         ]
-        return " and ".join(told)
+        return " and ".join(parts)

@@ -1,8 +1,7 @@
-"""The state of an optimizer in a checkpoint, and the optimizer here: parameter by parameter, by their names.
+"""Matches an optimizer's saved state with the live optimizer, parameter by parameter, by name.
 
-Torch numbers the parameters of an optimizer. What is saved of the first goes to the first, whichever that is, and a
-group of another size takes nothing. So the names of the parameters are saved beside their numbers, and what is loaded
-is put into the order of the parameters here.
+Torch numbers the parameters of an optimizer: the first takes the state of the first, whichever that is, and a group of
+another size takes nothing. So sidesave saves the parameters' names beside their numbers, and reorders the state.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.stager.state.tensor_collector import is_dtensor
 
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
-"""States of an optimizer that have the shape of their parameter."""
+"""Optimizer states that have the shape of their parameter."""
 _WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What data parallelism, ``torch.compile`` and the like put into the names of what they wrap."""
+"""Name parts that data parallelism, ``torch.compile`` and the like add to what they wrap."""
 
 
 # By name -----------------------------------------------------------------------------------------------------------
@@ -30,13 +29,13 @@ _WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_c
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arranged:
-    """The state of an optimizer in the order of the parameters here.
+    """The state of an optimizer in the order of the live parameters.
 
     Attributes:
         flat: The state.
-        missing: Names of parameters here that it has nothing of.
-        unexpected: Names of parameters that are not here.
-        problems: What stands in the way.
+        missing: Names of live parameters that it has no state for.
+        unexpected: Names of parameters that the live optimizer has not.
+        problems: Messages about what prevents it.
     """
 
     flat: FlatMap
@@ -48,25 +47,25 @@ class Arranged:
 def arrange(
     slot: Slot, saved: FlatMap, fqns: Sequence[Sequence[str | None]], live: LiveMap, partial: Collection[str]
 ) -> Arranged | None:
-    """Put the state of an optimizer into the order of its parameters here; None where names do not tell it.
+    """Put the state of an optimizer into the order of its live parameters; None if names do not tell the order.
 
-    A group takes the options of the group that its parameters were in; if these were several, what all of them have.
+    A group takes the options of the group that its parameters were in; of several groups, the options they agree on.
 
     Args:
         slot: The optimizer.
-        saved: The state, of which nothing is read yet.
-        fqns: The names of the parameters of each group in the checkpoint, as the target calls them, None for those that
-            it is not to have; empty if they are not known. Else those that the optimizer keeps itself are taken.
-        live: The target, which tells the names here.
-        partial: The FQNs of what only other ranks have saved.
+        saved: The state; no tensor of it is read yet.
+        fqns: The saved names of each group's parameters, as the target calls them; None for those to leave out. If
+            empty, the names that the optimizer itself keeps are used.
+        live: The target.
+        partial: The FQNs of what only other ranks saved.
     """
     target = cast("torch.optim.Optimizer", slot.target)
     state = _State(slot.path, saved)
     if not state.numbers:
         return None
-    for there, here in ((fqns, _names_here(live, target)), (state.own_names(), _own_names(target))):
-        if here and [*map(len, there)] == [*map(len, state.numbers)]:
-            origins = _match([name for group in there for name in group], here)
+    for saved_names, own_names in ((fqns, _names_here(live, target)), (state.own_names(), _own_names(target))):
+        if own_names and [*map(len, saved_names)] == [*map(len, state.numbers)]:
+            origins = _match([name for group in saved_names for name in group], own_names)
             if any(origin is not None for origin in origins):
                 break
     else:
@@ -77,17 +76,17 @@ def arrange(
     if state.is_joint():
         kind = type(target).__name__
         return Arranged(
-            saved, problems=[f"{slot.fqn}: {kind} keeps one state for all its parameters, which are others here"]
+            saved, problems=[f"{slot.fqn}: {kind} keeps one state for all its parameters, and these have changed"]
         )
-    missing = [min(names) for names, origin in zip(here, origins, strict=True) if origin is None]
-    every = enumerate(itertools.chain(*there))
+    missing = [min(names) for names, origin in zip(own_names, origins, strict=True) if origin is None]
+    every = enumerate(itertools.chain(*saved_names))
     unexpected = [name for at, name in every if name is not None and at not in origins]
     flat, problems = state.arranged(target, origins, partial)
     return Arranged(flat, missing, unexpected, problems)
 
 
 def is_ambiguous(slot: Slot, saved: FlatMap) -> bool:
-    """Whether states could have been given to other parameters of the same shape, without anything that tells."""
+    """Whether several parameters have one shape, so that loading by position may mix up their states unnoticed."""
     state = (*slot.path, "state")
     if not any(path[: len(state)] == state and isinstance(leaf, TensorLoad) for path, leaf in saved.leaves.items()):
         return False
@@ -96,10 +95,10 @@ def is_ambiguous(slot: Slot, saved: FlatMap) -> bool:
 
 
 class _State:
-    """The state of an optimizer, taken apart.
+    """The state of an optimizer, flattened.
 
     Attributes:
-        numbers: What stands for the parameters of each group; empty, if it has not the form of torch's own.
+        numbers: The parameter numbers of each group; empty if the state has not torch's form.
     """
 
     def __init__(self, path: Path, flat: FlatMap) -> None:
@@ -122,17 +121,17 @@ class _State:
         self.numbers: list[list[int]] = numbers if is_sound else []
 
     def own_names(self) -> list[list[str | None]]:
-        """What the optimizer itself called its parameters, by groups; nothing, where it did not."""
-        found: list[list[str | None]] = []
+        """The parameter names that the optimizer itself saved, by group; empty if it saved none."""
+        by_group: list[list[str | None]] = []
         for at, group in enumerate(self.numbers):
             names = list(self._options[at].get("param_names", {}).values())
             if len(names) != len(group) or not all(isinstance(name, str) for name in names):
                 return []
-            found.append(names)
-        return found if len({name for group in found for name in group}) == sum(map(len, found)) else []
+            by_group.append(names)
+        return by_group if len({name for group in by_group for name in group}) == sum(map(len, by_group)) else []
 
     def is_joint(self) -> bool:
-        """Whether it has more than numbers and tensors of each parameter, as one for all of them has."""
+        """Whether a parameter has more than numbers and tensors, as where one state serves all parameters."""
         own, end = {number for group in self.numbers for number in group}, len(self._state)
         return any(
             at[:end] == self._state
@@ -145,14 +144,14 @@ class _State:
     def arranged(
         self, target: torch.optim.Optimizer, origins: Sequence[int | None], partial: Collection[str]
     ) -> tuple[FlatMap, list[str]]:
-        """The state for parameters that were at ``origins``, and what stands in the way."""
+        """The state for parameters that were at ``origins``, and the problems."""
         order = [number for group in self.numbers for number in group]
         group_of = [at for at, group in enumerate(self.numbers) for _ in group]
         places = {order[origin]: at for at, origin in enumerate(origins) if origin is not None}
         gone = set(order) - places.keys()
-        found = FlatMap({}, {self._state: {}, self._groups: []})
+        flat = FlatMap({}, {self._state: {}, self._groups: []})
         end = len(self._state)
-        for source, moved in ((self._flat.leaves, found.leaves), (self._flat.containers, found.containers)):
+        for source, moved in ((self._flat.leaves, flat.leaves), (self._flat.containers, flat.containers)):
             for at, value in source.items():
                 if at[:end] == self._state and len(at) > end:
                     number = at[end]
@@ -162,52 +161,52 @@ class _State:
                     moved[at] = value
         for at, origin in enumerate(origins):
             if origin is None:
-                found.leaves[*self._state, at] = KEEP_CURRENT
-        if not any(at[:end] == self._state for at in found.leaves):
-            found.leaves[self._state] = {}
+                flat.leaves[*self._state, at] = KEEP_CURRENT
+        if not any(at[:end] == self._state for at in flat.leaves):
+            flat.leaves[self._state] = {}
         problems: list[str] = []
         first = 0
         for at, group in enumerate(target.param_groups):
             members = range(first, first + len(group["params"]))
             first = members.stop
-            there = sorted({group_of[origin] for each in members if (origin := origins[each]) is not None})
-            problems += self._take_group((*self._groups, at), there, group, found)
-            _put_list(found, (*self._groups, at, "params"), members)
+            sources = sorted({group_of[origin] for each in members if (origin := origins[each]) is not None})
+            problems += self._take_group((*self._groups, at), sources, group, flat)
+            _put_list(flat, (*self._groups, at, "params"), members)
             if "param_names" in group:
-                _put_list(found, (*self._groups, at, "param_names"), group["param_names"])
-        return found, problems
+                _put_list(flat, (*self._groups, at, "param_names"), group["param_names"])
+        return flat, problems
 
-    def _take_group(self, place: Path, there: Sequence[int], group: dict[str, Any], found: FlatMap) -> list[str]:
-        """Give a group the options that all groups ``there`` have in the checkpoint, and its own if there is none."""
-        found.containers[place] = {}
+    def _take_group(self, place: Path, sources: Sequence[int], group: dict[str, Any], flat: FlatMap) -> list[str]:
+        """Give a group the options on which all its ``sources`` in the checkpoint agree; without sources, its own."""
+        flat.containers[place] = {}
         given = {"params", "param_names"}
-        if not there:
-            found.leaves.update({(*place, key): KEEP_CURRENT for key in group if key not in given})
+        if not sources:
+            flat.leaves.update({(*place, key): KEEP_CURRENT for key in group if key not in given})
             return []
-        options = [self._options[at] for at in there]
+        options = [self._options[at] for at in sources]
         problems: list[str] = []
         for key in dict.fromkeys(key for each in options for key in each if key not in given):
             values = [each.get(key, {}) for each in options]
             if any(not _is_same(value, values[0]) for value in values[1:]):
                 problems.append(
-                    f"{fqn_of((*place, key))}: its parameters were in groups {', '.join(map(str, there))}, where it is "
-                    f"not the same; to keep what the optimizer has, exclude {fqn_of(self._groups)}.*.{key}"
+                    f"{fqn_of((*place, key))}: its parameters were in groups {', '.join(map(str, sources))}, where it "
+                    f"is not the same; to keep what the optimizer has, exclude {fqn_of(self._groups)}.*.{key}"
                 )
             for rest, leaf in values[0].items():
-                found.leaves[*place, key, *rest] = leaf
-        found.containers.update({(*place, *rest): like for rest, like in self._within.get(there[0], {}).items()})
+                flat.leaves[*place, key, *rest] = leaf
+        flat.containers.update({(*place, *rest): like for rest, like in self._within.get(sources[0], {}).items()})
         return problems
 
 
 def _put_list(flat: FlatMap, place: Path, items: Iterable[Any]) -> None:
-    """Put a list into a flat map, whatever is there."""
+    """Put a list into a flat map."""
     flat.containers[place] = []
     leaves = {(*place, at): item for at, item in enumerate(items)}
     flat.leaves.update(leaves or {place: []})
 
 
 def _is_same(some: dict[Path, Any], others: dict[Path, Any]) -> bool:
-    """Whether two groups have the same for an option; tensors are not read, and are so if they are one."""
+    """Whether two groups have the same value for an option. Tensors are not read: the same name is the same value."""
 
     def same(one: Any, other: Any) -> bool:
         if isinstance(one, TensorLoad) and isinstance(other, TensorLoad):
@@ -220,19 +219,19 @@ def _is_same(some: dict[Path, Any], others: dict[Path, Any]) -> bool:
 
 
 def _names_here(live: LiveMap, optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """What each parameter of an optimizer is called in the target; nothing, where one of them is not in it."""
+    """The names of each parameter of an optimizer in the target; empty if one of them is not in it."""
     known: dict[Any, set[str]] = {}
     for slot in live.slots.values():
         if isinstance(slot.target, torch.Tensor):
             for key in _keys(slot.target):
                 known.setdefault(key, set()).add(slot.fqn)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    found = [set[str]().union(*(known.get(key, ()) for key in _keys(one))) for one in parameters]
-    return found if all(found) else []
+    names = [set[str]().union(*(known.get(key, ()) for key in _keys(one))) for one in parameters]
+    return names if all(names) else []
 
 
 def _keys(tensor: torch.Tensor) -> list[Any]:
-    """What a parameter and a tensor in a state dict of it have in common."""
+    """What identifies a parameter and a tensor of its state dict as the same."""
     keys: list[Any] = [id(tensor)]
     if tensor.layout is torch.strided and type(tensor.detach()) is torch.Tensor and not is_dtensor(tensor):
         address = tensor.data_ptr()
@@ -241,28 +240,28 @@ def _keys(tensor: torch.Tensor) -> list[Any]:
 
 
 def _own_names(optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """What an optimizer itself calls each of its parameters; nothing, where it does not."""
-    found: list[set[str]] = []
+    """The name that an optimizer itself has for each of its parameters; empty if it has none."""
+    by_parameter: list[set[str]] = []
     for group in optimizer.param_groups:
         names: Any = group.get("param_names")
         if not isinstance(names, list) or len(cast("list[Any]", names)) != len(group["params"]):
             return []
-        found += [{name} for name in cast("list[str]", names)]
-    return found
+        by_parameter += [{name} for name in cast("list[str]", names)]
+    return by_parameter
 
 
-def _match(there: Sequence[str | None], here: Sequence[set[str]]) -> list[int | None]:
-    """Where in the checkpoint each of the parameters is that have these names here; wrappers make no other name."""
-    best: list[int | None] = [None] * len(here)
+def _match(saved: Sequence[str | None], own: Sequence[set[str]]) -> list[int | None]:
+    """The position in the checkpoint of each live parameter, by its own names; wrappers are ignored."""
+    best: list[int | None] = [None] * len(own)
     for form in (str, _without_wrappers):
-        known = {form(name): at for at, name in enumerate(there) if name is not None}
-        places = [{form(name) for name in names} for names in here]
-        is_unique = len(known) == sum(name is not None for name in there) and len(set[str]().union(*places)) == sum(
+        known = {form(name): at for at, name in enumerate(saved) if name is not None}
+        places = [{form(name) for name in names} for names in own]
+        is_unique = len(known) == sum(name is not None for name in saved) and len(set[str]().union(*places)) == sum(
             map(len, places)
         )
         if is_unique:
-            found = [next((known[name] for name in sorted(names) if name in known), None) for names in places]
-            best = min(best, found, key=lambda each: each.count(None))
+            origins = [next((known[name] for name in sorted(names) if name in known), None) for names in places]
+            best = min(best, origins, key=lambda each: each.count(None))
     return best
 
 
@@ -279,13 +278,13 @@ def compare(
     spread: Callable[[TensorLoad, torch.Tensor, Slot], str],
     shape: Callable[[torch.Tensor, Slot], tuple[int, ...]],
 ) -> tuple[list[str], list[int]]:
-    """What does not fit, and the numbers of the parameters that there are; what is spread here is marked so.
+    """The problems, and the saved parameter numbers. Assigns shards to tensors whose targets are ``DTensor``.
 
     Args:
         slot: The optimizer.
-        saved: The nest that there is for it.
-        spread: Has a tensor come in the shards of another one; returns what is in the way.
-        shape: What is saved of a tensor has this shape.
+        saved: The nest for it.
+        spread: Shards a tensor as another one is; returns the problem.
+        shape: The shape in which a tensor is saved.
     """
     target, fqn = cast("torch.optim.Optimizer", slot.target), slot.fqn
     body = cast("dict[str, Any]", saved if isinstance(saved, dict) else {})
@@ -295,9 +294,9 @@ def compare(
     groups = cast("list[Any]", groups)
     if not all(map(_is_group, groups)):
         return [f"{fqn}: the checkpoint holds malformed optimizer state here"], []
-    sizes, here = ([len(group["params"]) for group in each] for each in (groups, target.param_groups))
-    if sizes != here:
-        return [f"{fqn}: parameter groups of {sizes} in the checkpoint, {here} in the target"], []
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, target.param_groups))
+    if sizes != own_sizes:
+        return [f"{fqn}: parameter groups of {sizes} in the checkpoint, {own_sizes} in the target"], []
     numbers = [number for group in groups for number in group["params"]]
     if not isinstance(states, dict) or not all(
         isinstance(cast("dict[Any, Any]", states).get(number, {}), dict) for number in numbers
@@ -309,8 +308,8 @@ def compare(
         current, state = target.state.get(parameter, {}), cast("dict[Any, Any]", states).get(number, {})
         lacking, other = current.keys() - state.keys(), state.keys() - current.keys()
         if lacking and other and current:
-            told = f"it has {', '.join(sorted(map(str, other)))} and no {', '.join(sorted(map(str, lacking)))}"
-            problems.append(f"{fqn}.state.{number}: the state of another kind of optimizer: {told}")
+            keys = f"it has {', '.join(sorted(map(str, other)))} and no {', '.join(sorted(map(str, lacking)))}"
+            problems.append(f"{fqn}.state.{number}: the state of another kind of optimizer: {keys}")
             break
         for key, load in state.items():
             if not isinstance(load, TensorLoad):
@@ -334,9 +333,9 @@ def compare(
 
 
 def _options(target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> list[str]:
-    """Numbers that every step takes from a group: one that the checkpoint lacks is of another kind of optimizer.
+    """The problem if groups lack a number that the optimizer needs: then they are of another kind of optimizer.
 
-    What newer versions of torch have added are switches.
+    Switches are not compared: newer versions of torch add some.
     """
     numbers = [key for key, value in target.defaults.items() if _is_number(value)]
     lacking = [key for key in numbers if any(key not in group for group in groups)]
@@ -349,17 +348,17 @@ def _options(target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: s
 
 
 def _parameter_names(target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> list[str]:
-    """States go by position: where both sides know the names of their parameters, these must be the same."""
+    """The problems if both sides keep parameter names and these differ: here states go by position."""
     problems: list[str] = []
     for at, (group, saved) in enumerate(zip(target.param_groups, groups, strict=True)):
         names: Any = group.get("param_names"), saved.get("param_names")
         if not all(isinstance(each, list) for each in names) or names[0] == names[1]:
             continue
-        odd = [f"{there} where {here} is here" for here, there in zip(*names, strict=False) if here != there]
-        told = f"{', '.join(odd[:5])}{', ...' if len(odd) > 5 else ''}"
+        odd = [f"{other} where {own} is here" for own, other in zip(*names, strict=False) if own != other]
+        shown = f"{', '.join(odd[:5])}{', ...' if len(odd) > 5 else ''}"
         problems.append(
             f"{fqn}.param_groups.{at}: the checkpoint has the states of other parameters, or in another order: "
-            f"{told}; if only names have changed, exclude {fqn}.param_groups.{at}.param_names"
+            f"{shown}; if only names have changed, exclude {fqn}.param_groups.{at}.param_names"
         )
     return problems
 

@@ -1,4 +1,4 @@
-"""What each part of a live state takes of one or several checkpoints, and all that does not fit. Nothing is touched."""
+"""Plans what each leaf of a live state takes from one or several checkpoints, and notes what does not fit."""
 
 from __future__ import annotations
 
@@ -47,19 +47,18 @@ class LoadPlan:
 
     Attributes:
         live: The state.
-        given: Of each slot that takes something, its leaves.
-        containers: What these are in, in a checkpoint.
+        given: The leaves for each slot that takes something.
+        containers: The checkpoint's containers of these leaves.
         new: Slots for plain data that only a checkpoint has, in dicts of live objects.
-        found: Where they differ.
+        mismatches: What differs.
     """
 
     def __init__(self, live: LiveMap) -> None:
-        """Nothing goes anywhere yet."""
         self.live = live
         self.given: dict[Path, dict[Path, Any]] = {}
         self.containers: dict[Path, Any] = {}
         self.new: dict[Path, Slot] = {}
-        self.found = Mismatches()
+        self.mismatches = Mismatches()
         self._nodes = live.nodes()
         self._clashes: dict[Path, Any] = {}
         self._partial: set[str] = set()
@@ -68,9 +67,9 @@ class LoadPlan:
         self._there: set[Path] = set()
 
     def take(self, selection: Selection, *, tie: bool = False) -> Mismatches:
-        """Take what there is a place for; what two checkpoints have, the later one gives. Returns what has no place.
+        """Take what has a place, over what earlier checkpoints gave. Returns what has no place.
 
-        ``tie``: where names of a module share a tensor, of which weights often have but one, all are given what is.
+        With ``tie``, all names that share a tensor of a module are given what one of them is given.
         """
         both = sorted(map(fqn_of, selection.incomplete & self._whole))
         if both:
@@ -100,34 +99,34 @@ class LoadPlan:
         self._items |= items
         if tie:
             self._tie(given)
-        found = self._unplaced(others, given)
+        unplaced = self._unplaced(others, given)
         for path, leaves in given.items():
             if not _is_empty(leaves.get(path)):
-                found.placed.add(fqn_of(path))
+                unplaced.placed.add(fqn_of(path))
             earlier = self.given.get(path) if self.live.slots[path].is_plain else None
             if earlier is not None and selection.kept:  # plain data of which a pattern chose a part
-                apart = [FlatMap.of(leaf, at) for at, leaf in earlier.items()]
-                earlier = {at: leaf for part in apart for at, leaf in part.leaves.items()}
-                for part in apart:
+                parts = [FlatMap.of(leaf, at) for at, leaf in earlier.items()]
+                earlier = {at: leaf for part in parts for at, leaf in part.leaves.items()}
+                for part in parts:
                     self.containers = part.containers | self.containers
                 leaves = earlier | {at: leaf for at, leaf in leaves.items() if at not in selection.kept}
             self.given[path] = leaves
-        found.unexpected += selection.found.unexpected
+        unplaced.unexpected += selection.mismatches.unexpected
         replaced = tuple(f"{fqn_of(path)}[" for path in selection.given)  # optimizers that an earlier source had, too
         for names, more in (
-            (self.found.missing, selection.found.missing),
-            (self.found.kept, selection.found.kept),
+            (self.mismatches.missing, selection.mismatches.missing),
+            (self.mismatches.kept, selection.mismatches.kept),
         ):
             names[:] = [*(name for name in names if not name.startswith(replaced)), *more]
-        return found
+        return unplaced
 
     def has(self, name: str) -> bool:
-        """Whether there is anything for an item."""
+        """Whether an item is given anything."""
         return any(path[0] == name and not _is_empty(leaves.get(path)) for path, leaves in self.given.items())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing goes anywhere."""
+        """Whether nothing is given."""
         return not self.given and not self._clashes
 
     def _take_containers(self, containers: Mapping[Path, Any]) -> None:
@@ -138,74 +137,71 @@ class LoadPlan:
             self.containers[path] = like
 
     def _unplaced(self, others: Mapping[Path, dict[Path, Any]], given: Iterable[Path]) -> Mismatches:
-        """Plain data beside live objects is taken, and of what only some ranks have saved nothing need have a place."""
-        found = Mismatches()
+        """What has no place. Plain data beside live objects is added; what only some ranks saved needs no place."""
+        unplaced = Mismatches()
         by_parent: dict[Path, list[Path]] = {}
         for node, leaves in others.items():
             parent = self.live.containers.get(node[:-1])
             fqn = fqn_of(node)
             if type(parent) in SEQUENCES:
-                continue  # of another length, which is told
+                continue  # of another length, which _is_broken reports
             if fqn in self._partial:
                 continue
             if not isinstance(parent, nn.Module) and not any(map(_is_tensor, leaves.values())):
                 self.new[node] = Slot(node, None)
                 self.given[node] = leaves
-                found.placed.add(fqn)
+                unplaced.placed.add(fqn)
                 continue
-            found.unexpected.append(fqn)
+            unplaced.unexpected.append(fqn)
             by_parent.setdefault(node[:-1], []).append(node)
         nodes = {node for path in given for node in prefixes(path)}
-        here: dict[Path, list[Path]] = {}
+        own_children: dict[Path, list[Path]] = {}
         for node in self._nodes if by_parent else ():
-            here.setdefault(node[:-1], []).append(node)
+            own_children.setdefault(node[:-1], []).append(node)
         for parent, odd in by_parent.items():
-            wanted = here.get(parent, [])
+            wanted = own_children.get(parent, [])
             fit = sum(node in nodes for node in wanted)
             if 10 * fit < len(wanted) > 1:
                 keys = [[str(node[-1]) for node in each] for each in (wanted, odd)]
-                found.prefixes.append(PrefixMismatch(fqn_of(parent), keys[0], fit, keys[1]))
-        return found
+                unplaced.prefixes.append(PrefixMismatch(fqn_of(parent), keys[0], fit, keys[1]))
+        return unplaced
 
     # What does not fit ---------------------------------------------------------------------------------------------
 
     def compare(self, leaves_out: Callable[[str], bool]) -> None:
-        """Note all that differs, and have tensors come in the shards of their targets."""
+        """Note all that differs, and shard tensors as their targets are."""
         for path, leaf in self._clashes.items():
-            self._clash(path, leaf)
+            if type(self.live.containers[path]) not in SEQUENCES and not _is_empty(leaf):
+                self.mismatches.different.append(
+                    f"{fqn_of(path)}: the checkpoint holds a {type(leaf).__name__} here, not a set of named values"
+                )
         broken = {path for path in self.live.containers if self._is_broken(path)}
-        there = self._there.union(self.given)
+        present = self._there.union(self.given)
         gone = set[Path]()
         for node in self._nodes:
             if node[:-1] in gone or node[:-1] in broken or node in broken:
                 gone.add(node)
-            elif node not in there:
+            elif node not in present:
                 gone.add(node)
                 if node[:-1] not in self._clashes or _is_empty(self._clashes[node[:-1]]):
                     self._miss(node, leaves_out)
-        absent = set(self.found.absent)
-        self.found.placed = {fqn for node in self._nodes if len(node) > 1 and (fqn := fqn_of(node)) not in absent}
+        absent = set(self.mismatches.absent)
+        self.mismatches.placed = {fqn for node in self._nodes if len(node) > 1 and (fqn := fqn_of(node)) not in absent}
         for path in list(self.given):
             slot = self.live.slots.get(path)
             if slot is not None and path not in gone:
                 self._compare(slot, self.given[path])
 
-    def _clash(self, path: Path, leaf: Any) -> None:
-        around = self.live.containers[path]
-        if type(around) not in SEQUENCES and not _is_empty(leaf):
-            self.found.different.append(
-                f"{fqn_of(path)}: the checkpoint holds a {type(leaf).__name__} here, not a set of named values"
-            )
-
     def _is_broken(self, path: Path) -> bool:
-        """Whether what there is for a sequence of live objects is no such one."""
+        """Whether a sequence of live objects is given something else, or another length; notes it."""
         around, items = self.live.containers[path], self._items.get(path, set())
         if type(around) not in SEQUENCES or path not in self._there:
             return False
         broken = type(self.containers.get(path)) not in SEQUENCES or items != {*range(len(around))}
         if broken:
-            told = f"the checkpoint does not hold {len(around)} items here, as the target does"
-            self.found.different.append(f"{fqn_of(path)}: {told}")
+            self.mismatches.different.append(
+                f"{fqn_of(path)}: the checkpoint does not hold {len(around)} items here, as the target does"
+            )
         return broken
 
     def _miss(self, node: Path, leaves_out: Callable[[str], bool]) -> None:
@@ -214,14 +210,14 @@ class LoadPlan:
         below = [slots[node]] if node in slots else [slot for at, slot in slots.items() if at[: len(node)] == node]
         wanted = [slot for slot in below if not _is_left_out(slot, leaves_out)]
         if below and not wanted:
-            self.found.absent.append(fqn)
+            self.mismatches.absent.append(fqn)
         elif len(node) > 1 and all(slot.is_plain for slot in below):
-            self.found.kept.append(fqn)
+            self.mismatches.kept.append(fqn)
         else:
-            self.found.missing.append(fqn)
+            self.mismatches.missing.append(fqn)
 
     def _compare(self, slot: Slot, leaves: dict[Path, Any]) -> None:
-        target, problems = slot.target, self.found.different
+        target, problems = slot.target, self.mismatches.different
         if slot.is_extra or (is_stateful(target) and not isinstance(target, torch.optim.Optimizer)):
             if may_be_spread():
                 self._follow(slot, leaves)
@@ -243,14 +239,14 @@ class LoadPlan:
                 problems.append(f"{slot.fqn}: {problem}")
 
     def _follow(self, slot: Slot, leaves: Mapping[Path, Any]) -> None:
-        """The state that an object of the user's has now says what is spread of the one it will take; nothing else."""
+        """Shard what a user's object takes as its current state is sharded; nothing else is compared."""
         current = slot.state().leaves
         for path, leaf in leaves.items():
             like: Any = current.get(path)
             if isinstance(leaf, TensorLoad) and is_dtensor(like) and _shape(like, slot) == leaf.shape:
                 problem = _spread(leaf, like, slot)
                 if problem:
-                    self.found.different.append(f"{fqn_of(path)}: {problem}")
+                    self.mismatches.different.append(f"{fqn_of(path)}: {problem}")
 
     def _tensor(self, slot: Slot, saved: Any) -> str:
         target = slot.target
@@ -272,29 +268,29 @@ class LoadPlan:
     # What is given -------------------------------------------------------------------------------------------------
 
     def leaves(self) -> list[Any]:
-        """All that is given, in the order of the live state."""
+        """All leaves that are given, in the order of the live state."""
         return [leaf for leaves in self.given.values() for leaf in leaves.values()]
 
     def flat(self, *paths: Path) -> FlatMap:
-        """What slots are given."""
+        """What the slots at ``paths`` are given."""
         return FlatMap({at: leaf for path in paths for at, leaf in self.given[path].items()}, self.containers)
 
     def members(self) -> dict[Any, Any]:
-        """Members of enums, of those that the target holds some of."""
-        found: dict[Any, Any] = {}
+        """Enum members, for classes of which the target holds a member."""
+        members: dict[Any, Any] = {}
         for path, leaves in self.given.items():
             loads = {at: leaf for at, leaf in leaves.items() if isinstance(leaf, EnumLoad)}
             current = self.live.slots[path].state().leaves if loads and path in self.live.slots else {}
-            here = {at: type(leaf) for at, leaf in current.items() if isinstance(leaf, enum.Enum)}
-            kinds = {kind_name(kind): kind for kind in here.values()}
+            own_kinds = {at: type(leaf) for at, leaf in current.items() if isinstance(leaf, enum.Enum)}
+            kinds = {kind_name(kind): kind for kind in own_kinds.values()}
             for load in loads.values():
-                kind = kinds.get(load.kind) or here.get(path)
-                with contextlib.suppress(Exception):  # whatever the class says to a value that is its own no more
-                    found.update({load: load.member(kind)} if kind is not None else {})
-        return found
+                kind = kinds.get(load.kind) or own_kinds.get(path)
+                with contextlib.suppress(Exception):  # whatever the class raises for a value that it has no longer
+                    members.update({load: load.member(kind)} if kind is not None else {})
+        return members
 
     def fill(self, values: Mapping[Any, Any]) -> None:
-        """Put values in the place of what stood for them."""
+        """Replace placeholders by their values."""
         for leaves in self.given.values():
             for path, leaf in leaves.items():
                 leaves[path] = filled(leaf, values)
@@ -307,7 +303,7 @@ class LoadPlan:
                 given[path] = dict(zip([path], given[other].values(), strict=True))
 
     def two_for_one(self) -> list[str]:
-        """Live tensors that, under two names, would be given two different values."""
+        """Live tensors that would be given two different values under two names."""
         first: dict[int, tuple[Slot, Any]] = {}
         odd: list[str] = []
         for path, slot in self._tensors():
@@ -323,7 +319,7 @@ class LoadPlan:
 
 
 def filled(leaf: Any, values: Mapping[Any, Any]) -> Any:
-    """The value of what stands for one."""
+    """The value of a placeholder; anything else as it is."""
     if isinstance(leaf, (TensorLoad, Pickled, EnumLoad)):
         return values.get(leaf, leaf.value) if isinstance(leaf, EnumLoad) else values[leaf]
     return unpickled(leaf) if type(leaf) in (set, frozenset) else leaf
@@ -345,13 +341,13 @@ def _is_left_out(slot: Slot, leaves_out: Callable[[str], bool]) -> bool:
 
 
 def _shape(target: torch.Tensor, slot: Slot) -> tuple[int, ...]:
-    """What is saved of a tensor has this shape."""
+    """The shape in which a tensor is saved."""
     alone = slot.alone and is_dtensor(target)
     return tuple(cast("Any", target).to_local().shape if alone else target.shape)
 
 
 def _spread(saved: TensorLoad, like: torch.Tensor, slot: Slot) -> str:
-    """Have a tensor come in the shards that ``like`` has, if it has any; what is in the way."""
+    """Shard a tensor as ``like`` is, if it is sharded; returns the problem."""
     if is_dtensor(like):
         try:
             saved.shard = Shard.alone(like) if slot.alone else Shard.of(like, saved.ref.fqn)
@@ -361,7 +357,7 @@ def _spread(saved: TensorLoad, like: torch.Tensor, slot: Slot) -> str:
 
 
 def _plain(slot: Slot, leaves: Mapping[Path, Any], containers: Mapping[Path, Any]) -> str:
-    """What is the matter with data for plain data."""
+    """The problem with what is given to plain data."""
     target, saved = slot.target, leaves.get(slot.path, containers.get(slot.path))
     kind = cast("type[Any]", type(target))
     if isinstance(target, enum.Enum):
@@ -382,8 +378,8 @@ def _plain(slot: Slot, leaves: Mapping[Path, Any], containers: Mapping[Path, Any
         try:  # what is replaced must be something that could have been saved: a class is there by mistake
             check({"target": target})
         except UnsupportedValueError:
-            told = f"the class {target.__name__}" if isinstance(target, type) else f"a {kind.__qualname__}"
-            return f"the target is {told}, which takes no state; put a live object or plain data in its place"
+            what = f"the class {target.__name__}" if isinstance(target, type) else f"a {kind.__qualname__}"
+            return f"the target is {what}, which takes no state; put a live object or plain data in its place"
     return ""
 
 

@@ -1,8 +1,8 @@
-"""Renaming: what a checkpoint calls one thing and its target another, put into the nest that the target expects.
+"""Renaming: finds the place in the target of a leaf that the checkpoint calls by another name.
 
-Names are FQNs, in which a dot may stand within a key (a module's state is one dict of dotted keys) or between two. So
-a new name alone does not say where a value goes: the target does, as far as it is known; behind that a value keeps the
-keys that its name still ends with, and what is new in front of them is one key.
+Names are FQNs, in which a dot may stand within a key (a module's state is one dict of dotted keys) or between two keys.
+So a new name alone does not say where a value goes. The target says so as far as it knows the name. After that a value
+keeps the old keys that its name still ends with, and the new part in front of them is one key.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from sidesave.errors import InvalidArgumentError, brief
 from sidesave.stager.state.treespec import with_metadata
 
 Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
-"""Names in the checkpoint to those of the target, None to leave out: of leaves a function, of whole subtrees a dict."""
+"""From names in the checkpoint to those in the target, None to leave out: a dict of prefixes, or a function."""
 
 _EXTRA: Final = "_extra_state."
 
 
 class Renaming:
-    """New names of leaves. A dict takes each name's longest prefix that it has; what it has none of stays as it is."""
+    """New names of leaves. A dict replaces the longest prefix that it has; other names stay."""
 
     def __init__(self, rename: Rename | None) -> None:
-        """Check ``rename``; ``InvalidArgumentError`` when it is neither a dict of names nor a function."""
+        """Check ``rename``; ``InvalidArgumentError`` if it is neither a dict of names nor a function."""
         self._prefixes: dict[str, str | None] | None = {}
         self._rename: Callable[[str], str | None] = self._by_prefix
         if callable(rename):
@@ -34,8 +34,9 @@ class Renaming:
         elif isinstance(cast("object", rename), Mapping):
             for old, new in cast("Mapping[Any, Any]", rename).items():
                 if not isinstance(old, str) or not old.strip(".") or not (new is None or isinstance(new, str)):
-                    told = f"not {brief(old)} to {brief(new)}"
-                    raise InvalidArgumentError(f"rename must map names to names or to None, {told}")
+                    raise InvalidArgumentError(
+                        f"rename must map names to names or to None, not {brief(old)} to {brief(new)}"
+                    )
                 self._prefixes[old.rstrip(".")] = None if new is None else new.rstrip(".")
         elif rename is not None:
             raise InvalidArgumentError(
@@ -44,7 +45,6 @@ class Renaming:
         self._known: dict[str, str | None] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything may be renamed."""
         return self._prefixes != {}
 
     def __call__(self, fqn: str) -> str | None:
@@ -59,20 +59,20 @@ class Renaming:
         return self._known[fqn]
 
     def rules(self) -> list[str]:
-        """What names in the checkpoint begin with that get others; none of a function."""
+        """The prefixes that are renamed; none for a function."""
         return list(self._prefixes or ())
 
     def origins(self, name: str) -> Sequence[str] | None:
-        """What is called ``name`` when it has been renamed; None when that cannot be told, for a function."""
+        """The old names that become ``name``; None for a function, which cannot be inverted."""
         if self._prefixes is None:
             return None
-        found: list[str] = []
+        origins: list[str] = []
         for old, new in self._prefixes.items():
             if new == "":
-                found.append(f"{old}.{name}")
+                origins.append(f"{old}.{name}")
             elif new is not None and (name == new or name.startswith(new + ".")):
-                found.append(old + name[len(new) :])
-        return [origin for origin in found if self._by_prefix(origin) == name] or [name]
+                origins.append(old + name[len(new) :])
+        return [origin for origin in origins if self._by_prefix(origin) == name] or [name]
 
     def _by_prefix(self, fqn: str) -> str | None:
         assert self._prefixes is not None
@@ -86,15 +86,15 @@ class Renaming:
 
 
 class Renamed:
-    """Where the leaves of a checkpoint go in a live state, or in a fresh nest.
+    """Where the renamed leaves of a checkpoint go in a live state, or in a fresh nest.
 
     Attributes:
-        containers: Of the new places, those that keep their kind.
-        partial: New names of what not all ranks have saved: leaves, and containers of them that keep their keys.
+        containers: The new containers that keep their kind, by path.
+        partial: New names of leaves that not all ranks saved, and of their containers that keep their keys.
     """
 
     def __init__(self, saved: FlatMap, partial: Collection[str], live: LiveMap | None) -> None:
-        """Of the leaves of ``saved``, of which the old names in ``partial`` are."""
+        """``partial`` are the old names of what not all ranks saved."""
         self._saved = saved
         self._old_partial = partial
         self._live = live
@@ -103,11 +103,11 @@ class Renamed:
         self.partial: set[str] = set()
 
     def where(self, old: Path, name: str) -> Path:
-        """The place of a leaf that would be called ``name``."""
+        """The place of a leaf under its new ``name``."""
         return old if name == fqn_of(old) else self._moved(old, name)
 
     def place(self, old: Path, name: str) -> Path:
-        """The place of a leaf that is called ``name`` from now on; with it go the kinds of what it is in."""
+        """The place of a leaf under its new ``name``; notes the kinds of the containers there."""
         new = self.where(old, name)
         head = _alike(old, new)
         tail = len(old) if head == len(old) == len(new) else min(_alike(old[::-1], new[::-1]), len(old) - head)
@@ -128,14 +128,14 @@ class Renamed:
         return new
 
     def finished(self) -> dict[Path, Any]:
-        """The containers, each module's with what is known of the versions of its submodules."""
+        """The containers; those of modules with the known versions of their submodules."""
         for path, metadata in self._metadata.items():
             known = getattr(self.containers.get(path), "_metadata", {})
             self.containers[path] = with_metadata({}, {**known, **metadata})
         return self.containers
 
     def _moved(self, old: Path, name: str) -> Path:
-        """What the live state knows of the way; behind that the keys that the name still ends with, and one between."""
+        """The path in the live state as far as it goes, at most one new key, and the old keys that end ``name``."""
         guided = self._live.guide(name) if self._live else ()
         known = fqn_of(guided)
         if known == name:
@@ -164,7 +164,7 @@ class Renamed:
         return (*head, rest, *tail) if head or not dot else (item, inner, *tail)
 
     def _keep_metadata(self, old: Path, new: Path) -> None:
-        """What a module's state says of the submodules that a leaf was in holds for those that it is in."""
+        """Take over the versions of the submodules that held a leaf to those that will hold it."""
         known = getattr(self._saved.containers.get(old[:-1]), "_metadata", None)
         before, key = old[-1], new[-1]
         while known and isinstance(key, str) and key and before:
@@ -177,17 +177,17 @@ class Renamed:
 
 
 def _alike(one: Path, other: Path) -> int:
-    """With how many keys that are the same two paths begin."""
+    """The number of leading keys that two paths share."""
     count = 0
-    for key, there in zip(one, other, strict=False):
-        if type(key) is not type(there) or key != there:
+    for key, other_key in zip(one, other, strict=False):
+        if type(key) is not type(other_key) or key != other_key:
             break
         count += 1
     return count
 
 
 def refuse_two_in_one_place(names: Mapping[Path, str], places: Mapping[Path, Path]) -> None:
-    """Raise ``InvalidArgumentError`` where two leaves would have one name, or one would be within another."""
+    """Raise ``InvalidArgumentError`` if two leaves get one name, or one lands inside another."""
     taken: dict[Path, Path] = {}
     for old, new in places.items():
         if taken.setdefault(new, old) != old:

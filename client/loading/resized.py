@@ -1,4 +1,4 @@
-"""What another number of ranks than has saved a checkpoint gets of the state that each of them had for itself."""
+"""Per-rank state of a checkpoint that another number of ranks loads: what each rank gets."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 def settle(
     reader: Reader, selection: Selection, wanted: LoadFilter, live: LiveMap | None, *, allow_pickle: bool
 ) -> None:
-    """Put in what functions of the user's make of all ranks' values, where the number of ranks is another one.
+    """If the number of ranks changed, call the user's ``when_resized`` functions with the values of all ranks.
 
-    All else is rank 0's in it. Where that is not what all had, and the user has not asked for it, plain numbers are
-    told in a warning; anything else too if there is no live object, or else it raises ``StateMismatchError``.
+    Everything else is rank 0's. Where ranks differed and the user did not ask for rank 0's, plain numbers are warned
+    of. So is anything else without a live target; with one it raises ``StateMismatchError``.
     """
     if not (isinstance(reader, CheckpointReader) and reader.resized):
         return
@@ -41,12 +41,12 @@ def settle(
         return chosen and (mark is None or mark.when_resized is None)
 
     items = reader.record(0).part.per_rank
-    told: list[str] = []
+    warned: list[str] = []
     refused: list[str] = []
     for fqn, is_number in reader.differences(is_concerned).items():
         item = next((item for item in items if _is_in(fqn, item)), None)
         alone = item is not None or mark_of(fqn) is not None
-        (told if live is None or (is_number and not alone) else refused).append(fqn if live is None else item or fqn)
+        (warned if live is None or (is_number and not alone) else refused).append(fqn if live is None else item or fqn)
     line = (
         f"{{}} differs between the {reader.manifest.world_size} ranks that have saved it, and {reader.size} load".format
     )
@@ -57,8 +57,8 @@ def settle(
             "sidesave.PerRank(x, when_resized='first') gives all of them what rank 0 had; PerRank(x, when_resized=f) "
             "gives each what f(values) returns there, where values is the list of what all ranks had, in their order"
         )
-    if told:
-        lines = few(told, line, "differ as well")
+    if warned:
+        lines = few(warned, line, "differ as well")
         logger.warning("loading %s: %s; rank 0's is taken", reader.path, "; ".join(lines))
     for path, mark in marks.items():
         part = selection.flat.below(path).leaves
@@ -73,7 +73,7 @@ def settle(
 def _value(
     reader: CheckpointReader, rank: int, path: Path, wanted: LoadFilter, live: LiveMap | None, allow_pickle: bool
 ) -> Any:
-    """What a rank has saved of the item at ``path``."""
+    """The value that a rank saved at ``path``."""
     with CheckpointReader(reader.path, rank) as other:
         selection = Selection(other, wanted, live, allow_pickle=allow_pickle)
         part = selection.flat.below(path)

@@ -1,4 +1,4 @@
-"""What is loaded of a checkpoint: which leaves, and where they go in the target."""
+"""Selects the leaves of a checkpoint to load, and their places in the target."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 
 _ASKED: Final = 64
-"""So many ranks are asked for what they have alone, when a pattern matches nothing that this one sees."""
+"""The number of ranks whose own state is searched for a pattern that matches nothing on this one."""
 
 
 class LoadFilter:
-    """What is wanted of a checkpoint, checked.
+    """What to load of a checkpoint, checked.
 
     Attributes:
-        selected: Whether a name of the checkpoint is chosen.
-        renaming: Gives the target's names for those.
+        selected: Whether a name in the checkpoint is chosen.
+        renaming: The new names.
         cast_to: The dtype for floating-point tensors.
-        patterns: The patterns and old names, which should match something in the checkpoint.
-        is_partial: Whether patterns leave something out, so that the target may have more than there is.
+        patterns: The patterns and old names, each of which should match something in the checkpoint.
+        is_partial: Whether there are patterns, so that the target may have more than the checkpoint.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LoadFilter:
         *,
         strict: bool = True,
     ) -> None:
-        """``InvalidArgumentError`` for what cannot be; ``strict`` if a pattern that matches nothing is an error."""
+        """Check the arguments; with ``strict`` a pattern that matches nothing will be an error."""
         if dtype is not None and not dtype.is_floating_point:
             raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
         self.cast_to = dtype
@@ -71,10 +71,10 @@ class LoadFilter:
         return origins is not None and not any(map(self.selected, origins))
 
     def refuse_unmatched(self, reader: Reader, fqns: Sequence[str], live: LiveMap | None) -> None:
-        """Raise, or log, what matches nothing: misspelt, most likely, so that all is loaded, or not what was meant.
+        """Raise for patterns that match nothing, which are most likely misspelt; without ``strict``, log them.
 
-        A live target tells of old names itself: what they were to become is missing there, unless the checkpoint has
-        the new names already, as later ones of the same run do.
+        Old names of a rename are only logged with a live target: there the new names are missing, unless the checkpoint
+        already has them, as later ones of the same run do.
         """
         unmatched = filters.unmatched(self.patterns, fqns)
         if live is not None and any(pattern.kind == "exclude" for pattern in unmatched):
@@ -97,7 +97,7 @@ class LoadFilter:
 
 
 def _names_of_others(reader: Reader) -> Iterator[list[str]]:
-    """What other ranks have saved, of which this one does not see what they have for themselves alone."""
+    """The names that other ranks saved, with their per-rank state, which this rank does not see."""
     if not isinstance(reader, CheckpointReader):
         return
     for rank in range(min(reader.manifest.world_size, _ASKED)):
@@ -107,33 +107,33 @@ def _names_of_others(reader: Reader) -> Iterator[list[str]]:
 
 
 def names_in(treespec: TreeSpec) -> list[str]:
-    """The names of all leaves."""
-    found: list[str] = []
-    treespec.build(lambda ref: None, only=lambda fqn: bool(found.append(fqn)), unpickle=Pickled)
-    return found
+    """The names of all leaves of a treespec."""
+    names: list[str] = []
+    treespec.build(lambda ref: None, only=lambda fqn: bool(names.append(fqn)), unpickle=Pickled)
+    return names
 
 
 class Selection:
     """What is loaded of one checkpoint.
 
     Attributes:
-        flat: The leaves by their places in the target, with :class:`TensorLoad` and :class:`Pickled` for what has to be
-            read, and what the target has where that stays.
-        partial: The names in it of what not all ranks have saved.
+        flat: The leaves by their places in the target: :class:`TensorLoad` and :class:`Pickled` for what must be read,
+            and the target's current values where those stay.
+        partial: New names of what not all ranks saved.
         where: The checkpoint.
-        kept: The places of what is as the target has it.
-        unasked: The items of the checkpoint that are chosen, and that the target has none for.
-        given: The objects that take their state whole and have some here.
+        kept: The places where the target keeps its current value.
+        unasked: Chosen items of the checkpoint that the target has not.
+        given: The objects that take their state whole and are given some.
         incomplete: Those of them that keep something.
-        found: Parameters of optimizers that only the target, or only the checkpoint, has.
-        by_position: Optimizers of which no names tell which state is of which parameter, and shapes do not either.
+        mismatches: Parameters of optimizers that only the target, or only the checkpoint, has.
+        by_position: Optimizers for which neither names nor shapes tell which state is of which parameter.
     """
 
     def __init__(self, reader: Reader, wanted: LoadFilter, live: LiveMap | None, *, allow_pickle: bool) -> None:
-        """Choose what ``live`` has an item for, all where that is None; nothing is unpickled, and no tensor read.
+        """Choose what ``live`` has an item for; everything without ``live``. No tensor is read, nothing is unpickled.
 
-        Raises ``StateMismatchError`` when patterns of a strict filter match nothing, or when what they leave out of an
-        optimizer, or of another object that takes its state whole, cannot stay as it is.
+        Raises ``StateMismatchError`` if a pattern of a strict filter matches nothing, or if something that is left out
+        of an object that takes its state whole cannot stay as it is.
         """
         self.where = reader.path
         self.renaming = wanted.renaming
@@ -182,7 +182,7 @@ class Selection:
                 keeps = not keeping.is_structure(slot, new)
                 self.flat.leaves[new] = KEEP_CURRENT if keeps else self._value(leaf)
         whole = {slot.path: slot for slot in slots.values() if slot is not None and slot.is_whole}
-        self.found = Mismatches()
+        self.mismatches = Mismatches()
         self.by_position: list[str] = []
         if live is not None:
             starts = {slot: old[: len(old) - len(places[old]) + len(slot.path)] for old, slot in slots.items() if slot}
@@ -195,7 +195,7 @@ class Selection:
             self._keep_current(list(whole.values()), wanted)
 
     def _value(self, leaf: Any) -> Any:
-        """What stands for a leaf while nothing is read."""
+        """The placeholder of a leaf that is not read yet."""
         if not isinstance(leaf, Unbuilt):
             return leaf
         value = leaf.build(lambda ref: TensorLoad(ref, leaf=leaf), self._unpickle)
@@ -206,7 +206,7 @@ class Selection:
         return value
 
     def _arrange(self, slot: Slot, fqns: list[list[str]], live: LiveMap, wanted: LoadFilter) -> None:
-        """Put the state of an optimizer into the order of its parameters here, if their names tell it."""
+        """Put the state of an optimizer into the order of its live parameters, if names tell it."""
         saved = self.flat.below(slot.path)
         renamed = [[self.renaming(name) for name in group] for group in fqns]
         arranged = optimizers.arrange(slot, saved, renamed, live, self.partial)
@@ -216,21 +216,21 @@ class Selection:
         if arranged.problems:
             self._refuse(few(arranged.problems, str, "do not fit"))
         for name in arranged.missing:
-            (self.found.kept if wanted.leaves_out(name) else self.found.missing).append(f"{slot.fqn}[{name}]")
+            (self.mismatches.kept if wanted.leaves_out(name) else self.mismatches.missing).append(f"{slot.fqn}[{name}]")
         for name in arranged.unexpected:
             if wanted.leaves_out(name):
                 self.unasked[f"{slot.fqn}[{name}]"] = None
             else:
-                self.found.unexpected.append(f"{slot.fqn}[{name}]")
+                self.mismatches.unexpected.append(f"{slot.fqn}[{name}]")
         self._replace(saved, arranged.flat)
 
-    def _replace(self, saved: FlatMap, found: FlatMap) -> None:
-        """Have something else in the place of a part."""
+    def _replace(self, saved: FlatMap, replacement: FlatMap) -> None:
+        """Replace a part of ``flat``."""
         others = {path: leaf for path, leaf in self.flat.leaves.items() if path not in saved.leaves}
-        self.flat = FlatMap(others | found.leaves, {**self.flat.containers, **found.containers})
+        self.flat = FlatMap(others | replacement.leaves, {**self.flat.containers, **replacement.containers})
 
     def _keep_current(self, slots: Iterable[Slot], wanted: LoadFilter) -> None:
-        """Put what targets have in the place of what is left out of their states."""
+        """Fill in the targets' current values for what is left out of their states."""
         problems: list[str] = []
         for slot in slots:
             if slot.path in self.flat.leaves:
@@ -238,20 +238,20 @@ class Selection:
             saved = self.flat.below(slot.path)
             if not wanted.is_partial and not any(leaf is KEEP_CURRENT for leaf in saved.leaves.values()):
                 continue
-            found, wrong = keeping.keep_current(slot, saved, wanted.leaves_out)
+            given, wrong = keeping.keep_current(slot, saved, wanted.leaves_out)
             problems += wrong
-            self.kept.update(path for path, leaf in found.leaves.items() if leaf is not saved.leaves.get(path))
-            self._replace(saved, found)
+            self.kept.update(path for path, leaf in given.leaves.items() if leaf is not saved.leaves.get(path))
+            self._replace(saved, given)
         if problems:
             self._refuse(few(problems, str, "cannot stay"))
 
     def _refuse_broken_lists(
         self, live: LiveMap, saved: FlatMap, everywhere: Iterable[Path], chosen: Iterable[Path]
     ) -> None:
-        """What is left of a list closes up, and would come to stand in the wrong places."""
+        """Raise if an item of a live list is left out: the others would close up, and land in the wrong places."""
 
         def items(places: Iterable[Path]) -> dict[Path, set[Any]]:
-            found: dict[Path, set[Any]] = {}
+            by_list: dict[Path, set[Any]] = {}
             for path in places:
                 slot = live.slot(path)
                 for end in range(1, len(path)):
@@ -259,12 +259,12 @@ class Selection:
                     within = slot is not None and slot.is_plain and end >= len(slot.path)
                     like = saved.containers.get(around) if within else live.containers.get(around)
                     if type(like) in SEQUENCES:
-                        found.setdefault(around, set()).add(path[end])
-            return found
+                        by_list.setdefault(around, set()).add(path[end])
+            return by_list
 
-        there = items(everywhere)
+        every = items(everywhere)
         hint = "of a list in into= no single item can be left out; put them into a dict, by names"
-        broken = [f"{fqn_of(path)}: {hint}" for path, some in items(chosen).items() if some != there.get(path)]
+        broken = [f"{fqn_of(path)}: {hint}" for path, some in items(chosen).items() if some != every.get(path)]
         if broken:
             self._refuse(few(broken, str, "are broken"))
 
@@ -276,36 +276,40 @@ class Selection:
         return self._reader.treespec.keys()
 
     def names(self) -> list[str]:
-        """Everything that the checkpoint has, whatever is chosen of it, under its new names; and what is at the top."""
+        """All names in the checkpoint, chosen or not, under their new names; and the items at the top."""
         fqns = map(fqn_of, FlatMap.of(self._nest).leaves)
         return [*self.items(), *(self.renaming(fqn) or fqn for fqn in fqns)]
 
     def needed(self, leaves: Iterable[Any]) -> list[TensorLoad | Pickled]:
-        """Those of the leaves that have to be read of this checkpoint, each once."""
-        mine = {id(leaf) for leaf in self.flat.leaves.values() if isinstance(leaf, (TensorLoad, Pickled))}
-        return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if id(leaf) in mine]
+        """Those of ``leaves`` that must be read from this checkpoint, each once."""
+        own = {id(leaf) for leaf in self.flat.leaves.values() if isinstance(leaf, (TensorLoad, Pickled))}
+        return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if id(leaf) in own]
 
-    def check_apart(self, leaves: Iterable[Any], *, live: bool) -> None:
-        """Tensors that are not the same on the ranks that have saved them, and of which none is this rank's.
+    def check_diverged(self, leaves: Iterable[Any], *, live: bool) -> None:
+        """Raise ``StateMismatchError`` for tensors that differed between ranks, of which none is this rank's.
 
-        Of buffers, and where no live object takes them, the first rank's are taken, with a warning.
+        Buffers, and tensors that no live object takes, come from the first rank, with a warning.
         """
-        found = [(leaf, leaf.ref.fqn) for leaf in self.needed(leaves) if isinstance(leaf, TensorLoad)]
-        odd = {fqn: (leaf, ranks) for leaf, fqn in found if (ranks := self._reader.differing(fqn))}
+        loads = [(leaf, leaf.ref.fqn) for leaf in self.needed(leaves) if isinstance(leaf, TensorLoad)]
+        odd = {fqn: (leaf, ranks) for leaf, fqn in loads if (ranks := self._reader.differing(fqn))}
         strict = {fqn: ranks for fqn, (leaf, ranks) in odd.items() if live and not leaf.is_buffer}
-        told = strict or {fqn: ranks for fqn, (_, ranks) in odd.items()}
-        lines = [f"{fqn} differs between ranks {_brief(ranks)}" for fqn, ranks in list(told.items())[:20]]
-        lines += [f"and {len(told) - 20} more"] if len(told) > 20 else []
+        shown = strict or {fqn: ranks for fqn, (_, ranks) in odd.items()}
+        lines = [f"{fqn} differs between ranks {_brief(ranks)}" for fqn, ranks in list(shown.items())[:20]]
+        lines += [f"and {len(shown) - 20} more"] if len(shown) > 20 else []
         if strict:
             text = "\n  ".join(["nothing was loaded:", *lines])
             raise StateMismatchError(f"{text}\nload with as many ranks, or leave it out with exclude=")
         if odd:
-            where = "and this is another number of ranks, or one that had none"
-            logger.warning("loading %s: %s, %s; of each the first rank's is taken", self.where, "; ".join(lines), where)
+            logger.warning(
+                "loading %s: %s, and this is another number of ranks, or one that had none; "
+                "of each the first rank's is taken",
+                self.where,
+                "; ".join(lines),
+            )
 
 
 def _whole(wanted: LoadFilter, live: LiveMap | None) -> Callable[[Path], bool]:
-    """Tells which plain data need not be taken apart: nothing speaks of what is in it, and nothing live is there."""
+    """Says which plain data may stay one leaf: no pattern or rename reaches into it, and nothing live is there."""
     if wanted.patterns or wanted.renaming:
         return lambda path: False
     if live is None:
@@ -317,7 +321,7 @@ def _whole(wanted: LoadFilter, live: LiveMap | None) -> Callable[[Path], bool]:
 def _left_out(
     saved: FlatMap, places: Mapping[Path, Path], slots: Mapping[Path, Slot | None]
 ) -> dict[Path, tuple[Slot, Path]]:
-    """Leaves that are not chosen, and belong to a state of which something is; and their places there."""
+    """Leaves that are not chosen, of states of which others are; with their slots and places."""
     origins: dict[Path, Slot] = {}
     for old, new in places.items():
         slot = slots.get(old)
@@ -325,7 +329,7 @@ def _left_out(
             end = len(old) - len(new) + len(slot.path)
             if end > 0 and old[end:] == new[len(slot.path) :]:
                 origins[old[:end]] = slot
-    taken, found = set(places.values()), dict[Path, tuple[Slot, Path]]()
+    taken, left_out = set(places.values()), dict[Path, tuple[Slot, Path]]()
     for old in saved.leaves if origins else ():
         origin = next((node for node in reversed(prefixes(old)) if node in origins), None)
         if old not in places and origin is not None:
@@ -333,8 +337,8 @@ def _left_out(
             new = (*slot.path, *old[len(origin) :])
             if new not in taken:
                 taken.add(new)
-                found[old] = slot, new
-    return found
+                left_out[old] = slot, new
+    return left_out
 
 
 def _brief(ranks: Sequence[int]) -> str:

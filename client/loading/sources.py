@@ -1,4 +1,4 @@
-"""Loading from several checkpoints at once: this run's optimizer, that run's backbone, the embeddings of a third."""
+"""Loads from several checkpoints at once: the optimizer of one run, the backbone of another."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint to load from, and what of it; see :func:`sidesave.load` for what has no explanation here.
+    """A checkpoint to load from, and what to take. :func:`sidesave.load` explains the rest.
 
-    Plain safetensors weights, as Hugging Face's tools write them, are one as well, of a single ``item``.
+    Plain safetensors weights, as Hugging Face's tools write them, are a source of a single ``item``.
 
     Attributes:
-        path: A checkpoint, or a run directory, or the URL of one; with ``item`` a ``*.safetensors`` file, a directory
-            of them, or an index (``*.safetensors.index.json``). Of a directory the files that its index lists count,
-            else ``model.safetensors``, else all.
-        step: Which one of a run directory; None is the latest.
-        item: For plain safetensors weights, whose names are those of a module's tensors alone: the item that they are
-            for. It is put in front of their names (``layers.0.weight`` becomes ``model.layers.0.weight``), before
-            ``include``, ``exclude`` and ``rename``. They have no digests, so nothing is compared.
-        include: Patterns of the FQNs to take, in the names of this checkpoint; None is all.
-        exclude: Patterns of those to leave out.
-        rename: From the names in this checkpoint to those of the target.
-        strict: Raise when it has something for an item of the target that this has no place for, or has nothing at all.
-            What ``include`` has chosen may have more names than the target.
-        dtype: Cast its floating-point tensors to this.
-        storage_options: Where the path is a URL, what its store needs besides the environment.
+        path: A checkpoint, a run directory, or the URL of one; with ``item`` a ``*.safetensors`` file, a directory of
+            them, or an index (``*.safetensors.index.json``). Of a directory, the files in its index count, else
+            ``model.safetensors``, else all.
+        step: The step of a run directory; None is the latest.
+        item: For plain safetensors weights: the item that they are for. It is put in front of their names
+            (``layers.0.weight`` becomes ``model.layers.0.weight``) before ``include``, ``exclude`` and ``rename``. They
+            have no digests, so they are not verified.
+        include: Patterns of the FQNs to take, as this checkpoint names them; None is all.
+        exclude: Patterns of FQNs to leave out.
+        rename: From names in this checkpoint to those of the target.
+        strict: Raise if an item has something that the target has no place for, or if nothing is taken. With
+            ``include`` the source may have more names than the target.
+        dtype: Cast floating-point tensors to this.
+        storage_options: For a URL, what its store needs besides the environment.
     """
 
     path: str | os.PathLike[str]
@@ -65,7 +65,6 @@ class Source:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
-        """Check what can be checked without looking."""
         if self.step is not None:
             object.__setattr__(self, "step", arguments.check_step(self.step))
         if self.item is not None:
@@ -76,13 +75,13 @@ class Source:
         self.choice()
 
     def choice(self) -> LoadFilter:
-        """What is wanted of it."""
+        """What to load of it."""
         return LoadFilter(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
 
     def locate(self) -> str:
-        """The directory of the checkpoint, as things are now: of several ranks one should ask, and tell the others.
+        """The directory of the checkpoint as of now; one of several ranks should ask, and tell the others.
 
-        Raises ``CheckpointNotFoundError``, which says what is there in its place, and like :func:`sidesave.load`.
+        Raises like :func:`sidesave.load`; ``CheckpointNotFoundError`` says what is there instead.
         """
         if self.item is not None:
             return finding.locate_weights(self.path)
@@ -98,16 +97,16 @@ def load_sources(
     verify: bool = True,
     allow_pickle: bool = False,
 ) -> dict[str, Any]:
-    """Load several checkpoints into live objects, one over the other: of what two of them have, the later one's counts.
+    """Load several checkpoints into live objects; later ones override earlier ones.
 
-    All of it is read and checked before anything live is touched, and of each tensor only what will be used. Modules,
-    dicts and tensors take their values one by one; an optimizer, and any other object with ``load_state_dict``, takes
-    all of its state from the last source that has some of it. See :func:`sidesave.load` for everything else.
+    Everything is read and checked before a live object is touched, and only what will be used is read. Modules, dicts
+    and tensors take values one by one. An optimizer, or another object with ``load_state_dict``, takes all of its state
+    from the last source that has any. See :func:`sidesave.load` for everything else.
 
     Args:
         sources: The checkpoints, in order.
         into: Live objects by name.
-        strict: Raise when there is something in ``into`` that no source has; else that stays as it is, and is logged.
+        strict: Raise if no source has something that is in ``into``; else it stays as it is, and is logged.
         verify: Compare everything read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoints choose.
 
@@ -116,7 +115,7 @@ def load_sources(
 
     Raises:
         CheckpointNotFoundError: A source is no checkpoint; the message says what it is.
-        StateMismatchError: Something is missing in all sources, has no place, or does not fit; nothing was touched.
+        StateMismatchError: Something is missing in all sources, has no place, or does not fit. Nothing has changed.
     """
     loaded = read_sources(sources, into, strict=strict, verify=verify, allow_pickle=allow_pickle, **own_place())
     return loaded.apply()
@@ -132,7 +131,7 @@ def read_sources(
     rank: int = 0,
     size: int | None = None,
 ) -> Loaded:
-    """The first half of :func:`load_sources`, all that can fail for the checkpoints; as ``rank`` of ``size``."""
+    """Do all of :func:`load_sources` that the checkpoints can fail, as ``rank`` of ``size``."""
     wanted = check_sources(sources)
     if not wanted:
         raise InvalidArgumentError("there are no sources to load from")
@@ -142,8 +141,8 @@ def read_sources(
     places = [source.locate() for source in wanted]
     own = [place for place, source in zip(places, wanted, strict=True) if source.item is None]
     for attempt in catalog.Attempts(*own):
-        with attempt as found, contextlib.ExitStack() as opened:
-            whereabouts = dict(zip(own, found, strict=True))
+        with attempt as located, contextlib.ExitStack() as opened:
+            whereabouts = dict(zip(own, located, strict=True))
             plan, prefixes = LoadPlan(live), list[PrefixMismatch]()
             readers, selections = list[Reader](), list[Selection]()
             for source, place in zip(wanted, places, strict=True):
@@ -171,31 +170,31 @@ def read_sources(
 
 
 def check_sources(sources: object) -> list[Source]:
-    """Sources as a list, be it several or one; ``InvalidArgumentError`` for what is none."""
+    """One or several sources as a list; ``InvalidArgumentError`` for anything else."""
     several = isinstance(sources, Iterable) and not isinstance(sources, (str, Mapping))
-    found: list[Source] = []
+    checked: list[Source] = []
     for source in cast("Iterable[object]", sources if several else (sources,)):
         if not isinstance(source, Source):
             hint = "sidesave.Source(path, ...), or several in a list"
             raise InvalidArgumentError(f"sources must be {hint}, not {type(source).__name__} {brief(source)}")
-        found.append(source)
-    return found
+        checked.append(source)
+    return checked
 
 
 def _check_item(source: Source, into: Mapping[str, Any]) -> None:
-    """Plain weights need an item, and one that there is; :class:`Rename` may make another of it."""
+    """Raise if plain weights have no item, or one that is not in ``into`` and not renamed."""
     if source.item is not None and source.item not in into and not source.choice().renaming:
         raise InvalidArgumentError(f"item={source.item!r} is not among what is loaded into: {', '.join(into)}")
     if source.item is None and finding.are_weights(source.path):
         modules = [name for name, target in into.items() if isinstance(unwrap(target), nn.Module)]
         proposed = " or ".join(f"item={name!r}" for name in modules or into)
         where = os.path.abspath(path_text(source.path))
-        told = f"plain safetensors weights, whose names have no item in front: say which they are for with {proposed}"
-        raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {told}", where)
+        what = f"plain safetensors weights, whose names have no item in front: say which they are for with {proposed}"
+        raise CheckpointNotFoundError(errno.ENOENT, f"no checkpoint: {what}", where)
 
 
 def _check(source: Source, selection: Selection, plan: LoadPlan, unplaced: Mismatches) -> None:
-    """Of what a source has and that has no place something may be an error; all is told."""
+    """Raise for what a source has and the target has no place for, or log it if the source allows that."""
     where = f"{selection.where} does not fit, and nothing was loaded:\n  "
     renamed = bool(selection.renaming)
     if unplaced.unexpected and source.strict and source.include is None:

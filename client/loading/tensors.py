@@ -1,4 +1,4 @@
-"""What has to be read: tensors, this rank's part of them, and pickled values, known by their entries until then."""
+"""Placeholders for what must be read (tensors, this rank's shards, pickled values), and reading them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def may_be_spread() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """This rank's box of a tensor that is spread as ``like`` is; None where the rank holds nothing of it."""
+    """This rank's box of a tensor that is sharded as ``like`` is; None if the rank holds nothing of it."""
 
     like: Any
     box: Box | None
 
     @classmethod
     def of(cls, like: Any, fqn: str) -> Shard:
-        """The shard of a ``DTensor``; raises ``UnsupportedValueError`` where a rank's part is no box of it."""
+        """The shard of a ``DTensor``; raises ``UnsupportedValueError`` if a rank's part is no box."""
         if like.device_mesh.get_coordinate() is None:
             return cls(like, None)
         box = sharding.local_box(sharding.describe(like, fqn), torch.distributed.get_rank())
@@ -45,29 +45,29 @@ class Shard:
 
     @classmethod
     def alone(cls, like: Any) -> Shard:
-        """The local tensor of a ``DTensor`` where each rank has saved its own as a tensor of itself."""
+        """The local tensor of a ``DTensor`` in ``PerRank``, where each rank saves it as a whole tensor."""
         shape = tuple(like.to_local().shape)
         return cls(like, ((0,) * len(shape), shape))
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """The local tensor where it has no elements; its shape is none that a box would have."""
+        """The local tensor of a rank that holds nothing; no box describes its shape."""
         return torch.empty(self.like.to_local().shape, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Local:
-    """A local tensor in host memory, and whose shard it is."""
+    """A local tensor in host memory, and its shard."""
 
     shard: Shard
     tensor: torch.Tensor
 
     def give(self) -> None:
-        """Copy it into the tensor that is spread, in place."""
+        """Copy it into the live ``DTensor``."""
         if self.shard.box is not None:
             self.shard.like.to_local().copy_(self.tensor)
 
     def spread(self) -> Any:
-        """The ``DTensor`` that it is a part of; no rank talks to another."""
+        """A ``DTensor`` with it as the local shard; ranks do not communicate."""
         from torch.distributed.tensor import DTensor
 
         like = self.shard.like
@@ -81,7 +81,7 @@ class Local:
 class TensorLoad:
     """A tensor that will be loaded; whole, unless its target takes a shard.
 
-    A sparse one is put together again of its ``parts``. ``is_buffer`` where its target is a buffer of a module.
+    A sparse one is rebuilt from its ``parts``. ``is_buffer`` if its target is a buffer of a module.
     """
 
     ref: TensorRef
@@ -95,7 +95,7 @@ class TensorLoad:
     parts: list[TensorLoad] = field(default_factory=list["TensorLoad"])
 
     def look_up(self, reader: Reader, cast_to: torch.dtype | None) -> None:
-        """Take over what the manifest or a record says of the tensor, once it has been cast; raises like the reader."""
+        """Take shape and dtype, after the cast, from the manifest or a record; raises like the reader."""
         self.name = reader.name_of(self.ref)
         stored = reader.entry(self.name)
         self.dtype, self.shape = stored.dtype, stored.shape
@@ -121,7 +121,7 @@ class TensorLoad:
 
     @property
     def wanted(self) -> Wanted | None:
-        """What has to be read for it; None for nothing."""
+        """The box to read; None for nothing."""
         if self.shard is None:
             return self.name, None
         if self.shard.box is None:
@@ -134,7 +134,7 @@ class TensorLoad:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EnumLoad:
-    """Stands for a member of an enum, until it is known whether the target holds one of its class."""
+    """Stands for an enum member until it is known whether the target holds one of its class."""
 
     fqn: str
     kind: str
@@ -142,14 +142,14 @@ class EnumLoad:
     value: Any
 
     def member(self, kind: type[enum.Enum] | None) -> Any:
-        """The member of ``kind``, by its name if that is the class it was saved of; else its value."""
+        """The member of ``kind``, by name if it was saved from that class, else by value; the value for None."""
         if kind is not None and self.kind == kind_name(kind) and self.name in kind.__members__:
             return kind[self.name]
         return self.value if kind is None else kind(self.value)
 
 
 def kind_name(kind: type) -> str:
-    """What a class is called in a checkpoint."""
+    """The name of a class in a checkpoint."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -159,18 +159,16 @@ class Pickled:
     __slots__ = ("data",)
 
     def __init__(self, data: bytes) -> None:
-        """Of ``data``, which is not looked into."""
         self.data = data
 
     def __repr__(self) -> str:
-        """What a name has in its place where it is a key."""
         return "<pickled>"
 
 
 def read_tensors(
     reader: Reader, leaves: Collection[Any], device: torch.device | None, *, verify: bool
 ) -> dict[TensorLoad | Pickled, Any]:
-    """Values for those of the ``leaves`` that have to be read, verified; a part of a tensor is a :class:`Local`."""
+    """The values of those ``leaves`` that must be read; a shard of a tensor is a :class:`Local`."""
     loads = [leaf for leaf in leaves if isinstance(leaf, TensorLoad)]
     dense = [part for load in loads for part in (load.parts or [load])]
     stored = reader.read_boxes([load.wanted for load in dense if load.wanted], verify=verify)
@@ -195,13 +193,13 @@ def read_tensors(
         return load.leaf.build(lambda ref: tensor(parts[ref]))
 
     values: dict[TensorLoad | Pickled, Any] = {load: value(load) for load in loads}
-    # Only now, when all else is known to be as it should be, code of the checkpoint's may run.
+    # Only now, when everything else has been verified, code from the checkpoint may run.
     values.update({leaf: pickle.loads(leaf.data) for leaf in leaves if isinstance(leaf, Pickled)})
     return values
 
 
 def unpickled(value: Any) -> Any:
-    """A key, or a set, with what is pickled in it unpickled."""
+    """A key or a set with its pickled values unpickled."""
     if type(value) is Pickled:
         return pickle.loads(value.data)
     if type(value) in (tuple, set, frozenset):
@@ -213,7 +211,7 @@ def unpickled(value: Any) -> Any:
 def finished(
     tensor: torch.Tensor, ref: TensorRef, device: torch.device | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """A stored tensor as what it was saved as, or cast."""
+    """A stored tensor in the dtype it was saved from, or cast."""
     if ref.dtype is not None:
         tensor = torch.view_as_complex(tensor) if ref.dtype.is_complex else tensor.view(ref.dtype)
     if ref.array:

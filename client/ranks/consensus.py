@@ -1,4 +1,4 @@
-"""How ranks agree on the step to save when one of them sees a reason that the others do not: time, signals, requests.
+"""How ranks agree on the step to save if one rank sees a reason that others do not: time, signals, requests.
 
 A thread on each rank takes part, about once a second, in a *round*: one ``all_reduce(MAX)`` of a few integers on a gloo
 group of its own. Training never takes part, and no step waits for another rank, unless it is about to break a promise.
@@ -55,10 +55,10 @@ class PendingRequest:
     """What a rank wants at the next possible step.
 
     Attributes:
-        persistent: A save of the usual kind.
-        ephemeral: A save that the next one makes superfluous.
-        signal: The end, after a save: the number of the signal that says so. 0 for none.
-        stop: That the loop is asked to end.
+        persistent: A save for good.
+        ephemeral: A save until the next one.
+        signal: The number of a signal that asks for the end, after a save; 0 for none.
+        stop: Whether to ask the loop to end.
     """
 
     persistent: bool = False
@@ -67,11 +67,9 @@ class PendingRequest:
     stop: bool = False
 
     def __bool__(self) -> bool:
-        """Whether there is anything."""
         return self != _NOTHING
 
     def __or__(self, other: PendingRequest) -> PendingRequest:
-        """Both."""
         return PendingRequest(
             self.persistent or other.persistent,
             self.ephemeral or other.ephemeral,
@@ -84,7 +82,7 @@ _NOTHING: Final = PendingRequest()
 
 
 class Agreement:
-    """One rank's part in it. :meth:`pass_step` is for the training thread; everything else for any."""
+    """One rank's part in the agreement. The training thread calls :meth:`pass_step`; any thread the rest."""
 
     def __init__(self, ranks: Sequence[int], wish: Callable[[int, PendingRequest], PendingRequest]) -> None:
         """Make the group, which blocks until all ``ranks`` do, and start the thread.
@@ -112,7 +110,7 @@ class Agreement:
 
     @property
     def is_broken(self) -> bool:
-        """Whether no save can be agreed on any more, because a rank has failed or is gone."""
+        """Whether a rank has failed or is gone, so that no save can be agreed on any more."""
         return self._ending == _FAILING
 
     def poke(self) -> None:
@@ -120,13 +118,13 @@ class Agreement:
         self._pokes.put(None)
 
     def begin(self, passed: int) -> None:
-        """Training goes on after ``passed``, on all ranks."""
+        """Continue training after step ``passed``, on all ranks."""
         with self._changed:
             self._passed = passed
             self._pace = _Pace()
 
     def pass_step(self, step: int) -> PendingRequest:
-        """Go past a step; what all ranks have agreed to do with it.
+        """Pass a step; returns what all ranks agreed to do with it.
 
         Blocks only at a step that was promised not to be passed before a round has ended, and no longer than that.
 
@@ -149,7 +147,7 @@ class Agreement:
             return due
 
     def close(self, timeout_s: float, *, failing: bool = False) -> PendingRequest:
-        """End the thread, here and on all ranks; what was agreed and its step has not come. Idempotent.
+        """End the thread on all ranks; returns what was agreed for a step that has not come. Idempotent.
 
         Where the others do not take part any more it is given up after ``timeout_s`` seconds.
         """
@@ -199,9 +197,9 @@ class Agreement:
         with self._changed:
             self._promise = self._passed + self._pace.margin(self._passed)
             words = [self._promise, wish.persistent, wish.ephemeral, wish.signal, wish.stop, closing]
-        told = torch.tensor(words, dtype=torch.int64)
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        step, persistent, ephemeral, signal, stop, ending = cast("list[int]", told.tolist())
+        agreed = torch.tensor(words, dtype=torch.int64)
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        step, persistent, ephemeral, signal, stop, ending = cast("list[int]", agreed.tolist())
         wish = PendingRequest(bool(persistent), bool(ephemeral), signal, bool(stop))
         with self._changed:
             self._promise = None
@@ -215,13 +213,13 @@ class Agreement:
 
 
 class _Pace:
-    """How many steps fit into two rounds, from the speed between the rounds before."""
+    """The number of steps that fit into two rounds, by the speed between the rounds before."""
 
     def __init__(self) -> None:
         self._seen: tuple[int, float] | None = None
 
     def margin(self, passed: int) -> int:
-        """How far beyond ``passed`` to promise."""
+        """How many steps beyond ``passed`` to promise."""
         now_s = time.monotonic()
         before, self._seen = self._seen, (passed, now_s)
         if before is None:

@@ -1,7 +1,7 @@
-"""The ranks that save together, and how they agree: once when a session begins, and when one loads; never to save.
+"""The ranks that save together, and how they agree: when a session begins and when it loads, never to save.
 
-Through the process group where there is one; else through storage, where the launcher only tells how many there are.
-What it tells does not identify a run: the id that torchrun sets is often "none", and its restart count repeats.
+They use the process group if there is one, else storage; then the launcher only tells how many there are. Its facts do
+not identify a run: the id that torchrun sets is often "none", and its restart count repeats.
 """
 
 from __future__ import annotations
@@ -50,57 +50,57 @@ logger = logging.getLogger(__name__)
 
 
 class World(ABC):
-    """The ranks of a session; ``ranks`` are their global ranks, of which this is number ``rank``."""
+    """The ranks of a session; ``ranks`` are their global ranks, and this one is number ``rank`` of them."""
 
     rank: int
     ranks: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many ranks save together."""
+        """The number of ranks that save together."""
         return len(self.ranks)
 
     @abstractmethod
     def _exchange(self, value: Any) -> list[Any]: ...
 
     def close(self) -> None:
-        """Leave: nothing is exchanged afterwards. Waits for nobody."""
+        """Leave, without waiting; nothing is exchanged afterwards."""
         return
 
     def gather(self, about: str, value: Any) -> list[Any]:
-        """Exchange a value of plain JSON types with all ranks; blocking, and to be called by all of them.
+        """Exchange a value of plain JSON types with all ranks. Blocking; all ranks must call it.
 
         Raises:
             InvalidArgumentError: Ranks exchange different things, for they have not called the same; raised by all.
         """
-        told = self._exchange([about, value])
-        for rank, (theirs, _) in zip(self.ranks, told, strict=True):
-            if theirs != told[0][0]:
+        gathered = self._exchange([about, value])
+        for rank, (theirs, _) in zip(self.ranks, gathered, strict=True):
+            if theirs != gathered[0][0]:
                 raise InvalidArgumentError(
-                    f"ranks are out of step: rank {self.ranks[0]} has come to {told[0][0]!r}, rank {rank} to "
+                    f"ranks are out of step: rank {self.ranks[0]} has come to {gathered[0][0]!r}, rank {rank} to "
                     f"{theirs!r}. All must make checkpointers, and load, in the same order; threads that do so at the "
                     "same time need a process_group each"
                 )
-        return [value for _, value in told]
+        return [value for _, value in gathered]
 
     def require_alike(self, **arguments: Any) -> None:
-        """Raise ``InvalidArgumentError`` on all ranks unless all have been given the same; to be called by all."""
-        told = self.gather(" and ".join(arguments), arguments)
-        for rank, theirs in zip(self.ranks, told, strict=True):
+        """Raise ``InvalidArgumentError`` on all ranks unless all were given the same. All ranks must call it."""
+        gathered = self.gather(" and ".join(arguments), arguments)
+        for rank, theirs in zip(self.ranks, gathered, strict=True):
             for name, value in theirs.items():
-                if value != told[0][name]:
+                if value != gathered[0][name]:
                     raise InvalidArgumentError(
-                        f"rank {self.ranks[0]} was given {name}={told[0][name]}, and rank {rank} {name}={value}; "
+                        f"rank {self.ranks[0]} was given {name}={gathered[0][name]}, and rank {rank} {name}={value}; "
                         "all ranks need the same"
                     )
 
     @contextlib.contextmanager
     def raise_together(self, what: str) -> Generator[None]:
-        """Raise what one rank raises in this block on all of them, naming it; to be entered by all of them.
+        """Raise on all ranks what one rank raises in this block, naming the rank. All ranks must enter it.
 
-        Of several errors all ranks raise the same kind, for they have to go on alike: that of the first rank, and
-        ``IntegrityError``, after which a caller may try another checkpoint, only where there is no other. What is no
-        error of ours, ``KeyboardInterrupt`` for one, is raised as it is on its own rank.
+        Of several errors all ranks raise the first rank's kind, so that they go on alike; ``IntegrityError``, after
+        which a caller may try another checkpoint, only if there is no other kind. An error that is not ours, such as
+        ``KeyboardInterrupt``, is raised as it is on its own rank.
         """
         own: BaseException | None = None
         try:
@@ -127,7 +127,7 @@ class World(ABC):
 
 
 def _told(error: BaseException) -> list[Any]:
-    """What other ranks are told of an error: name, message, errno and path."""
+    """The form in which an error is sent to other ranks: name, message, errno and path."""
     if not isinstance(error, SidesaveError):
         return [SidesaveError.__name__, f"{type(error).__name__}: {error}"[:4000], None, None]
     failure = protocol.failure(0, None, error)
@@ -135,7 +135,7 @@ def _told(error: BaseException) -> list[Any]:
 
 
 class Alone(World):
-    """One process that saves for itself."""
+    """A single process."""
 
     rank = 0
     ranks = (0,)
@@ -154,7 +154,6 @@ class GroupWorld(World):
     """The ranks of a process group."""
 
     def __init__(self, group: torch.distributed.ProcessGroup | None) -> None:
-        """Take those of ``group``, None for all."""
         self._group = group
         self.ranks = tuple(torch.distributed.get_process_group_ranks(group))
         rank = torch.distributed.get_rank(group)
@@ -166,26 +165,26 @@ class GroupWorld(World):
     def _exchange(self, value: Any) -> list[Any]:
         """One collective of the group, with its timeout."""
         values: list[Any] = [None] * self.size
-        told = threading.Timer(TOLD_AFTER_S, _tell_waiting, (f"all {self.size} ranks of the process group",))
+        timer = threading.Timer(TOLD_AFTER_S, _tell_waiting, (f"all {self.size} ranks of the process group",))
         if not self._have_met:
-            told.start()
+            timer.start()
         try:
             torch.distributed.all_gather_object(values, json.dumps(value), group=self._group)
         finally:
-            told.cancel()
+            timer.cancel()
         self._have_met = True
         return [json.loads(each) for each in values]
 
 
 class StorageWorld(World):
-    """Ranks that a launcher has started and that have no process group: they meet in the run directory.
+    """Ranks of a launcher without a process group: they meet in the run directory.
 
-    Rank 0 answers each ``join.<rank>.<nonce>`` with ``met.<rank>.<nonce>.<its own nonce>``. A rank believes only what
-    bears its own nonce, which no leftover of an earlier run does, and which proves that storage is shared.
+    Rank 0 answers each ``join.<rank>.<nonce>`` with ``met.<rank>.<nonce>.<its own nonce>``. A rank trusts only files
+    with its own nonce. No leftover of an earlier run has it, and it proves that storage is shared.
     """
 
     def __init__(self, directory: str, rank: int, size: int) -> None:
-        """Meet the other ranks; blocking, up to five minutes."""
+        """Meet the other ranks; blocks for up to five minutes."""
         self.rank, self.ranks = rank, tuple(range(size))
         arguments.make_directory(directory)
         self._storage = PosixStorage(directory)
@@ -194,16 +193,16 @@ class StorageWorld(World):
         self._nonce = secrets.token_hex(8)
         self._meeting = self._nonce
         if rank:
-            mine = f"join.{rank}.{self._nonce}"
-            self._put(mine, b"")
+            own = f"join.{rank}.{self._nonce}"
+            self._put(own, b"")
             prefix = f"met.{rank}.{self._nonce}."
             names = self._until(lambda names: [] if any(name.startswith(prefix) for name in names) else [0])
             met = [name for name in names if name.startswith(prefix)]
             self._meeting = met[0].removeprefix(prefix)
-            self._remove([mine, *met])
+            self._remove([own, *met])
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Leave a file and wait for those of the others; rank 0 lets in whoever comes meanwhile."""
+        """Write a file and wait for those of the others; rank 0 also admits ranks that still join."""
         prefix = f"{self._meeting}.{self._round}."
         self._round += 1
         self._put(f"{prefix}{self.rank}", json.dumps(value).encode())
@@ -224,7 +223,7 @@ class StorageWorld(World):
         return values
 
     def close(self) -> None:
-        """Leave; the last rank to do so takes along all that was exchanged, as only then everybody has read it."""
+        """Leave. The last rank to do so removes all files, since only then everybody has read them."""
         with contextlib.suppress(OSError):
             self._put(f"{self._meeting}.left.{self.rank}", b"")
             names = self._storage.list_directory(RENDEZVOUS)
@@ -240,8 +239,8 @@ class StorageWorld(World):
                 self._put(f"met.{joining}.{self._meeting}", b"")
 
     def _until(self, missing: Callable[[list[str]], list[int]]) -> list[str]:
-        """What there is once nobody is ``missing`` in it."""
-        start, delay_s, told = time.monotonic(), 0.002, self._round > 1
+        """The names in storage once nobody is ``missing`` in them."""
+        start, delay_s, is_reported = time.monotonic(), 0.002, self._round > 1
         while ranks := missing(names := self._storage.list_directory(RENDEZVOUS)):
             waited_s = time.monotonic() - start
             whom = f"ranks {', '.join(map(str, ranks[:8]))}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
@@ -251,8 +250,8 @@ class StorageWorld(World):
                     "that the launcher has told of must open the same, shared directory; pass distributed=False for a "
                     "process that saves alone"
                 )
-            if waited_s > TOLD_AFTER_S and not told:
-                told = True
+            if waited_s > TOLD_AFTER_S and not is_reported:
+                is_reported = True
                 _tell_waiting(f"{whom} of {self.size} that the launcher has told of, in {self._storage.root}")
             time.sleep(random.uniform(0.5, 1) * delay_s)
             delay_s = min(_MAX_POLL_S, 1.5 * delay_s)
@@ -275,10 +274,10 @@ class StorageWorld(World):
 
 
 class NodeWorld(World):
-    """Those ranks of a world that see one directory: they save together, and agree together with all."""
+    """The ranks of a world that see one directory: they save together, and agree with all ranks."""
 
     def __init__(self, world: World, members: Sequence[int], number: int, count: int) -> None:
-        """The ``members`` of ``world``, by their numbers there; this is node ``number`` of ``count``."""
+        """``members`` are the node's ranks, by their numbers in ``world``; this is node ``number`` of ``count``."""
         self.rank = members.index(world.rank)
         self.ranks = tuple(world.ranks[member] for member in members)
         self.number, self.count = number, count
@@ -292,11 +291,10 @@ class NodeWorld(World):
 def find_node(world: World, directory: str, *, node_local: bool) -> World:
     """The ranks that share this directory: all of them, unless each node is to have its own.
 
-    Which is found out, not believed: ranks leave files there and look whose they see. In a directory that all share
-    the file of rank 0 is enough, however many they are.
+    Ranks leave files there and look whose they see. In a directory that all share, the file of rank 0 is enough.
 
     Raises:
-        InvalidArgumentError: What the ranks see is not what ``node_local`` says; the same on every rank.
+        InvalidArgumentError: The ranks see something else than ``node_local`` says; raised on every rank.
     """
     if not isinstance(world, GroupWorld):
         return world
@@ -310,8 +308,8 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
             if node_local or world.rank == 0:
                 storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        told = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
-        ranks = {f"{HERE}{each}": rank for rank, (each, _, _) in enumerate(told if node_local else told[:1])}
+        gathered = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
+        ranks = {f"{HERE}{each}": rank for rank, (each, _, _) in enumerate(gathered if node_local else gathered[:1])}
         deadline = time.monotonic() + (0 if node_local else _VISIBLE_WITHIN_S)
         with world.raise_together("cannot list the run directory"):
             while True:
@@ -324,7 +322,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         with contextlib.suppress(OSError):
             storage.remove(f"{RENDEZVOUS}/{HERE}{nonce}")
         storage.close()
-    hosts = [(host, boot) for _, host, boot in told]
+    hosts = [(host, boot) for _, host, boot in gathered]
     if not node_local:
         if () in views:
             rank, first = views.index(()), world.ranks[0]
@@ -343,7 +341,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
 
 
 def tidy(directory: str) -> None:
-    """Remove what ranks that were killed have left of looking for each other; for who holds the directory."""
+    """Remove leftovers of ranks that were killed while they looked for each other; for the holder of the directory."""
     storage = PosixStorage(directory)
     try:
         with contextlib.suppress(WriteError):
@@ -373,7 +371,7 @@ def find_world(
     *,
     node_local: bool = False,
 ) -> World:
-    """The ranks that this process saves with: those of the process group, or else those that the launcher tells of.
+    """The ranks that this process saves with: those of the process group, else those the launcher names.
 
     Raises:
         InvalidArgumentError: Both ``process_group`` and ``distributed=False``; the launcher tells nonsense; or it tells

@@ -1,1 +1,1 @@
-"""Tensors out of files, and nothing about what they are for."""
+"""Reads tensors from files."""

@@ -1,7 +1,7 @@
-"""Blocks of tensor files, each compared with its digest, read past the page cache where that does not hold them.
+"""Reads blocks of tensor files and compares each with its digest, past the page cache where that does not hold them.
 
-Bytes go straight into the memory that the tensors will have, in pieces of 16 MiB, by several threads. What has to be
-put together first goes piece by piece, of 2 MiB, through memory of the reading thread, so it never takes room twice.
+Several threads read pieces of 16 MiB straight into the tensors' memory. What must be put together first passes in
+pieces of 2 MiB through memory of the reading thread, so it never takes room twice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BlockFile:
 
     @property
     def nbytes_of_tables(self) -> int:
-        """What had to be read to know all this."""
+        """Bytes of the header and the digests."""
         return self.layout.data_offset + len(self.digests)
 
 
@@ -109,7 +109,7 @@ def open_file(storage: ReadStorage, directory: str, record: FileRecord, digests:
 
 
 def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) -> str:
-    """What is wrong with a tensor that a file describes; empty when there can be such a one."""
+    """The problem with a tensor that a file describes; empty if there is none."""
     if dtype not in DTYPES:
         return f"has the unknown dtype {dtype!r:.80}"
     itemsize = DTYPES[dtype].itemsize
@@ -121,7 +121,7 @@ def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None)
 
 
 def require_room(record: FileRecord, directory: str) -> None:
-    """Raise ``HostMemoryError`` where a small file has become so large that it does not fit in memory."""
+    """Raise ``HostMemoryError`` if a small file has grown too large for memory."""
     if record.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
         path = f"{directory}/{record.name}"
         with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
@@ -131,7 +131,7 @@ def require_room(record: FileRecord, directory: str) -> None:
 
 @contextmanager
 def reading(path: str) -> Generator[None]:
-    """Tell damage from storage that fails; ``path`` is for errors that do not say it."""
+    """Distinguish damage from failing storage; ``path`` is for errors that do not name one."""
     try:
         yield
     except CheckpointNotFoundError:
@@ -159,7 +159,7 @@ Sink = Callable[[memoryview, int, int, int], None]
 
 @dataclass(slots=True)
 class ReadRequest:
-    """Consecutive blocks of a file, and where they go: to memory of their own, or piece by piece to a sink."""
+    """Consecutive blocks of a file, and their destination: memory of their own, or piece by piece a sink."""
 
     file: BlockFile
     first: int
@@ -187,7 +187,7 @@ class ReadRequest:
 def join(
     ranges: Iterable[tuple[int, int]], are_near: Callable[[int, int], bool] = lambda last, begin: begin <= last + 1
 ) -> Iterator[tuple[int, int]]:
-    """First and last block of ranges of blocks, in any order, as few ranges without a block in common.
+    """First and last block of overlapping ranges of blocks, joined into as few ranges as possible.
 
     ``are_near`` says of the last block of one and the first of a later one whether they become one range.
     """
@@ -240,7 +240,7 @@ class Access:
 
 
 def read_blocks(access: Access, requests: Iterable[ReadRequest], *, verify: bool) -> int:
-    """Read all requests and return how many bytes that took; blocking. Interrupted, it leaves when no thread reads.
+    """Read all requests and return the bytes that were read; blocking. Interrupted, it returns once no thread reads.
 
     Args:
         access: How to read their files.
@@ -262,7 +262,7 @@ def read_blocks(access: Access, requests: Iterable[ReadRequest], *, verify: bool
 
 
 class _PieceReader:
-    """Pieces of files, which threads take one after the other until none is left or one could not be read.
+    """Pieces of files, which threads take one by one until none is left or one fails.
 
     Each thread has one file open at a time: of however many files, few are open at once.
     """
@@ -274,11 +274,11 @@ class _PieceReader:
         self._errors: dict[int, BaseException] = {}
 
     def stop(self) -> None:
-        """Have no further piece read."""
+        """Read no further piece."""
         self._pieces.clear()
 
     def check(self) -> None:
-        """Raise what the first piece that could not be read has raised; when no thread reads any more."""
+        """Raise the error of the first piece that failed, once no thread reads any more."""
         try:
             if self._errors:
                 raise self._errors[min(self._errors)]
@@ -286,7 +286,7 @@ class _PieceReader:
             self._errors.clear()  # their tracebacks refer to this
 
     def work(self) -> int:
-        """Read pieces; returns how many bytes that took. What is raised is kept for :meth:`check`."""
+        """Read pieces; returns the bytes that were read. Errors are kept for :meth:`check`."""
         count = 0
         source: _Source | None = None
         try:
@@ -318,7 +318,7 @@ class _PieceReader:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Blocks that are read at once: into the memory of one request, or for the sinks of all that want some of it."""
+    """Blocks that are read at once: into the memory of one request, or for all sinks that want a part."""
 
     file: BlockFile
     first: int
@@ -389,7 +389,7 @@ def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tupl
 
 
 def _scratch(nbytes: int) -> memoryview:
-    """Memory of this thread, which it uses again and again."""
+    """Memory that this thread reuses."""
     memory: mmap.mmap | None = getattr(_of_thread, "scratch", None)
     if memory is None or len(memory) < nbytes:
         memory = _of_thread.scratch = allocate(nbytes)
@@ -463,7 +463,7 @@ class _LocalSource(_Source):
         return done
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether all pages are in memory. The mapping is only asked about, never read: no SIGBUS can come of it."""
+        """Whether all pages are in memory. The mapping is only queried, never read, so SIGBUS cannot come."""
         nbytes = min(nbytes, self._nbytes - offset)
         if not self._address or nbytes <= 0:
             return True

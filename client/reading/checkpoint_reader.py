@@ -1,8 +1,7 @@
-"""Reads a committed checkpoint, of however many ranks: what it holds, and verified tensors or boxes of them.
+"""Reads a committed checkpoint of any number of ranks: what it holds, and verified tensors or boxes of them.
 
-Nothing is opened before something of it is wanted: of a rank of which no cell is wanted, not even the record. A tensor
-or box whose bytes lie side by side comes as a view of the memory that they were read into, which lives as long as a
-tensor in it; any other is put together from the cells of its grid.
+A file is opened only when something in it is wanted. A tensor or box whose bytes are contiguous is a view of the memory
+that they were read into, which lives as long as a tensor in it. Any other is put together from its cells.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def fqn_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it is stored: its key in files, and which ranks hold which cells of it.
+    """A tensor as it is stored: its key in files, and the ranks that hold its cells.
 
     What safetensors has no dtype for is stored as another one, complex numbers with a last dimension of 2: see
     :mod:`sidesave.stager.state.dtypes`.
@@ -66,7 +65,7 @@ class StoredTensor:
 
 
 class Reader(Protocol):
-    """What loading takes of whoever reads a checkpoint; :class:`CheckpointReader` says what it means."""
+    """The interface that loading reads checkpoints by; :class:`CheckpointReader` documents it."""
 
     path: str
     rank: int
@@ -91,7 +90,7 @@ class Reader(Protocol):
 
 
 def _drop(memory: memoryview, *place: int) -> None:
-    """A sink for what is only checked."""
+    """A sink for bytes that are only verified."""
 
 
 class CheckpointReader:
@@ -150,43 +149,41 @@ class CheckpointReader:
         self._storage.close()
 
     def __enter__(self) -> CheckpointReader:
-        """The reader itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     # What there is ---------------------------------------------------------------------------------------------
 
     @property
     def resized(self) -> bool:
-        """Whether another number of ranks loads it than has saved it."""
+        """Whether another number of ranks loads it than saved it."""
         return self.size not in (None, self.manifest.world_size)
 
     def differing(self, fqn: str) -> tuple[int, ...]:
-        """The ranks that have saved a tensor, if it differs between them and none of theirs is this rank's."""
-        ranks = self.manifest.apart.get(fqn, ())
+        """The ranks that saved a tensor, if it differs between them and none of them is this rank."""
+        ranks = self.manifest.diverged.get(fqn, ())
         return ranks if self.resized or self.rank not in ranks else ()
 
     def differences(self, wanted: Callable[[str], bool]) -> dict[str, bool]:
-        """Of what each rank has saved for itself, the FQNs that are not the same for all, and whether that is numbers.
+        """FQNs of per-rank state that is not the same on all ranks, and whether they are plain numbers.
 
         Tensors in :attr:`differing` are not among them. Reads all that is ``wanted`` of all ranks.
         """
         table, first = self.manifest.table.tensors, self.read_treespec(0)
         own = [fqn for fqn in self.record(0).part.own.tensors if fqn not in table and wanted(fqn)]
-        found: dict[str, bool] = {}
+        differing: dict[str, bool] = {}
         for rank in range(1, self.manifest.world_size):
             for fqn, is_number in first.differences(self.read_treespec(rank), table.__contains__):
                 if wanted(fqn):
-                    found[fqn] = is_number and found.get(fqn, True)
+                    differing[fqn] = is_number and differing.get(fqn, True)
             others = self.record(rank).part.own.tensors
             for fqn in own:
                 name = f"{fqn}@rank-{rank:05d}"
-                if fqn not in found and name in others and not self._are_equal(fqn, name):
-                    found[fqn] = False
-        return found
+                if fqn not in differing and name in others and not self._are_equal(fqn, name):
+                    differing[fqn] = False
+        return differing
 
     def _are_equal(self, *names: str) -> bool:
         one, other = (self.entry(name) for name in names)
@@ -196,7 +193,7 @@ class CheckpointReader:
         return torch.equal(first, second)
 
     def record(self, rank: int) -> RankRecord:
-        """What a rank has written; raises like the constructor."""
+        """The record of a rank; raises like the constructor."""
         if rank not in self._records:
             with block_io.reading(self.path):
                 self._records[rank] = self._read_record(rank)
@@ -204,22 +201,22 @@ class CheckpointReader:
         return self._records[rank]
 
     def read_extra_file(self, entry: FileRecord) -> bytes:
-        """A file of the user's, compared with its digest; raises like the constructor."""
+        """The content of an extra file, verified; raises like the constructor."""
         with block_io.reading(self.path):
             return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)
 
     def names(self) -> list[str]:
-        """All tensors, those that belong to one rank behind the shared ones. Opens all files, which must agree."""
+        """All tensors, shared ones first. Opens and compares all files."""
         self._open(range(self.manifest.world_size))
-        table, apart = self.manifest.table, self.manifest.apart
-        found = list(table.tensors)
+        table, diverged = self.manifest.table, self.manifest.diverged
+        fqns = list(table.tensors)
         for rank in range(self.manifest.world_size):
             for key in self.record(rank).part.own.tensors:
                 if key not in table.tensors:
-                    found.append(key)
-                elif key in apart and table.layout(key).owners != (rank,):
-                    found.append(f"{key}@rank-{rank:05d}")
-        return found
+                    fqns.append(key)
+                elif key in diverged and table.layout(key).owners != (rank,):
+                    fqns.append(f"{key}@rank-{rank:05d}")
+        return fqns
 
     def name_of(self, ref: TensorRef) -> str:
         """The name of a tensor that :attr:`treespec` refers to.
@@ -232,11 +229,11 @@ class CheckpointReader:
             if name in self.record(ref.rank).part.own.tensors:
                 return name
         alone = 0 < self.rank < self.manifest.world_size and not self.resized
-        apart = alone and ref.fqn in self.record(self.rank).part.apart
-        return f"{ref.fqn}@rank-{self.rank:05d}" if apart else ref.fqn
+        differs = alone and ref.fqn in self.record(self.rank).part.compared
+        return f"{ref.fqn}@rank-{self.rank:05d}" if differs else ref.fqn
 
     def entry(self, name: str) -> StoredTensor:
-        """Stored dtype, global shape and size of a tensor; ``IntegrityError`` when there is none of this name."""
+        """Stored dtype, global shape and size of a tensor; ``IntegrityError`` if there is no such tensor."""
         if name not in self._stored:
             self._stored[name] = self._look_up(name)
         return self._stored[name]
@@ -275,7 +272,7 @@ class CheckpointReader:
         return treespec
 
     def read_treespec(self, rank: int) -> TreeSpec:
-        """What one rank has saved; raises like the constructor."""
+        """The treespec of one rank; raises like the constructor."""
         objects = self.record(rank).objects
         block_io.require_room(objects, self.path)
         with block_io.reading(self.path):
@@ -287,14 +284,14 @@ class CheckpointReader:
 
     @functools.cached_property
     def _by_layout(self) -> list[tuple[frozenset[int], list[str]]]:
-        """For each layout of the manifest its owners, and the FQNs that have it."""
-        found = [(frozenset(layout.owners), list[str]()) for layout in self.manifest.table.layouts]
+        """For each layout of the manifest, its owners and the FQNs that have it."""
+        by_layout = [(frozenset(layout.owners), list[str]()) for layout in self.manifest.table.layouts]
         for fqn, tensor in self.manifest.table.tensors.items():
-            found[tensor.layout][1].append(fqn)
-        return found
+            by_layout[tensor.layout][1].append(fqn)
+        return by_layout
 
     def _open(self, ranks: Iterable[int]) -> None:
-        """Read records, digest lists and headers of these ranks, as far as that has not been done."""
+        """Read records, digest lists and headers of these ranks, unless that has been done."""
         missing = [rank for rank in dict.fromkeys(ranks) if rank not in self._entries]
         if not missing:
             return
@@ -308,8 +305,8 @@ class CheckpointReader:
                 return list(pool.map(read, missing))
 
         with block_io.reading(self.path):
-            found = [read(missing[0])] if len(missing) == 1 else apart.run(read_all, "sidesave-open", stop=lambda: None)
-        for rank, (record, files) in zip(missing, found, strict=True):
+            pairs = [read(missing[0])] if len(missing) == 1 else apart.run(read_all, "sidesave-open", stop=lambda: None)
+        for rank, (record, files) in zip(missing, pairs, strict=True):
             self.nbytes_read += self.manifest.records[rank].nbytes if rank not in self._records else 0
             self.nbytes_read += sum(file.nbytes_of_tables for file in files)
             self._records[rank] = record
@@ -317,15 +314,15 @@ class CheckpointReader:
             for file in files:
                 for entry in file.layout.entries:
                     entries.setdefault(entry.name, []).append((file, entry))
-            told = itertools.chain(
+            listed = itertools.chain(
                 record.part.own.tensors, *(fqns for owners, fqns in self._by_layout if rank in owners)
             )
-            if odd := sorted(entries.keys() ^ set(told)):
+            if odd := sorted(entries.keys() ^ set(listed)):
                 raise IntegrityError(f"{self.path}: the manifest and the files of rank {rank} disagree about {odd[:5]}")
             self._entries[rank] = entries
 
     def _find(self, rank: int, stored: StoredTensor, cell: Box) -> tuple[BlockFile, TensorEntry]:
-        """Where a rank has stored a cell."""
+        """The place where a rank stored a cell."""
         # There may be a share of it too, in another file: what is compared is written in any case.
         for file, entry in self._entries[rank][stored.key]:
             if (DTYPES[entry.dtype], entry.shape) == (stored.dtype, cell[1]):
@@ -338,8 +335,8 @@ class CheckpointReader:
 
     def read(self, names: Iterable[str], *, verify: bool = True) -> dict[str, torch.Tensor]:
         """Read whole tensors into fresh host memory; see :meth:`read_boxes`."""
-        found = self.read_boxes(((name, None) for name in names), verify=verify)
-        return {name: tensor for (name, _), tensor in found.items()}
+        tensors = self.read_boxes(((name, None) for name in names), verify=verify)
+        return {name: tensor for (name, _), tensor in tensors.items()}
 
     def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
         """Read boxes of tensors into fresh host memory; blocking, at the medium's speed.
@@ -367,16 +364,16 @@ class CheckpointReader:
         return dict(zip(plans, gathering.tensors(), strict=True))
 
     def fingerprint(self, name: str) -> list[tuple[Box, int, bytes]]:
-        """What two tensors of one dtype and shape have alike only if their bytes are; equal ones may differ in it.
+        """A key that tensors of one dtype and shape share only if their bytes are equal; equal ones may differ in it.
 
         It is made of stored digests, and says something of the bytes when :meth:`check` has read them.
         """
-        found: list[tuple[Box, int, bytes]] = []
+        parts: list[tuple[Box, int, bytes]] = []
         for cell, file, entry in self._cells(name):
             first, last = file.blocks(entry.offset, entry.offset + entry.nbytes)
             digests = file.digests[first * DIGEST_NBYTES : (last + 1) * DIGEST_NBYTES]
-            found.append((cell, entry.offset - file.borders[first], digests))
-        return found
+            parts.append((cell, entry.offset - file.borders[first], digests))
+        return parts
 
     def check(self, names: Iterable[str]) -> None:
         """Read tensors and compare them with their digests, in little memory; raises like :meth:`read_boxes`."""
@@ -385,18 +382,18 @@ class CheckpointReader:
             for _, file, entry in self._cells(name):
                 ranges.setdefault(file, []).append(file.blocks(entry.offset, entry.offset + entry.nbytes))
         requests = [
-            ReadRequest(file, *blocks, sink=_drop) for file, found in ranges.items() for blocks in block_io.join(found)
+            ReadRequest(file, *blocks, sink=_drop) for file, each in ranges.items() for blocks in block_io.join(each)
         ]
         self.nbytes_read += block_io.read_blocks(self._access, requests, verify=True)
 
     def _cells(self, name: str) -> Iterator[tuple[Box, BlockFile, TensorEntry]]:
-        """The cells of a tensor, and where they are stored."""
+        """The cells of a tensor, and their places."""
         stored, _, cells = self._plan(name, None)
         self._open(owner for owner, _ in cells)
         return ((cell, *self._find(owner, stored, cell)) for owner, cell in cells)
 
     def _plan(self, name: str, box: Box | None) -> tuple[StoredTensor, Box, list[tuple[int, Box]]]:
-        """A tensor, the box wanted of it, and who has written the cells that hold some of that."""
+        """A tensor, the box to read, and the ranks that wrote its cells."""
         stored = self.entry(name)
         if box is None:
             box = regions.whole(stored.shape)

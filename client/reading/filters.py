@@ -1,4 +1,4 @@
-"""Patterns of FQNs: which names they choose, and which of them speak of nothing, as those do that are misspelt."""
+"""Patterns of FQNs: which names they choose, and which patterns match nothing because they are misspelt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
 def selector(include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> Callable[[str], bool]:
-    """Whether an FQN matches one of the patterns in ``include``, None for any, and none of those in ``exclude``.
+    """A function that says whether an FQN matches a pattern in ``include`` (None: any) and none in ``exclude``.
 
     What is below a name that matches, matches too.
     """
@@ -29,11 +29,11 @@ def selector(include: str | Sequence[str] | None, exclude: str | Sequence[str] |
 
 
 def listed(patterns: str | Sequence[str] | None, what: str) -> list[str] | None:
-    """Patterns as a list; ``InvalidArgumentError`` for what is none."""
+    """Patterns as a list; ``InvalidArgumentError`` for anything else."""
     if patterns is None:
         return None
-    found = cast("object", patterns)
-    items = [found] if isinstance(found, str) else list(cast("list[object]", found)) if _is_iterable(found) else [found]
+    given = cast("object", patterns)
+    items = [given] if isinstance(given, str) else list(cast("list[object]", given)) if _is_iterable(given) else [given]
     for item in items:
         if not isinstance(item, str):
             raise InvalidArgumentError(f"{what} takes patterns of names, not {brief(item)}")
@@ -41,26 +41,26 @@ def listed(patterns: str | Sequence[str] | None, what: str) -> list[str] | None:
 
 
 def subtrees(fqns: Iterable[str]) -> set[str]:
-    """Names, and the names that they are below."""
-    found: set[str] = set()
+    """The names and all their parents."""
+    nodes: set[str] = set()
     for fqn in fqns:
         end = len(fqn)
-        while end > 0 and fqn[:end] not in found:
-            found.add(fqn[:end])
+        while end > 0 and fqn[:end] not in nodes:
+            nodes.add(fqn[:end])
             end = fqn.rfind(".", 0, end)
-    return found
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a caller says of names in a checkpoint: a pattern, or an old name in a dict of new ones."""
+    """A pattern, or an old name in a ``rename`` dict."""
 
     kind: Literal["include", "exclude", "rename"]
     text: str
 
 
 def unmatched(patterns: Sequence[Pattern], fqns: Iterable[str]) -> list[Pattern]:
-    """Those that speak of none of these names."""
+    """The patterns that match none of these names."""
     if not patterns:
         return []
     known = subtrees(fqns)
@@ -73,17 +73,17 @@ def unmatched(patterns: Sequence[Pattern], fqns: Iterable[str]) -> list[Pattern]
 
 
 class Hints:
-    """What may have been meant by patterns that match nothing."""
+    """Suggestions for patterns that match nothing."""
 
     def __init__(self, fqns: Iterable[str], items: Sequence[str]) -> None:
-        """Among the names ``fqns``, what they are below, and the ``items`` at their top."""
+        """Suggest from ``fqns``, their parents, and the ``items`` at the top."""
         known = subtrees(fqns)
         self._items = ", ".join([*map(repr, items[:_SHOWN]), *(["..."] if len(items) > _SHOWN else [])])
         self._names = Names(known)
         self._patterns = Names(_NUMBER.sub(".*", fqn) for fqn in known)
 
     def line(self, pattern: Pattern) -> str:
-        """What is the matter with a pattern, and what is like it."""
+        """The problem with a pattern, and similar names."""
         names = self._patterns if "*" in pattern.text else self._names
         hint = names.hint(pattern.text) or f"; it has {self._items}"
         return f"{pattern.kind}: nothing in the checkpoint is called {pattern.text!r}{hint}"

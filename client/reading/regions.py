@@ -1,4 +1,4 @@
-"""Boxes of row-major tensors: which cells of a grid one meets, and which bytes of a cell hold it. Arithmetic only."""
+"""Boxes of row-major tensors: the cells of a grid that a box meets, and the bytes that hold it. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Shape = tuple[int, ...]
 
 
 def whole(shape: Shape) -> Box:
-    """All of a tensor."""
+    """The box of a whole tensor."""
     return (0,) * len(shape), shape
 
 
 def contains(shape: Shape, box: Box) -> bool:
-    """Whether ``box`` is one of a tensor of this shape."""
+    """Whether ``box`` lies in a tensor of this shape."""
     offsets, extents = box
     return len(shape) == len(offsets) == len(extents) and all(
         offset >= 0 <= extent and offset + extent <= limit
@@ -27,7 +27,7 @@ def contains(shape: Shape, box: Box) -> bool:
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """What two boxes have in common; None for nothing."""
+    """The intersection of two boxes; None if empty."""
     starts = tuple(map(max, first[0], second[0]))
     extents = tuple(
         min(a + length, b + other) - start for a, length, b, other, start in zip(*first, *second, starts, strict=True)
@@ -36,17 +36,17 @@ def intersect(first: Box, second: Box) -> Box | None:
 
 
 def within(box: Box, origin: Shape) -> Box:
-    """A box counted from ``origin``."""
+    """A box relative to ``origin``."""
     return tuple(offset - start for offset, start in zip(box[0], origin, strict=True)), box[1]
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
+    """A box as slices."""
     return tuple(slice(offset, offset + extent) for offset, extent in zip(*box, strict=True))
 
 
 def cells(layout: Layout, shape: Shape, box: Box) -> Iterator[tuple[int, Box]]:
-    """Owner, offsets and shape of each cell that meets a box with elements, found without a look at the others."""
+    """Owner, offsets and shape of each cell that meets a non-empty box, without looking at the others."""
     if layout.cuts is None:
         yield layout.owners[0], whole(shape)
         return
@@ -64,33 +64,33 @@ def cells(layout: Layout, shape: Shape, box: Box) -> Iterator[tuple[int, Box]]:
 
 
 def spans(shape: Shape, itemsize: int, box: Box, gap_nbytes: int) -> list[tuple[int, int]]:
-    """Where the bytes of a box with elements lie: ascending ranges, those less than ``gap_nbytes`` apart as one."""
-    found = [(0, itemsize)]
+    """The byte ranges of a non-empty box, ascending; gaps below ``gap_nbytes`` are bridged."""
+    ranges = [(0, itemsize)]
     stride = itemsize  # bytes from one index of a dimension to the next
     for extent, offset, count in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
-        start, base = found[0][0], offset * stride
-        if len(found) == 1 and start + stride - found[0][1] < gap_nbytes:
-            found = [(base + start, base + (count - 1) * stride + found[0][1])]
+        start, base = ranges[0][0], offset * stride
+        if len(ranges) == 1 and start + stride - ranges[0][1] < gap_nbytes:
+            ranges = [(base + start, base + (count - 1) * stride + ranges[0][1])]
         else:
             merged: list[tuple[int, int]] = []
-            for index, (begin, end) in itertools.product(range(count), found):
+            for index, (begin, end) in itertools.product(range(count), ranges):
                 begin, end = base + index * stride + begin, base + index * stride + end
                 if merged and begin - merged[-1][1] < gap_nbytes:
                     begin = merged.pop()[0]
                 merged.append((begin, end))
-            found = merged
+            ranges = merged
         stride *= extent
-    return found
+    return ranges
 
 
 def is_contiguous(shape: Shape, box: Box) -> bool:
-    """Whether the bytes of a box with elements lie side by side: it is all of each dimension behind one it cuts."""
+    """Whether the bytes of a non-empty box are contiguous: it spans each dimension after the first it cuts."""
     behind = itertools.dropwhile(lambda pair: pair[1] == 1, zip(shape, box[1], strict=True))
     return all(extent == count for extent, count in itertools.islice(behind, 1, None))
 
 
 def between(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Elements ``start`` to ``stop`` of a tensor as boxes, in order."""
+    """Elements ``start`` to ``stop`` of a tensor, as boxes in order."""
     if start >= stop:
         return
     if not shape:
@@ -112,7 +112,7 @@ def between(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def slabs(shape: Shape, limit: int) -> Iterator[Box]:
-    """A tensor cut into boxes of at most ``limit`` elements, in order, the bytes of each side by side."""
+    """A tensor cut into contiguous boxes of at most ``limit`` elements, in order."""
     inner = shape[1:]
     size = math.prod(inner)
     if not shape or size * shape[0] <= limit:

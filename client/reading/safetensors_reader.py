@@ -1,8 +1,7 @@
 """Reads plain safetensors weights, as Hugging Face's tools write them: one file, or a directory of files.
 
-It shows them as a checkpoint of one item. No digest vouches for their bytes: what can be checked is that headers are
-well formed, that they and the index agree, and that files are as long as they say. A file is opened when a tensor of it
-is wanted, and no code that the files bring is run.
+It shows them as a checkpoint of one item. There are no digests. Checked are headers, their agreement with the index,
+and file sizes. A file is opened when a tensor in it is wanted, and no code from the files is run.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class _File:
 
 @dataclass(slots=True)
 class _Unaligned(TensorRead):
-    """A box whose elements lie at odd addresses of the file, which they must not do in memory."""
+    """A box at an odd address in the file, which must be aligned in memory."""
 
     @property
     def stays(self) -> bool:
@@ -106,7 +105,7 @@ class SafetensorsReader:
     # What there is ---------------------------------------------------------------------------------------------
 
     def differing(self, fqn: str) -> tuple[int, ...]:
-        """Nobody: there are no ranks."""
+        """No ranks."""
         return ()
 
     def _survey(self) -> dict[str, str]:
@@ -122,12 +121,12 @@ class SafetensorsReader:
         if len(indices) > 1:
             raise InvalidArgumentError(f"{self.path} has {', '.join(indices[:5])}: name the one that is meant")
         if indices:
-            found = self._by_index(os.path.join(self.path, indices[0]))
-            if _WHOLE in files and os.path.join(self.path, _WHOLE) not in found.values():
+            paths = self._by_index(os.path.join(self.path, indices[0]))
+            if _WHOLE in files and os.path.join(self.path, _WHOLE) not in paths.values():
                 raise InvalidArgumentError(
                     f"{self.path} has {_WHOLE}, and {indices[0]}, which does not list it: name the one that is meant"
                 )
-            return found
+            return paths
         if _WHOLE in files and len(files) > 1:
             others = ", ".join(name for name in files if name != _WHOLE)
             logger.warning("of %s, %s is read, and not %s", self.path, _WHOLE, others)
@@ -135,7 +134,7 @@ class SafetensorsReader:
         return self._together([os.path.join(self.path, name) for name in files])
 
     def _by_index(self, path: str) -> dict[str, str]:
-        """What an index says, which lists for each tensor a file beside it."""
+        """The file of each tensor, by an index."""
         with block_io.reading(path):
             _, data = _read(path)
         self.nbytes_read += len(data)
@@ -150,27 +149,27 @@ class SafetensorsReader:
         return self._listed
 
     def _together(self, paths: Iterable[str]) -> dict[str, str]:
-        """Several files without an index."""
-        found: dict[str, str] = {}
+        """The file of each tensor, of several files without an index."""
+        path_of: dict[str, str] = {}
         for path in paths:
             for key in self._open(path).entries:
-                if key in found:
+                if key in path_of:
                     raise InvalidArgumentError(
-                        f"{found[key]} and {path} both have {key!r:.80}, and no index tells which counts: name one "
+                        f"{path_of[key]} and {path} both have {key!r:.80}, and no index tells which counts: name one "
                         "file, or put them together first if each has a part"
                     )
-                found[key] = path
-        return found
+                path_of[key] = path
+        return path_of
 
     def _open(self, path: str) -> _File:
         if path not in self._files:
             with block_io.reading(path):
-                self._files[path] = found = _open(path)
-            self.nbytes_read += found.header_nbytes
-            extra = [key for key in found.entries if key not in self._listed] if self._listed else []
+                self._files[path] = header = _open(path)
+            self.nbytes_read += header.header_nbytes
+            extra = [key for key in header.entries if key not in self._listed] if self._listed else []
             if extra:
-                told = "; ".join(few(extra, str, "are not listed"))
-                logger.warning("%s has what its index does not list, and that is not loaded: %s", path, told)
+                names = "; ".join(few(extra, str, "are not listed"))
+                logger.warning("%s has what its index does not list, and that is not loaded: %s", path, names)
         return self._files[path]
 
     def _find(self, name: str) -> tuple[_File, TensorEntry]:
@@ -231,7 +230,7 @@ class SafetensorsReader:
         return dict(zip(plans, gathering.tensors(), strict=True))
 
     def _open_again(self, path: str, flags: int) -> Descriptor:
-        """Open a file for its tensors; links are followed, as in Hugging Face's cache all files are links."""
+        """Open a file to read tensors, following links: in Hugging Face's cache all files are links."""
         file = Descriptor(path, flags & ~os.O_NOFOLLOW)
         if _identity(os.fstat(file.fileno())) != self._files[path].identity:
             raise OSError(errno.ESTALE, "another file has taken the place of the one that was opened", path)
@@ -242,7 +241,7 @@ class SafetensorsReader:
 
 
 def _read(path: str, *, header_only: bool = False) -> tuple[tuple[int, int, int], bytes]:
-    """The identity of a file, and all of it, or the header of a safetensors file."""
+    """The identity of a file, and its content, or the header of a safetensors file."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device may do something
         raise IntegrityError(f"{path}: not a file")
     with open(path, "rb", opener=_open_at_once) as file:
@@ -275,17 +274,17 @@ def _open(path: str) -> _File:
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int, int]:
-    """What tells a file from another one, its size last."""
+    """What distinguishes a file from another one; its size comes last."""
     return facts.st_dev, facts.st_ino, facts.st_size
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it is the name of a file, and not the way to one."""
+    """Whether a name is a file's name without a path."""
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name.encode()) <= _MAX_NAME_NBYTES
 
 
 def _with_blocks(path: str, entries: Iterable[TensorEntry]) -> BlockFile:
-    """A file in which each of these tensors begins a block, as large ones do in files of ours."""
+    """A file in which each of these tensors begins a block, as large ones do in sidesave's files."""
     ordered = sorted((entry for entry in entries if entry.nbytes), key=lambda entry: entry.offset)
     borders = array("Q", [0])
     for entry in ordered:

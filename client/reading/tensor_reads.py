@@ -1,7 +1,7 @@
-"""Boxes of tensors, gathered from the cells that hold them: which blocks of which files it takes, and where they go.
+"""Gathers boxes of tensors from the cells that hold them: which blocks to read, and where they go.
 
-What lies side by side in one cell is read to where it stays. All else is put together in memory of its own: from large
-cells while they are read, piece by piece; from small ones, which share blocks with others, when all is read.
+Contiguous bytes of one cell are read to their final place. Everything else is put together in memory of its own: large
+cells while they are read, piece by piece; small ones, which share blocks with others, once all is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HUGE_NBYTES: Final = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is wanted of one cell: ``box``, counted in the cell, which comes to stand at ``offsets``."""
+    """The wanted ``box`` of one cell, relative to the cell, which goes to ``offsets``."""
 
     file: BlockFile
     entry: TensorEntry
@@ -45,14 +45,14 @@ class Part:
         return self.box[1] == self.entry.shape
 
     def span(self, itemsize: int) -> tuple[int, int]:
-        """Where its first byte lies in the file, and where its last one ends."""
+        """The offsets in the file of its first byte and its end."""
         if self._is_whole:
             return self.entry.offset, self.entry.offset + self.entry.nbytes
         ((start, stop),) = regions.spans(self.entry.shape, itemsize, self.box, 1 << 63)
         return self.entry.offset + start, self.entry.offset + stop
 
     def block_ranges(self, itemsize: int) -> list[tuple[int, int]]:
-        """First and last of the blocks that hold it, range by range."""
+        """First and last block of each range that holds it."""
         if self._is_whole:
             return [self.file.blocks(*self.span(itemsize))]
         spans = regions.spans(self.entry.shape, itemsize, self.box, BLOCK_NBYTES)
@@ -62,7 +62,7 @@ class Part:
 
 @dataclass(slots=True)
 class TensorRead:
-    """A box of a tensor with all its parts; those of a box without elements are none."""
+    """A box of a tensor with all its parts; an empty box has none."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,23 +71,23 @@ class TensorRead:
 
     @property
     def stays(self) -> bool:
-        """Whether it is a tensor where it is read to."""
+        """Whether the tensor is used where it is read to."""
         return len(self.parts) == 1 and regions.is_contiguous(self.parts[0].entry.shape, self.parts[0].box)
 
     @property
     def nbytes(self) -> int:
-        """Of the box."""
+        """The size of the box."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def allocate(self) -> None:
-        """Take memory to put it together in."""
+        """Allocate memory to put it together in."""
         if self.nbytes >= _HUGE_NBYTES:
             self._target = torch.frombuffer(block_io.allocate(self.nbytes), dtype=torch.uint8)
         else:
             self._target = torch.empty(self.nbytes, dtype=torch.uint8)
 
     def put(self, part: Part, memory: memoryview, begin: int, start: int, stop: int) -> None:
-        """Copy what is wanted of bytes ``start`` to ``stop`` of a file; ``memory`` begins with that at ``begin``.
+        """Copy the wanted part of bytes ``start`` to ``stop`` of a file; ``memory`` begins with byte ``begin``.
 
         No element lies across these borders: of a large tensor they are those of blocks, which begin with it.
         """
@@ -115,27 +115,27 @@ class TensorRead:
 
 
 class Gathering:
-    """Boxes that are read together: :attr:`requests` says what of which files, and :meth:`tensors` are what comes.
+    """Boxes that are read together: :attr:`requests` are the reads, :meth:`tensors` the results.
 
     Each block is read once for all boxes that want some of it.
     """
 
     def __init__(self, boxes: Sequence[TensorRead], purpose: str) -> None:
-        """Take memory for them; ``HostMemoryError`` where there is not enough, which says the ``purpose``."""
+        """Allocate memory; ``HostMemoryError``, which names the ``purpose``, if there is not enough."""
         ranges: dict[BlockFile, list[tuple[int, int]]] = {}
         away: list[ReadRequest] = []
         stays = [box.stays for box in boxes]
         for box, it_stays in zip(boxes, stays, strict=True):
             for part in box.parts:
-                found = part.block_ranges(box.dtype.itemsize)
+                blocks = part.block_ranges(box.dtype.itemsize)
                 if it_stays or part.is_small:
-                    ranges.setdefault(part.file, []).extend(found)
+                    ranges.setdefault(part.file, []).extend(blocks)
                 else:
                     put = functools.partial(box.put, part)
-                    away += (ReadRequest(part.file, first, last, sink=put) for first, last in found)
+                    away += (ReadRequest(part.file, first, last, sink=put) for first, last in blocks)
         self._boxes = boxes
         self._homes = {
-            file: [ReadRequest(file, *found) for found in block_io.join(each)] for file, each in ranges.items()
+            file: [ReadRequest(file, *blocks) for blocks in block_io.join(each)] for file, each in ranges.items()
         }
         staying = [request for requests in self._homes.values() for request in requests]
         self._stays = stays
@@ -170,5 +170,5 @@ class Gathering:
 
 
 def _home(requests: list[ReadRequest], offset: int) -> ReadRequest:
-    """The one of a file's requests, in order, that holds a byte."""
+    """The one of a file's ordered requests that holds a byte."""
     return requests[bisect_right(requests, offset, key=lambda request: request.file.borders[request.first]) - 1]

@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is as it was written. Loads nothing."""
+"""Verifies every byte of a checkpoint against its digests. Loads nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sidesave.writer_daemon.storage import urls
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
         path: The checkpoint.

@@ -1,4 +1,4 @@
-"""A small file for other programs, replaced in one go: a reader sees the old content or the new one."""
+"""Replaces a small file for other programs atomically: a reader sees the old content or the new one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 
 
 def write_whole(path: str, data: bytes) -> None:
-    """Replace ``path``, readable for everybody; without fsync. Raises ``OSError``."""
+    """Replace ``path`` by a file that everybody may read; no fsync. Raises ``OSError``."""
     fd, temporary = tempfile.mkstemp(prefix=".sidesave-", dir=os.path.dirname(path) or ".")
     try:
         with os.fdopen(fd, "wb") as file:

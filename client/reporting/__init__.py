@@ -1,1 +1,1 @@
-"""What saves cost, for people and for monitoring."""
+"""The cost of saves, for people and for monitoring."""

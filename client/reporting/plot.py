@@ -1,4 +1,4 @@
-"""A picture of what saves cost over a run, from the log in its directory; matplotlib draws it."""
+"""A picture of the cost of saves over a run, from its log; drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _draw_lines(axes: Axes, records: list[SaveRecord], kinds: dict[str, _Time], 
 
 
 def _mark_losses(axes: Axes, records: list[SaveRecord]) -> None:
-    """A line down the whole picture for each save that came to nothing."""
+    """A vertical line for each failed or skipped save."""
     for outcomes, color in ((("failed", "removed", "unknown"), "tab:red"), (("skipped",), "tab:gray")):
         for number, record in enumerate([record for record in records if record.outcome in outcomes]):
             label = " or ".join(outcomes) if number == 0 else None
@@ -109,7 +109,7 @@ def _mark_losses(axes: Axes, records: list[SaveRecord]) -> None:
 
 
 def _mark_restarts(axes: Axes, records: list[SaveRecord]) -> None:
-    """A line down the whole picture where the first save of each later session is."""
+    """A vertical line at the first save of each later session."""
     seen = {records[0].session}
     for record in records:
         if record.session not in seen:

@@ -1,4 +1,4 @@
-"""Statistics of saves for Prometheus: as text, which needs no library, or through ``prometheus_client``'s registry."""
+"""Statistics of saves for Prometheus: as text, without a library, or through ``prometheus_client``'s registry."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class _Family:
 
 
 def prometheus_text(stats: SaveStats, labels: Labels | None = None) -> str:
-    """What ``stats`` tell, in Prometheus' text format 0.0.4.
+    """Statistics in Prometheus' text format 0.0.4.
 
     Args:
-        stats: Of one rank.
-        labels: Given to every sample, such as ``{"run": "exp1", "rank": "0"}``.
+        stats: Those of one rank.
+        labels: Added to every sample, such as ``{"run": "exp1", "rank": "0"}``.
 
     Raises:
-        InvalidArgumentError: A label's name is none that Prometheus takes.
+        InvalidArgumentError: Prometheus does not allow a label's name.
     """
     lines: list[str] = []
     for family in _families(stats.summary(), labels or {}):
@@ -57,20 +57,20 @@ def prometheus_text(stats: SaveStats, labels: Labels | None = None) -> str:
 
 
 def write_prometheus_file(path: str | os.PathLike[str], stats: SaveStats, labels: Labels | None = None) -> None:
-    """Replace the file ``path`` by what ``stats`` tell, for the textfile collector of ``node_exporter``.
+    """Replace the file ``path`` by statistics, for the textfile collector of ``node_exporter``.
 
-    Whoever reads it sees the old text or the new one, never half of it. The collector takes files ``*.prom`` of its
-    directory, so each rank needs a file of its own there.
+    A reader sees the old text or the new one. The collector reads files ``*.prom`` in its directory, so each rank needs
+    a file of its own there.
 
     Raises:
-        InvalidArgumentError: A label's name is none that Prometheus takes.
+        InvalidArgumentError: Prometheus does not allow a label's name.
         OSError: The file cannot be written.
     """
     write_whole(path_text(path), prometheus_text(stats, labels).encode())
 
 
 class Collector:
-    """Offers ``stats`` to a registry of ``prometheus_client``, which asks at each scrape: ``REGISTRY.register(it)``."""
+    """Offers ``stats`` to a registry of ``prometheus_client``, which collects at each scrape."""
 
     def __init__(self, stats: SaveStats, labels: Labels | None = None) -> None:
         """Collect from ``stats``; ``labels`` are given to every sample.
@@ -98,7 +98,7 @@ class Collector:
         (registry or REGISTRY).register(self)  # pyright: ignore[reportArgumentType] - it asks for nothing but collect()
 
     def collect(self) -> Iterable[Metric]:
-        """The families of metrics as they are now; called by the registry."""
+        """The current metrics; called by the registry."""
         for family in _families(self._stats.summary(), self._labels):
             metric = self._metric(family.name, family.help, family.kind)
             for suffix, labels, value in family.samples:

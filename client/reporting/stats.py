@@ -1,7 +1,7 @@
-"""What saves cost a run: the way of each from its call to its outcome, seen through its handle, and what that comes to.
+"""The cost of saves: each one's way from its call to its outcome, seen through its handle, and their totals.
 
-It only watches. Numbers are kept for the whole run, single saves for the last thousand of them; whoever wants to see
-each one gets a :class:`SaveEvent` when it has ended.
+It only watches. Totals are kept for the whole run, single saves for the last thousand. Callbacks get a
+:class:`SaveEvent` for each save that has ended.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class SaveEvent:
     ended_s: float
 
     def __str__(self) -> str:
-        """The line that is logged."""
         nbytes = self.nbytes if self.checkpoint_nbytes is None else self.checkpoint_nbytes
         facts = ["all slots were busy"] if self.outcome == "skipped" else [format_bytes(nbytes)] if nbytes else []
         for phase in PHASES:
@@ -79,10 +78,10 @@ class SaveEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Of a duration in seconds: how often it was measured, its sum and its largest value in the whole run.
+    """Durations in seconds: count, sum and maximum over the whole run.
 
-    ``median_s`` is of the last thousand saves; ``classes`` counts, in the whole run, the durations that are no longer
-    than each of :data:`BOUNDS_S`, and last those that are longer, each one once.
+    ``median_s`` is over the last thousand saves. ``classes`` counts, over the whole run, the durations up to each of
+    :data:`BOUNDS_S`, and last the longer ones, each once.
     """
 
     count: int
@@ -134,7 +133,6 @@ class SaveSummary:
         return getattr(self, phase)
 
     def __str__(self) -> str:
-        """One line."""
         counts = [f"{count:,} {outcome}" for outcome, count in self.counts.items() if count]
         text = f"{', '.join(counts) or 'no saves'}; {format_bytes(self.nbytes)}"
         text += f", stall {format_seconds(self.stall_s)} ({self.stall_share:.2%} of {format_seconds(self.wall_s)})"
@@ -144,13 +142,12 @@ class SaveSummary:
 class SaveStats:
     """Statistics over the saves of one rank. Thread-safe.
 
-    A save that ends writes one line to the log, at INFO level if it was committed or skipped and at WARNING level
-    otherwise, and is then handed to the ``callbacks``, one after another. They run in the thread that learns of the
-    outcome, which must not be held up for long, and in none of the training loop; what they raise is logged.
+    A save that ends is logged, at INFO level if committed or skipped, else at WARNING level, and then passed to the
+    ``callbacks`` in turn. They run in the thread that learns of the outcome, never in the training loop, and must not
+    hold it up. What they raise is logged.
     """
 
     def __init__(self, callbacks: Sequence[Callable[[SaveEvent], object]] = ()) -> None:
-        """Begin with no saves."""
         self.callbacks: list[Callable[[SaveEvent], object]] = list(callbacks)
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._began = time.monotonic()
@@ -188,16 +185,16 @@ class SaveStats:
         handle.staged.add_done_callback(lambda _: handle.committed.add_done_callback(ended))
 
     def refused(self, step: int, error: BaseException, called: float, returned: float) -> None:
-        """Take in a call of ``save()`` that has raised ``error``: a failed save, and time lost all the same."""
+        """Add a call of ``save()`` that raised ``error``: a failed save that took time all the same."""
         self._end(_event(SaveHandle(step, skipped=True), "failed", error, called, returned))
 
     def events(self) -> list[SaveEvent]:
-        """The last thousand saves that have ended, in the order of their ends."""
+        """The last thousand saves that have ended, in that order."""
         with self._lock:
             return list(self._events)
 
     def summary(self) -> SaveSummary:
-        """All saves so far, added up."""
+        """The totals of all saves so far."""
         with self._lock:
             events, wall_s = list(self._events), time.monotonic() - self._began
             measured = {phase: [s for e in events if (s := seconds_of(e, phase)) is not None] for phase in PHASES}
@@ -243,7 +240,7 @@ class SaveStats:
 def _event(
     handle: SaveHandle, outcome: SaveOutcome, error: BaseException | None, called: float, returned: float
 ) -> SaveEvent:
-    """What became of a save."""
+    """The event of a save that has ended."""
     now = time.monotonic()
     staged_s, written_s, committed_s = (
         None if future.reached is None else max(0.0, future.reached - called)
@@ -266,14 +263,14 @@ def _event(
 
 
 class _Durations:
-    """Durations of one kind, counted for the whole run."""
+    """Durations of one kind, over the whole run."""
 
     def __init__(self) -> None:
         self._classes = [0] * (len(BOUNDS_S) + 1)
         self._total_s = self._max_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One more."""
+        """Add a duration."""
         self._classes[bisect.bisect_left(BOUNDS_S, seconds)] += 1
         self._total_s += seconds
         self._max_s = max(self._max_s, seconds)
@@ -291,7 +288,7 @@ class _Durations:
 
 
 def seconds_of(event: SaveEvent, phase: str) -> float | None:
-    """How long a save took to the end of one of :data:`PHASES`."""
+    """The seconds from a save's call to the end of one of :data:`PHASES`."""
     return getattr(event, f"{phase}_s")
 
 

@@ -1,8 +1,7 @@
-"""A trace of saves beside training steps, as JSON that https://ui.perfetto.dev and chrome://tracing open.
+"""A trace of saves beside training steps, as JSON for https://ui.perfetto.dev and chrome://tracing.
 
-The tracks of one process, its rank: the training steps; the calls of ``save()``, in which training stands still; and
-below them the saves, each a bar from its call to its end in which staging, writing and commit follow each other. Saves
-that overlap in time lie on different tracks.
+The tracks of a process (its rank): training steps; calls of ``save()``, in which training stands still; and saves, each
+a bar from its call to its end, divided into staging, writing and commit. Saves that overlap get different tracks.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _PHASES: Final = (("staged", "staging"), ("written", "writing"), ("committed", "
 
 
 class Trace:
-    """Collects steps and saves; :meth:`write` and :meth:`close` make a file of them. Thread-safe.
+    """Collects steps and saves; :meth:`write` and :meth:`close` write them to a file. Thread-safe.
 
-    Give it to the statistics, which tell it of saves as they end: ``SaveStats(callbacks=[trace.save])``.
+    Pass it to the statistics, which report saves as they end: ``SaveStats(callbacks=[trace.save])``.
     """
 
     def __init__(
@@ -57,33 +56,32 @@ class Trace:
         self._closed = False
 
     def step(self, step: int, began: float, ended: float) -> None:
-        """A training step, by ``time.monotonic()``; after :meth:`close` it is left out."""
+        """Add a training step, by ``time.monotonic()``; ignored after :meth:`close`."""
         self._take(self._steps, (step, began, max(began, ended)))
 
     def save(self, event: SaveEvent) -> None:
-        """A save that has ended; after :meth:`close` it is left out."""
+        """Add a save that has ended; ignored after :meth:`close`."""
         self._take(self._saves, event)
 
     def write(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Write what there is so far, to another file if ``path`` is given; it can go on. Raises ``OSError``."""
+        """Write what there is so far, to ``path`` if given; collecting goes on. Raises ``OSError``."""
         body = json.dumps(self._body(), separators=(",", ":")).encode()
         write_whole(self._path if path is None else path_text(path), body)
 
     def close(self) -> None:
-        """Write the file and take in nothing more; idempotent. Raises ``OSError``."""
+        """Write the file and ignore later steps and saves; idempotent. Raises ``OSError``."""
         with self._lock:
             closed, self._closed = self._closed, True
         if not closed:
             self.write()
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close; what went wrong in training is in the trace as far as it came."""
+        """Close; a trace of failed training holds all until its end."""
         self.close()
 
     def _take(self, kept: collections.deque[Any], item: Any) -> None:
@@ -129,10 +127,10 @@ def _about(save: SaveEvent) -> dict[str, Any]:
 
 
 def _phases(save: SaveEvent) -> Iterator[tuple[str, float, float]]:
-    """Name, begin and end of what a save went through, one after the other, without gap or overlap.
+    """Name, begin and end of a save's phases, consecutive and without overlap.
 
-    What is written while it is copied may be reported durable a moment before it is reported staged. The phase in which
-    a save failed lasts until its failure.
+    A state that is written while it is copied may be reported durable a moment before it is reported staged. The phase
+    in which a save failed lasts until its failure.
     """
     began = 0.0
     for index, (phase, name) in enumerate(_PHASES):

@@ -1,4 +1,4 @@
-"""Which checkpoints a run directory holds, and which of them are ancestors of what is saved next."""
+"""Lists the checkpoints of a run directory, and the ancestors of what is saved next."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LOOKS: Final = 5
 
 
 def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | None = None) -> list[CheckpointInfo]:
-    """Every committed checkpoint of a run directory, as :func:`in_order` puts them; read afresh.
+    """Every committed checkpoint of a run directory, ordered by :func:`in_order`. Reads the disk.
 
     One whose manifest is damaged or gone, or of a newer format, is left out with a warning. A step that is being
     replaced at this moment is found under its old directory.
@@ -112,7 +112,7 @@ def _listed(
     refuse_newer: bool,
 ) -> list[CheckpointInfo]:
     """Those that can be read of directories' names and their steps."""
-    found: list[CheckpointInfo] = []
+    checkpoints: list[CheckpointInfo] = []
     for name, step in steps.items():
         path = os.path.join(directory, name)
         try:
@@ -130,14 +130,14 @@ def _listed(
             logger.warning("not listed: %s", error)
             continue
         if info.step == step:
-            found.append(dataclasses.replace(info, given_up=not rollbacks.order(info.sequence)[0]))
+            checkpoints.append(dataclasses.replace(info, given_up=not rollbacks.order(info.sequence)[0]))
         else:
             logger.warning("not listed: %s says that it is step %d", path, info.step)
-    return in_order(found)
+    return in_order(checkpoints)
 
 
 def in_order(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """By the order of their commits, but the latest last: one that the run has gone back to since."""
+    """Sort by commit, but the latest last: after a rollback, the checkpoint that the run went back to."""
     ordered = sorted(checkpoints, key=lambda info: info.sequence)
     if ordered:
         ordered.append(ordered.pop(ordered.index(max(ordered, key=lambda info: info.order))))
@@ -145,7 +145,7 @@ def in_order(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 
 def read_rollbacks(directory: str, *, strict: bool) -> Rollbacks:
-    """Where a run has gone back; if that cannot be known an error, or else a warning and nothing."""
+    """Where the run was rolled back. If unreadable: with ``strict`` an error, else a warning and nothing."""
     try:
         with contextlib.closing(PosixStorage(directory)) as storage:
             return rollback.read(storage)
@@ -157,7 +157,7 @@ def read_rollbacks(directory: str, *, strict: bool) -> Rollbacks:
 
 
 def has_leftovers(directory: str) -> bool:
-    """Whether something unfinished is there that recovery may make a checkpoint of; also when that cannot be told."""
+    """Whether there is something unfinished that recovery may commit; true also if that cannot be known."""
     try:
         hidden = [parse_hidden_directory(name) for name in os.listdir(directory)] if directory else []
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def has_leftovers(directory: str) -> bool:
 
 
 class Attempts:
-    """Attempts to read checkpoints from where they are, or their successors, when they are replaced meanwhile.
+    """Attempts to read checkpoints; if one is replaced meanwhile, its successor is read.
 
     ::
 
@@ -184,7 +184,7 @@ class Attempts:
     """
 
     def __init__(self, *paths: str, locate: Callable[[], str] | None = None) -> None:
-        """Of directories; ``locate`` says which one it is now, when there is none any more."""
+        """``locate`` gives the current directory if the one given is gone."""
         self._paths: tuple[str, ...] = paths
         self._locate = locate
         self._over = self.in_doubt = False
@@ -192,26 +192,24 @@ class Attempts:
         self._seen: list[tuple[str, object]] = []
 
     def read(self, read: Callable[[str], T]) -> T:
-        """What ``read`` returns of the only path."""
+        """Call ``read`` on the only path."""
         for attempt in self:
             with attempt as (place,):
                 return read(place)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def __iter__(self) -> Iterator[Attempts]:
-        """Itself, until an attempt counts."""
         while not self._over:
             yield self
 
     def __enter__(self) -> list[str]:
-        """Where the checkpoints are now."""
         self._over, self.in_doubt = True, False
         self._tries += 1
         self._seen = [_seen(path) for path in self._paths]
         return [place for place, _ in self._seen]
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Whether what was raised does not count."""
+        """Whether to suppress the error and try again."""
         if not (isinstance(error, (CheckpointError, OSError)) if error else self.in_doubt):
             return False
         if self._tries < _MAX_TRIES and [_seen(path) for path in self._paths] != self._seen:
@@ -224,13 +222,13 @@ class Attempts:
 
 
 def _seen(path: str) -> tuple[str, object]:
-    """Where a checkpoint is now, and which one it is."""
+    """The current path of a checkpoint, and its identity."""
     place = whereabouts(path)
     return place, identity(place)
 
 
 def whereabouts(path: str) -> str:
-    """Where a checkpoint is now: while it is being replaced, or if that was broken off, under a hidden name."""
+    """The current path of a checkpoint; a hidden name while it is being replaced, or if that was interrupted."""
     parent, name = os.path.split(path)
     step = step_of(name)
     if step is None or urls.is_url(path):
@@ -248,13 +246,13 @@ def whereabouts(path: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint by the name of its directory, also while that is being replaced; None of other names."""
+    """The step of a checkpoint by its directory's name, also while it is being replaced; None for other names."""
     hidden = parse_hidden_directory(name)
     return hidden[0] if hidden is not None and hidden[2] == "replaced" else parse_step_directory(name)
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """What tells a directory from another one of that name, and from itself while it is being removed."""
+    """What distinguishes a directory from another one of that name, and from itself while it is being removed."""
     try:
         facts = os.stat(path)
     except OSError:
@@ -263,7 +261,7 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def left_out(directory: str, checkpoints: Iterable[CheckpointInfo]) -> list[tuple[int, str]]:
-    """Step directories that are there and none of ``checkpoints``, damaged ones for instance: steps and paths."""
+    """Step directories that are not among ``checkpoints``, damaged ones for instance: steps and paths."""
     listed = {info.path for info in checkpoints}
     steps = ((parse_step_directory(name), os.path.join(directory, name)) for name in _names(directory))
     found = sorted((step, path) for step, path in steps if step is not None and path not in listed)
@@ -278,7 +276,7 @@ def _names(directory: str) -> list[str]:
 
 
 def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
-    """Raise ``IntegrityError`` when a directory that :func:`scan` had to leave out is of a later step than the newest.
+    """Raise ``IntegrityError`` if a directory that :func:`scan` left out has a later step than the newest.
 
     Its place in the order of commits is not known: taking an older checkpoint then has to be the caller's decision.
     """
@@ -295,7 +293,7 @@ def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> N
 
 
 def read_info(path: str, storage: ReadStorage | None = None) -> CheckpointInfo:
-    """Facts about the checkpoint in ``path``, from its manifest, whose digest is checked.
+    """Facts about the checkpoint in ``path``, from its verified manifest.
 
     ``storage`` is that of its run, where that is open.
     """
@@ -331,7 +329,7 @@ def has_manifest(url: str) -> bool:
 
 
 def lineage(checkpoints: Iterable[CheckpointInfo], newest: tuple[int, str] | None) -> set[int]:
-    """The steps that ``newest`` (step, session) descends from, itself included.
+    """The steps that ``newest`` (step, session) descends from, and its own.
 
     What a session has saved before, after it was resumed from the same parent, is an ancestor; going back within a
     session makes another parent. Then the chain goes on at the parent.

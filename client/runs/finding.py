@@ -1,4 +1,4 @@
-"""Which checkpoints are where, and which one a path or a step means; without torch, and nothing unfinished is shown."""
+"""Finds checkpoints, and the one that a path or a step means. Needs no torch, and shows nothing unfinished."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOTHING: Final = (*NO_SUCH_FILE, errno.ENAMETOOLONG)
 
 
 def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[CheckpointInfo]:
-    """Every committed checkpoint of a run directory, in the order of their commits; of a checkpoint only itself.
+    """Every committed checkpoint of a run directory, in commit order; for a checkpoint, itself alone.
 
     The last is the latest, also where that is an earlier one, to which the run has gone back since.
 
@@ -71,12 +71,12 @@ def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
 
 
 def latest(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointInfo | None:
-    """The checkpoint of a run directory that was committed last; None where there is none. See :func:`find`.
+    """The latest checkpoint of a run directory, by commit; None if there is none. See :func:`find`.
 
     It is not the one of the highest step where the run has gone back.
     """
-    found = find(path, storage_options=storage_options)
-    return found[-1] if found else None
+    checkpoints = find(path, storage_options=storage_options)
+    return checkpoints[-1] if checkpoints else None
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -93,7 +93,7 @@ def contains_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
-    """The directory of one checkpoint: ``path`` itself, or of the run in ``path`` that of ``step``, or the latest.
+    """The directory of one checkpoint: ``path`` itself, or in the run ``path`` that of ``step``, or the latest.
 
     One that is damaged is located all the same when it is ``path`` or ``step``: who reads it tells what is wrong.
 
@@ -108,8 +108,8 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
     if is_single(place):
         if not _is_there(place):
             run, name = os.path.split(place)
-            found = find(run)
-            raise not_found(run if found else place, found, catalog.step_of(name))
+            checkpoints = find(run)
+            raise not_found(run if checkpoints else place, checkpoints, catalog.step_of(name))
         if step is not None and (other := _told_step(place)) not in (None, step):
             raise InvalidArgumentError(f"{place} is the checkpoint of step {other}, and not of step {step}")
         return place
@@ -120,15 +120,15 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> str:
         if not _is_there(one, ask=True) or _told_step(one) not in (None, step):
             raise not_found(place, catalog.scan(place), step)
         return one
-    found = catalog.scan(place, refuse_newer=True)
-    catalog.refuse_newer_damaged(place, found)
-    if not found:
+    checkpoints = catalog.scan(place, refuse_newer=True)
+    catalog.refuse_newer_damaged(place, checkpoints)
+    if not checkpoints:
         raise not_found(place)
-    return found[-1].path
+    return checkpoints[-1].path
 
 
 def locate_run(path: str | os.PathLike[str], *, urls_too: bool = False) -> str:
-    """A run directory, or with ``urls_too`` perhaps the URL of one.
+    """The absolute path of a run directory.
 
     Raises:
         InvalidArgumentError: ``path`` is one checkpoint, or a URL.
@@ -143,7 +143,7 @@ def locate_run(path: str | os.PathLike[str], *, urls_too: bool = False) -> str:
 
 
 def is_single(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is one checkpoint, be it whole, damaged or gone, and no run directory."""
+    """Whether ``path`` is one checkpoint, whole, damaged or gone, and no run directory."""
     place = place_of(path)
     name = os.path.basename(place)
     if urls.is_url(place):
@@ -170,11 +170,13 @@ def attempts(path: str | os.PathLike[str]) -> catalog.Attempts:
     return catalog.Attempts(locate(path), locate=lambda: locate(path))
 
 
-def not_found(place: str, found: Sequence[CheckpointInfo] = (), step: int | None = None) -> CheckpointNotFoundError:
-    """The error for a ``step``, or for any checkpoint at all, that is not in ``place``, where ``found`` is."""
-    if step is None or not found:
+def not_found(
+    place: str, checkpoints: Sequence[CheckpointInfo] = (), step: int | None = None
+) -> CheckpointNotFoundError:
+    """The error for a ``step``, or any checkpoint, that ``place`` has not; ``checkpoints`` are those it has."""
+    if step is None or not checkpoints:
         return CheckpointNotFoundError(errno.ENOENT, f"there is no checkpoint: {describe_path(place)}", place)
-    return CheckpointNotFoundError(errno.ENOENT, no_such_step(step, {info.step for info in found}), place)
+    return CheckpointNotFoundError(errno.ENOENT, no_such_step(step, {info.step for info in checkpoints}), place)
 
 
 def _is_there(path: str, *, ask: bool = False) -> bool:
@@ -185,7 +187,7 @@ def _is_there(path: str, *, ask: bool = False) -> bool:
 
 
 def _told_step(path: str) -> int | None:
-    """The step that a checkpoint says it is of; None where that cannot be read."""
+    """The step in a checkpoint's manifest; None if it cannot be read."""
     try:
         return catalog.Attempts(path).read(catalog.read_info).step
     except CheckpointError:
@@ -193,7 +195,7 @@ def _told_step(path: str) -> int | None:
 
 
 def locate_weights(path: str | os.PathLike[str]) -> str:
-    """Where plain safetensors weights are, which are read from no URL: ``path`` itself, a file or a directory of them.
+    """The path of plain safetensors weights: a file, or a directory of them.
 
     Links are not followed, for in Hugging Face's cache it is the link that has a name.
 
@@ -214,7 +216,7 @@ def locate_weights(path: str | os.PathLike[str]) -> str:
 
 
 def are_weights(path: str | os.PathLike[str]) -> bool:
-    """Whether there are safetensors weights of others at ``path``: a file, an index of files, a directory of them."""
+    """Whether ``path`` has foreign safetensors weights: a file, an index of files, or a directory of them."""
     if urls.is_url(os.fspath(path)):
         return False
     place = os.path.abspath(path_text(path))
@@ -228,7 +230,7 @@ def are_weights(path: str | os.PathLike[str]) -> bool:
 
 
 def _hold_weights(names: Iterable[str]) -> bool:
-    """Whether a directory with these names holds weights, and is none of ours, whole or damaged."""
+    """Whether a directory with these names holds weights, and no checkpoint of ours."""
     if any(
         _OURS.fullmatch(name) or name.startswith(".sidesave.") or parse_step_directory(name) is not None
         for name in names
@@ -238,7 +240,7 @@ def _hold_weights(names: Iterable[str]) -> bool:
 
 
 def describe_path(path: str) -> str:
-    """What is at a path where there is no checkpoint, as the end of a sentence that says what to do about it."""
+    """What is at a path instead of a checkpoint, as the end of a sentence that says what to do."""
     if urls.is_url(path):
         return "there is no manifest.json at this URL, nor one that counts in a step-XXXXXXXX below it"
     if not os.path.lexists(path):
@@ -281,7 +283,7 @@ def _what_directory(path: str, names: list[str]) -> str:
 
 
 def resolved(path: str | os.PathLike[str]) -> str:
-    """A path as text, without symbolic links."""
+    """A path as text, with symbolic links resolved."""
     return os.path.realpath(path_text(path))
 
 
@@ -292,7 +294,7 @@ def place_of(path: str | os.PathLike[str]) -> str:
 
 
 def _info(place: str) -> CheckpointInfo | None:
-    """Facts about the checkpoint in ``place``; None where there is none that is committed and can be read."""
+    """Facts about the checkpoint in ``place``; None if none is committed and readable."""
     name = os.path.basename(place)
     if not name or _is_unfinished(name):
         return None

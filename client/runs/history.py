@@ -1,4 +1,4 @@
-"""What happened to every save of a run: what its log tells and this process knows, set right by what is on disk."""
+"""The outcome of every save of a run: from its log and this process, corrected by what is on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNFINISHED: Final = ("partial", "salvage-")
 
 
 def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
-    """What became of the saves of a run directory, in the order of their calls; reads no tensor and needs no daemon.
+    """The outcome of every save of a run directory, in call order. Reads no tensor and needs no daemon.
 
     The log that this comes from is bounded, so the oldest are missing in a long run. An outcome that nobody was left to
     tell is looked up: a save is ``"committed"`` when its checkpoint is there, ``"failed"`` when its session is over and
@@ -37,7 +37,7 @@ def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
 
 
 def settled(directory: str, record: SaveRecord, fallback_directory: str = "") -> SaveRecord:
-    """``record``, corrected by what is in the run directory, or the fallback directory, where nobody else can tell."""
+    """``record``, corrected by the run or fallback directory if nobody else knows the outcome."""
     if record.outcome in ("committed", "recovered", "skipped") or record.sequence is None:
         return record
     is_open = record.outcome in ("saving", "unknown")
@@ -61,8 +61,8 @@ def settled(directory: str, record: SaveRecord, fallback_directory: str = "") ->
         with contextlib.suppress(SidesaveError, OSError):
             info = catalog.read_info(path)
             if (info.session, info.sequence) == (record.session, record.sequence):
-                found = replace(record, outcome="committed", nbytes=info.nbytes, path=path)
-                return replace(found, error=None, message=None, errno=None)
+                committed = replace(record, outcome="committed", nbytes=info.nbytes, path=path)
+                return replace(committed, error=None, message=None, errno=None)
     if live or not is_open:
         return record
     if pending or live is None:
@@ -71,7 +71,7 @@ def settled(directory: str, record: SaveRecord, fallback_directory: str = "") ->
 
 
 def _has_leftover(directory: str, record: SaveRecord) -> bool:
-    """Whether something is there that may become the checkpoint of this save."""
+    """Whether there is something that may become the checkpoint of this save."""
     try:
         hidden = map(parse_hidden_directory, os.listdir(directory))
     except OSError:
@@ -83,7 +83,7 @@ def _has_leftover(directory: str, record: SaveRecord) -> bool:
 
 
 def is_live(directory: str, session: str) -> bool | None:
-    """Whether a daemon still serves this session here; None when that cannot be told from this machine."""
+    """Whether a daemon of this machine still serves this session; None if this machine cannot know."""
     try:
         with contextlib.closing(PosixStorage(directory)) as storage:
             view = lease.Observer(storage).look()
@@ -94,7 +94,7 @@ def is_live(directory: str, session: str) -> bool | None:
 
 
 def in_order(records: list[SaveRecord]) -> list[SaveRecord]:
-    """By the time of the call; one that is not known keeps its place behind the one before it."""
+    """Sort by the time of the call; an unknown one stays behind the one before it."""
     times: list[float] = []
     for record in records:
         times.append(record.called_s if record.called_s is not None else times[-1] if times else 0.0)

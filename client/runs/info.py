@@ -39,7 +39,7 @@ class CheckpointInfo:
         return not self.given_up, self.sequence
 
     def to_json(self) -> list[Any]:
-        """For another rank, which may see the run directory under another path."""
+        """The JSON form for another rank, which may see the run directory under another path."""
         return [
             self.step,
             os.path.basename(self.path),
@@ -54,12 +54,12 @@ class CheckpointInfo:
 
     @classmethod
     def from_json(cls, body: list[Any], directory: str) -> CheckpointInfo:
-        """What another rank has told, of a run that this one finds in ``directory``."""
+        """The checkpoint that another rank sent, of a run that is in ``directory`` on this one."""
         step, name, nbytes, session, sequence, parent, created_s, metadata, given_up = body
         path = os.path.join(directory, name)
         parent = None if parent is None else tuple(parent)
         return cls(step, path, nbytes, session, sequence, parent, created_s, metadata, given_up)
 
     def __fspath__(self) -> str:
-        """The directory: an info can be given wherever a path is expected."""
+        """The directory, so that an info can be passed as a path."""
         return self.path

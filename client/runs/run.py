@@ -1,4 +1,4 @@
-"""The checkpoints of one run as this process sees them, in its directory and in its fallback directories."""
+"""The checkpoints of one run, in its directory and in its fallback directories."""
 
 from __future__ import annotations
 
@@ -21,57 +21,57 @@ logger = logging.getLogger(__name__)
 
 
 class Run:
-    """Where the checkpoints of a run are, and which of them a step means."""
+    """Knows the directories of a run, and which checkpoint a step means."""
 
     def __init__(self, directory: str, fallback: str) -> None:
-        """Look at nothing yet; an empty ``fallback`` is none."""
+        """Read nothing yet; an empty ``fallback`` is none."""
         self.directory = directory
         self._fallback = fallback
         self._elsewhere: list[str] = []  # fallback directories of earlier sessions
         self._lost: list[str] = []  # those that are not there
 
     def remember_fallbacks(self) -> None:
-        """Take down this session's fallback directory, and learn of those of earlier ones."""
+        """Note this session's fallback directory, and read those of earlier sessions."""
         self._elsewhere, self._lost = fallbacks.remember(self.directory, self._fallback)
 
     def has_leftovers_elsewhere(self) -> bool:
-        """Whether something unfinished is in a fallback directory, which the daemon recovers when it first needs it."""
+        """Whether a fallback directory has something unfinished, which the daemon recovers on first use."""
         return any(map(catalog.has_leftovers, [self._fallback, *self._elsewhere]))
 
-    def tell_elsewhere(self, found: list[CheckpointInfo], *, alone: bool) -> None:
-        """Say what an earlier session has left in a fallback directory that this one was not given.
+    def tell_elsewhere(self, checkpoints: list[CheckpointInfo], *, alone: bool) -> None:
+        """Warn of checkpoints in fallback directories of earlier sessions that this one was not given.
 
         Several ranks do not look there: for them that is an ``InvalidArgumentError``.
         """
         for place in self._lost:
             logger.warning("%s", self._lost_text(place))
         for place in self._elsewhere:
-            there = [info for info in found if os.path.dirname(info.path) == place]
-            if there and not alone:
+            lost = [info for info in checkpoints if os.path.dirname(info.path) == place]
+            if lost and not alone:
                 raise InvalidArgumentError(
-                    f"the run has steps {_steps(there)} in {place}, the fallback directory of a session of one rank, "
+                    f"the run has steps {_steps(lost)} in {place}, the fallback directory of a session of one rank, "
                     f"where several ranks do not look: move them to {self.directory}, and remove {place}"
                 )
-            if there:
+            if lost:
                 logger.warning(
                     "the run has steps %s in %s, the fallback directory of an earlier session: they are loaded like "
                     "the rest; pass fallback_directory to save and delete there as well",
-                    _steps(there),
+                    _steps(lost),
                     place,
                 )
 
     def scan(self, *, refuse_newer: bool = False) -> list[CheckpointInfo]:
         """The checkpoints of all directories, the latest last; see :func:`catalog.scan`."""
         rollbacks = catalog.read_rollbacks(self.directory, strict=refuse_newer)
-        found = catalog.scan(self.directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
+        checkpoints = catalog.scan(self.directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
         for directory in self._directories()[1:]:
-            known = {(info.session, info.sequence) for info in found}
+            known = {(info.session, info.sequence) for info in checkpoints}
             further = catalog.scan(directory, refuse_newer=refuse_newer, rollbacks=rollbacks)
-            found += [info for info in further if (info.session, info.sequence) not in known]
-        return catalog.in_order(found)
+            checkpoints += [info for info in further if (info.session, info.sequence) not in known]
+        return catalog.in_order(checkpoints)
 
     def read(self, step: int, session: str) -> CheckpointInfo:
-        """The checkpoint that ``session`` has saved as ``step``, as it stands there now.
+        """The current checkpoint that ``session`` saved as ``step``.
 
         Raises:
             CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
@@ -84,7 +84,7 @@ class Run:
         raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", self.directory)
 
     def meant(self, which: int | str | os.PathLike[str] | None) -> tuple[int | None, str]:
-        """The step that is meant, None for the latest; and the directory where it is, empty for any of the run's.
+        """The step that is meant, None for the latest; and its directory, empty for any of the run's.
 
         Raises:
             InvalidArgumentError: It is neither a step nor a path, or a checkpoint of another run.
@@ -95,24 +95,24 @@ class Run:
         place = finding.resolved(which)
         if _are_one(place, self.directory):
             return None, ""
-        found = self._own(place) or self._own(finding.locate(place))
-        if found is None:
+        info = self._own(place) or self._own(finding.locate(place))
+        if info is None:
             raise InvalidArgumentError(
                 f"{place} is no checkpoint of this run, which is {self.directory}, and what is saved next would not "
                 "descend from it: load it with sidesave.load(path, into=...), or begin a new run with "
                 "CheckpointManager.restore(sources=Source(path))"
             )
-        return found
+        return info
 
     def _own(self, place: str) -> tuple[int, str] | None:
-        """Step and directory of what has the path of a checkpoint of this run."""
+        """Step and directory if ``place`` is the path of a checkpoint of this run."""
         parent, name = os.path.split(place)
         step = catalog.step_of(name)
-        mine = [directory for directory in self._directories() if _are_one(parent, directory)]
-        return (step, mine[0]) if step is not None and mine else None
+        parents = [directory for directory in self._directories() if _are_one(parent, directory)]
+        return (step, parents[0]) if step is not None and parents else None
 
     def refuse_damaged(self, step: int | None, checkpoints: list[CheckpointInfo]) -> None:
-        """Raise what is wrong with what is here in the place of ``step``, or of one newer than all ``checkpoints``."""
+        """Raise the problem with a damaged ``step``, or with one newer than all ``checkpoints``."""
         if step is None:
             if self._lost:
                 raise IntegrityError(self._lost_text(self._lost[0]))
@@ -129,7 +129,7 @@ class Run:
     def choose(
         self, step: int | None, checkpoints: list[CheckpointInfo], *, within: str, fallback: bool, in_parts: bool
     ) -> list[CheckpointInfo]:
-        """What to try to load for ``step``, or None for the latest: best first, one alone without ``fallback``.
+        """The checkpoints to try for ``step``, None for the latest: best first; only one without ``fallback``.
 
         The ``step`` has to be in the directory ``within``, unless that is empty. With ``in_parts`` every node keeps its
         own part, and ``checkpoints`` are those of which all nodes have theirs.
@@ -158,7 +158,7 @@ class Run:
         return [best, *older] if fallback else [best]
 
     def give_up_after(self, info: CheckpointInfo, last: int, session: str) -> None:
-        """Write down that the run goes on from ``info``: what was saved after it, up to ``last``, is given up.
+        """Write down that the run continues from ``info``, and that later saves, up to ``last``, are given up.
 
         Raises:
             DirectoryInUseError: The run is not ``session``'s any more.
@@ -176,12 +176,12 @@ class Run:
         logger.warning("the run goes on from step %d: what was saved after it is given up", info.step)
 
     def _directories(self) -> list[str]:
-        """Where the checkpoints are."""
+        """The directories that hold checkpoints."""
         further = filter(os.path.isdir, [self._fallback, *self._elsewhere])
         return [self.directory, *further]
 
     def _left_out(self, step: int, checkpoints: Iterable[CheckpointInfo]) -> list[str]:
-        """The directories that have the name of a step, and are none of ``checkpoints``."""
+        """The directories with the name of a step that are not among ``checkpoints``."""
         pairs = (pair for directory in self._directories() for pair in catalog.left_out(directory, checkpoints))
         return [path for number, path in pairs if number == step]
 

@@ -1,4 +1,4 @@
-"""The files by which other processes ask a run for a save, and who looks for them.
+"""The files by which other processes ask a run for a save, and the thread that looks for them.
 
 A session that listens says so, by a file with its name. Requests end with the session that they were made for.
 """
@@ -27,7 +27,7 @@ _PERIOD_S: Final = 1.0
 
 
 def request_save(directory: str | os.PathLike[str], *, stop: bool = False, session: str = "") -> str:
-    """Ask the run in ``directory`` for a save at its next step, from any process; returns the file that says so.
+    """Ask the run in ``directory`` for a save at its next step, from any process; returns the request's file.
 
     With ``stop`` the loop is asked to end there as well (``manager.stopping``). A run with the policy
     :class:`OnRequest` removes the file when it has seen it, within about a second. The request ends with the session
@@ -45,12 +45,12 @@ def request_save(directory: str | os.PathLike[str], *, stop: bool = False, sessi
 
 
 def listen(directory: str, session: str) -> None:
-    """Say that a session of the run in ``directory`` listens to requests; ``WriteError`` where that cannot be said."""
+    """Announce that a session listens to requests; raises ``WriteError``."""
     replace_file(os.path.join(directory, LISTENING), session.encode(), "cannot say that requests are listened to")
 
 
 def listens(directory: str, session: str) -> bool:
-    """Whether a session has said so."""
+    """Whether a session listens to requests."""
     try:
         return (Path(directory) / LISTENING).read_bytes() == session.encode()
     except OSError:
@@ -58,17 +58,17 @@ def listens(directory: str, session: str) -> bool:
 
 
 def forget_requests(directory: str) -> None:
-    """Remove what was asked of earlier sessions; for who holds the directory."""
+    """Remove requests to earlier sessions; for the holder of the directory."""
     for name in (LISTENING, TRIGGER, STOP, TRIGGER + _SEEN, STOP + _SEEN):
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(directory, name))
 
 
 class TriggerWatch:
-    """A thread that removes a file when it is there, once a second, and tells of it."""
+    """A thread that looks for request files once a second, removes them and reports them."""
 
     def __init__(self, directory: str, session: str, on_save: Callable[[], None], on_stop: Callable[[], None]) -> None:
-        """Start to look for requests to ``session`` for a save, and for such as are to be the last."""
+        """Start to look for requests to ``session``: for a save, and for a last one."""
         self._directory, self._session = directory, session
         self._answers = {os.path.join(directory, TRIGGER): on_save, os.path.join(directory, STOP): on_stop}
         self._complained = False
@@ -106,7 +106,7 @@ class TriggerWatch:
         answer()
 
     def close(self) -> None:
-        """Stop looking, and say so; idempotent."""
+        """Stop, and withdraw the announcement; idempotent."""
         self._end.set()
         self._thread.join(2 * _PERIOD_S)
         forget_requests(self._directory)

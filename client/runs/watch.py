@@ -1,7 +1,7 @@
-"""For programs beside a run, evaluators for instance: waiting for its checkpoints, and keeping the one in use.
+"""For programs beside a run, such as evaluators: wait for checkpoints, and keep the one in use.
 
-What holds a checkpoint is a lock of this process, so nothing is left behind whatever becomes of it. Nothing is written,
-and neither a daemon nor torch is needed.
+A checkpoint is held by a lock of this process, so nothing is left behind if it dies. Nothing is written, and neither a
+daemon nor torch is needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def watch(
     timeout_s: float | None = None,
     poll_s: float = 1.0,
 ) -> Iterator[CheckpointInfo]:
-    """Wait for the checkpoints of a run, in any process, and give each once it is committed.
+    """Wait for the checkpoints of a run, in any process, and yield each once it is committed.
 
     ::
 
@@ -96,7 +96,7 @@ def _await_newer(run: str, last: CheckpointInfo | None, timeout_s: float, poll_s
 
 
 def _entries(run: str) -> frozenset[tuple[str, int]]:
-    """Names in a run directory, and what tells a directory from the one that had its name before."""
+    """Names in a run directory, with the identities of the directories."""
     try:
         with os.scandir(run) as entries:
             return frozenset((entry.name, entry.inode()) for entry in entries)
@@ -116,7 +116,7 @@ def _is_newer(info: CheckpointInfo, last: CheckpointInfo) -> bool:
 
 @contextlib.contextmanager
 def hold(checkpoint: str | os.PathLike[str]) -> Generator[CheckpointInfo]:
-    """Keep a checkpoint during the ``with`` block, and give what is kept.
+    """Keep a checkpoint during the ``with`` block; yields what is kept.
 
     The retention of a run spares it as long, be it of any process and user of this machine; reading it is all that has
     to be allowed here. It stays readable, if not under its name, when somebody calls ``Checkpointer.delete`` for it. A

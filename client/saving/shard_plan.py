@@ -140,7 +140,7 @@ class ShardPlanner:
         """Say once, on one rank, what is compared, for it need not be."""
         if found.unshared_table is None or self._rank or self._told:
             return
-        own, undeclared = found.unshared_table.own.tensors, list(found.unshared_table.apart)
+        own, undeclared = found.unshared_table.own.tensors, list(found.unshared_table.compared)
         nbytes = sum(math.prod(own[fqn].shape) * DTYPES[own[fqn].dtype].itemsize for fqn in undeclared)
         if nbytes < _TOLD_FROM_NBYTES:
             return
@@ -210,7 +210,7 @@ class ShardPlanner:
         unshared_table = None
         if to_compare:
             part = self._part(without, unshared_own, flat.grids)
-            unshared_table = dataclasses.replace(part, apart=dict.fromkeys(to_compare, ""))
+            unshared_table = dataclasses.replace(part, compared=dict.fromkeys(to_compare, ""))
         return _Layout(
             grids=tuple(flat.grids.values()),
             pieces=pieces,

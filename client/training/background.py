@@ -1,4 +1,4 @@
-"""What works beside training for a manager, and is ended with it: deletions, requests, agreements of ranks."""
+"""A manager's work beside training: deletions, requests from outside, agreement of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sidesave.client.checkpointer import Checkpointer
@@ -25,15 +25,14 @@ AGREE_TO_END_S: Final = 30.0
 
 
 class Background:
-    """What a manager starts where its policies need it.
+    """The threads of a manager, as far as its policies need them.
 
     Attributes:
-        retention: Deletes and names checkpoints, if anything is to be.
-        trigger: Looks for what other programs ask for, if the policies allow it.
+        retention: Deletes and names checkpoints; None if there is nothing to delete or name.
+        trigger: Looks for requests of other programs; None without :class:`OnRequest`.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        """Start nothing yet."""
         self._schedule = schedule
         self.retention: Retention | None = None
         self.trigger: TriggerWatch | None = None
@@ -49,9 +48,9 @@ class Background:
         *,
         random_state: bool,
     ) -> None:
-        """Start what there is a need for; where this raises, :meth:`stop` has to follow.
+        """Check that ranks have the same policies and can save the state, then start what is needed.
 
-        Ranks must have been given the same, and the state must be one that can be saved.
+        If this raises, call :meth:`stop`.
         """
         session = saver_of(checkpointer).session
         if session.world.size > 1:
@@ -62,8 +61,8 @@ class Background:
             saver_of(checkpointer).submission.check(state)
         if isinstance(session.node, NodeWorld) and any(isinstance(policy, KeepEveryMinutes) for policy in keep):
             raise InvalidArgumentError(
-                "nodes that keep their own parts have to delete the same steps, and their clocks differ: "
-                "KeepEveryMinutes cannot be combined with node_local=True; take KeepEverySteps"
+                "KeepEveryMinutes cannot be combined with node_local=True: all nodes have to delete the same steps, "
+                "and their clocks differ; take KeepEverySteps"
             )
         self._schedule.start(session.world)
         if session.node.rank:
@@ -83,28 +82,25 @@ class Background:
             )
 
     def stop(self, timeout_s: float, checkpointer: Checkpointer | None) -> None:
-        """End all of it and close the checkpointer, waiting for saves and deletions for that long.
+        """Stop everything and close the checkpointer, waiting up to ``timeout_s`` for saves and deletions.
 
-        Raises what saves have failed of.
+        Raises the error of a failed save.
         """
-        ends: list[Callable[[], object]] = []
-        if self.trigger is not None:
-            ends.append(self.trigger.close)
         retention = self.retention
-        ends.append(lambda: self._schedule.finish(min(timeout_s, AGREE_TO_END_S), failing=False))
-        if checkpointer is not None and not saver_of(checkpointer).session.closed:
-            if retention is not None:
-                ends.append(lambda: checkpointer.wait(timeout_s))
-                ends.append(lambda: retention.close(min(timeout_s, AGREE_TO_END_S)))
-            ends.append(lambda: checkpointer.close(timeout_s))
-        ends.append(self._schedule.close)
-        with contextlib.ExitStack() as stack:
-            for end in reversed(ends):
-                stack.callback(end)
+        with contextlib.ExitStack() as stack:  # the last one pushed runs first
+            stack.callback(self._schedule.close)
+            if checkpointer is not None and not saver_of(checkpointer).session.closed:
+                stack.callback(checkpointer.close, timeout_s)
+                if retention is not None:
+                    stack.callback(retention.close, min(timeout_s, AGREE_TO_END_S))
+                    stack.callback(checkpointer.wait, timeout_s)
+            stack.callback(self._schedule.finish, min(timeout_s, AGREE_TO_END_S), failing=False)
+            if self.trigger is not None:
+                stack.callback(self.trigger.close)
 
 
 def end_dropped(pid: int, schedule: Schedule, trigger: TriggerWatch | None) -> None:
-    """End what a manager that was dropped without ``close()`` has left; its checkpointer does the same for itself."""
+    """Stop the threads of a manager that was dropped without ``close()``; its checkpointer closes itself."""
     if pid != os.getpid():
         return
 
@@ -118,6 +114,6 @@ def end_dropped(pid: int, schedule: Schedule, trigger: TriggerWatch | None) -> N
 
 
 def _name(policy: object) -> str:
-    """What ranks compare of a policy."""
+    """The text by which ranks compare a policy."""
     known = dataclasses.is_dataclass(policy)
     return repr(policy) if known else f"{type(policy).__module__}.{type(policy).__qualname__}"

@@ -1,7 +1,7 @@
-"""How often to save: the interval that loses least, from what a save costs and how often a machine fails.
+"""How often to save: the interval that loses least time to saves and failures.
 
-A save stops training for some time C, and a failure, one in M seconds on average, throws away what was trained since
-the last checkpoint. Rare saves lose much to each failure, frequent ones lose much to saving.
+A save stops training for C seconds. A failure, one in M seconds on average, loses what was trained since the last
+checkpoint. So rare saves lose time to failures, and frequent ones to saving.
 
 J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
 Systems 22(3), 2006.
@@ -19,7 +19,7 @@ from typing import Final
 from sidesave.errors import InvalidArgumentError, brief
 
 _SAMPLES: Final = 15
-"""So many of the latest saves count; their median forgives the first ones, which allocate memory."""
+"""The number of latest saves that count; their median ignores the first ones, which allocate memory."""
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
@@ -32,16 +32,15 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How often to save, and what follows from it.
+    """How often to save, and what that costs.
 
     Attributes:
-        mtbf_s: Seconds between failures that were assumed.
-        stall_s: How long a save keeps training waiting, as measured.
-        commit_s: How long it takes from the call until the checkpoint counts, as measured.
-        interval_s: Seconds of training between saves: Daly's, but not below the time that a save needs to be committed,
-            for saves that overtake each other only wait.
-        lost: The part of the time that is lost with it: stalls, half an interval for each failure, and what is trained
-            while a save is on its way, which a failure loses too.
+        mtbf_s: The assumed seconds between failures.
+        stall_s: Measured seconds that a save stops training.
+        commit_s: Measured seconds from the call to the commit.
+        interval_s: Seconds of training between saves: Daly's interval, but at least ``commit_s``, since saves that
+            overtake each other only wait.
+        lost: The fraction of time that is lost: to stalls, and with each failure half an interval plus ``commit_s``.
     """
 
     mtbf_s: float
@@ -52,30 +51,29 @@ class Advice:
 
     @classmethod
     def of(cls, stall_s: float, commit_s: float, mtbf_s: float) -> Advice:
-        """Advise for measured costs."""
+        """The advice for measured costs."""
         interval_s = max(daly(stall_s, mtbf_s), commit_s)
         lost = min(1.0, stall_s / (interval_s + stall_s) + (interval_s / 2 + commit_s) / mtbf_s) if interval_s else 1.0
         return cls(mtbf_s, stall_s, commit_s, interval_s, lost)
 
 
 class SaveCost:
-    """What the saves of a run cost, as measured. Thread-safe."""
+    """The measured cost of a run's saves. Thread-safe."""
 
     def __init__(self) -> None:
-        """Begin without a measure."""
         self._lock = threading.Lock()
         self._stalls: deque[float] = deque(maxlen=_SAMPLES)
         self._commits: deque[float] = deque(maxlen=_SAMPLES)
         self._known: tuple[float, float] | None = None
 
     def add_stall(self, seconds: float) -> None:
-        """A call has kept training waiting for so long."""
+        """Add the time that a save stopped training."""
         with self._lock:
             self._stalls.append(seconds)
             self._learn()
 
     def add_commit(self, seconds: float) -> None:
-        """A save was committed so long after its call."""
+        """Add the time from a save's call to its commit."""
         with self._lock:
             self._commits.append(seconds)
             self._learn()
@@ -86,7 +84,7 @@ class SaveCost:
 
     @property
     def known(self) -> tuple[float, float] | None:
-        """Stall and time to the commit, in seconds; None before the first commit."""
+        """Median stall and time to commit, in seconds; None before the first commit."""
         return self._known
 
     def advise(self, mtbf_s: float) -> Advice:

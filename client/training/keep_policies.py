@@ -1,6 +1,6 @@
-"""What to keep: small policies that combine in a list; a checkpoint stays while any of them wants it.
+"""Keep policies: a checkpoint stays while any policy of a list wants it.
 
-A policy is a pure function of the checkpoints there are. Nothing here imports torch.
+A policy is a pure function of the existing checkpoints. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from sidesave.errors import InvalidArgumentError, brief
 
 
 class KeepPolicy(ABC):
-    """Says which checkpoints it wants kept; to write another one, derive from this."""
+    """Base class: says which checkpoints to keep. Derive from it to write your own."""
 
     @abstractmethod
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """The steps to keep of ``checkpoints``, in the order of their commits; pure, and the same for all ranks."""
+        """The steps to keep. ``checkpoints`` come in commit order. Must be pure, and the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepLatest(KeepPolicy):
-    """Keep the ``n`` checkpoints that were committed last."""
+    """Keep the ``n`` latest checkpoints, by commit."""
 
     n: int = 1
 
     def __post_init__(self) -> None:
-        """Check."""
         check_count("KeepLatest", self.n)
 
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
@@ -43,20 +42,19 @@ class KeepLatest(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySteps(KeepPolicy):
-    """Keep the steps that ``n`` divides, counted from ``offset``; of a multiple that was not saved the next that was.
+    """Keep steps with ``step % n == offset``; where such a step was not saved, the next one that was.
 
-    So a run that saves by time keeps one in about ``n`` steps as well.
+    So a run that saves by time keeps about one in ``n`` steps too.
     """
 
     n: int
     offset: int = 0
 
     def __post_init__(self) -> None:
-        """Check."""
         check_every("KeepEverySteps", self.n, self.offset)
 
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """The first at or after each multiple of ``n``; of the offset itself only that step."""
+        """The first step at or after each multiple of ``n``; for the offset itself only that step."""
         kept: dict[int, int] = {}
         for info in checkpoints:
             period, beyond = divmod(info.step - self.offset, self.n)
@@ -67,16 +65,15 @@ class KeepEverySteps(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEveryMinutes(KeepPolicy):
-    """Keep one checkpoint per ``minutes``: the oldest, and each that was saved so much after the one kept before."""
+    """Keep one checkpoint per ``minutes``: the oldest, and each saved at least so long after the one kept before."""
 
     minutes: float
 
     def __post_init__(self) -> None:
-        """Check."""
         check_positive("KeepEveryMinutes", "minutes", self.minutes)
 
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """One of each period; a clock that was set back begins another."""
+        """One of each period; a clock that was set back starts a new period."""
         kept: list[CheckpointInfo] = []
         for info in checkpoints:
             if not kept or not 0 <= info.created_s - kept[-1].created_s < 60 * self.minutes:
@@ -88,7 +85,7 @@ class KeepEveryMinutes(KeepPolicy):
 class KeepBest(KeepPolicy):
     """Keep the ``n`` checkpoints with the lowest (``mode="min"``) or highest (``"max"``) value of a metric.
 
-    Of equal values the newer counts. NaN, and a checkpoint that was saved without this metric, is never among the best.
+    Of equal values the newer is better. A checkpoint without this metric, or with NaN, is never among the best.
     """
 
     n: int = 1
@@ -96,7 +93,6 @@ class KeepBest(KeepPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        """Check."""
         check_count("KeepBest", self.n)
         if not isinstance(self.metric, str) or not self.metric:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgumentError(f"KeepBest needs the name of a metric: KeepBest({self.n}, metric='loss')")
@@ -121,11 +117,10 @@ class KeepSteps(KeepPolicy):
     steps: tuple[int, ...]
 
     def __init__(self, steps: Iterable[int]) -> None:
-        """Any number of steps."""
         object.__setattr__(self, "steps", check_steps("KeepSteps", steps))
 
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """Those that are there."""
+        """Those steps."""
         return self.steps
 
 
@@ -135,13 +130,13 @@ def to_delete(
     pinned: AbstractSet[int] = frozenset(),
     loading: AbstractSet[int] = frozenset(),
 ) -> list[int]:
-    """The steps to delete, ephemeral ones first and then the oldest.
+    """The steps to delete, ephemeral ones first, then the oldest.
 
     Args:
-        checkpoints: All there are, in any order.
-        policies: What to keep; without one all but ephemeral checkpoints are kept.
+        checkpoints: All checkpoints, in any order.
+        policies: What to keep; without any, all but ephemeral checkpoints are kept.
         pinned: Steps that are never deleted.
-        loading: Steps that somebody reads.
+        loading: Steps that are being read.
     """
     ordered = sorted(checkpoints, key=lambda info: info.order)
     persistent = [info for info in ordered if not is_ephemeral(info)]
@@ -157,7 +152,7 @@ def to_delete(
 
 
 def check_keep_policies(keep: object) -> tuple[KeepPolicy, ...]:
-    """The policies that ``keep=`` means, one or several; ``InvalidArgumentError`` for what is none, or given twice."""
+    """The policies in ``keep=``, one or several; ``InvalidArgumentError`` for no policy, or the same one twice."""
     items = cast("Iterable[object]", keep) if isinstance(keep, Iterable) else (keep,)
     policies: list[KeepPolicy] = []
     for policy in items:
@@ -170,20 +165,20 @@ def check_keep_policies(keep: object) -> tuple[KeepPolicy, ...]:
 
 
 def check_count(what: str, n: int) -> None:
-    """A number of checkpoints or steps: an int, 1 or more."""
+    """Check a number of checkpoints or steps: an int, 1 or more."""
     if type(n) is not int or n < 1:
         raise InvalidArgumentError(f"{what} takes an int, 1 or more, not {brief(n)}")
 
 
 def check_every(what: str, n: int, offset: int) -> None:
-    """Every n-th step, counted from an offset."""
+    """Check an interval of ``n`` steps and its offset."""
     check_count(what, n)
     if type(offset) is not int or not 0 <= offset < n:
         raise InvalidArgumentError(f"the offset of {what}({n}) must be an int from 0 to {n - 1}, not {brief(offset)}")
 
 
 def check_steps(what: str, steps: Iterable[int]) -> tuple[int, ...]:
-    """Any number of steps, each an int, 0 or more; sorted."""
+    """Check steps, each an int, 0 or more; returns them sorted."""
     try:
         listed = sorted({operator.index(step) for step in steps})
     except TypeError:
@@ -194,6 +189,6 @@ def check_steps(what: str, steps: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_positive(what: str, name: str, value: float) -> None:
-    """An amount of time: positive and finite."""
+    """Check a positive, finite number."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise InvalidArgumentError(f"{name} of {what} must be a positive number, not {brief(value)}")

@@ -1,8 +1,7 @@
-"""Names of one's own for checkpoints: links beside them in the run directory.
+"""The user's own names for checkpoints: links in the run directory.
 
-The directory of a checkpoint is ``step-00000500`` whatever else it is called: that name tells its step where nothing
-else can be read. A link is only a way to it. Links are made from the checkpoints that there are, so one that is missing
-comes back, and nothing relies on them.
+The directory of a checkpoint is always ``step-00000500``: that name tells its step even if nothing else can be read.
+Links are made from the existing checkpoints, so a missing one is made again, and nothing relies on them.
 """
 
 from __future__ import annotations
@@ -25,31 +24,30 @@ from sidesave.writer_daemon.format.names import is_safe_name
 logger = logging.getLogger(__name__)
 
 Naming = str | Callable[[CheckpointInfo], str | None]
-"""A template with ``{step}`` in it, or a function; of two checkpoints with one name the newer has it."""
+"""A template with ``{step}`` in it, or a function; of two checkpoints with one name the newer gets it."""
 _DRAFT: Final = ".sidesave.link."
 
 
 class Links:
-    """The links of a run directory, kept up to date by its manager."""
+    """The links of a run directory, which its manager updates."""
 
     def __init__(self, directory: str, naming: Naming) -> None:
-        """See :func:`check_naming` for what may be given."""
         check_naming(naming)
         self._directory = directory
         self._naming = naming
 
     def update(self, checkpoints: Sequence[CheckpointInfo]) -> None:
-        """Link to ``checkpoints``, which come in the order of their commits, and to no step that is gone.
+        """Link to ``checkpoints``, which come in commit order, and remove links to steps that are gone.
 
-        What cannot be done is logged: a name that is refused, or is taken by what is no link to a step.
+        Failures are logged: an invalid name, or one taken by something that is no link to a step.
         """
-        here = [info for info in checkpoints if os.path.dirname(info.path) == self._directory]
-        # By its step: one that is being replaced is found under a hidden name for a moment.
-        wanted = {name: step_directory(info.step) for info in here if (name := self._name_of(info))}
-        there = {step_directory(info.step) for info in here}
+        own = [info for info in checkpoints if os.path.dirname(info.path) == self._directory]
+        # By step: a checkpoint that is being replaced has a hidden name for a moment.
+        wanted = {name: step_directory(info.step) for info in own if (name := self._name_of(info))}
+        steps = {step_directory(info.step) for info in own}
         present = self._present()
         for name, target in present.items():
-            if name not in wanted and target not in there:
+            if name not in wanted and target not in steps:
                 self._try(name, lambda name=name: os.unlink(os.path.join(self._directory, name)))
         for name, target in wanted.items():
             if present.get(name) != target:
@@ -69,8 +67,8 @@ class Links:
         return name
 
     def _present(self) -> dict[str, str]:
-        """Links to steps, whether they are there or not."""
-        found: dict[str, str] = {}
+        """The existing links to steps, dangling ones too."""
+        links: dict[str, str] = {}
         with os.scandir(self._directory) as entries:
             for entry in entries:
                 if entry.name.startswith(_DRAFT):  # of a process that was killed
@@ -79,8 +77,8 @@ class Links:
                     with contextlib.suppress(OSError):
                         target = os.readlink(entry.path)
                         if _may_be_name(entry.name) and parse_step_directory(target) is not None:
-                            found[entry.name] = target
-        return found
+                            links[entry.name] = target
+        return links
 
     def _link(self, name: str, target: str) -> None:
         path = os.path.join(self._directory, name)
@@ -103,7 +101,7 @@ class Links:
 
 
 def check_naming(naming: object) -> None:
-    """Raise ``InvalidArgumentError`` for a template that names steps alike, or by what can be no name."""
+    """Raise ``InvalidArgumentError`` for a template that gives all steps one name, or an invalid name."""
     if callable(naming):
         return
     hint = "give one like 'checkpoint-{step}' or 'epoch-{step:06d}', or a function of a CheckpointInfo"

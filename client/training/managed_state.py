@@ -1,4 +1,4 @@
-"""The named state of a manager, on its way to checkpoints and back, with all that is told about them."""
+"""Saves and restores the named state of a manager, with metadata, statistics and retention."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from sidesave.stager.state.annotations import PerRank
 logger = logging.getLogger(__name__)
 
 RANDOM_STATE: Final = "random_state"
-"""The name in the state of all random number generators."""
+"""The item of the state that holds all random number generators."""
 
 
 class ManagedState:
     """Saves and restores the items of a state; for one thread.
 
     Attributes:
-        last: The save called last, if any.
+        last: The latest save, if any.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ManagedState:
         metadata: Mapping[str, Any],
         metric_names: Collection[str],
     ) -> None:
-        """See :class:`CheckpointManager`; ``metric_names`` are those that every save with metrics has to have."""
+        """See :class:`CheckpointManager`; every save with metrics must have all ``metric_names``."""
         self._state = state
         self._checkpointer = checkpointer
         self._schedule = schedule
@@ -70,14 +70,14 @@ class ManagedState:
 
     @property
     def items(self) -> dict[str, Any]:
-        """What is saved."""
+        """The items to save."""
         if self._random is None:
             return self._state
         return {**self._state, RANDOM_STATE: PerRank(self._random, self._random.when_resized)}
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """What is written beside it."""
+        """The files to write beside them."""
         return self._files
 
     def register(self, name: str, value: Any) -> None:
@@ -104,9 +104,9 @@ class ManagedState:
         seed: bool = False,
         exception: BaseException | None = None,
     ) -> SaveHandle:
-        """The one way from here to a checkpoint."""
+        """Save, and note the save in statistics, schedule and retention. All saves of a manager pass here."""
         try:
-            told = encode_metadata(
+            facts = encode_metadata(
                 as_numbers(step, metrics, self._metric_names),
                 {**self._user, **(metadata or {})},
                 ephemeral=ephemeral,
@@ -125,7 +125,7 @@ class ManagedState:
                     self.items,
                     blocking=blocking or self._blocking,
                     overwrite=step == self._seed,
-                    metadata=told,
+                    metadata=facts,
                     files=self._files,
                 )
             except BaseException as error:
@@ -150,11 +150,11 @@ class ManagedState:
         return handle
 
     def has_unsaved_step(self) -> bool:
-        """Whether a step was finished, and not saved since."""
+        """Whether a step was finished and not saved."""
         return self._schedule.stepped >= 0 and self._schedule.stepped != self._schedule.saved_step
 
     def save_at_last(self, *, ephemeral: bool = False, exception: BaseException | None = None) -> SaveHandle:
-        """Save the last finished step with all that can be done for it: there is no other chance."""
+        """Save the last finished step, without its metrics or in a second attempt if need be: it is the last chance."""
         step, metrics = self._schedule.stepped, self._schedule.metrics
         try:
             as_numbers(step, metrics, self._metric_names)
@@ -166,7 +166,7 @@ class ManagedState:
                 handle = self.save(step, metrics, ephemeral=ephemeral, exception=exception)
                 if not handle.skipped:
                     return handle
-                self._checkpointer.wait()  # on_busy="skip": now there are slots
+                self._checkpointer.wait()  # on_busy="skip": then slots are free
             except SidesaveError as error:  # perhaps of an earlier save
                 logger.error("step %d is saved in a second attempt: %s", step, error)
         return self.save(step, metrics, ephemeral=ephemeral, exception=exception)
@@ -179,7 +179,7 @@ class ManagedState:
         *,
         fallback: bool,
     ) -> bool:
-        """Give the items what was saved of them; false when there is no checkpoint, and they begin with ``sources``."""
+        """Restore the items from a checkpoint. Without one, load ``sources`` and return false."""
         into, sources = self.items, check_sources(sources)
         session = saver_of(self._checkpointer).session
         spared = (
@@ -192,7 +192,7 @@ class ManagedState:
             if step is not None:
                 raise
             with session.world.raise_together("finds a damaged checkpoint"):
-                if session.node.rank == 0:  # else a run whose checkpoints are all damaged would begin anew
+                if session.node.rank == 0:  # else a run with only damaged checkpoints would start anew
                     session.run.refuse_damaged(None, [])
             if sources:
                 into = dict(self._state)
@@ -211,24 +211,24 @@ class ManagedState:
         return True
 
     def current(self) -> CheckpointInfo:
-        """The checkpoint that training stands on: after going back it is not the one that was committed last."""
+        """The checkpoint that training continues from; after a rollback not the one committed last."""
         if self._newest is not None:
             return self._newest.committed.result()
         session = saver_of(self._checkpointer).session
         if session.lineage.parent is not None:
             return _loaded_checkpoint(self._checkpointer)
-        found = session.shared.checkpoints()
-        if not found:
+        checkpoints = session.shared.checkpoints()
+        if not checkpoints:
             raise finding.not_found(self._checkpointer.directory)
-        return found[-1]
+        return checkpoints[-1]
 
 
 def _load_sources(
     checkpointer: Checkpointer, into: dict[str, Any], sources: Sequence[Source], options: LoadOptions
 ) -> None:
-    """Give the items ``into`` what other runs have saved; one that no source has stays as it is. Blocking.
+    """Load items from other runs; an item that no source has stays as it is. Blocking.
 
-    To be called by all ranks; raises what one of them raises on all of them.
+    All ranks must call this; an error of one is raised on all.
     """
     world, paths = saver_of(checkpointer).session.world, [""]
     pickled = options.get("allow_pickle")
@@ -238,9 +238,11 @@ def _load_sources(
     if world.size > 1:
         paths = world.gather("sources", paths if world.rank == 0 else None)[0]
     with world.raise_together("cannot read the sources"):
-        found = [dataclasses.replace(source, path=path, step=None) for source, path in zip(sources, paths, strict=True)]
+        located = [
+            dataclasses.replace(source, path=path, step=None) for source, path in zip(sources, paths, strict=True)
+        ]
         loaded = read_sources(
-            found,
+            located,
             into,
             strict=False,
             verify=options.get("verify", True),
@@ -255,7 +257,7 @@ def _load_sources(
 
 
 def _refuse_half(loaded: Loaded, items: Collection[str]) -> None:
-    """An item of the state may begin as it was made, and not with a part of what it needs."""
+    """Raise ``StateMismatchError`` if sources have only a part of an item."""
     begun = tuple(f"{name}." for name in items if loaded.has(name))
     half = [fqn for fqn in loaded.missing if fqn.startswith(begun)]
     if half:
@@ -267,7 +269,7 @@ def _refuse_half(loaded: Loaded, items: Collection[str]) -> None:
 
 
 def _what_was_loaded(checkpointer: Checkpointer) -> Resumed:
-    """What kind of checkpoint ``checkpointer`` has just loaded; the same on all ranks, which all have to ask."""
+    """The checkpoint that was just loaded; all ranks must call this, and get the same."""
     parent = saver_of(checkpointer).session.lineage.parent
     assert parent is not None
     world = saver_of(checkpointer).session.world
@@ -281,11 +283,7 @@ def _what_was_loaded(checkpointer: Checkpointer) -> Resumed:
 
 
 def _loaded_checkpoint(checkpointer: Checkpointer) -> CheckpointInfo:
-    """The checkpoint that ``checkpointer`` has loaded last, as it stands there now.
-
-    Raises:
-        CheckpointNotFoundError: It has been deleted, or replaced by another save of its step.
-    """
+    """The checkpoint that was loaded last, read anew; ``CheckpointNotFoundError`` if it was deleted or replaced."""
     parent = saver_of(checkpointer).session.lineage.parent
     assert parent is not None
     return saver_of(checkpointer).session.run.read(*parent)

@@ -1,4 +1,4 @@
-"""``CheckpointManager``: when to save, what to keep, how to resume. Saving itself is ``Checkpointer``'s alone."""
+"""``CheckpointManager``: when to save, what to keep, how to resume. ``Checkpointer`` does the saving."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SEED_STEP: Final = 0
 
 
 class CheckpointManager:
-    """Saves a named state at the steps that policies choose, keeps the checkpoints that policies want, and resumes.
+    """Saves a named state when policies say so, keeps the checkpoints that policies want, and resumes.
 
     ::
 
@@ -62,7 +62,7 @@ class CheckpointManager:
                 loss = train(step)
                 manager.step(step, {"loss": loss})
 
-    :meth:`step` and :meth:`save` are for one thread, :meth:`request_save` and the rest for any.
+    Call :meth:`step` and :meth:`save` from one thread; :meth:`request_save` and the rest from any.
     """
 
     def __init__(
@@ -79,32 +79,32 @@ class CheckpointManager:
         stats: SaveStats | None = None,
         **options: Unpack[CheckpointerOptions],
     ) -> None:
-        """Open the run directory; see :class:`~sidesave.Checkpointer`, whose options and errors these are as well.
+        """Open the run directory. Options and errors are also those of :class:`~sidesave.Checkpointer`.
 
-        Of a job with several ranks each makes one, with the same policies.
+        Every rank of a job makes one, with the same policies.
 
         Args:
-            directory: Where the checkpoints go.
-            state: Named items, as for ``Checkpointer.save``. The dict stays the caller's: a value that is replaced in
-                it is what the next save takes, and :meth:`restore` replaces plain values in it.
-            save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any only :meth:`save` does.
-            keep: What to keep: policies; without any everything but ephemeral checkpoints.
-            names: What to call checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``, or a
-                function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
-                ``directory``, made soon after the commit; of two checkpoints with one name the newer has it.
-            random_state: Save the random number generators as well, as ``"random_state"``: Python's, NumPy's, torch's,
-                and of every CUDA device.
+            directory: The run directory.
+            state: Named items, as for ``Checkpointer.save``. The dict stays the caller's: the next save takes a value
+                that was replaced in it, and :meth:`restore` replaces plain values in it.
+            save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any, only :meth:`save` saves.
+            keep: What to keep: policies; without any, everything but ephemeral checkpoints.
+            names: The user's names of checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``,
+                or a function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
+                ``directory``, made soon after the commit; of two checkpoints with one name the newer gets it.
+            random_state: Save the random number generators too, as ``"random_state"``: Python's, NumPy's, torch's,
+                and those of every CUDA device.
             blocking: Return from each save only when it is committed; for debugging.
-            metadata: Facts for every checkpoint of this run: plain JSON data.
-            stats: Where to take down what saves cost: one's own, to have callbacks, metrics or a trace.
+            metadata: Facts for every checkpoint of this run, as plain JSON data.
+            stats: Your own statistics, for callbacks, metrics or a trace.
             **options: Those of ``Checkpointer``.
 
         Raises:
-            InvalidArgumentError: Policies make no sense, alone or together; names that would be the same for all
-                steps, or can be none; OnSignal outside the main thread; ranks were given different policies, or ones
-                for which they need a process group.
-            UnsupportedValueError: The state holds what cannot be saved, as far as it can tell before training: all of
-                that is named.
+            InvalidArgumentError: Policies make no sense, alone or together; names are invalid or the same for all
+                steps; OnSignal outside the main thread; ranks have different policies, or ones that need a process
+                group.
+            UnsupportedValueError: The state holds values that cannot be saved; all that are known before training are
+                named.
         """
         if type(state) is not dict:
             raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
@@ -156,29 +156,29 @@ class CheckpointManager:
         self._managed.register(name, value)
 
     def write_file(self, name: str, content: str | bytes) -> None:
-        """Have a small file beside the tensors of each checkpoint from the next save on, such as a ``config.json``.
+        """Write a small file, such as ``config.json``, into each checkpoint from the next save on.
 
-        Given again it is replaced. See ``files`` of ``Checkpointer.save`` for names, sizes and ranks, and the errors.
+        A second call with the same name replaces it. See ``files`` of ``Checkpointer.save`` for limits and errors.
         """
         self._managed.write_file(name, content)
 
     def step(self, step: int, metrics: Metrics | None = None) -> SaveHandle | None:
-        """A training step has been finished; saves it if a policy says so.
+        """Report a finished training step; saves it if a policy says so.
 
-        To be called after each step, with numbers that grow. Takes some microseconds when nothing is due.
+        Call it after each step, with growing numbers. It takes some microseconds if nothing is due.
 
         Args:
-            step: Its number.
-            metrics: Numbers by name, kept in the checkpoint: what ``KeepBest`` ranks by. Looked at only if the step is
-                saved; a tensor is fetched from its device then. NaN is kept, and never the best.
+            step: The number of the step.
+            metrics: Numbers by name, kept in the checkpoint; ``KeepBest`` ranks by them. They are read only if the step
+                is saved; a tensor is then fetched from its device. NaN is kept, and never the best.
 
         Returns:
-            The save, or None when nothing was due.
+            The save, or None if nothing was due.
 
         Raises:
-            InvalidArgumentError: The number does not grow; ``metrics`` lacks one that ``KeepBest`` asks for, or one is
-                no number. (Without any metrics the step is saved, and ``KeepBest`` passes it over.)
-            SystemExit: A signal has asked for the end, and the step is staged (:class:`OnSignal`).
+            InvalidArgumentError: The step is not larger than the last; ``metrics`` lacks one that ``KeepBest`` needs,
+                or one is no number. (Without any metrics the step is saved, and ``KeepBest`` ignores it.)
+            SystemExit: A signal asked for the end, and the step is staged (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.save``; or ranks could not agree.
         """
         due = self._schedule.pass_step(step, metrics)
@@ -198,39 +198,39 @@ class CheckpointManager:
         blocking: bool = False,
         metadata: Mapping[str, Any] | None = None,
     ) -> SaveHandle:
-        """Save now, whatever the policies say; of several ranks all have to call it.
+        """Save now, whatever the policies say. All ranks must call it.
 
         Args:
-            step: The step that was finished last. No earlier one is saved after it, by whatever policy.
+            step: The last finished step. No policy saves an earlier one after it.
             metrics: As for :meth:`step`.
             blocking: Return only when the checkpoint is committed.
-            metadata: Facts about this checkpoint, beside those of the run: plain JSON data.
+            metadata: Facts about this checkpoint beside those of the run, as plain JSON data.
 
         Raises:
-            InvalidArgumentError: The step lies before one that was finished or saved.
+            InvalidArgumentError: A later step was finished or saved.
             SidesaveError: As ``Checkpointer.save``.
         """
         step = self._schedule.note_finished(step, metrics)
         return self._managed.save(step, metrics, blocking=blocking, metadata=metadata)
 
     def stats(self) -> SaveSummary:
-        """What the saves of this manager have cost so far."""
+        """The cost of this manager's saves so far."""
         return self._stats.summary()
 
     def request_save(self) -> None:
-        """Have the next possible step saved; returns at once, and may be called by any thread or signal handler.
+        """Have the next possible step saved. Returns at once; any thread or signal handler may call it.
 
-        Of several ranks one is enough; they need the policy :class:`OnRequest` for it.
+        With several ranks one call is enough; they need the policy :class:`OnRequest`.
         """
         self._schedule.request(stop=False)
 
     def request_stop(self) -> None:
-        """As :meth:`request_save`; and ask the loop to end with that step, by :attr:`stopping`."""
+        """As :meth:`request_save`, and ask the loop to end with that step, by :attr:`stopping`."""
         self._schedule.request(stop=True)
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop is asked to end with the step just finished, which is saved, and the same on all ranks."""
+        """Whether the loop should end with the last finished step, which is saved; the same on all ranks."""
         return self._schedule.stopping
 
     # Resuming --------------------------------------------------------------------------------------------------
@@ -243,27 +243,27 @@ class CheckpointManager:
         fallback: bool = True,
         **options: Unpack[LoadOptions],
     ) -> int:
-        """Give the state back what was saved, and return the number of the step to train next.
+        """Restore the state from a checkpoint, and return the step to train next.
 
-        That is 0 when there is no checkpoint, else the one after the step restored. Of several ranks all have to call
-        it. Blocks until everything is read; saves under way are waited for first, of a ``step`` only its own.
+        That is 0 without a checkpoint, else the one after the restored step. All ranks must call it. Blocks until all
+        is read. Saves under way are awaited first; with ``step``, only that step's.
 
         Args:
-            step: Which one, as :meth:`rollback` goes back to it: its number, its directory or its ``CheckpointInfo``.
-                None, or the run directory, is the latest: the one committed last, or gone back to since.
-            sources: What a new run begins with, in this order: checkpoints of other runs, or parts of them. Where this
-                run has a checkpoint they are not read, which the log says (INFO), so that the same script resumes. An
-                item of the state that no source has begins as it was made.
-            fallback: Take the newest older checkpoint that verifies when this one does not; what was passed over is
-                logged as a warning.
+            step: A step, its directory or its ``CheckpointInfo``, as for :meth:`rollback`. None, or the run directory,
+                is the latest: the one committed last, or rolled back to since.
+            sources: What a new run starts from, in this order: checkpoints of other runs, or parts of them. If this run
+                has a checkpoint, they are not read (logged as INFO), so that the same script resumes. An item that no
+                source has stays as it is.
+            fallback: If this checkpoint does not verify, take the newest older one that does; what is skipped is logged
+                as a warning.
             **options: Those of ``Checkpointer.load``, for a checkpoint of this run.
 
         Raises:
             CheckpointNotFoundError: There is no such step, or a source is no checkpoint.
-            InvalidArgumentError: ``step`` is a checkpoint of another run; that is one of the ``sources``.
-            IntegrityError: There are checkpoints, and none of them verifies.
-            StateMismatchError: The state is another one; nothing was changed.
-            SystemExit: A signal has asked for the end meanwhile (:class:`OnSignal`).
+            InvalidArgumentError: ``step`` is a checkpoint of another run; pass it in ``sources``.
+            IntegrityError: There are checkpoints, but none verifies.
+            StateMismatchError: The state does not fit. Nothing has changed.
+            SystemExit: A signal asked for the end meanwhile (:class:`OnSignal`).
             SidesaveError: As ``Checkpointer.load``.
         """
         restored = self._managed.restore(step, sources, options, fallback=fallback)
@@ -282,26 +282,26 @@ class CheckpointManager:
         fallback: bool = True,
         **options: Unpack[LoadOptions],
     ) -> int:
-        """Go back to an earlier checkpoint of this run, and return the number of the step to train next.
+        """Go back to an earlier checkpoint of this run, and return the step to train next.
 
-        As :meth:`restore` of that step, and as durable: a run that crashes before its next commit goes on from there.
-        What was saved after it is given up; a later ``rollback`` to one of those steps takes it up again. Of several
-        ranks all have to call it. Blocking.
+        Like :meth:`restore` of that step. It is durable: a run that crashes before its next commit resumes from there.
+        Later checkpoints are given up; a later ``rollback`` to one of them takes it up again. All ranks must call it.
+        Blocking.
 
         Args:
-            step: Which one, as for :meth:`restore`.
-            steps_back: Instead of it: the newest that training descends from, and that lies at least so many steps
-                before the one finished last.
+            step: As for :meth:`restore`.
+            steps_back: Instead of ``step``: the newest ancestor that is at least so many steps before the last finished
+                one.
             fallback: As for :meth:`restore`.
             **options: As for :meth:`restore`.
 
         Raises:
-            InvalidArgumentError: Neither ``step`` nor ``steps_back`` is given, or both.
+            InvalidArgumentError: Not exactly one of ``step`` and ``steps_back`` is given.
             CheckpointNotFoundError: There is no such step, or none that far back.
             SidesaveError: As :meth:`restore`.
         """
         if (step is None) == (steps_back is None):
-            raise InvalidArgumentError("rollback takes a step, or steps_back=: one of them")
+            raise InvalidArgumentError("rollback takes either a step or steps_back=")
         if steps_back is not None:
             check_count("steps_back of rollback", steps_back)
             step = saver_of(self._checkpointer).session.shared.ancestor(self._schedule.stepped - steps_back)
@@ -311,37 +311,34 @@ class CheckpointManager:
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """What saves and loads; for all that this class does not do."""
+        """The ``Checkpointer``, for all that this class does not do."""
         return self._checkpointer
 
     @property
     def latest(self) -> CheckpointInfo | None:
-        """The checkpoint committed last, or gone back to since, read from the directory; None when there is none."""
-        found = self.checkpoints()
-        return found[-1] if found else None
+        """The checkpoint committed last, or rolled back to since; None if there is none. Reads the directory."""
+        checkpoints = self.checkpoints()
+        return checkpoints[-1] if checkpoints else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints of the run in the order of :func:`sidesave.find`, with metrics; read from the directory."""
+        """All checkpoints of the run in the order of :func:`sidesave.find`, with metrics. Reads the directory."""
         return saver_of(self._checkpointer).session.shared.checkpoints()
 
     def best(self, metric: str, mode: Literal["min", "max"] = "min") -> CheckpointInfo | None:
-        """The checkpoint with the best value of a metric, by the rules of :class:`KeepBest`; None when none has it.
-
-        An ephemeral one is never meant.
-        """
-        found = [info for info in self.checkpoints() if not is_ephemeral(info)]
-        steps = KeepBest(1, metric, mode).wanted(found)
-        return next((info for info in reversed(found) if info.step in steps), None)
+        """The persistent checkpoint with the best value of a metric, as :class:`KeepBest` ranks them, or None."""
+        checkpoints = [info for info in self.checkpoints() if not is_ephemeral(info)]
+        steps = KeepBest(1, metric, mode).wanted(checkpoints)
+        return next((info for info in reversed(checkpoints) if info.step in steps), None)
 
     def export(self, target: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Report | None:
-        """Write the weights alone, as :func:`sidesave.export` does, of the step finished last; blocking.
+        """Write the weights of the last finished step as :func:`sidesave.export` does. Blocking.
 
-        That step is saved first, unless it was, and its commit waited for. Of several ranks all have to call this:
-        rank 0 writes and has the report, the others wait, as long as the process group allows.
+        The step is saved first, unless it was, and its commit awaited. All ranks must call this: rank 0 writes and gets
+        the report, the others wait, as long as the process group allows.
 
         Raises:
             CheckpointNotFoundError: No step was finished, and there is no checkpoint.
-            InvalidArgumentError: Nodes keep their own parts (``node_local``), of which no rank has all.
+            InvalidArgumentError: With ``node_local`` no rank has all parts.
             SidesaveError: As :meth:`save`, :meth:`wait` and :func:`sidesave.export`; the same on all ranks.
         """
         world = saver_of(self._checkpointer).session.world
@@ -361,9 +358,9 @@ class CheckpointManager:
         return self._checkpointer.prepare(self._managed.items, files=self._managed.files)
 
     def pin(self, step: int) -> None:
-        """Never delete this step, in this run and in later ones; durable when this returns.
+        """Never delete this step, also in later sessions; durable when this returns.
 
-        May be called by all ranks or by rank 0 alone; of nodes with disks of their own (``node_local``) all have to.
+        All ranks may call it, or rank 0 alone; with ``node_local`` all must.
         """
         step = arguments.check_step(step)
         if saver_of(self._checkpointer).session.node.rank == 0:
@@ -381,9 +378,9 @@ class CheckpointManager:
         return self._pins.read()
 
     def advise(self, mtbf_s: float) -> Advice:
-        """The interval between saves that loses least, for one failure of the job in ``mtbf_s`` seconds on average.
+        """The interval between saves that loses least time, for one failure in ``mtbf_s`` seconds on average.
 
-        From what the saves of this run cost, so there has to have been one; else ``InvalidArgumentError``.
+        It follows from the measured cost of this run's saves; ``InvalidArgumentError`` before the first commit.
         """
         return self._schedule.cost.advise(mtbf_s)
 
@@ -394,11 +391,11 @@ class CheckpointManager:
     # The end ---------------------------------------------------------------------------------------------------
 
     def _save_and_leave(self, number: int, *, together: bool) -> None:
-        """Save the step just finished, unless other ranks would not, and end the process as a signal has asked for."""
+        """Save the last finished step, if all ranks do, and raise ``SystemExit`` for a signal."""
         self._schedule.begin_answer()
         handle, step = self._managed.last, self._schedule.stepped
         if not together:
-            logger.error("step %d is not saved before the end, for another rank has failed or died", step)
+            logger.error("step %d is not saved before the end: another rank has failed or died", step)
         elif self._managed.has_unsaved_step():
             try:
                 handle = self._managed.save_at_last()
@@ -411,15 +408,15 @@ class CheckpointManager:
             logger.warning("signal %d: leaving before step %d is committed; its daemon goes on", number, handle.step)
         self._closed = True
         settled = handle is None or handle.done()
-        with contextlib.suppress(SidesaveError):  # of saves; who waited for them has been told, and the log has it
+        with contextlib.suppress(SidesaveError):  # of saves: raised where they were awaited, and logged
             self._stop(_SETTLED_TIMEOUT_S if settled else _UNSETTLED_TIMEOUT_S)
         raise SystemExit(128 + number)
 
     def close(self) -> None:
         """Save the last step if a policy says so (``LastStep``), wait for every save, end the daemon; idempotent.
 
-        Raises what ``Checkpointer.wait`` would, after everything has been closed; ``SystemExit`` when a signal asks for
-        the end meanwhile (:class:`OnSignal`).
+        Raises what ``Checkpointer.wait`` raises, after everything is closed; ``SystemExit`` if a signal asks for the
+        end meanwhile (:class:`OnSignal`).
         """
         self._close("close")
 
@@ -443,22 +440,21 @@ class CheckpointManager:
             self._stop(_EXIT_TIMEOUT_S)
 
     def _stop(self, timeout_s: float) -> None:
-        """End all that works here, and wait for saves and deletions for that long; raises what saves have failed of."""
+        """Stop everything, waiting up to ``timeout_s`` for saves and deletions; raises the error of a failed save."""
         if self._dropped is not None:
             self._dropped.detach()
         self._background.stop(timeout_s, getattr(self, "_checkpointer", None))
         _open.discard(self)
 
     def __enter__(self) -> Self:
-        """The manager itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close; after an exception that is no ``SystemExit`` save the last finished step if ``OnException`` says so.
+        """Close. After an exception other than ``SystemExit``, save the last finished step if ``OnException`` is set.
 
-        What fails then is only logged.
+        A failure is then only logged.
         """
         if kind is None:
             self.close()
@@ -469,7 +465,6 @@ class CheckpointManager:
             logger.error("a save failed as well: %s", failure)
 
     def __repr__(self) -> str:
-        """Directory and state."""
         return f"<CheckpointManager {self._checkpointer.directory!r}{' closed' if self._closed else ''}>"
 
 
@@ -478,7 +473,7 @@ _registered: Callable[[], None] | None = None
 
 
 def _at_exit(manager: CheckpointManager) -> None:
-    """Have an unclosed manager closed when the interpreter ends, before its checkpointer would be."""
+    """Close the manager when the interpreter ends, before its checkpointer."""
     global _registered
     _open.add(manager)
     if _registered is None:

@@ -1,6 +1,6 @@
-"""What a manager tells of a checkpoint in its metadata: metrics, what kind of save it was, and the user's own facts.
+"""The metadata that a manager writes with a checkpoint: metrics, the kind of save, and the user's own facts.
 
-To read them takes no torch.
+Reading it does not need torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def encode_metadata(
 
 
 def as_numbers(step: int, metrics: Metrics | None, needed: Collection[str]) -> dict[str, float | str]:
-    """Metrics as plain JSON data, which has no NaN and no infinity: those are text.
+    """Metrics as JSON, in which NaN and infinity are text.
 
     Raises:
-        InvalidArgumentError: One is no number; or there are some, and not those ``needed``.
+        InvalidArgumentError: A value is no number, or one of the ``needed`` metrics is missing.
     """
     if metrics is None:
         if needed:
@@ -60,12 +60,12 @@ def as_numbers(step: int, metrics: Metrics | None, needed: Collection[str]) -> d
             f"KeepBest needs the metric {', '.join(sorted(missing))}, and step {step} has been given "
             f"{', '.join(map(str, metrics)) or 'none'}"
         )
-    found = {name: _number(name, value) for name, value in metrics.items()}
-    return {name: number if math.isfinite(number) else repr(number) for name, number in found.items()}
+    values = {name: _number(name, value) for name, value in metrics.items()}
+    return {name: number if math.isfinite(number) else repr(number) for name, number in values.items()}
 
 
 def _number(name: str, value: SupportsFloat) -> float:
-    import torch  # who only reads what was told does without
+    import torch  # reading needs none
 
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value.item())
@@ -78,23 +78,23 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 
 def metric_of(info: CheckpointInfo, name: str) -> float | None:
-    """A metric that a checkpoint was saved with; None where it has none of that name."""
+    """A metric of a checkpoint; None if it was saved without."""
     return metrics_of(info.metadata).get(name)
 
 
 def metrics_of(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """All metrics that the metadata of a checkpoint tell, in the order of their names there."""
+    """All metrics in the metadata of a checkpoint, in their order there."""
     metrics = metadata.get(METRICS)
-    found: dict[str, float] = {}
+    numbers_by_name: dict[str, float] = {}
     for name, value in cast("dict[str, Any]", metrics).items() if isinstance(metrics, dict) else ():
         if isinstance(value, (int, float, str)):
             with contextlib.suppress(ValueError, OverflowError):
-                found[name] = float(value)
-    return found
+                numbers_by_name[name] = float(value)
+    return numbers_by_name
 
 
 def is_ephemeral(info: CheckpointInfo) -> bool:
-    """Whether a checkpoint was saved to be removed by the next one."""
+    """Whether a checkpoint is deleted once a newer one is committed."""
     return info.metadata.get(EPHEMERAL) is True
 
 

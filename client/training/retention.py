@@ -1,7 +1,7 @@
-"""Deletes what nothing keeps: deciding is a pure function, deleting the work of the daemon.
+"""Deletes checkpoints that nothing keeps. A pure function decides, the daemon deletes.
 
-A checkpoint is kept if any policy wants it, if it is pinned, if it is being read, or if it is the newest, which is the
-last good one. Ephemeral checkpoints are wanted by no policy: each goes when a newer one of any kind is committed.
+A checkpoint is kept if any policy wants it, if it is pinned, if it is being read, or if it is the newest. No policy
+wants ephemeral checkpoints: each is deleted once a newer one of any kind is committed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -49,15 +48,14 @@ _DELETE_TIMEOUT_S: Final = 60.0
 
 
 class Pins:
-    """The steps that retention never deletes: a small file of the run directory, replaced as a whole."""
+    """The steps that retention never deletes: a small file in the run directory, replaced atomically."""
 
     def __init__(self, directory: str) -> None:
-        """Of a run directory."""
         self._path = os.path.join(directory, PINS)
         self._lock = threading.Lock()
 
     def read(self) -> frozenset[int]:
-        """The pinned steps; raises ``IntegrityError`` for a file that is none of ours, else ``WriteError``."""
+        """The pinned steps; raises ``IntegrityError`` for a damaged file, else ``WriteError``."""
         try:
             with open(self._path, "rb") as file:
                 steps = json.load(file)
@@ -72,7 +70,7 @@ class Pins:
         return frozenset(cast("list[int]", steps))
 
     def change(self, step: int, *, pinned: bool) -> None:
-        """Pin a step or unpin it; durable when this returns. Raises ``WriteError``, or what :meth:`read` does."""
+        """Pin or unpin a step, durably. Raises ``WriteError``, or what :meth:`read` raises."""
         with self._lock:
             before = self.read()
             after = before | {step} if pinned else before - {step}
@@ -85,17 +83,17 @@ class Pins:
 
 
 class Retention:
-    """Has the daemon delete what nobody wants, after each commit, in a thread of its own; that it fails is logged.
+    """After each commit, has the daemon delete what nothing keeps, and links the rest to the user's names.
 
-    What stays is linked to under names of the user's, if there are any.
+    It works in a thread of its own. Failures are logged.
     """
 
     def __init__(
         self, checkpointer: Checkpointer, policies: Sequence[KeepPolicy] | None, pins: Pins, links: Links | None = None
     ) -> None:
-        """Work for one checkpointer, which stays the caller's to close; None for ``policies`` is to delete nothing.
+        """Start the thread. It does not keep ``checkpointer`` alive, and ends with it.
 
-        The thread does not keep the checkpointer alive, and ends with it.
+        ``policies=None`` deletes nothing.
         """
         self._reference = weakref.ref(checkpointer)
         self._policies = policies
@@ -106,7 +104,7 @@ class Retention:
         self._loading: frozenset[int] = frozenset()
         self._deletions: dict[int, Future[None]] = {}
         self._commits: queue.SimpleQueue[bool | Latch] = queue.SimpleQueue()
-        """True for a commit, false for the end; a latch is opened when all before it is looked at."""
+        """True for a commit, false for the end; a latch is opened once everything before it has been handled."""
         self._thread = threading.Thread(target=self._work, name="sidesave-retention", daemon=True)
         self._thread.start()
         weakref.finalize(checkpointer, self._commits.put, False).atexit = False
@@ -120,12 +118,12 @@ class Retention:
 
     @contextlib.contextmanager
     def saving(self) -> Generator[None]:
-        """Around a call of ``save()``: no deletion is asked for meanwhile."""
+        """Hold back deletions during a call of ``save()``."""
         with self._turn:
             yield
 
     def add(self, handle: SaveHandle) -> None:
-        """A save was called, within :meth:`saving`; once it is committed, others may go."""
+        """Add a save, within :meth:`saving`; its commit may make others deletable."""
         self._handles[handle.step] = handle
         handle.committed.add_done_callback(
             lambda done: self._commits.put(True) if not done.cancelled() and handle.committed.peek() is None else None
@@ -133,7 +131,7 @@ class Retention:
 
     @contextlib.contextmanager
     def reading(self, step: int | None) -> Generator[None]:
-        """Around a load of ``step``: what is there then stays, and what is being deleted has gone before."""
+        """During a load of ``step``, keep all existing checkpoints; deletions under way are awaited first."""
         saver_of(self._checkpointer).session.saves.settle(step)
         looked = Latch()
         self._commits.put(looked)  # after what was committed before
@@ -167,10 +165,10 @@ class Retention:
         try:
             operation()
         except ClosedError as error:
-            logger.debug("retention has come to its end: %s", error)
+            logger.debug("retention ends: %s", error)
         except (SidesaveError, OSError) as error:
             logger.error("no checkpoint is deleted or named now, retention failed: %s", error)
-        except BaseException:  # a thread that died would say nothing
+        except BaseException:  # the thread must not die silently
             logger.exception("no checkpoint is deleted or named now, retention failed")
 
     def _link(self, checkpoints: Sequence[CheckpointInfo]) -> None:
@@ -185,9 +183,9 @@ class Retention:
         checkpoints = saver_of(self._checkpointer).session.run.scan()
         pinned = self._pins.read()
         with self._turn:
-            for step in self._surplus(checkpoints, pinned):
+            for step in [] if self._policies is None else to_delete(checkpoints, self._policies, pinned, self._loading):
                 handle = self._handles.get(step)
-                # A save of that step which the list has not seen would be what is deleted, once it is committed.
+                # A newer save of that step, which the list has not seen, would be deleted once committed.
                 if handle is not None and (handle is not before.get(step) or step not in settled):
                     continue
                 if step not in self._deletions:
@@ -198,9 +196,6 @@ class Retention:
                 if self._handles.get(step) is before[step]:
                     del self._handles[step]
         self._link([info for info in checkpoints if info.step not in going])
-
-    def _surplus(self, checkpoints: Sequence[CheckpointInfo], pinned: AbstractSet[int]) -> list[int]:
-        return [] if self._policies is None else to_delete(checkpoints, self._policies, pinned, self._loading)
 
     def _delete(self, step: int) -> None:
         checkpointer = self._checkpointer  # not dropped meanwhile
@@ -214,14 +209,14 @@ class Retention:
             elif isinstance(error, WriteError) and error.errno == errno.EBUSY:
                 logger.info("step %d is not deleted now, somebody reads it", step)
             elif not isinstance(error, CheckpointError):  # else it is gone
-                logger.error("step %d is to be deleted, and cannot: %s", step, error)
+                logger.error("cannot delete step %d: %s", step, error)
             self._deletions.pop(step, None)
             ended.set_result(None)
 
         deletion.add_done_callback(gone)
 
     def close(self, timeout_s: float) -> None:
-        """Finish what the commits so far make due, at most in that time; idempotent."""
+        """Finish the deletions that are due, for up to ``timeout_s`` seconds; idempotent."""
         self._commits.put(False)
         self._thread.join(timeout_s)
         concurrent.futures.wait(list(self._deletions.values()), timeout_s)

@@ -1,4 +1,4 @@
-"""The state of the random number generators of a process: Python's, NumPy's, torch's, and of every CUDA device."""
+"""The random number generators of a process: Python's, NumPy's, torch's, and those of every CUDA device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 class RandomState:
-    """An item of a state that stands for all global generators. What is loaded takes effect in :meth:`apply`.
+    """An item of a state that holds all global generators. A loaded state takes effect in :meth:`apply`.
 
-    NumPy counts where it is imported, CUDA where it is initialised: before that nobody can have drawn from them.
-    Generators that are objects of the user's are items of their own.
+    NumPy counts once it is imported, CUDA once it is initialised: before that nobody has drawn from them. Generator
+    objects of the user are items of their own.
     """
 
     def __init__(self, rank: int = 0) -> None:
-        """Those of ``rank``; nothing is loaded yet."""
         self._rank = rank
         self._loaded: dict[str, Any] | None = None
 
@@ -47,19 +46,18 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what was saved for :meth:`apply`: what else is loaded after it may draw numbers."""
+        """Keep the state for :meth:`apply`: loading the rest may still draw numbers."""
         self._loaded = state
 
     def when_resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Of a world of another size: what this rank had, or rank 0's where it is new, which is not applied."""
+        """For another number of ranks: this rank's state, or rank 0's on a new rank, which does not apply it."""
         return states[self._rank if self._rank < len(states) else 0]
 
     def apply(self) -> None:
-        """Set all generators as they were saved; nothing happens if nothing was loaded.
+        """Set all generators to the loaded state; do nothing if none was loaded.
 
-        Of CUDA devices as many are set as there are and were, with a warning where that is not all of them. A rank that
-        is new in a larger world goes on with the generators as they are: rank 0's, which it gets of everything else,
-        would make both draw the same numbers.
+        If the number of CUDA devices changed, the devices that both have are set, with a warning. A new rank of a
+        larger world keeps its generators as seeded: with rank 0's both would draw the same numbers.
         """
         state, self._loaded = self._loaded, None
         if state is None:
@@ -79,7 +77,11 @@ class RandomState:
         generators = state.get("cuda", [])
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if generators and len(generators) != devices:
-            told = "the generators of %d CUDA devices were saved, and %d are here: only those of the first %d go on"
-            logger.warning(told, len(generators), devices, min(len(generators), devices))
+            logger.warning(
+                "the generators of %d CUDA devices were saved, and %d are here: only those of the first %d go on",
+                len(generators),
+                devices,
+                min(len(generators), devices),
+            )
         for device, generator in enumerate(generators[:devices]):
             torch.cuda.set_rng_state(generator.cpu(), device)

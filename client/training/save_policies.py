@@ -1,8 +1,8 @@
-"""When to save: small policies that combine in a list; a step is saved when any of them says so, and once.
+"""Save policies: a step is saved, once, if any policy of a list says so.
 
-What follows from the number of a step alone is the same on every rank. Time, signals and requests are seen by one rank
-first: such policies are *local*, and several ranks agree on the step (:mod:`sidesave.client.ranks.consensus`).
-Nothing here imports torch.
+Policies that go by the step number alone agree on every rank. Time, signals and requests reach one rank first: such
+policies are *local*, and ranks agree on the step (:mod:`sidesave.client.ranks.consensus`). This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sidesave.client.training.keep_policies import check_every, check_positive, 
 from sidesave.errors import InvalidArgumentError, brief
 
 _GO_ON: Final = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that ask for a save and mean no end."""
+"""Signals that ask for a save but not for the end."""
 _NOT_FOR_US: Final = frozenset(
     {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGCHLD}
 )
@@ -29,20 +29,20 @@ PolicyEvent = Literal["restore", "step", "close", "exception"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """What a policy decides from.
+    """What a policy decides by.
 
     Attributes:
-        step: The step that has just been finished, or the last one that was.
-        event: ``"step"`` after a training step; ``"restore"`` when there was nothing to restore; ``"close"`` at the
-            end of the run; ``"exception"`` when the ``with`` block is left by one.
-        now_s: Now, in seconds of the monotonic clock.
-        saved_s: When the last save was, of whatever kind; when the run began, before the first one.
-        persistent_step: The last step that was saved, or restored, and is not ephemeral.
-        persistent_s: When that was.
-        signal: A signal that has come and is not yet answered, or 0.
+        step: The last finished step.
+        event: ``"step"`` after a training step; ``"restore"`` if there was nothing to restore; ``"close"`` at the
+            end of the run; ``"exception"`` if an exception leaves the ``with`` block.
+        now_s: The monotonic clock, in seconds.
+        saved_s: The time of the last save of any kind; before the first, of the start.
+        persistent_step: The last step that was saved or restored and is not ephemeral.
+        persistent_s: The time of that.
+        signal: A signal that has not been answered yet, or 0.
         requested: Whether a save was asked for.
-        cost: How long a save stalls training, and takes to be committed, in seconds, as measured; None at first.
-        is_first: Whether ``step`` is the first one since training began or was resumed.
+        cost: Measured seconds that a save stalls training, and until its commit; None before the first commit.
+        is_first: Whether ``step`` is the first one since the start or ``restore()``.
     """
 
     step: int
@@ -58,7 +58,7 @@ class PolicyContext:
 
 
 class SavePolicy(ABC):
-    """Says when to save; to write another one, derive from this."""
+    """Base class: says when to save. Derive from it to write your own."""
 
     @property
     def is_local(self) -> bool:
@@ -67,22 +67,28 @@ class SavePolicy(ABC):
 
     @abstractmethod
     def due(self, context: PolicyContext) -> bool:
-        """Whether to save now; called after each step, so it has to be quick."""
+        """Whether to save now; called after each step, so it must be quick."""
+
+
+class _Local(SavePolicy):
+    @property
+    def is_local(self) -> bool:
+        """Clocks differ between ranks, and one rank is signalled or asked first."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(SavePolicy):
     """Save every ``n`` steps: those with ``step % n == offset``.
 
-    Step 0 is none of them, unless every step is: ``AtSteps([0])`` asks for it, ``BeforeTraining()`` for what was there
-    before it.
+    Step 0 is not saved, except with ``n=1``: ``AtSteps([0])`` asks for it, ``BeforeTraining()`` for the state before
+    it.
     """
 
     n: int
     offset: int = 0
 
     def __post_init__(self) -> None:
-        """Check."""
         check_every("EverySteps", self.n, self.offset)
 
     def due(self, context: PolicyContext) -> bool:
@@ -91,19 +97,13 @@ class EverySteps(SavePolicy):
 
 
 @dataclass(frozen=True, slots=True)
-class EverySeconds(SavePolicy):
-    """Save when the last save, of whatever kind, is ``seconds`` old."""
+class EverySeconds(_Local):
+    """Save when the last save of any kind is ``seconds`` old."""
 
     seconds: float
 
     def __post_init__(self) -> None:
-        """Check."""
         check_positive("EverySeconds", "seconds", self.seconds)
-
-    @property
-    def is_local(self) -> bool:
-        """Clocks differ."""
-        return True
 
     def due(self, context: PolicyContext) -> bool:
         """By the clock."""
@@ -117,7 +117,6 @@ class AtSteps(SavePolicy):
     steps: tuple[int, ...]
 
     def __init__(self, steps: Iterable[int]) -> None:
-        """Any number of steps."""
         object.__setattr__(self, "steps", check_steps("AtSteps", steps))
 
     def due(self, context: PolicyContext) -> bool:
@@ -128,20 +127,20 @@ class AtSteps(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class BeforeTraining(SavePolicy):
-    """Save what training begins with, when ``restore()`` finds nothing: a seed, as step 0.
+    """Save the initial state as step 0 if ``restore()`` finds no checkpoint.
 
-    ``restore()`` of such a checkpoint returns 0, for no step has been trained, and a later save of step 0 takes its
-    place. Where steps are counted from 1 it stays.
+    ``restore()`` of it returns 0, since no step has been trained. A later save of step 0 replaces it; if steps count
+    from 1, it stays.
     """
 
     def due(self, context: PolicyContext) -> bool:
-        """When a run begins."""
+        """At the start of a run."""
         return context.event == "restore"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep(SavePolicy):
-    """Save the first step after each start, resumed or not: what is wrong with storage or memory shows at once."""
+    """Save the first step after each start, resumed or not, so that problems with storage or memory show at once."""
 
     def due(self, context: PolicyContext) -> bool:
         """Once after each start, and each ``restore()``."""
@@ -153,53 +152,48 @@ class LastStep(SavePolicy):
     """Save the last step at ``close()``, unless it was saved."""
 
     def due(self, context: PolicyContext) -> bool:
-        """When a run ends well."""
+        """At the end of a run."""
         return context.event == "close"
 
 
 @dataclass(frozen=True, slots=True)
 class OnException(SavePolicy):
-    """Save the last finished step when the ``with`` block is left by an exception, for a process that saves alone.
+    """Save the last finished step if an exception leaves the ``with`` block; for a single process only.
 
-    What is saved is the state as it is then: after an exception between ``optimizer.step()`` and ``manager.step()`` it
-    is one update further than its name says.
+    The current state is saved: after an exception between ``optimizer.step()`` and ``manager.step()`` it is one update
+    further than its step says.
     """
 
     def due(self, context: PolicyContext) -> bool:
-        """When a run ends badly."""
+        """After an exception."""
         return context.event == "exception"
 
 
 @dataclass(frozen=True, slots=True)
-class OnRequest(SavePolicy):
-    """Save when asked to: by ``manager.request_save()``, or from another process by ``sidesave trigger RUN``.
+class OnRequest(_Local):
+    """Save on request: ``manager.request_save()``, or ``sidesave trigger RUN`` from another process.
 
     ``manager.request_stop()`` and ``sidesave trigger RUN --stop`` ask for a last save.
     """
 
-    @property
-    def is_local(self) -> bool:
-        """One rank is asked."""
-        return True
-
     def due(self, context: PolicyContext) -> bool:
-        """Once for each request, however many came meanwhile."""
+        """If a request is open; one save answers all."""
         return context.requested
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class OnSignal(SavePolicy):
-    """Save at the next step after a signal; for one that means the end, leave then.
+class OnSignal(_Local):
+    """Save at the next step after a signal, and exit if the signal means the end.
 
-    Leaving is ``SystemExit(128 + number)`` out of ``manager.step()``, once the checkpoint is committed or
-    ``deadline_s`` seconds have passed; a second signal ends the wait as well. It is staged by then in any case, and the
-    daemon commits it after the trainer has gone, while its container lives.
+    ``manager.step()`` raises ``SystemExit(128 + number)`` once the checkpoint is committed, ``deadline_s`` seconds have
+    passed, or a second signal comes. The save is staged by then in any case, and the daemon commits it after the
+    trainer has gone, as long as its container lives.
 
     Args:
-        *signals: Which ones; SIGTERM if none is given.
-        exit: Whether to leave; None leaves for all but SIGUSR1 and SIGUSR2.
-        deadline_s: How long to wait for the commit; None as long as it takes, which the timeouts of the checkpointer
-            bound. Schedulers kill what is still there after a grace of, often, 30 s.
+        *signals: The signals; SIGTERM if none is given.
+        exit: Whether to exit; None exits for all but SIGUSR1 and SIGUSR2.
+        deadline_s: How long to wait for the commit; None waits as long as the checkpointer's timeouts allow. Schedulers
+            often kill what is left after 30 s.
     """
 
     signals: tuple[int, ...]
@@ -207,7 +201,6 @@ class OnSignal(SavePolicy):
     deadline_s: float | None
 
     def __init__(self, *signals: int, exit: bool | None = None, deadline_s: float | None = None) -> None:  # noqa: A002
-        """One policy for one or more signals."""
         for number in signals:
             try:
                 name = signal.Signals(number).name
@@ -223,91 +216,77 @@ class OnSignal(SavePolicy):
         object.__setattr__(self, "exit", exit)
         object.__setattr__(self, "deadline_s", deadline_s)
 
-    @property
-    def is_local(self) -> bool:
-        """One process is signalled."""
-        return True
-
     def due(self, context: PolicyContext) -> bool:
-        """When one of its signals has come."""
+        """If one of its signals has come."""
         return context.signal in self.signals
 
     def ends(self, number: int) -> bool:
-        """Whether to leave after the save."""
+        """Whether to exit after the save."""
         return number not in _GO_ON if self.exit is None else self.exit
 
 
-@dataclass(frozen=True, slots=True)
-class OptimalInterval(SavePolicy):
-    """Save as often as loses least, by Daly's formula, for one failure in ``mtbf_s`` seconds.
+class _ByCost(_Local):
+    """Saves at an interval that follows from the measured cost of saves."""
 
-    What a save costs is measured; before the first is, it waits ``initial_s`` seconds.
+    initial_s: float
+
+    @abstractmethod
+    def _interval_s(self, stall_s: float, commit_s: float) -> float: ...
+
+    def due(self, context: PolicyContext) -> bool:
+        """By the clock and the measured cost."""
+        interval_s = self.initial_s if context.cost is None else self._interval_s(*context.cost)
+        return context.event == "step" and context.now_s - context.saved_s >= interval_s
+
+
+@dataclass(frozen=True, slots=True)
+class OptimalInterval(_ByCost):
+    """Save at the interval that loses least time, by Daly's formula, for one failure in ``mtbf_s`` seconds.
+
+    The cost of a save is measured. Until one is committed, saves are ``initial_s`` seconds apart.
     """
 
     mtbf_s: float
     initial_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Check."""
         check_mtbf(self.mtbf_s)
         check_positive("OptimalInterval", "initial_s", self.initial_s)
 
-    @property
-    def is_local(self) -> bool:
-        """Clocks and costs differ."""
-        return True
-
-    def due(self, context: PolicyContext) -> bool:
-        """By the clock and the measured cost."""
-        if context.event != "step":
-            return False
-        interval_s = self.initial_s if context.cost is None else Advice.of(*context.cost, self.mtbf_s).interval_s
-        return context.now_s - context.saved_s >= interval_s
+    def _interval_s(self, stall_s: float, commit_s: float) -> float:
+        return Advice.of(stall_s, commit_s, self.mtbf_s).interval_s
 
 
 @dataclass(frozen=True, slots=True)
-class OverheadBudget(SavePolicy):
-    """Save as often as takes no more than a ``fraction`` of the time that training has, 0.01 for one per cent.
+class OverheadBudget(_ByCost):
+    """Save as often as possible with at most ``fraction`` of the time lost to stalls, 0.01 for one per cent.
 
-    What a save costs is measured: the stall of the call; before the first is, it waits ``initial_s`` seconds. A save
-    comes no sooner than the one before it is committed.
+    The stall of a save is measured. Until one is committed, saves are ``initial_s`` seconds apart. A save never comes
+    before the last one is committed.
     """
 
     fraction: float
     initial_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Check."""
         check_positive("OverheadBudget", "fraction", self.fraction)
         if self.fraction >= 1:
             raise InvalidArgumentError(f"fraction of OverheadBudget must be below 1, not {self.fraction!r}")
         check_positive("OverheadBudget", "initial_s", self.initial_s)
 
-    @property
-    def is_local(self) -> bool:
-        """Clocks and costs differ."""
-        return True
-
-    def due(self, context: PolicyContext) -> bool:
-        """By the clock and the measured cost."""
-        if context.event != "step":
-            return False
-        interval_s = self.initial_s
-        if context.cost is not None:
-            stall_s, commit_s = context.cost
-            interval_s = max(commit_s, stall_s / self.fraction)
-        return context.now_s - context.saved_s >= interval_s
+    def _interval_s(self, stall_s: float, commit_s: float) -> float:
+        return max(commit_s, stall_s / self.fraction)
 
 
 @dataclass(frozen=True, slots=True)
 class Ephemeral(SavePolicy):
-    """Saves against failures only: what ``policy`` saves is deleted once a newer checkpoint is committed.
+    """Save only against failures: what ``policy`` saves is deleted once a newer checkpoint is committed.
 
-    A step that another policy saves as well is no ephemeral one.
+    A step that another policy saves too is not ephemeral.
 
     Args:
-        policy: When; on a schedule of its own, such as ``EverySteps(50)``.
-        cool_down_steps: Not so soon after a step that lasts.
+        policy: When to save, such as ``EverySteps(50)``.
+        cool_down_steps: Do not save within so many steps after a persistent checkpoint.
         cool_down_s: The same in seconds.
     """
 
@@ -316,7 +295,6 @@ class Ephemeral(SavePolicy):
     cool_down_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check."""
         if not isinstance(self.policy, SavePolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InvalidArgumentError(f"Ephemeral takes a policy such as EverySteps(50), not {brief(self.policy)}")
         if isinstance(self.policy, _ONCE):
@@ -330,11 +308,11 @@ class Ephemeral(SavePolicy):
 
     @property
     def is_local(self) -> bool:
-        """If its policy is, or the clock decides."""
+        """If its policy is, or if it looks at the clock."""
         return self.policy.is_local or self.cool_down_s > 0
 
     def due(self, context: PolicyContext) -> bool:
-        """When its policy is, and no persistent checkpoint is that young."""
+        """If its policy is due, and no persistent checkpoint is too young."""
         if context.persistent_step is not None and context.step - context.persistent_step < self.cool_down_steps:
             return False
         if context.persistent_s is not None and context.now_s - context.persistent_s < self.cool_down_s:
@@ -343,13 +321,13 @@ class Ephemeral(SavePolicy):
 
 
 _ONCE: Final = (BeforeTraining, Ephemeral, FirstStep, LastStep, OnException, OnRequest, OnSignal)
-"""What comes due for a reason, and not again and again."""
+"""Policies that are due once, not repeatedly."""
 
 
 def check_save_policies(save: object) -> tuple[SavePolicy, ...]:
-    """The policies that ``save=`` means: one or several, or a number of steps, which is ``EverySteps``.
+    """The policies in ``save=``: one or several, or a number of steps for ``EverySteps``.
 
-    Raises ``InvalidArgumentError`` for what is no policy, is given twice, or contradicts another.
+    Raises ``InvalidArgumentError`` for no policy, the same one twice, or policies that contradict each other.
     """
     policies = _listed(save)
     signals: set[int] = set()
@@ -368,19 +346,19 @@ def check_save_policies(save: object) -> tuple[SavePolicy, ...]:
 
 def _listed(save: object) -> tuple[SavePolicy, ...]:
     items = cast("Iterable[object]", save) if isinstance(save, Iterable) else (save,)
-    found: list[SavePolicy] = []
+    policies: list[SavePolicy] = []
     for item in items:
         steps = as_index(item)
         policy = item if steps is None else EverySteps(steps)
         if not isinstance(policy, SavePolicy):
             what = "a policy such as sidesave.EverySteps(500), several in a list, or a number of steps"
             raise InvalidArgumentError(f"save takes {what}, not {brief(item)}")
-        found.append(policy)
-    return tuple(found)
+        policies.append(policy)
+    return tuple(policies)
 
 
 def _refuse_never(ephemeral: Ephemeral, persistent: Iterable[EverySteps]) -> None:
-    """An ephemeral save each of whose steps is saved for good as well would never be one."""
+    """Raise ``InvalidArgumentError`` if a persistent policy saves every step of an ephemeral one."""
     policy = ephemeral.policy
     for other in persistent:
         if isinstance(policy, EverySteps) and policy.n % other.n == 0 and policy.offset % other.n == other.offset:
@@ -391,7 +369,7 @@ def _refuse_never(ephemeral: Ephemeral, persistent: Iterable[EverySteps]) -> Non
 
 
 def check_save_policies_for_ranks(policies: Sequence[SavePolicy]) -> None:
-    """Raise ``InvalidArgumentError`` for what ranks that save together cannot do alike."""
+    """Raise ``InvalidArgumentError`` for policies that several ranks cannot follow together."""
     for policy in policies:
         if isinstance(policy, OnException):
             raise InvalidArgumentError(

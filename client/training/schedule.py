@@ -1,4 +1,4 @@
-"""What is due, and where training stands: the policies of a run and what they decide from. Saves nothing itself."""
+"""Decides which saves are due: the policies of a run, and the facts they decide by. Saves nothing itself."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from sidesave.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class SaveDecision:
-    """What is to be done at a step.
+    """What to do at a step.
 
     Attributes:
         persistent: Save it for good.
-        ephemeral: Save it, if not for good then until the next save.
-        stop: The loop is asked to end with this step.
-        signal: Leave after that, as this signal has asked for; 0 is to stay.
-        together: Whether all ranks leave, and so may save before.
+        ephemeral: Save it at least until the next save.
+        stop: Ask the loop to end with this step.
+        signal: Exit after this step, since this signal came; 0 stays.
+        together: Whether all ranks exit, so that they may save first.
     """
 
     persistent: bool = False
@@ -50,7 +50,7 @@ _NOTHING: Final = SaveDecision()
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The checkpoint of its own that a run has gone on with."""
+    """The checkpoint that a run resumed from."""
 
     step: int
     is_seed: bool
@@ -58,19 +58,19 @@ class Resumed:
 
 
 class Schedule:
-    """The policies of a run at work. Requests may come from any thread or signal handler, the rest from one thread.
+    """Applies the policies of a run. Requests may come from any thread or signal handler, the rest from one thread.
 
     Attributes:
-        stepped: The step that was finished last, be it passed or saved; -1 before the first.
-        metrics: Those of that step.
-        saved_step: The step that was saved or restored last, if any.
-        cost: What saves cost.
-        stopping: Whether the loop was asked to end with the step finished last.
-        requested: Whether a save was asked for and is still to come.
+        stepped: The last finished step; -1 before the first.
+        metrics: The metrics of that step.
+        saved_step: The step that was last saved or restored, if any.
+        cost: The measured cost of saves.
+        stopping: Whether the loop is asked to end with the last finished step.
+        requested: Whether a requested save is still to come.
     """
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
-        """Begin to catch the signals of ``policies``; ``InvalidArgumentError`` outside the main thread."""
+        """Catch the signals of ``policies`` from now on; ``InvalidArgumentError`` outside the main thread."""
         self.stepped = self._passed = -1
         self.metrics: Metrics | None = None
         self.saved_step: int | None = None
@@ -87,10 +87,10 @@ class Schedule:
         self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
 
     def start(self, world: World) -> None:
-        """Begin to agree with the other ranks of ``world``, where the policies need that.
+        """Start to agree with the other ranks of ``world``, if the policies need that.
 
         Raises:
-            InvalidArgumentError: There are policies that ranks cannot follow alike, or not without a process group.
+            InvalidArgumentError: Ranks cannot follow a policy together, or not without a process group.
         """
         self._world = world
         if world.size == 1:
@@ -110,10 +110,10 @@ class Schedule:
     # Step by step ----------------------------------------------------------------------------------------------
 
     def pass_step(self, step: int, metrics: Metrics | None) -> SaveDecision:
-        """Take down that a step was finished; what is due then, unless it was saved already.
+        """Note that a step was finished. Returns what is due, unless the step was saved already.
 
         Raises:
-            InvalidArgumentError: The number does not grow.
+            InvalidArgumentError: The step is not larger than the one before.
             SidesaveError: Ranks could not agree.
         """
         step = arguments.check_step(step)
@@ -137,19 +137,20 @@ class Schedule:
             persistent, ephemeral = persistent or agreed.persistent, ephemeral or agreed.ephemeral
             self.stopping |= agreed.stop
             together = agreed.signal > 0
-            ending = agreed.signal or (ending if self._is_left_alone() else 0)
+            # A rank with which no other agrees any more answers its signal by itself.
+            ending = agreed.signal or (ending if agreement is not None and agreement.is_broken else 0)
         if ending:
             return SaveDecision(persistent, ephemeral, signal=ending, together=together)
         if not (persistent or ephemeral) or step == self.saved_step:
             return _NOTHING
         if agreed is None:
             self.requested, self._signals.asking = False, 0
-            stop, self._stop_asked = self._stop_asked, False  # also one that has come since: this save answers it
+            stop, self._stop_asked = self._stop_asked, False  # a request that came just now is answered too
             self.stopping |= stop
         return SaveDecision(persistent, ephemeral, self.stopping)
 
     def note_finished(self, step: int, metrics: Metrics | None) -> int:
-        """A step is about to be saved, so it was finished; ``InvalidArgumentError`` where a later one was."""
+        """Note that a step that is about to be saved was finished; ``InvalidArgumentError`` if a later one was."""
         step = arguments.check_step(step)
         if step < self.stepped:
             self.refuse(step)
@@ -158,7 +159,7 @@ class Schedule:
         return step
 
     def refuse(self, step: int) -> None:
-        """Raise ``InvalidArgumentError``: the step does not come after those before."""
+        """Raise ``InvalidArgumentError`` for a step that is not larger than the one before."""
         hint = (
             "count on from what restore() returns"
             if self._resumed
@@ -167,12 +168,12 @@ class Schedule:
         raise InvalidArgumentError(f"step {step} does not come after step {self.stepped}: {hint}")
 
     def is_due(self, event: PolicyEvent) -> bool:
-        """Whether a policy wants a save for what happens beside the steps."""
+        """Whether a policy wants a save at an event other than a step."""
         context = self._context(event)
         return any(policy.due(context) for policy in self._at_step)
 
     def note_save(self, step: int, *, ephemeral: bool, seed: bool) -> None:
-        """A save was called."""
+        """Note that a save was called."""
         self._saved_s = time.monotonic()
         if not seed:
             self.saved_step = step
@@ -197,7 +198,7 @@ class Schedule:
     # Requests, signals and the other ranks ---------------------------------------------------------------------
 
     def request(self, *, stop: bool) -> None:
-        """Have the next possible step saved, and with ``stop`` :attr:`stopping` true from then on."""
+        """Have the next possible step saved; ``stop`` makes :attr:`stopping` true from then on."""
         several = self._world is not None and self._world.size > 1
         if several and not any(isinstance(policy, OnRequest) for policy in self._policies):
             raise InvalidArgumentError("ranks agree on requests only with the policy OnRequest(): add it to save=")
@@ -210,12 +211,8 @@ class Schedule:
         if agreement is not None:
             agreement.poke()
 
-    def _is_left_alone(self) -> bool:
-        """Whether this rank has to answer a signal by itself, for no other rank takes part in anything."""
-        return self._agreement is not None and self._agreement.is_broken
-
     def _wish(self, passed: int, pending: PendingRequest) -> PendingRequest:
-        """What this rank wants of the others, in the thread of the agreement."""
+        """This rank's request to the others; called in the agreement's thread."""
         if pending.signal:
             return PendingRequest()
         signal, asking, requested = self._signals.ending, self._signals.asking, self.requested
@@ -224,7 +221,7 @@ class Schedule:
         if requested:
             self.requested = False
         if pending and not (signal or asking or requested):
-            return PendingRequest()  # what is due by time is so until the save that is agreed has been made
+            return PendingRequest()  # policies by time stay due until the agreed save is made
         context = self._context("step", passed)
         due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(context)]
         persistent = bool(signal or asking or requested) or not all(due)
@@ -234,35 +231,35 @@ class Schedule:
 
     @property
     def ending(self) -> int:
-        """The signal that has asked for the end, or 0."""
+        """The signal that asked for the end, or 0."""
         return self._signals.ending
 
     def begin_answer(self) -> None:
-        """Signals that have come so far are about to be answered: no later wait ends by them."""
+        """Note that signals so far are about to be answered: they end no later wait."""
         self._signals.begin_answer()
 
     def await_save(self, handle: SaveHandle, number: int | None = None) -> bool:
-        """Wait for a save until a signal asks for the end, after signal ``number`` as long as its policy allows.
+        """Wait for a save until a signal asks for the end; after signal ``number``, as long as its policy allows.
 
-        Returns whether it has its outcome; either way it is staged, or has failed.
+        Returns whether the save is done. Either way it is staged, or has failed.
         """
         return self._signals.wait(handle, None if number is None else self._signals.deadline_s(number))
 
     # Beginning and end -----------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """There was nothing to go on with."""
+        """Start a new run."""
         self.stepped, self._passed, self.saved_step, self._saved_s = -1, -1, None, time.monotonic()
 
     def go_on(self, loaded: Resumed) -> None:
-        """Training goes on from a checkpoint."""
+        """Continue from a checkpoint."""
         self._saved_s = time.monotonic()
         self.stepped = self._passed = loaded.step - loaded.is_seed
         self.saved_step = None if loaded.is_seed else loaded.step
         self._persistent = None if loaded.is_ephemeral else (loaded.step, self._saved_s)
 
     def resume(self) -> int:
-        """Begin to count, on all ranks; the signal that has come to any of them meanwhile and means the end, or 0."""
+        """Start to count steps, on all ranks. Returns a signal for the end that any rank got meanwhile, or 0."""
         assert self._world is not None
         self._resumed = self._is_first = True
         self.stopping = False
@@ -272,14 +269,14 @@ class Schedule:
         return max(self._world.gather("signals", ending)) if self._world.size > 1 else ending
 
     def finish(self, timeout_s: float, *, failing: bool) -> PendingRequest:
-        """No step comes any more; what was wished for one that has not come. Ranks take leave of each other.
+        """Note that no more steps come, and leave the agreement. Returns what was agreed for a step that did not come.
 
-        Those that do not answer within ``timeout_s`` are left, and all at once where this one is ``failing``.
+        Ranks are awaited for up to ``timeout_s`` seconds; not at all if this one is ``failing``.
         """
         if self._agreement is not None:
             return self._agreement.close(timeout_s, failing=failing)
         return PendingRequest(persistent=self.requested or self._signals.current > 0)
 
     def close(self) -> None:
-        """Give the signals back; idempotent."""
+        """Restore the signal handlers; idempotent."""
         self._signals.close()

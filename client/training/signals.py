@@ -1,4 +1,4 @@
-"""Signals that ask for a save: the handlers, which only take note, and the wait that another signal may cut short."""
+"""Signals that ask for a save: handlers that only take note, and a wait that another signal cuts short."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _STAGED_TIMEOUT_S: Final = 300.0
 
 
 class SignalCatcher:
-    """Holds the handlers of some :class:`OnSignal` policies from its making to :meth:`close`.
+    """Handles the signals of :class:`OnSignal` policies until :meth:`close`.
 
-    A handler runs between two instructions of the main thread, whatever locks that holds, so all it does is to assign
-    and to put into a ``SimpleQueue``, which is made for that.
+    A handler runs between two instructions of the main thread, whatever locks that holds. So it only assigns, and puts
+    into a ``SimpleQueue``, which is reentrant.
 
     Attributes:
-        ending: The signal that means the end, or 0: the first that came.
-        asking: A signal that asks for a save only and is not yet answered, or 0.
+        ending: The first signal that means the end, or 0.
+        asking: A signal that asks for a save only and has not been answered, or 0.
     """
 
     def __init__(self, policies: Iterable[OnSignal], wake: Callable[[], None]) -> None:
-        """Install the handlers; ``wake`` is called by them.
+        """Install the handlers, which call ``wake``.
 
         Raises:
-            InvalidArgumentError: This is not the main thread, the only one that may set handlers.
+            InvalidArgumentError: This is not the main thread, which alone may set handlers.
         """
         self.ending = 0
         self.asking = 0
@@ -57,11 +57,11 @@ class SignalCatcher:
 
     def deadline_s(self, number: int) -> float | None:
         """How long to wait for the commit after that signal."""
-        policy = self._policies.get(number)  # another rank may have got one that this rank has no policy for
+        policy = self._policies.get(number)  # another rank may have a signal that this one has no policy for
         return None if policy is None else policy.deadline_s
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid or self._closed:  # a forked child has inherited this; or a later one put it back
+        if os.getpid() != self._pid or self._closed:  # in a forked child, or restored by a later handler
             before = signal.SIG_DFL if os.getpid() != self._pid else self._before.pop(number, None)
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
@@ -74,14 +74,14 @@ class SignalCatcher:
         self._wake()
 
     def begin_answer(self) -> None:
-        """What has come so far is about to be answered: only signals that come from here on end :meth:`wait`."""
+        """Note that signals so far are about to be answered: only later ones end :meth:`wait`."""
         self._came = queue.SimpleQueue[int]()
 
     def wait(self, handle: SaveHandle, deadline_s: float | None) -> bool:
-        """Block until a save has its outcome, the deadline has passed, or a signal that means the end comes.
+        """Block until a save is done, the deadline has passed, or a signal for the end comes.
 
-        One that has come since :meth:`begin_answer` counts as well. Either way the save is staged when this returns, or
-        has failed. Returns whether it has its outcome.
+        A signal since :meth:`begin_answer` counts too. The save is staged when this returns, or has failed. Returns
+        whether it is done.
         """
         came = self._came
         handle.committed.hurry()
@@ -96,9 +96,9 @@ class SignalCatcher:
         return handle.done()
 
     def close(self) -> None:
-        """Put the handlers back that were there before; idempotent, and without a lock.
+        """Restore the earlier handlers; idempotent, takes no lock.
 
-        What cannot be put back now, outside the main thread or under a later handler, is when its signal comes.
+        One that cannot be restored now, outside the main thread or under a later handler, is when its signal comes.
         """
         self._closed = True
         if threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid:

@@ -260,7 +260,7 @@ def stored(path: str | os.PathLike[str]) -> Stored:
         assert bool((seen == 1).all()), f"{fqn} is not there just once"
         for name, copy in copies:
             assert fqn in records[_rank_of(name)].part.own.tensors, f"{name} holds {fqn}, which nobody knows of"
-            assert fqn in manifest.apart or torch.equal(copy, whole), f"{name} holds another {fqn}"
+            assert fqn in manifest.diverged or torch.equal(copy, whole), f"{name} holds another {fqn}"
         tensors[fqn] = whole
     for fqn, found in pieces.items():
         [(name, _, _)] = found

@@ -101,7 +101,7 @@ def write_world(
     ours: list[Cells] = [{} for _ in states]
     tables: list[dict[str, TensorInfo]] = [{} for _ in states]
     own: list[dict[str, TensorInfo]] = [{} for _ in states]
-    apart: list[dict[str, str]] = [{} for _ in states]
+    compared: list[dict[str, str]] = [{} for _ in states]
     layouts: dict[Layout, int] = {}
     described: set[str] = set()
 
@@ -133,7 +133,7 @@ def write_world(
                 key = fqn if rank == 0 or isinstance(how, Apart) else f"{fqn}@rank-{rank:05d}"
                 if isinstance(how, Apart):
                     assert rank in how.ranks
-                    apart[rank][key] = digest(tensor_bytes(tensor)).hex()
+                    compared[rank][key] = digest(tensor_bytes(tensor)).hex()
                     info = TensorInfo(info.dtype, info.shape, move(rank, container, key))
                 own[rank][key] = info
                 put(rank, container, key, tensor, (0,) * tensor.dim())
@@ -147,7 +147,7 @@ def write_world(
             layout.whole(own[rank], rank),
             sums.get(rank, 0),
             treespec=alike(rank),
-            apart=apart[rank],
+            compared=compared[rank],
         )
         files = tuple(_write_tensors(path, container, rank, cells) for container, cells in ours[rank].items())
         objects = _write(path, rank_file(OBJECTS, rank, "msgpack"), flat.objects)

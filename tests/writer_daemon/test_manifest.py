@@ -32,8 +32,8 @@ def parts(draw: st.DrawFn, rank: int) -> Part:
         own=whole(own, rank),
         cells=draw(SUMS),
         treespec=draw(TEXT),
-        replicas=draw(TEXT),
-        apart={fqn: draw(TEXT) for fqn in own if draw(st.booleans())},
+        replica_digest=draw(TEXT),
+        compared={fqn: draw(TEXT) for fqn in own if draw(st.booleans())},
     )
 
 

@@ -97,7 +97,7 @@ def test_what_a_rank_has_made_since_rank_0_tidied_up_goes_when_it_learns_of_the_
     aborted = coordination.abort(storage, save, failure(0, None, NoSpaceError(28, "full")), "0-1")
     assert aborted is not None and storage.list_directory(aborted) == [coordination.ABORT]
     record, other = record_file(1), record_file(2)
-    for name in (record, other, f".{record}.1-1", "model.rank-00001.safetensors", "claim.rank-00001.0"):
+    for name in (record, other, f".{record}.1-1", "model.rank-00001.safetensors", "replica-digest.rank-00001.0"):
         (tmp_path / aborted / name).touch()
     late = dataclasses.replace(save, rank=1)
     with pytest.raises(GivenUp, match="full"):

@@ -1,1 +1,1 @@
-"""What makes a checkpoint one: its commit, its recovery, and the coordination of ranks."""
+"""Commits checkpoints, recovers them at start, and coordinates ranks."""

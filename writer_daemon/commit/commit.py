@@ -1,7 +1,7 @@
-"""From written to committed: one manifest, one rename. And, at start, what to do with what a dead session left.
+"""Commits a written checkpoint by one manifest and one rename; and at start deals with leftovers of dead sessions.
 
-A checkpoint exists when its directory bears the step's name; everything in it is durable before that. Order of a
-commit: records read and checked, manifest published, directory synced, lease checked, directory renamed, parent synced.
+A checkpoint exists once its directory has the step's name. Everything in it is durable before. Order of a commit:
+records read and checked, manifest published, directory synced, lease checked, directory renamed, parent synced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_record(storage: Storage, save: Save) -> RankRecord | None:
-    """This rank's record of this very save, left by an earlier daemon: in the partial or the committed directory."""
+    """This rank's record of this save, left by an earlier daemon in the partial or committed directory."""
     for directory in (coordination.partial_of(save), manifest.step_directory(save.step)):
         record = _read_own_record(storage, directory, save.rank)
         if record is not None and (record.session, record.sequence) == (save.session, save.sequence):
@@ -53,9 +53,9 @@ def _read_own_record(storage: Storage, directory: str, rank: int) -> RankRecord 
 
 
 def refuse_taken(storage: Storage, save: Save) -> None:
-    """Raise ``CheckpointExistsError`` where a save's step has its name already and may not be replaced.
+    """Raise ``CheckpointExistsError`` if a save's step exists and may not be replaced.
 
-    To be asked before a byte is written: recovery takes it that whatever has been written may have its name.
+    To be called before a byte is written: recovery assumes that what has been written may take the name.
     """
     target = manifest.step_directory(save.step)
     if not save.replace and target in storage.list_directory(""):
@@ -124,7 +124,7 @@ def _committed(storage: Storage, target: str) -> Manifest | None:
 
 
 def _checkpoints(storage: Storage) -> Iterator[Manifest]:
-    """The committed checkpoints, the highest step, which is most often the newest, first."""
+    """The committed checkpoints, highest step first, which is most often the newest."""
     names = (name for name in storage.list_directory("") if manifest.parse_step_directory(name) is not None)
     for name in sorted(names, reverse=True):
         content = _committed(storage, name)
@@ -135,7 +135,7 @@ def _checkpoints(storage: Storage) -> Iterator[Manifest]:
 def _publish_manifest(storage: Storage, directory: str, content: Manifest, attempt: str) -> None:
     for name in storage.list_directory(directory):
         # Of a try that failed or was killed, perhaps of this name; or what ranks had to tell each other.
-        if name.startswith((".", coordination.CLAIM)):
+        if name.startswith((".", coordination.REPLICA_DIGEST)):
             storage.remove(f"{directory}/{name}")
     storage.publish_bytes(directory, manifest.MANIFEST, content.to_bytes(), attempt)
 
@@ -172,7 +172,7 @@ def _give_name(storage: Storage, lease: Lease, partial: str, target: str, attemp
 
 
 def _keep_name(storage: Storage, target: str) -> None:
-    """Make the name that a step has durable; never twice, as a second fsync reports nothing."""
+    """Make a step's name durable; never twice, since a second fsync reports nothing."""
     try:
         storage.sync_directory("")
     except WriteError as error:
@@ -205,7 +205,7 @@ def delete(
     target = manifest.step_directory(step)
     there = storage.list_directory("")
     if target not in there:
-        steps = [found for name in there if (found := manifest.parse_step_directory(name)) is not None]
+        steps = [parsed for name in there if (parsed := manifest.parse_step_directory(name)) is not None]
         raise CheckpointNotFoundError(errno.ENOENT, manifest.no_such_step(step, steps), f"{storage.root}/{target}")
     content = _committed(storage, target)
     if content is not None and content.session == lease.session and content.sequence > sequence:
@@ -224,7 +224,7 @@ def delete(
 
 @contextlib.contextmanager
 def _unread(storage: Storage, target: str) -> Generator[None]:
-    """Keep readers out of a checkpoint for a moment, as far as locks do; ``WriteError``, EBUSY, when some are in it."""
+    """Lock readers out of a checkpoint for a moment, as far as locks work; ``WriteError`` (EBUSY) if there are some."""
     unlock = None
     try:
         unlock = storage.lock(f"{target}/{manifest.MANIFEST}")
@@ -240,7 +240,7 @@ def _unread(storage: Storage, target: str) -> Generator[None]:
 
 
 def _free_trash(storage: Storage, step: int, attempt: str) -> str:
-    """A name to remove a step under. It may have been removed before, and somebody may still read what it was."""
+    """A free name under which to remove a step; an earlier removed one may still be read."""
     further = (f"{attempt.partition('-')[0]}-{number}" for number in itertools.count())
     names = (manifest.hidden_directory(step, each, "trash") for each in itertools.chain([attempt], further))
     name = next(name for name in names if not is_read(storage, name))
@@ -249,9 +249,9 @@ def _free_trash(storage: Storage, step: int, attempt: str) -> str:
 
 
 def is_read(storage: Storage, directory: str) -> bool:
-    """Whether a process of this machine reads a checkpoint, wherever it has been renamed to.
+    """Whether a process of this machine reads a checkpoint, even under another name.
 
-    False as well where that cannot be told: on network file systems, or when storage fails.
+    Also false if unknown: on network file systems, or if storage fails.
     """
     try:
         return bool(storage.is_shared(f"{directory}/{manifest.MANIFEST}"))
@@ -260,7 +260,7 @@ def is_read(storage: Storage, directory: str) -> bool:
 
 
 def reclaim(storage: Storage, save: Save) -> None:
-    """Remove what a failed save has left, invisibly at once and then for good; failing to is only logged."""
+    """Hide what a failed save left, and remove it; failures are only logged."""
     partial = manifest.hidden_directory(save.step, save.session, "partial")
     aborted = manifest.hidden_directory(save.step, save.session, "aborted")
     try:
@@ -274,7 +274,7 @@ def reclaim(storage: Storage, save: Save) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What the start of a session did with the leftovers of dead ones."""
+    """What the start of a session did with leftovers of dead sessions."""
 
     committed: tuple[str, ...]
     removed: tuple[str, ...]
@@ -349,7 +349,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
 
 
 def _finish(storage: Storage, lease: Lease, partial: str, step: int, attempted: str, attempt: str) -> bool:
-    """Commit a leftover if it is whole; False when it is superseded or lacks a record. Raises ``IntegrityError``."""
+    """Commit a leftover if it is whole; false if it is superseded or lacks a record. Raises ``IntegrityError``."""
     target = manifest.step_directory(step)
     try:
         count = sum(name.startswith("rank-") for name in storage.list_directory(partial))
@@ -362,8 +362,8 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, attempted: 
     if not whole or len(whole) != whole[0].world_size:
         return False
     first = whole[0]
-    told = manifest.attempt_of(first.session, first.sequence, first.world_size)
-    if (first.step, told) != (step, attempted):
+    identity = manifest.attempt_of(first.session, first.sequence, first.world_size)
+    if (first.step, identity) != (step, attempted):
         return False
     existing = _committed(storage, target)
     if existing is not None and existing.sequence > whole[0].sequence:

@@ -1,9 +1,9 @@
-"""What the daemons of several ranks tell each other, which they do through storage alone.
+"""How the daemons of several ranks coordinate, by storage alone.
 
-Each leaves its record in the partial directory of the attempt, or a refusal in its place. Rank 0's daemon waits for all
-of them and commits; the first refusal makes it abort: the directory is renamed, which ends the attempt for everybody,
-and what is left of it says why. The others list the run directory until they see how it ended. Nobody looks for a name
-that may not be there yet: network file systems remember for a minute that it was not.
+Each writes its record, or a refusal, into the partial directory of the attempt. Rank 0's daemon waits for all of them
+and commits. On the first refusal it aborts: it renames the directory, which ends the attempt for all, and leaves the
+reason in it. The others list the run directory until they see the outcome. Nobody looks up a name that may not exist
+yet, since network file systems cache its absence for a minute.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from sidesave.writer_daemon.protocol import Failed, Refuse, Save
 from sidesave.writer_daemon.storage import Storage
 
 ABORT: Final = "abort.json"
-CLAIM: Final = "claim."
-VERDICTS: Final = ("alike", "apart")
+REPLICA_DIGEST: Final = "replica-digest."
+VERDICTS: Final = ("alike", "diverged")
 _FIRST_POLL_S: Final = 0.002
 _MAX_POLL_S: Final = 0.05
 """Between two looks of rank 0 at the records of one attempt."""
@@ -67,39 +67,38 @@ Publish = Callable[[str], None]
 
 
 class GivenUp(Exception):
-    """An attempt came to nothing, whatever this rank may try again; ``reason`` is the error to report."""
+    """An attempt failed, whatever this rank may retry; ``reason`` is the error to report."""
 
     def __init__(self, reason: SidesaveError) -> None:
-        """For ``reason``."""
         super().__init__(str(reason))
         self.reason = reason
 
 
 def attempt_of(save: Save | Refuse) -> str:
-    """What tells the directories of this attempt from all others."""
+    """The part of a directory's name that identifies this attempt."""
     return manifest.attempt_of(save.session, save.sequence, save.world_size)
 
 
 def partial_of(save: Save | Refuse) -> str:
-    """The directory that an attempt is written to."""
+    """The directory that an attempt writes to."""
     return manifest.hidden_directory(save.step, attempt_of(save), "partial")
 
 
 def refuse_aborted(storage: Storage, save: Save | Refuse) -> None:
-    """Raise ``GivenUp`` if the attempt was given up; a directory made after that would be nobody's."""
+    """Raise ``GivenUp`` if the attempt was aborted; a directory made after that would belong to nobody."""
     reason = _reason(storage, save, storage.list_directory(""))
     if reason is not None:
         raise GivenUp(reason)
 
 
 def _tombstone(names: Iterable[str], save: Save | Refuse) -> str | None:
-    """What became of the directory of an attempt that was given up; rank 0 may have meant another step by it."""
+    """The renamed directory of an aborted attempt; rank 0 may have meant another step by it."""
     end = f".{attempt_of(save)}.aborted"
     return next((name for name in names if name.endswith(end) and manifest.parse_hidden_directory(name)), None)
 
 
 def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> SidesaveError | None:
-    """What the attempt was given up for, by what the run directory holds; None if it was not."""
+    """Why the attempt was aborted, by the run directory's names; None if it was not."""
     aborted = _tombstone(names, save)
     if aborted is None:
         return None
@@ -129,34 +128,34 @@ def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> Side
 def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiting) -> list[RankRecord]:
     """The records of all ranks of an attempt, once they are there; blocking.
 
-    A rank that asks whether plain tensors are alike, though rank 0 has none, is answered.
+    Answers ranks that ask whether plain tensors are alike, even if rank 0 has none.
 
     Raises:
-        GivenUp: For what a rank has refused with; ``DaemonDiedError``: its daemon has left and will not write its
-            record any more; ``StateMismatchError``: it saves another step at this turn; or ``WriteStalledError``:
-            ``timeout_s`` seconds have passed.
+        GivenUp: With a rank's refusal; ``DaemonDiedError``: a rank's daemon has left without a record;
+            ``StateMismatchError``: a rank saves another step in this turn; ``WriteStalledError``: ``timeout_s`` seconds
+            have passed.
     """
     directory = partial_of(save)
-    found: dict[int, RankRecord] = {}
+    records: dict[int, RankRecord] = {}
     missing = set(range(save.world_size))
     lookout = _Lookout(storage, save, waiting)
     answered = False
     for _ in _polls(timeout_s, _MAX_POLL_S):
         names = set(storage.list_directory(directory))
-        found |= _read_records(storage, save, [rank for rank in missing if manifest.record_file(rank) in names])
-        missing -= found.keys()
-        if save.rank in found and not answered:
-            answered = save.unshared is not None or bool(_claims(names))
+        records |= _read_records(storage, save, [rank for rank in missing if manifest.record_file(rank) in names])
+        missing -= records.keys()
+        if save.rank in records and not answered:
+            answered = save.unshared is not None or bool(_replica_digests(names))
             if answered and save.unshared is None:  # rank 0 has nothing to compare, so others hold other tensors
                 storage.make_directory(_verdict(save, alike=False), 0o700)
         if not missing:
-            return [found[rank] for rank in range(save.world_size)]
+            return [records[rank] for rank in range(save.world_size)]
         lookout.look(missing)
     raise _late(storage, save, f"ranks {sorted(missing)[:8]} have not written their part", timeout_s)
 
 
 class _Lookout:
-    """How rank 0, while it waits for others, finds out that they will never come."""
+    """Finds out for a waiting rank 0 that other ranks will never come."""
 
     def __init__(self, storage: Storage, save: Save, waiting: Waiting) -> None:
         self._storage, self._save, self._waiting = storage, save, waiting
@@ -164,7 +163,7 @@ class _Lookout:
         self._next = 0.0
 
     def look(self, missing: Iterable[int]) -> None:
-        """``missing`` are those of which there was nothing a moment ago."""
+        """``missing`` are the ranks that had left nothing a moment ago."""
         ended = self._left.intersection(missing)  # before that moment: what they had to say would have been there
         if ended:
             text = f"rank {min(ended)} has ended without writing its part of step {self._save.step}"
@@ -182,7 +181,7 @@ def _late(storage: Storage, save: Save, what: str, timeout_s: float) -> GivenUp:
 
 
 def _read_records(storage: Storage, save: Save, ranks: list[int]) -> dict[int, RankRecord]:
-    """Those of ``ranks``, many at a time where there are many: of a network file system each open is a round trip."""
+    """Read the records of ``ranks`` in parallel: on a network file system each open is a round trip."""
     if len(ranks) < _READERS:
         return {rank: _read_record(storage, save, rank) for rank in ranks}
     with ThreadPoolExecutor(_READERS, "sidesave-records") as readers:
@@ -224,7 +223,7 @@ def _refuse_misaligned(storage: Storage, save: Save) -> None:
 
 
 def _refuse_refused(storage: Storage, path: str) -> None:
-    """Raise what a rank has refused with that was not even given a step."""
+    """Raise the refusal of a rank that was not even given a step."""
     data = storage.read(path, manifest.MAX_JSON_NBYTES)
     refusal = None
     with contextlib.suppress(IntegrityError):
@@ -234,9 +233,9 @@ def _refuse_refused(storage: Storage, path: str) -> None:
 
 
 def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> str | None:
-    """Give an attempt up, for all ranks, and free its space; returns the directory that tells why, if there is one.
+    """Abort an attempt for all ranks and free its space; returns the directory that tells the reason, if any.
 
-    Never raises ``WriteError``: ranks that are not told find out by their own deadline.
+    Never raises ``WriteError``: ranks that do not learn of it end at their own deadline.
     """
     partial, aborted = partial_of(save), manifest.hidden_directory(save.step, attempt_of(save), "aborted")
     try:
@@ -269,7 +268,7 @@ def _free(storage: Storage, save: Save | Refuse, aborted: str) -> None:
 
 
 def _tidy(remove: Callable[[], None]) -> None:
-    """Once more where it fails: what is left takes space until the session ends."""
+    """Try twice: leftovers take space until the session ends."""
     for _ in range(2):
         try:
             remove()
@@ -280,7 +279,7 @@ def _tidy(remove: Callable[[], None]) -> None:
 
 
 def _remove_late(storage: Storage, save: Save | Refuse, aborted: str) -> None:
-    """Remove what this rank has made since rank 0 has tidied up."""
+    """Remove what this rank has written since rank 0 removed the rest."""
     storage.remove_tree(partial_of(save))  # made again, or of another step
     _remove_files(storage, aborted, save.rank)  # by a call that had found the directory before it was renamed
 
@@ -291,10 +290,10 @@ def _remove_late(storage: Storage, save: Save | Refuse, aborted: str) -> None:
 def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> None:
     """Tell rank 0 that this rank's record will not come, and free the space.
 
-    Never raises ``WriteError``: rank 0 that is not told finds out by its deadline.
+    Never raises ``WriteError``: rank 0 ends at its deadline if it does not learn of it.
 
     Raises:
-        GivenUp: The attempt was given up before.
+        GivenUp: The attempt was aborted before.
     """
     directory, record = partial_of(save), manifest.record_file(save.rank)
     try:
@@ -319,15 +318,14 @@ def _remove_files(storage: Storage, directory: str, rank: int) -> None:
 def await_commit(
     storage: Storage, save: Save, timeout_s: float, waiting: Waiting, check_lease: Waiting, seen: float
 ) -> int:
-    """How many bytes the checkpoint has, once rank 0 has committed it; blocking.
+    """The bytes of the checkpoint, once rank 0 has committed it; blocking.
 
-    0 where it has been replaced or deleted before this rank has looked: of what rank 0 gives up it leaves a sign for a
-    minute, and nothing of what it has committed. ``seen`` is when, by the monotonic clock, this rank's record was.
+    0 if it was replaced or deleted before this rank looked: rank 0 leaves a sign for a minute of what it aborts, and
+    none of what it commits. ``seen`` is the monotonic time of this rank's record.
 
     Raises:
-        GivenUp: Rank 0 has given it up, or has ended without having written its part.
-        CommitUnknownError: ``timeout_s`` seconds have passed, or the run was taken over by a session that did not
-            commit it.
+        GivenUp: Rank 0 has aborted it, or has ended without writing its part.
+        CommitUnknownError: ``timeout_s`` seconds have passed, or a session took over the run without committing it.
     """
     target, partial = manifest.step_directory(save.step), partial_of(save)
     path = f"{storage.root}/{target}"
@@ -370,7 +368,7 @@ def await_commit(
 
 
 def _read_head(storage: Storage, target: str) -> Head | None:
-    """What a manifest begins with: of many ranks it is long, and each of them looks."""
+    """The beginning of a manifest: with many ranks it is long, and each of them reads it."""
     path = f"{target}/{manifest.MANIFEST}"
     try:
         with storage.open(path) as source:
@@ -384,43 +382,43 @@ def _read_head(storage: Storage, target: str) -> Head | None:
 
 
 def are_alike(storage: Storage, save: Save, digest: str, timeout_s: float, waiting: Waiting, publish: Publish) -> bool:
-    """Whether all ranks hold the same plain tensors with the same values, by the digests of all; blocking.
+    """Whether all ranks hold the same plain tensors with the same values, by their digests; blocking.
 
-    Rank 0's daemon compares, and its verdict is a directory beside the attempt's, so that the others need not list all
-    that is in there. A rank that has none, or has seen the verdict of an earlier daemon, tells in its record.
+    Rank 0's daemon compares. Its verdict is a directory beside the attempt's, so that other ranks need not list the
+    attempt's. A rank that has no such tensors, or has seen an earlier daemon's verdict, answers by its record.
 
     Raises:
         GivenUp: As in :func:`await_records`, or by rank 0.
     """
     directory = partial_of(save)
-    claim = f"{CLAIM}rank-{save.rank:05d}.{digest}"
-    publish(claim)
+    own_file = f"{REPLICA_DIGEST}rank-{save.rank:05d}.{digest}"
+    publish(own_file)
     recorded: dict[int, str] = {}
     lookout = _Lookout(storage, save, waiting)
-    what = "rank 0 has not told what to write"
+    what = "rank 0 has not said what to write"
     max_delay_s, grace_s = (_slowed(_MAX_ASKING_POLL_S, save), _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
     for _ in _polls(timeout_s + grace_s, max_delay_s):
         beside = storage.list_directory("")
         for alike in (True, False):
             if _verdict(save, alike=alike) in beside:
                 with contextlib.suppress(WriteError):  # else rank 0 does, for all, one after the other
-                    storage.remove(f"{directory}/{claim}")
+                    storage.remove(f"{directory}/{own_file}")
                 return alike
         reason = _reason(storage, save, beside)
         if reason is not None:
             raise GivenUp(reason)
         if save.rank == 0:
             names = set(storage.list_directory(directory))
-            claims = _claims(names)
+            published = _replica_digests(names)
             for rank in range(1, save.world_size):
-                if rank not in claims and rank not in recorded and manifest.record_file(rank) in names:
-                    recorded[rank] = _read_record(storage, save, rank).part.replicas
-            found = {**recorded, **claims}
-            alike = set(found.values()) == {digest}
-            if not alike or len(found) == save.world_size:
+                if rank not in published and rank not in recorded and manifest.record_file(rank) in names:
+                    recorded[rank] = _read_record(storage, save, rank).part.replica_digest
+            digests = {**recorded, **published}
+            alike = set(digests.values()) == {digest}
+            if not alike or len(digests) == save.world_size:
                 storage.make_directory(_verdict(save, alike=alike), 0o700)
                 return alike
-            missing = sorted(set(range(save.world_size)) - found.keys())
+            missing = sorted(set(range(save.world_size)) - digests.keys())
             what = f"ranks {missing[:8]} have not begun to write their part"
             lookout.look(missing)
         else:
@@ -433,7 +431,7 @@ def _slowed(delay_s: float, save: Save) -> float:
 
 
 def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
-    """Nobody asks any more whether plain tensors are alike."""
+    """Remove the verdict on plain tensors, which nobody needs any more."""
     for alike in (True, False):
         _tidy(lambda alike=alike: storage.remove_tree(_verdict(save, alike=alike)))
 
@@ -442,9 +440,9 @@ def _verdict(save: Save | Refuse, *, alike: bool) -> str:
     return manifest.hidden_directory(save.step, attempt_of(save), VERDICTS[not alike])
 
 
-def _claims(names: set[str]) -> dict[int, str]:
-    parts = [name.split(".") for name in names if name.startswith(CLAIM)]
-    return {int(rank.removeprefix("rank-")): claim for _, rank, claim in parts}
+def _replica_digests(names: set[str]) -> dict[int, str]:
+    parts = [name.split(".") for name in names if name.startswith(REPLICA_DIGEST)]
+    return {int(rank.removeprefix("rank-")): digest for _, rank, digest in parts}
 
 
 # -----------------------------------------------------------------------------------------------------------------
@@ -470,7 +468,7 @@ def _write_refusal(
 
 
 def _polls(timeout_s: float, max_delay_s: float) -> Iterator[None]:
-    """Turns of a loop that looks, with growing, jittered pauses between them, until ``timeout_s`` have passed."""
+    """Iterations of a polling loop, with growing, jittered pauses, until ``timeout_s`` have passed."""
     deadline = time.monotonic() + timeout_s
     delay_s = _FIRST_POLL_S
     while True:

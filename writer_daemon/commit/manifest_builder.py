@@ -1,4 +1,4 @@
-"""From the records of all ranks to one manifest: what each has written must add up to whole tensors."""
+"""Builds one manifest from the records of all ranks, which must add up to whole tensors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sidesave.writer_daemon.format.tensor_file import digest
 
 
 def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
-    """The manifest of a step, from the records of its ranks in their order; ``where`` is for messages.
+    """The manifest of a step, from its ranks' records in order; ``where`` is for messages.
 
     Raises:
         IntegrityError: A record is of another save.
-        StateMismatchError: Ranks disagree about tensors that they share; the message names them.
+        StateMismatchError: Ranks disagree about shared tensors; the message names them.
     """
     first = records[0]
     for rank, record in enumerate(records):
-        told = (record.session, record.step, record.sequence, record.rank, record.world_size)
-        if told != (first.session, first.step, first.sequence, rank, len(records)):
+        identity = (record.session, record.step, record.sequence, record.rank, record.world_size)
+        if identity != (first.session, first.step, first.sequence, rank, len(records)):
             raise IntegrityError(f"{where}: the record of rank {rank} belongs to another save")
     table = _merge(records)
     _check_cells(table, records)
     _check_replicas(records)
-    table, apart = _add_apart(table, records)
+    table, diverged = _add_compared(table, records)
     return Manifest(
         step=first.step,
         session=first.session,
@@ -40,7 +40,7 @@ def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
         records=tuple(_entry(record) for record in records),
         table=table,
         treespecs=_representatives(records),
-        apart=apart,
+        diverged=diverged,
         metadata=first.metadata,
     )
 
@@ -64,7 +64,7 @@ def _merge(records: Iterable[RankRecord]) -> Table:
 
 
 def _check_cells(table: Table, records: Iterable[RankRecord]) -> None:
-    """All cells are there: each rank has written what the descriptions of the others take it to have written."""
+    """Check that all cells are there: each rank must have written what the other ranks expect of it."""
     sums = table.sums()
     odd = [record.rank for record in records if record.part.cells != sums.get(record.rank, 0)]
     if odd:
@@ -77,37 +77,37 @@ def _check_cells(table: Table, records: Iterable[RankRecord]) -> None:
 def _check_replicas(records: Iterable[RankRecord]) -> None:
     by_digest: dict[str, int] = {}
     for record in records:
-        by_digest.setdefault(record.part.replicas, record.rank)
+        by_digest.setdefault(record.part.replica_digest, record.rank)
     if len(by_digest) > 1:
         ranks = sorted(by_digest.values())
         raise StateMismatchError(
-            f"ranks {ranks[:8]} disagree on whether plain tensors of modules and optimizers are alike; save again"
+            f"ranks {ranks[:8]} disagree on whether plain tensors of modules and optimizers differ; save again"
         )
 
 
-def _add_apart(table: Table, records: Iterable[RankRecord]) -> tuple[Table, dict[str, tuple[int, ...]]]:
-    """Let the first holder of a tensor that ranks hold each for themselves stand for all; and which are not alike."""
+def _add_compared(table: Table, records: Iterable[RankRecord]) -> tuple[Table, dict[str, tuple[int, ...]]]:
+    """Add the first holder's copy of each compared tensor; also returns those that differ, with their ranks."""
     holders: dict[str, list[tuple[str, int, TensorInfo]]] = {}
     for record in records:
-        for fqn, content in record.part.apart.items():
+        for fqn, content in record.part.compared.items():
             holders.setdefault(fqn, []).append((content, record.rank, record.part.own.tensors[fqn]))
     tables = [table]
-    apart: dict[str, tuple[int, ...]] = {}
+    diverged: dict[str, tuple[int, ...]] = {}
     by_rank: dict[int, dict[str, TensorInfo]] = {}
-    for fqn, found in holders.items():
-        _, rank, tensor = found[0]
+    for fqn, copies in holders.items():
+        _, rank, tensor = copies[0]
         by_rank.setdefault(rank, {})[fqn] = tensor
-        if len({content for content, _, _ in found}) > 1:
-            apart[fqn] = tuple(rank for _, rank, _ in found)
+        if len({content for content, _, _ in copies}) > 1:
+            diverged[fqn] = tuple(rank for _, rank, _ in copies)
     tables += [layout.whole(tensors, rank) for rank, tensors in by_rank.items()]
     try:
-        return layout.merge(tables), apart
+        return layout.merge(tables), diverged
     except ValueError as error:
         raise StateMismatchError(f"{error} is divided among some ranks and whole on others") from error
 
 
 def _representatives(records: Iterable[RankRecord]) -> tuple[int, ...]:
-    """Of each distinct treespec the first rank that has it."""
+    """The first rank that has each distinct treespec."""
     ranks: dict[str, int] = {}
     for record in records:
         ranks.setdefault(record.part.treespec, record.rank)

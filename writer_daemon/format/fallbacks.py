@@ -1,7 +1,8 @@
-"""Where else the checkpoints of a run may be: its fallback directories, written down in the run directory itself.
+"""The fallback directories of a run, which may hold checkpoints; written down in the run directory.
 
-What a session is given is written down before it saves, and marked as used by a rename, which needs no room on a full
-disk, before anything is committed there. So a later session looks there without being told, and knows when it cannot.
+A session's fallback directory is written down before it saves. It is marked as used before anything is committed there,
+by a rename, which needs no room on a full disk. So a later session without the option looks there, and knows if it
+cannot.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _MAX_NBYTES: Final = 1 << 20
 
 
 def remember(root: str, fallback: str) -> tuple[list[str], list[str]]:
-    """Write down that saves may go to ``fallback``, or to none; the others of before that are there, and that are lost.
+    """Write down the fallback directory of this session; returns the earlier ones that exist, and those that are lost.
 
     Raises:
-        IntegrityError: What was written down is damaged.
+        IntegrityError: The file is damaged.
         WriteError: It cannot be read or written.
     """
     used = _read(root, USED)
@@ -44,7 +45,7 @@ def remember(root: str, fallback: str) -> tuple[list[str], list[str]]:
 
 
 def mark_used(root: str) -> None:
-    """What was given is about to be used; that this cannot be written down is only logged, for a save waits."""
+    """Mark the fallback directory as used; a failure is only logged, since a save waits."""
     try:
         with contextlib.suppress(FileNotFoundError):  # it was used before
             os.rename(f"{root}/{GIVEN}", f"{root}/{USED}")
@@ -64,8 +65,8 @@ def _read(root: str, name: str) -> list[str]:
         sealed_json.check_digest(data, path)
         body = sealed_json.load_json(data, path)
         sealed_json.check_version(body, _FORMAT, path)
-        found = cast("list[object]", sealed_json.get(body, "directories", list, path))
+        directories = cast("list[object]", sealed_json.get(body, "directories", list, path))
     except IntegrityError as error:
         text = "so it is not known where else the run has checkpoints; remove it to go on without them"
         raise IntegrityError(f"{error}, {text}") from error
-    return [each for each in found if isinstance(each, str)]
+    return [each for each in directories if isinstance(each, str)]

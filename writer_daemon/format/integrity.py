@@ -1,8 +1,8 @@
-"""Reading back what was written: every byte of a checkpoint against its digests.
+"""Verifies every byte of a checkpoint against its digests.
 
-Used before a leftover is committed, and by ``sidesave.verify``. Faults are reported, not raised, one by one: a report
-that stops at the first flipped bit does not tell whether the rest can be saved. A file that storage cannot read at the
-moment (EIO, EMFILE, EACCES) is a fault of that report, but no verdict on its bytes: see :func:`check_record`.
+Used before a leftover is committed, and by ``sidesave.verify``. Faults are collected, not raised: the first flipped bit
+does not tell whether the rest is good. A file that storage cannot read now (EIO, EMFILE, EACCES) is a fault, but no
+verdict on its bytes: see :func:`check_record`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, e
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong: in which file, at which bytes of it, and the FQNs that lie there.
+    """One fault: its file, the bytes of it, and the FQNs that lie there.
 
-    ``unreadable`` is what storage said where it did not give the bytes: nothing is known of them then.
+    ``unreadable`` is storage's error if it did not give the bytes: then nothing is known of them.
     """
 
     file: str
@@ -52,20 +52,19 @@ class Fault:
     unreadable: WriteError | None = None
 
     def __str__(self) -> str:
-        """One line for people."""
         at = "" if self.offset is None else f" at byte {self.offset:,}"
         names = f" ({', '.join(self.fqns)})" if self.fqns else ""
         return f"{self.file}{at}: {self.problem}{names}"
 
 
 def read_record(storage: ReadStorage, directory: str, entry: FileRecord) -> RankRecord:
-    """The rank record that a manifest lists; ``IntegrityError`` when it is missing or not the one meant."""
+    """The rank record that a manifest lists; ``IntegrityError`` if it is missing or another one."""
     path = f"{directory}/{entry.name}"
     return RankRecord.from_bytes(read_small_file(storage, path, entry), path)
 
 
 def read_manifest(storage: ReadStorage, directory: str) -> Manifest:
-    """The manifest of a directory; ``IntegrityError`` when it is missing or damaged."""
+    """The manifest of a directory; ``IntegrityError`` if it is missing or damaged."""
     path = f"{directory}/{MANIFEST}"
     data = storage.read(path, MAX_JSON_NBYTES)
     if data is None:
@@ -74,7 +73,7 @@ def read_manifest(storage: ReadStorage, directory: str) -> Manifest:
 
 
 def read_small_file(storage: ReadStorage, path: str, entry: FileRecord) -> bytes:
-    """A file that has one digest, compared with it; ``IntegrityError`` otherwise."""
+    """A file with one digest, verified; raises ``IntegrityError``."""
     data = storage.read(path, entry.nbytes + 1)
     if data is None:
         raise IntegrityError(f"{path}: the file is missing")
@@ -130,9 +129,9 @@ def _may_be_of(rank: int, name: str) -> bool:
 
 
 def check_record(storage: ReadStorage, directory: str, record: RankRecord) -> Iterator[Fault]:
-    """Every fault in the files of one rank, for who acts on it.
+    """Every fault in the files of one rank, for recovery.
 
-    Raises ``WriteError`` where storage does not give the bytes: what cannot be read now may be whole.
+    Raises ``WriteError`` if storage does not give the bytes: what cannot be read now may be whole.
     """
     for fault in _check_files(storage, directory, record, lambda nbytes: None):
         if fault.unreadable is not None:
@@ -161,7 +160,7 @@ def _fault(file: str, error: IntegrityError | WriteError) -> Fault:
 
 
 def read_digests(storage: ReadStorage, directory: str, entry: FileRecord) -> bytes:
-    """The digest list of a tensor file, compared with the record's digest of it."""
+    """The digest list of a tensor file, verified by the record."""
     assert entry.digests is not None
     return read_small_file(storage, f"{directory}/{entry.digests.name}", entry.digests)
 

@@ -1,9 +1,9 @@
-"""Which tensors a checkpoint holds, how each is cut, and which rank has written which piece of it.
+"""The tensors of a checkpoint, how each is cut, and which rank has written which piece.
 
-A tensor that is cut is a grid: per dimension the borders of its intervals, and the owner of each cell. Cuts and owners
-are stored once for each distinct way, so that the table of a manifest grows with the FQNs and with ranks times distinct
-layouts, never with ranks times FQNs. To the same end a rank describes only the tensors whose first cell it owns. That
-all ranks mean the same table is told by one number each: see :meth:`Table.sums`.
+A tensor that is cut is a grid: borders per dimension, and an owner for each cell. Each distinct way to cut is stored
+once, so the table of a manifest grows with the FQNs and with ranks times distinct layouts, never with ranks times FQNs.
+For the same reason a rank describes only the tensors whose first cell it owns. One number per rank shows that all ranks
+mean the same table: see :meth:`Table.sums`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor is cut: ``cuts``, per dimension the ascending borders from 0 to the extent, None for a whole one.
+    """How a tensor is cut: ``cuts`` has per dimension the ascending borders from 0 to the extent; None is uncut.
 
-    ``owners`` are the ranks that have written the cells, in row-major order; ``ELSEWHERE`` for what another node keeps.
+    ``owners`` are the ranks that wrote the cells, in row-major order; ``ELSEWHERE`` for cells on another node.
     """
 
     owners: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def first_owner(self) -> int:
-        """The rank that describes what is cut in this way."""
+        """The rank that describes tensors with this layout."""
         return next((owner for owner in self.owners if owner != ELSEWHERE), ELSEWHERE)
 
     def boxes(self, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
@@ -60,13 +60,13 @@ class Layout:
 
     @classmethod
     def from_json(cls, body: Any, world_size: int, path: str) -> Layout:
-        """Read and check; ``IntegrityError`` when it is no grid, or names a rank that there is not."""
+        """Read and check; ``IntegrityError`` if it is no grid, or names a rank that does not exist."""
         fields = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
-        found, cuts = cast("Any", fields.get("owners")), fields.get("cuts")
-        named = [owner for owner in cast("list[Any]", found) if owner is not None] if isinstance(found, list) else []
-        if not isinstance(found, list) or not found or not are_whole(named):
+        listed, cuts = cast("Any", fields.get("owners")), fields.get("cuts")
+        named = [owner for owner in cast("list[Any]", listed) if owner is not None] if isinstance(listed, list) else []
+        if not isinstance(listed, list) or not listed or not are_whole(named):
             raise IntegrityError(f"{path}: a layout must name its owners")
-        owners = [ELSEWHERE if owner is None else cast("int", owner) for owner in cast("list[Any]", found)]
+        owners = [ELSEWHERE if owner is None else cast("int", owner) for owner in cast("list[Any]", listed)]
         if max(owners) >= world_size:
             raise IntegrityError(f"{path}: a layout names rank {max(owners)} of {world_size}")
         if cuts is None:
@@ -89,7 +89,7 @@ def _are_borders(row: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor: safetensors dtype name, global shape, the container whose files hold it, the index of its layout."""
+    """A tensor: safetensors dtype name, global shape, the container whose files hold it, and its layout's index."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Tensors by FQN, and the distinct layouts that they have."""
+    """Tensors by FQN, and their distinct layouts."""
 
     tensors: dict[str, TensorInfo] = field(default_factory=dict[str, TensorInfo])
     layouts: tuple[Layout, ...] = ()
@@ -113,13 +113,13 @@ class Table:
         return self.layout(fqn).boxes(self.tensors[fqn].shape)
 
     def only(self, fqns: Iterable[str]) -> Table:
-        """A part of it, without the layouts that it does not need."""
+        """A part of the table, without unneeded layouts."""
         return merge([Table({fqn: self.tensors[fqn] for fqn in fqns}, self.layouts)])
 
     def sums(self) -> dict[int, int]:
-        """Per rank a number that stands for all it has written, and how all of that is cut: the sum of 128-bit hashes.
+        """Per rank the sum of 128-bit hashes of all it has written, and of how that is cut.
 
-        A sum, because then it needs neither an order nor a look at each tensor for each rank.
+        A sum needs neither an order nor a look at each tensor for each rank.
         """
         by_layout = [0] * len(self.layouts)
         seeds = [_seed(layout) for layout in self.layouts]
@@ -177,9 +177,9 @@ def whole(tensors: dict[str, TensorInfo], rank: int) -> Table:
 
 
 def merge(tables: Iterable[Table]) -> Table:
-    """One table of several that have no FQN in common, each distinct layout once.
+    """Merge tables without common FQNs, each distinct layout once.
 
-    Raises ``ValueError`` with the FQN where two have one in common.
+    Raises ``ValueError`` with the FQN if two have one in common.
     """
     tensors: dict[str, TensorInfo] = {}
     numbers: dict[Layout, int] = {}
@@ -199,21 +199,21 @@ class Part:
     """What one rank's record says of tensors.
 
     Attributes:
-        table: The tensors whose first cell this rank has written; it describes them for all.
-        own: Tensors that belong to this rank and to no other, by the keys they have in its files.
-        cells: What :meth:`Table.sums` gives for this rank, of everything it knows of.
-        treespec: A digest of what the treespec says of items that all ranks share.
-        replicas: A digest of all plain tensors that were compared and are the same on all ranks, written here or not.
-        apart: Where they are not: those tensors, all in ``own``, each with a digest of all that it is.
-        per_rank: The FQNs of items that each rank has for itself, and not as plain numbers.
+        table: The tensors whose first cell this rank has written, described for all ranks.
+        own: Tensors of this rank alone, by their keys in its files.
+        cells: The value of :meth:`Table.sums` for this rank, over everything it knows of.
+        treespec: The digest of the treespec of shared items.
+        replica_digest: The digest of all plain tensors that were compared, if they are the same on all ranks.
+        compared: If they are not: these tensors, all in ``own``, each with its digest.
+        per_rank: The FQNs of items that each rank has for itself, except plain numbers.
     """
 
     table: Table = Table()
     own: Table = Table()
     cells: int = 0
     treespec: str = ""
-    replicas: str = ""
-    apart: dict[str, str] = field(default_factory=dict[str, str])
+    replica_digest: str = ""
+    compared: dict[str, str] = field(default_factory=dict[str, str])
     per_rank: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -223,8 +223,8 @@ class Part:
             "own": self.own.to_json(),
             "cells": f"{self.cells:032x}",
             "treespec": self.treespec,
-            "replicas": self.replicas,
-            "apart": self.apart,
+            "replica_digest": self.replica_digest,
+            "compared": self.compared,
             **({"per_rank": list(self.per_rank)} if self.per_rank else {}),
         }
 
@@ -241,11 +241,11 @@ class Part:
         cells = get(body, "cells", str, path)
         if re.fullmatch(r"[0-9a-f]{32}", cells) is None:
             raise IntegrityError(f"{path}: its sum is malformed")
-        apart = cast("dict[str, Any]", get(body, "apart", dict, path))
-        if not (apart.keys() <= own.tensors.keys() and all(isinstance(sample, str) for sample in apart.values())):
+        compared = cast("dict[str, Any]", get(body, "compared", dict, path))
+        if not (compared.keys() <= own.tensors.keys() and all(isinstance(each, str) for each in compared.values())):
             raise IntegrityError(f"{path}: what it says of tensors that differ between ranks is malformed")
         per_rank = cast("list[Any]", get({"per_rank": [], **body}, "per_rank", list, path))
         if not all(isinstance(fqn, str) for fqn in per_rank):
             raise IntegrityError(f"{path}: what it says of items of one rank is malformed")
-        treespec, replicas = get(body, "treespec", str, path), get(body, "replicas", str, path)
-        return cls(table, own, int(cells, 16), treespec, replicas, apart, tuple(per_rank))
+        treespec, replica_digest = get(body, "treespec", str, path), get(body, "replica_digest", str, path)
+        return cls(table, own, int(cells, 16), treespec, replica_digest, compared, tuple(per_rank))

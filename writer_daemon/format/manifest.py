@@ -33,7 +33,7 @@ _MANY: Final = 20
 
 _STEP_DIR = re.compile(r"step-(\d{8,19})")
 _HIDDEN = re.compile(
-    r"\.step-(\d{8,19})\.([0-9a-f]{16}(?:-\d{1,19})?)\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash|alike|apart)"
+    r"\.step-(\d{8,19})\.([0-9a-f]{16}(?:-\d{1,19})?)\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash|alike|diverged)"
 )
 
 
@@ -46,18 +46,18 @@ def step_directory(step: int) -> str:
 
 
 def no_such_step(step: int, steps: Iterable[int]) -> str:
-    """What is said where a step is missing: which ones there are, of many the last."""
-    found = sorted(steps)
-    if not found:
+    """The message for a missing step, with the steps that exist; of many, the last."""
+    ordered = sorted(steps)
+    if not ordered:
         return f"there is no step {step}"
-    there = f"there are {found}" if len(found) <= _MANY else f"the last of {len(found)} are {found[-_MANY:]}"
+    there = f"there are {ordered}" if len(ordered) <= _MANY else f"the last of {len(ordered)} are {ordered[-_MANY:]}"
     return f"there is no step {step}; {there}"
 
 
 def attempt_of(session: str, sequence: int, world_size: int) -> str:
-    """What tells the hidden directories of an attempt to save from others.
+    """The part of a hidden directory's name that identifies an attempt to save.
 
-    Of several ranks each attempt has its own: one that is late must not meet the files of the next.
+    With several ranks each attempt has its own: a late rank must not meet the files of the next.
     """
     return session if world_size == 1 else f"{session}-{sequence}"
 
@@ -67,7 +67,7 @@ def hidden_directory(step: int, attempt: str, state: str) -> str:
 
     States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``,
     ``trash`` (behind a session that may have a number too, for what was deleted twice), and the verdicts ``alike`` and
-    ``apart`` (see ``ranks``).
+    ``diverged`` (see ``coordination``).
     """
     return f".step-{step:08d}.{attempt}.{state}"
 
@@ -245,7 +245,7 @@ def _read_extra_files(body: dict[str, Any], rank: int, path: str) -> tuple[FileR
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """In the place of a rank's record: it will not write its part, and why. ``status`` is ``failed`` or ``aborted``."""
+    """A rank's reason not to write its part, instead of its record; ``status`` is ``failed`` or ``aborted``."""
 
     session: str
     step: int
@@ -279,7 +279,7 @@ class Refusal:
         )
 
     def as_error(self) -> SidesaveError:
-        """The error that this rank's save has failed with, told of by another."""
+        """The error with which this rank's save failed, for another rank."""
         text = self.message if self.status == "aborted" else f"rank {self.rank}: {self.message}"
         return errors.from_wire(self.error, text, self.errno, self.path)
 
@@ -309,7 +309,7 @@ def _read_lineage(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _metadata(text: str) -> dict[str, str]:
-    """JSON in a string: what it holds cannot be taken for anything of ours, wherever one looks for that."""
+    """JSON within a string, so that its content is never taken for anything of ours."""
     return {"metadata": text} if text else {}
 
 
@@ -372,14 +372,14 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``manifest.json``: the checkpoint, once its directory bears the step's name.
+    """``manifest.json``: the checkpoint, once its directory has the step's name.
 
     Attributes:
-        records: Of each rank the file that lists its files.
-        table: All tensors but those that belong to one rank alone, which its record lists.
-        treespecs: The ranks whose treespecs say, together, all that ranks share.
-        apart: Tensors that were found to differ between the ranks that hold them: FQN to these ranks.
-        metadata: The user's, of rank 0, as JSON; empty where there are none.
+        records: For each rank, the file that lists its files.
+        table: All tensors except those of one rank alone, which its record lists.
+        treespecs: The ranks whose treespecs together describe all that ranks share.
+        diverged: Tensors that differ between the ranks that hold them: FQN to these ranks.
+        metadata: Rank 0's user metadata, as JSON; empty if there is none.
     """
 
     step: int
@@ -394,7 +394,7 @@ class Manifest:
     records: tuple[FileRecord, ...]
     table: Table
     treespecs: tuple[int, ...] = (0,)
-    apart: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    diverged: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     metadata: str = ""
 
     def to_bytes(self) -> bytes:
@@ -411,7 +411,7 @@ class Manifest:
                 "nbytes": self.nbytes,
                 "records": [record.to_json() for record in self.records],
                 "treespecs": list(self.treespecs),
-                "apart": {fqn: list(ranks) for fqn, ranks in self.apart.items()},
+                "diverged": {fqn: list(ranks) for fqn, ranks in self.diverged.items()},
                 **self.table.to_json(),
                 **_metadata(self.metadata),
             }
@@ -428,7 +428,7 @@ class Manifest:
         if not world_size or len(records) != world_size or any(record.xxh3_128 is None for record in records):
             raise IntegrityError(f"{path}: {len(records)} records for a world of {world_size}")
         treespecs = _ranks(get(body, "treespecs", list, path), world_size, path)
-        apart = cast("dict[str, Any]", get(body, "apart", dict, path))
+        diverged = cast("dict[str, Any]", get(body, "diverged", dict, path))
         return cls(
             step=get(body, "step", int, path),
             session=get(body, "session", str, path),
@@ -439,14 +439,14 @@ class Manifest:
             records=records,
             table=Table.from_json(body, world_size, path),
             treespecs=treespecs,
-            apart={fqn: _ranks(ranks, world_size, path) for fqn, ranks in apart.items()},
+            diverged={fqn: _ranks(ranks, world_size, path) for fqn, ranks in diverged.items()},
             metadata=_read_metadata(body, path),
         )
 
     def check_record(self, rank: int, record: RankRecord, path: str) -> None:
-        """Raise ``IntegrityError`` unless ``record`` is of this very save, and of that rank."""
-        told = (record.session, record.step, record.sequence, record.rank, record.world_size)
-        if told != (self.session, self.step, self.sequence, rank, self.world_size):
+        """Raise ``IntegrityError`` unless ``record`` is of this save and that rank."""
+        identity = (record.session, record.step, record.sequence, record.rank, record.world_size)
+        if identity != (self.session, self.step, self.sequence, rank, self.world_size):
             raise IntegrityError(f"{path}: it is of another checkpoint than the manifest, or of another rank")
 
 

@@ -1,4 +1,4 @@
-"""Names of files: those that may be ours, and those that a user may give to files beside the tensors."""
+"""File names: those that may be ours, and those that a user may give to extra files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MAX_EXTRA_NBYTES: Final = 64 << 20
 """All files of the user beside the tensors of one checkpoint: the call copies them, and the daemon holds them."""
 EXTRA_FILE_NAMES: Final = (
     "1 to 200 ASCII letters, digits and any of %_@-. with no dot in front; not manifest.json or abort.json, and none "
-    "that begins with rank- or claim., holds .rank-, or ends in .safetensors, .xxh3 or .msgpack"
+    "that begins with rank- or replica-digest., holds .rank-, or ends in .safetensors, .xxh3 or .msgpack"
 )
 """What :func:`is_extra_file_name` allows, for people."""
 _OURS = re.compile(
-    r"manifest\.json|abort\.json|rank-.*|claim\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)", re.IGNORECASE
+    r"manifest\.json|abort\.json|rank-.*|replica-digest\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)", re.IGNORECASE
 )
 
 
 def is_extra_file_name(name: str) -> bool:
-    """Whether a file of the user may have this name in a checkpoint.
+    """Whether a user's extra file may have this name.
 
-    Not one that a file of ours can have, or that stock readers would take for tensors: they read all that ends in
-    .safetensors. Case does not count, as there are file systems on which it does not.
+    It must not be the name of a file of ours, nor look like tensors to other readers, which read all that ends in
+    .safetensors. Case is ignored, since some file systems ignore it.
     """
     return is_safe_name(name) and _OURS.fullmatch(name) is None

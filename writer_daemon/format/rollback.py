@@ -24,13 +24,13 @@ _MAX_NBYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Rollbacks:
-    """Pairs of places in the order of commits, as they were written down: (gone back to, last given away)."""
+    """Pairs of places in the order of commits: (went back to, last place given away by then)."""
 
     pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def line(self) -> list[tuple[int, float]]:
-        """The stretches of places, each (first - 1, last), that the run descends from, the newest first."""
+        """The ranges of places, each (first - 1, last), that the run descends from, newest first."""
         stretches: list[tuple[int, float]] = []
         upto: float = math.inf
         for target, last in reversed(self.pairs):
@@ -45,11 +45,11 @@ class Rollbacks:
 
     @property
     def last(self) -> int:
-        """The highest place that had been given away when the run last went back, 0 if it never did."""
+        """The highest place given away when the run last went back, 0 if it never did."""
         return self.pairs[-1][1] if self.pairs else 0
 
     def going_back(self, sequence: int, last: int) -> Rollbacks:
-        """The same, and the run goes on from the commit at ``sequence``, ``last`` being the last place given away."""
+        """These rollbacks and one more: to the commit at ``sequence``, with ``last`` the last place given away."""
         before = tuple(pair for pair in self.pairs if pair[1] < last)  # nothing came between, so the others are void
         return Rollbacks((*before, (sequence, last)) if sequence < last else before)
 
@@ -81,6 +81,6 @@ def read(storage: ReadStorage) -> Rollbacks:
 
 
 def write(root: str, rollbacks: Rollbacks) -> None:
-    """Write it down in the run directory ``root``, durably; ``WriteError`` where that cannot be done."""
+    """Write it in the run directory ``root``, durably; raises ``WriteError``."""
     body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "rollbacks": rollbacks.pairs}
     replace_file(f"{root}/{ROLLBACK_FILE}", sealed_json.seal(body), "cannot write down that the run has gone back")

@@ -1,4 +1,4 @@
-"""JSON that begins with the digest of all that follows it, parsed strictly: what the records on disk are made of."""
+"""JSON that begins with the digest of all that follows, parsed strictly: the form of records on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})",')
 
 
 def load_json(data: bytes, path: str) -> dict[str, Any]:
-    """Parse a JSON object strictly: duplicate keys, NaN and other top-level values are an ``IntegrityError``."""
+    """Parse a JSON object strictly; duplicate keys, NaN and other top-level values are an ``IntegrityError``."""
     try:
         value = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         if b"\\u" in data:
@@ -43,7 +43,7 @@ def _no_constant(text: str) -> Any:
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """JSON that begins with the digest of all that follows it."""
+    """JSON that begins with the digest of all that follows."""
     rest = json.dumps(body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()[1:]
     return b'{"xxh3_128":"' + xxhash.xxh3_128_hexdigest(rest).encode() + b'",' + rest
 
@@ -56,7 +56,7 @@ def check_digest(data: bytes, path: str) -> None:
 
 
 def get(body: dict[str, Any], key: str, kind: type, path: str) -> Any:
-    """A value that must be there and of that type; numbers are not negative. ``IntegrityError`` otherwise."""
+    """A required value of a type; numbers are not negative. Raises ``IntegrityError``."""
     value = body.get(key)
     if type(value) is not kind or (kind in (int, float) and not 0 <= cast("float", value) < _MAX_INT):
         raise IntegrityError(f"{path}: {key!r} must be a non-negative {kind.__name__}, not {value!r:.80}")
@@ -64,7 +64,7 @@ def get(body: dict[str, Any], key: str, kind: type, path: str) -> Any:
 
 
 def are_whole(numbers: list[Any]) -> bool:
-    """Whether all are ints that a size or a count can have."""
+    """Whether all are ints that can be a size or a count."""
     return all(type(number) is int and 0 <= number < _MAX_INT for number in numbers)
 
 

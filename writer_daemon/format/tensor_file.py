@@ -1,4 +1,4 @@
-"""A safetensors file and its digests: what its header says, and the grid of blocks that have a digest each."""
+"""A safetensors file and its digests: its header, and the grid of blocks that have a digest each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """What a safetensors header says."""
+    """The content of a safetensors header."""
 
     data_offset: int
     nbytes: int
@@ -103,7 +103,7 @@ def digest_blocks(file: TensorFile) -> list[tuple[int, int]]:
 
 
 def count_blocks(file: TensorFile) -> int:
-    """How long :func:`digest_blocks` is, at once: a sparse file of terabytes has a grid that fits in no memory."""
+    """The length of :func:`digest_blocks`, computed at once: the grid of a sparse file of terabytes fits no memory."""
     return sum(-(-(end - start) // BLOCK_NBYTES) for start, end in _runs(file))
 
 

@@ -1,1 +1,1 @@
-"""Who may write to a run directory."""
+"""The lease of a run directory: who may write to it."""

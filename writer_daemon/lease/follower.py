@@ -1,4 +1,4 @@
-"""How the daemons of other ranks than 0 stand to the lease, which rank 0's daemon holds for the whole session."""
+"""The lease as seen by daemons of other ranks than 0; rank 0's daemon holds it for the whole session."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _GRACE_S: Final = 5.0
 
 
 class LeaseFollower:
-    """Tells whether this rank's session still has the directory; used like ``Lease``, and takes nothing."""
+    """Tells whether this rank's session still has the directory; used like ``Lease``, but takes nothing."""
 
     def __init__(self, storage: Storage, session: str, rank: int) -> None:
         """Look for the lease of ``session``; blocking.
 
         Raises:
-            WriteError: It is not to be seen, so this is not the directory that rank 0 writes to.
+            WriteError: It is not visible, so this is not the directory that rank 0 writes to.
         """
         self._storage = storage
         self.session: Final = session
@@ -69,7 +69,7 @@ class LeaseFollower:
         raise WriteError(errno.ESTALE, lost, f"{self._storage.root}/{LEASE_DIRECTORY}")
 
     def tell_trainer_gone(self) -> None:
-        """From now on leave soon after the session has ended; returns at once."""
+        """Leave soon after the session has ended; returns at once."""
         if not self._watching.is_set():
             self._watching.set()
             threading.Thread(target=self._watch, name="sidesave-lease", daemon=True).start()
@@ -83,7 +83,7 @@ class LeaseFollower:
             time.sleep(_WATCH_S)
 
     def release(self, *, final: bool = True) -> None:
-        """Tell rank 0, if this is ``final``, that no further record comes from here; idempotent."""
+        """If ``final``, tell rank 0 that this rank sends no further record; idempotent."""
         if final:
             with contextlib.suppress(WriteError):
                 self._storage.create(self._mark, 0).close()

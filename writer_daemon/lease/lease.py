@@ -56,7 +56,7 @@ def _path(epoch: int) -> str:
 
 
 def _epochs(storage: Storage) -> dict[str, int]:
-    """The names in the lease directory, listed afresh, with the epoch that each belongs to."""
+    """The names in the lease directory, read from storage, with their epochs."""
     numbers = {name: name.partition(".")[0] for name in storage.list_directory(LEASE_DIRECTORY)}
     return {name: int(number) for name, number in numbers.items() if number.isascii() and number.isdigit()}
 
@@ -66,7 +66,7 @@ def _newest(storage: Storage) -> int:
 
 
 def _read(storage: Storage, epoch: int) -> bytes | None:
-    """A record, opened afresh, and again while it looks like half of one; None when there is none."""
+    """A record, read from storage, and again while it looks torn; None if there is none."""
     data = None
     for delay_s in _REREAD_S:
         time.sleep(delay_s)
@@ -77,7 +77,7 @@ def _read(storage: Storage, epoch: int) -> bytes | None:
 
 
 def current_holder(storage: Storage) -> LeaseRecord | None:
-    """What the newest lease says; None where there is none, or it says nothing."""
+    """The record of the newest lease; None if there is none, or it is empty."""
     looked = 0
     while (epoch := _newest(storage)) != looked:
         data = _read(storage, epoch)
@@ -96,7 +96,7 @@ def closed_ranks(storage: Storage, session: str) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The newest lease; its ``holder`` is None where its file tells none, ``alive`` is None while that is not known."""
+    """The newest lease; ``holder`` is None if its file names none, ``alive`` is None while that is unknown."""
 
     epoch: int
     holder: LeaseRecord | None = None
@@ -105,10 +105,10 @@ class View:
 
 
 class Observer:
-    """Judges the newest lease of a directory, look by look: some need several, a period apart."""
+    """Judges the newest lease of a directory; some need several looks, a period apart."""
 
     def __init__(self, storage: Storage, period_s: float = PERIOD_S) -> None:
-        """Watch ``storage``, changing nothing there; ``period_s`` is for holders that do not tell theirs."""
+        """Watch ``storage`` without changing it; ``period_s`` is for holders that do not tell theirs."""
         self._storage = storage
         self._period_s = period_s
         self.known = 0
@@ -120,7 +120,7 @@ class Observer:
         self._looked = 0.0
 
     def look(self) -> View:
-        """What is there now; raises ``WriteError`` when storage refuses to tell."""
+        """The current lease; raises ``WriteError``."""
         epoch = max(self.known, _newest(self._storage))
         if epoch == 0:
             return View(0, alive=False)
@@ -191,7 +191,7 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise ``WriteError`` unless the lease is still this very one; to be called right before every commit."""
+        """Raise ``WriteError`` unless this lease is still the newest; to be called right before every commit."""
         path = f"{self._storage.root}/{_path(self.epoch)}"
         try:
             epoch = max(self.epoch, _newest(self._storage))
@@ -204,7 +204,7 @@ class Lease:
             raise WriteError(errno.ESTALE, f"the lease {lost}", path)
 
     def tell_trainer_gone(self) -> None:
-        """Let who waits for the directory know that only what was staged is being finished; returns at once."""
+        """Tell others that only staged saves are being finished; returns at once."""
         self._record = replace(self._record, trainer_gone=True)
         self._wake.set()
 
@@ -254,7 +254,7 @@ class Lease:
         return DirectoryInUseError(errno.EBUSY, message, self._storage.root)
 
     def _ask_to_leave(self, epoch: int, within_s: float) -> None:
-        """Leave a request for the holder. It may fail: what is not given in time is taken."""
+        """Ask the holder to leave. This may fail: a lease that is not given up in time is taken."""
         request = {"session": self.session, "host": self._record.host, "pid": self._record.pid, "within_s": within_s}
         name = f"{_path(epoch)}.takeover"
         temporary = f"{name}.{self._record.token}"
@@ -268,7 +268,7 @@ class Lease:
             logger.warning("cannot ask the present holder to leave: %s", error)
 
     def _claim(self, epoch: int, observer: Observer) -> bool:
-        """Try to take ``epoch``; False when somebody else has."""
+        """Try to take ``epoch``; false if somebody else has."""
         temporary = f"{_path(epoch)}.{self._record.token}"
         self._record = replace(self._record, epoch=epoch)
         with contextlib.ExitStack() as held:
@@ -349,7 +349,7 @@ class Lease:
     # Holding ---------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """The lease's own thread: storage that hangs holds up nobody else."""
+        """Renew the lease in a thread of its own: storage that hangs delays nobody else."""
         period_s = self._record.period_s  # with a lock as well: who watches may not be allowed to ask for it
         counter = 0
         while True:

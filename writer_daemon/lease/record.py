@@ -1,4 +1,4 @@
-"""Who holds a run directory: a record that tells a daemon and its trainer from any later process, and from any copy."""
+"""Who holds a run directory: a record that identifies a daemon and its trainer, never a later process or a copy."""
 
 from __future__ import annotations
 
@@ -69,23 +69,23 @@ class LeaseRecord:
         return cls(**body) if all(value.isprintable() for value in body.values() if isinstance(value, str)) else None
 
     def to_bytes(self) -> bytes:
-        """The record, always of one length: written over itself it needs no space, so a full disk has room for it."""
+        """The record, always of one length: overwriting it needs no space, even on a full disk."""
         return json.dumps(asdict(self)).encode().ljust(RECORD_NBYTES - 1) + b"\n"
 
     def __str__(self) -> str:
         return f"session {self.session} (trainer {self.trainer_pid}, daemon {self.pid} on {self.host})"
 
     def serves_trainer_of(self, other: LeaseRecord) -> bool:
-        """Whether both serve one and the same process."""
-        mine, theirs = ((it.boot_id, it.pid_namespace, it.trainer_pid, it.trainer_started) for it in (self, other))
-        return mine == theirs
+        """Whether both serve the same process."""
+        own, theirs = ((it.boot_id, it.pid_namespace, it.trainer_pid, it.trainer_started) for it in (self, other))
+        return own == theirs
 
     def lives(self) -> bool | None:
-        """Whether the holding daemon runs; None when that cannot be told from here."""
+        """Whether the holding daemon runs; None if unknown on this machine."""
         return _lives(self.pid, self.started) if self._is_of_this_system() else None
 
     def trainer_is_gone(self) -> bool:
-        """Whether the trainer has certainly ended, or so its daemon says; False when that cannot be told from here."""
+        """Whether the trainer has certainly ended, or its daemon says so; false if unknown on this machine."""
         if self.trainer_gone or not self._is_of_this_system():
             return self.trainer_gone
         now = _program(self.trainer_pid)
@@ -93,7 +93,7 @@ class LeaseRecord:
         return replaced or _lives(self.trainer_pid, self.trainer_started) is False
 
     def kill(self) -> bool:
-        """SIGKILL the holding daemon, if it still is that process; whether that was done."""
+        """Send SIGKILL to the holding daemon if it is still that process; returns whether it was."""
         if self.pid == os.getpid():
             return False
         try:
@@ -112,7 +112,7 @@ class LeaseRecord:
         return True
 
     def _is_of_this_system(self) -> bool:
-        """Whether its pids mean something here. A host's name would prove nothing: two may bear the same."""
+        """Whether its pids are valid on this system. A host name proves nothing: two may be equal."""
         return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
 
@@ -125,7 +125,7 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot, which setting the time of day does not move; 0 if unknown."""
+    """When a process started, in clock ticks since boot, which clock changes do not move; 0 if unknown."""
     try:
         _, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     except OSError:
@@ -134,7 +134,7 @@ def _started(pid: int) -> int:
 
 
 def _program(pid: int) -> str:
-    """What changes when a process calls ``exec``, which keeps its pid and start time; empty if unknown."""
+    """Changes when a process calls ``exec``, which keeps its pid and start time; empty if unknown."""
     try:  # it holds addresses that are chosen at random for each program
         return hashlib.sha256(Path(f"/proc/{pid}/auxv").read_bytes()).hexdigest()[:16]
     except OSError:

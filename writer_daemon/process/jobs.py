@@ -35,7 +35,7 @@ from sidesave.writer_daemon.protocol import (
 
 
 class Phase(enum.Enum):
-    """Where a save stands."""
+    """The phase of a save."""
 
     QUEUED = "queued"
     WRITING = "writing"
@@ -113,7 +113,7 @@ class RefusalRequested:
 
 @dataclass(frozen=True, slots=True)
 class RefusalEnded:
-    """The other ranks can learn of it, if storage let them; ``error`` is what the trainer is answered."""
+    """The other ranks can learn of it, if storage worked; ``error`` is the answer to the trainer."""
 
     save_id: int
     error: Failed
@@ -135,7 +135,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Finish what is here and exit: the trainer is gone or said DRAIN, or a signal came."""
+    """Finish the open saves and exit: the trainer is gone or sent DRAIN, or a signal came."""
 
 
 Request = Submitted | Watched | DeleteRequested | RefusalRequested | DrainRequested
@@ -176,7 +176,7 @@ class StartCommit:
 
 @dataclass(frozen=True, slots=True)
 class StartDelete:
-    """Delete a checkpoint: every save that was submitted before has its outcome."""
+    """Delete a checkpoint; every save submitted before has its outcome."""
 
     request: Delete
 
@@ -190,7 +190,7 @@ class StartRefusal:
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Remove what a save that was given up has left; ``failure`` is what it was given up for."""
+    """Remove the leftovers of a failed save; ``failure`` is why it failed."""
 
     save: Save
     failure: Failed
@@ -198,7 +198,7 @@ class Reclaim:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell the trainer."""
+    """Send a message to the trainer."""
 
     message: Message
 
@@ -230,7 +230,7 @@ class _Deletion:
 
 @dataclass(slots=True)
 class Jobs:
-    """All saves that a daemon has in hand."""
+    """All saves that a daemon works on."""
 
     attempt: int
     _queue: list[_Job] = field(default_factory=list[_Job])
@@ -244,13 +244,13 @@ class Jobs:
 
     @property
     def active(self) -> Save | None:
-        """The save that storage is busy with: that which is being written, or else committed."""
+        """The save being written, or else committed."""
         job = self._in_phase(Phase.WRITING) or self._in_phase(Phase.COMMITTING)
         return None if job is None else job.save
 
     @property
     def awaited(self) -> Save | Delete | None:
-        """What storage is busy with: a save, or else a deletion."""
+        """The save, or else the deletion, that storage works on."""
         return self.active or next((deletion.request for deletion in self._deletions if deletion.started), None)
 
     def knows(self, save_id: int) -> bool:
@@ -258,7 +258,7 @@ class Jobs:
         return save_id in self._seen
 
     def handle(self, event: Event) -> list[Action]:
-        """Advance by one event; returns what has to be done, in order."""
+        """Handle one event; returns the actions, in order."""
         actions: list[Action] = []
         match event:
             case Submitted(save) | Watched(save):
@@ -310,8 +310,8 @@ class Jobs:
                 for job in stuck:
                     job.answered, job.failure = True, replace(error, save_id=job.save.save_id)
                     is_named = job.phase is Phase.COMMITTING  # or may be so any moment
-                    told = {"error": "CommitUnknownError"} if is_named else {}
-                    actions.append(Send(replace(job.failure, **told)))
+                    changes = {"error": "CommitUnknownError"} if is_named else {}
+                    actions.append(Send(replace(job.failure, **changes)))
                 if not stuck:  # stuck for another deadline, or in a deletion: those behind it would wait for ever
                     waiting = [job for job in self._queue if job.phase in (Phase.QUEUED, Phase.WRITTEN)]
                     self._queue = [job for job in self._queue if job not in waiting]
@@ -361,6 +361,6 @@ class Jobs:
 
 
 def _late(error: Failed, job: _Job) -> Failed:
-    """What a save is answered that waits behind one that is stuck; written already, it may still be committed."""
+    """The answer to a save behind one that is stuck; if written already, it may still be committed."""
     written = job.phase is Phase.WRITTEN
     return replace(error, save_id=job.save.save_id, **({"error": "CommitUnknownError"} if written else {}))

@@ -59,7 +59,7 @@ class Server:
     """Serves one trainer over an inherited socket pair until it drains or dies."""
 
     def __init__(self, control: socket.socket) -> None:
-        """Take over ``control``; nothing happens before :meth:`run`."""
+        """Take over ``control``; :meth:`run` does the rest."""
         self._control = control
         self._arenas: dict[int, Arena] = {}
         self._events: queue.SimpleQueue[jobs.Event] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class Server:
         self._last_progress = time.monotonic()
 
     def run(self) -> int:
-        """Serve until everything accepted is done and the trainer is gone or has asked to drain; the exit status."""
+        """Serve until all accepted work is done and the trainer is gone or sent DRAIN; returns the exit status."""
         self._catch_signals()
         boot, self._pidfd = self._receive_boot()
         self._boot, options = boot, boot.options
@@ -114,10 +114,12 @@ class Server:
         )
         self._send(ready)
         records = log.HistoryLog(storage)
-        found = recovery.committed, recovery.removed
+        outcome = recovery.committed, recovery.removed
         if boot.rank == 0:
             self._history = log.Recorder(boot.session, lambda record: self._work.put(lambda: records.append(record)))
-            self._work.put(lambda: log.log_recovery(records, storage, boot.session, *found, options.fallback_directory))
+            self._work.put(
+                lambda: log.log_recovery(records, storage, boot.session, *outcome, options.fallback_directory)
+            )
         else:
             self._history = log.Recorder(boot.session, lambda record: None)  # rank 0 keeps it for all
         writer = Writer(storage, name, self._abandoned, lease.check, options.commit_timeout_s)
@@ -147,7 +149,7 @@ class Server:
         return 0
 
     def _open_fallback(self) -> Place:
-        """Take hold of the fallback directory, creating it if need be; in the storage thread."""
+        """Open the fallback directory, creating it if needed; in the storage thread."""
         boot, name = self._boot, f"{self._boot.attempt}-{os.getpid()}"
         directory = boot.options.fallback_directory
         make_run_directory(directory)
@@ -215,7 +217,7 @@ class Server:
             match action:
                 case jobs.Send(message):
                     self._send(message)
-                    self._history.told(message)
+                    self._history.reported(message)
                 case jobs.StartWrite(save, memory):
                     self._last_progress = time.monotonic()
                     if memory:
@@ -274,8 +276,8 @@ class Server:
                 self._handle(jobs.DeleteRequested(message))
             case protocol.Refuse():
                 boot = self._boot
-                told = (message.session, message.rank, message.world_size)
-                if told != (boot.session, boot.rank, boot.world_size) or boot.world_size == 1:
+                identity = (message.session, message.rank, message.world_size)
+                if identity != (boot.session, boot.rank, boot.world_size) or boot.world_size == 1:
                     raise ProtocolError(f"REFUSE of rank {message.rank} in session {message.session} is not ours")
                 self._handle(jobs.RefusalRequested(message))
             case protocol.Status():
@@ -316,7 +318,7 @@ class Server:
                     os.close(fd)
 
     def _accept_memory(self, message: Message, fds: list[int]) -> None:
-        """Take the descriptor of an ATTACH out of ``fds``; what stays in there is the caller's to close."""
+        """Take the descriptor of an ATTACH out of ``fds``; the caller closes the rest."""
         match message, fds:
             case protocol.Attach(arena=number), [_]:
                 self._arenas[number] = arena = Arena.attach(fds.pop())
@@ -330,7 +332,7 @@ class Server:
                 raise ProtocolError(f"{message.kind} with {len(fds)} descriptors makes no sense here")
 
     def _adopt_staged(self) -> None:
-        """The trainer died: saves that it had staged, and may not have sent, are in the memory itself."""
+        """After the trainer's death, take saves from memory that it had staged and may not have sent."""
         self._abandoned.set()
         self._lease.tell_trainer_gone()
         self._read_messages()
@@ -359,7 +361,7 @@ class Server:
             logger.warning("the trainer does not take %s", message.kind)
 
     def _linger(self) -> None:
-        """Give the last messages up to two seconds to leave, unless nobody is there to read them."""
+        """Give the last messages up to two seconds to leave, unless nobody reads them."""
         gone = not self._trainer_is_there()
         self._socket.close(linger=0 if gone else 2000)
         self._context.term()
@@ -404,14 +406,14 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files as far as it goes: a save keeps one open for each of its containers."""
+    """Raise the limit of open files to the maximum: a save keeps one open for each of its containers."""
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _be_modest(options: protocol.DaemonOptions) -> None:
-    """Apply niceness, I/O class and cores; what the system refuses is logged and left."""
+    """Apply niceness, I/O class and cores; what the system refuses is logged."""
     me = psutil.Process()
     try:
         if options.nice:

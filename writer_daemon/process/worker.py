@@ -1,7 +1,7 @@
-"""What the daemon does to storage, one operation after another, each ending in an event.
+"""The daemon's storage operations, one after another, each ending in an event.
 
-Runs in one thread, so that the loop answers while storage hangs. What fails for the moment is tried again; what fails
-for good goes to the fallback directory, if there is one; any other error becomes the save's.
+They run in one thread, so that the loop answers while storage hangs. A temporary failure is retried. A permanent one
+goes to the fallback directory, if there is one; any other error becomes the save's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ TRASH_GRACE_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A run directory that this daemon, or that of rank 0, holds."""
+    """A run directory that this daemon, or rank 0's, holds."""
 
     storage: Storage
     lease: Lease | LeaseFollower
@@ -220,7 +220,7 @@ class Worker:
         return waiting
 
     def reclaim(self, save: Save, failure: Failed) -> None:
-        """Remove what a save that was given up has left, for all ranks or in the name of this one."""
+        """Remove the leftovers of a failed save, for all ranks or for this one."""
         if save.world_size == 1:
             commit.reclaim(self._primary.storage, save)
         else:
@@ -244,14 +244,14 @@ class Worker:
         self._post(jobs.RefusalEnded(request.save_id, failure))
 
     def _give_up(self, save: Save | Refuse, failure: Failed) -> Failed:
-        """Give a save up for all ranks, or tell rank 0; what it has failed of, which another rank may have known."""
+        """Give a save up for all ranks, or tell rank 0; returns its failure, which another rank may have reported."""
         try:
             return failure if self._leave_to_next_session(save) else self._tell_given_up(save, failure)
         finally:
             self._leave_to_next_session(save)  # which may have come meanwhile, and has looked for leftovers before
 
     def _leave_to_next_session(self, save: Save | Refuse) -> bool:
-        """Whether the run is not ours any more; if so, nothing of a save that cannot become whole appears in it."""
+        """Whether the run has been taken over; then nothing more of an incomplete save may appear in it."""
         storage, lease = self._primary.storage, self._primary.lease
         with contextlib.suppress(WriteError):
             lease.check()
@@ -295,7 +295,7 @@ class Worker:
             logger.warning("left for the next start to clean: %s", error)
 
     def _remove_tombstones(self) -> None:
-        """Remove all of this session, once the other ranks have seen them or left."""
+        """Remove this session's tombstones once the other ranks have seen them or left."""
         storage, session = self._primary.storage, self._primary.lease.session
         deadline = time.monotonic() + _FAREWELL_S * bool(self._tombstones)
         with contextlib.suppress(WriteError):
@@ -329,7 +329,7 @@ class Worker:
     # Places ----------------------------------------------------------------------------------------------------
 
     def _places(self) -> Iterator[Place]:
-        """Where checkpoints may be; raises where the fallback directory is there and cannot be had."""
+        """The directories that may hold checkpoints; raises if the fallback directory exists and cannot be opened."""
         yield self._primary
         if self._fallback is None and self._fallback_directory and os.path.isdir(self._fallback_directory):
             self._fallback = self._open_fallback()
@@ -337,7 +337,7 @@ class Worker:
             yield self._fallback
 
     def _get_fallback(self, refusal: WriteError) -> Place | None:
-        """Where to write what the run directory refuses; None where there is no such place, or it cannot be had."""
+        """The place for what the run directory refuses; None if there is none, or it cannot be opened."""
         # Without the lease it is the next session's run: nothing of ours may appear there from now on.
         if isinstance(refusal, CommitUnknownError) or self._primary.lease.lost:
             return None
@@ -357,7 +357,7 @@ class Worker:
             places = list(self._places())
             name = step_directory(request.step)
             names = [place.storage.list_directory("") for place in places]
-            holding = [place for place, found in zip(places, names, strict=True) if name in found]
+            holding = [place for place, listing in zip(places, names, strict=True) if name in listing]
             for place in holding or [self._primary]:
                 if isinstance(place.lease, LeaseFollower):  # rank 0's daemon does it for all
                     continue
@@ -376,8 +376,8 @@ class Worker:
                 for entry in [entry for entry in list(self._trash) if entry[1:] == (place, trash)]:
                     self._trash.remove(entry)  # of what had this name before
                 self._trash.append((time.monotonic() + TRASH_GRACE_S, place, trash))
-            for place, found in zip(places, names, strict=True):
-                self._take_over_trash(place, found)
+            for place, listing in zip(places, names, strict=True):
+                self._take_over_trash(place, listing)
         except CheckpointNotFoundError as error:
             if not request.retry:  # else the daemon before this one has done it
                 failure = protocol.failure(self._attempt, request.save_id, error)
@@ -386,7 +386,7 @@ class Worker:
         self._post(jobs.DeleteEnded(request.save_id, failure))
 
     def _take_over_trash(self, place: Place, names: Iterable[str]) -> None:
-        """What was still read when this session began, and was left there, goes like what this one has deleted."""
+        """Schedule what an earlier session deleted while it was read, like this session's own."""
         known = {name for _, other, name in list(self._trash) if other is place}
         for name in names:
             hidden = manifest.parse_hidden_directory(name)
@@ -394,7 +394,7 @@ class Worker:
                 self._trash.append((time.monotonic() + TRASH_GRACE_S, place, name))
 
     def empty_trash(self, *, everything: bool = False) -> bool:
-        """Remove the bytes of deleted checkpoints whose time has come, and which nobody reads; whether some were."""
+        """Remove the bytes of deleted checkpoints that are due and that nobody reads; returns whether some were."""
         removed = False
         if everything:
             for place in filter(None, (self._primary, self._fallback)):

@@ -1,4 +1,4 @@
-"""The one way to replace a small file of a run directory: whole or not at all, and durably."""
+"""Replaces a small file of a run directory atomically and durably. There is no other way to do so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sidesave.writer_daemon.storage.descriptor import DIRECTORY, Descriptor
 
 
 def replace_file(path: str, data: bytes, doing: str) -> None:
-    """Give ``path`` a new content, durable when this returns; ``WriteError`` says what was being ``doing``."""
+    """Replace the content of ``path``, durably; raises ``WriteError``, which says what it was ``doing``."""
     draft = f"{path}.{secrets.token_hex(4)}"
     try:
         with open(draft, "xb") as file:

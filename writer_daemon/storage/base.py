@@ -1,7 +1,7 @@
-"""The storage that a run directory lives on, for readers and for the writer: few operations, durability stated.
+"""The storage of a run directory as readers and the writer see it: few operations, each with its durability stated.
 
 Paths are relative to the run directory: ``name`` or ``directory/name``. Every operation raises ``WriteError`` (or a
-subclass) with errno and the full path, and every one may be repeated after a crash of the caller.
+subclass) with errno and the full path, and may be repeated after a crash of the caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OutputFile(ABC):
 
     @abstractmethod
     def finish(self, nbytes: int) -> None:
-        """Cut the file to ``nbytes`` and make its content durable. After an error the file must be given up."""
+        """Cut the file to ``nbytes`` and make it durable. After an error, give the file up."""
 
     @abstractmethod
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Storage(ReadStorage):
     """One run directory, for who writes."""
 
     def check_root(self) -> None:
-        """Raise ``WriteError``, saying what happened, where :attr:`root` does not lead to what was opened any more."""
+        """Raise ``WriteError`` if :attr:`root` no longer leads to the opened directory, saying what happened."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""An open file that belongs to an object: closed with it, wherever an interrupt has left whoever had opened it."""
+"""An open file that belongs to an object, so that an interrupt cannot leak it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ class Descriptor:
     __del__ = close
 
     def __enter__(self) -> Self:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()

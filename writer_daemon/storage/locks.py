@@ -1,7 +1,7 @@
-"""``flock(2)`` on one open file: taken at once or not at all, and given back by the process that has taken it.
+"""``flock(2)`` on one open file: taken at once or not at all, and released by the process that took it.
 
-Such a lock belongs to what was opened, not to a process: a forked child has it as well, and keeps it as long as it
-lives unless it is given back explicitly.
+Such a lock belongs to the open file, not to a process: a forked child has it too, and keeps it as long as it lives
+unless it is released explicitly.
 """
 
 from __future__ import annotations

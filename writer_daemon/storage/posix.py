@@ -84,7 +84,6 @@ class PosixStorage(Storage):
     """The run directory ``root``, which must exist. Raises ``WriteError`` when it cannot be opened."""
 
     def __init__(self, root: str) -> None:
-        """Open ``root``."""
         self.root = root
         try:
             self._directory = Descriptor(root, DIRECTORY)
@@ -237,7 +236,7 @@ class PosixStorage(Storage):
         return os.open(path, flags | (os.O_DIRECT if self._direct else 0), 0o666, dir_fd=self.descriptor)
 
     def _probe_direct(self, path: str) -> bool:
-        """Find out by a real aligned write: what a file system announces and what it takes are two things."""
+        """Find out by a real aligned write: file systems announce more than they take."""
         probe = f"{path}.probe"
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT
@@ -369,7 +368,7 @@ class PosixStorage(Storage):
         return self._refuses(path, fcntl.LOCK_EX) and not self._refuses(path, fcntl.LOCK_SH)
 
     def _refuses(self, path: str, kind: int) -> bool:
-        """Whether somebody's lock stands in the way of one of this kind."""
+        """Whether somebody's lock prevents one of this kind."""
         with self._doing("cannot ask for the lock of", path):
             try:
                 self._flock(path, kind)()
@@ -426,7 +425,7 @@ class PosixStorage(Storage):
             left += deeper
 
     def _lift(self, path: str, into: str) -> str:
-        """Move a nested directory up, so that neither paths nor a stack grow with the depth; its new path."""
+        """Move a nested directory up, so that neither paths nor a stack grow with the depth; returns its new path."""
         lifted = f"{into}/.{secrets.token_hex(8)}"
         with self._doing("cannot move up, to remove it,", path):
             os.rename(path, lifted, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
@@ -434,7 +433,7 @@ class PosixStorage(Storage):
 
 
 def _file_system(fd: int) -> str:
-    """What the kernel calls the file system that an open file is on; empty where /proc does not tell."""
+    """The kernel's name for the file system of an open file; empty if /proc does not tell."""
     with contextlib.suppress(OSError, ValueError):
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as file:
             (mount,) = (line.split()[1] for line in file if line.startswith("mnt_id:"))
@@ -445,7 +444,7 @@ def _file_system(fd: int) -> str:
 
 
 def _umask() -> int:
-    """The process's umask, read and not set: another thread may be creating a file at this moment."""
+    """The process's umask, read without setting it: another thread may be creating a file."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         return next((int(line.split()[1], 8) for line in file if line.startswith("Umask:")), 0o077)
 

@@ -1,4 +1,4 @@
-"""An open file of a POSIX file system: what is read or written in pieces, with O_DIRECT where that is taken."""
+"""An open file on a POSIX file system, read or written in pieces, with O_DIRECT if possible."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ class PosixOutput(OutputFile):
 
 
 def close_descriptor(fd: int) -> None:
-    """Give a descriptor back. An error of close comes too late to act on: what counts is what fsync has said."""
+    """Close a descriptor. An error of close comes too late: what counts is fsync."""
     with contextlib.suppress(OSError):
         os.close(fd)
 
 
 def file_nbytes(fd: int) -> int:
-    """The length of an open file; an ``OSError`` when something else has its name."""
+    """The length of an open file; ``OSError`` if something else has its name."""
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode):
         raise OSError(errno.EISDIR if stat.S_ISDIR(facts.st_mode) else errno.ENXIO, "not a file")
@@ -107,7 +107,7 @@ def file_nbytes(fd: int) -> int:
 
 
 def storage_error(error: OSError, doing: str, path: str, fd: int, call: str) -> WriteError:
-    """:func:`write_error`, with what is still free, or what the refused ``call`` is needed for, where that matters."""
+    """:func:`write_error`, with the free space, or what the refused ``call`` is needed for, if that matters."""
     hint = system_calls.hint(call, error)
     doing += f" ({hint})" if hint else ""
     if error.errno in NO_SPACE:

@@ -135,13 +135,14 @@ class Writer:
         part = None if save.table is None else _read_part(save, arena, save.table)
         if save.unshared is not None:
             rest = [self._plan(save, arena, directory, extent) for extent in save.unshared.files]
-            apart = _read_part(save, arena, save.unshared.table)
-            apart = replace(apart, apart=self._digest_tensors([*images, *rest], arena, apart))
-            claim = tensor_file.digest("".join(map("\0".join, sorted(apart.apart.items()))).encode(*UTF_8)).hex()
-            if part is not None and self._are_alike(save, claim, waiting or self._check_lease):
-                part = replace(part, replicas=claim)
+            unshared = _read_part(save, arena, save.unshared.table)
+            unshared = replace(unshared, compared=self._digest_tensors([*images, *rest], arena, unshared))
+            digests = "".join(map("\0".join, sorted(unshared.compared.items())))
+            replica_digest = tensor_file.digest(digests.encode(*UTF_8)).hex()
+            if part is not None and self._are_alike(save, replica_digest, waiting or self._check_lease):
+                part = replace(part, replica_digest=replica_digest)
             else:
-                part = apart
+                part = unshared
                 nbytes = sum(image.extent.nbytes for image in rest)
                 self._check_space(save, nbytes)
                 self._write_images(save, rest, arena, nbytes, lambda done, total: None)
@@ -240,7 +241,7 @@ class Writer:
                         image.output.close()
 
     def _digest_tensors(self, images: list[_TensorImage], arena: Arena, part: Part) -> dict[str, str]:
-        """For each tensor of ``part.apart`` 128 bits of its name, container, dtype, shape and all its bytes."""
+        """For each tensor of ``part.compared`` 128 bits of its name, container, dtype, shape and all its bytes."""
         places = {
             (image.extent.name, entry.name): (image.extent.offset + entry.offset, entry)
             for image in images
@@ -260,13 +261,13 @@ class Writer:
                 arena.drop_pages(begin, nbytes)
             return found.hexdigest()
 
-        return dict(zip(part.apart, self._pool.map(digest, part.apart), strict=True))
+        return dict(zip(part.compared, self._pool.map(digest, part.compared), strict=True))
 
-    def _are_alike(self, save: Save, claim: str, waiting: Callable[[], None]) -> bool:
+    def _are_alike(self, save: Save, replica_digest: str, waiting: Callable[[], None]) -> bool:
         def publish(name: str) -> None:
             self._storage.publish_bytes(coordination.partial_of(save), name, b"", f"{self._attempt}.{self._tries}")
 
-        return coordination.are_alike(self._storage, save, claim, self._commit_timeout_s, waiting, publish)
+        return coordination.are_alike(self._storage, save, replica_digest, self._commit_timeout_s, waiting, publish)
 
     def _check_space(self, save: Save, nbytes: int) -> None:
         """Refuse what does not fit before a byte is written; the file system then reserves file by file."""

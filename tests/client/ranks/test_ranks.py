@@ -88,7 +88,7 @@ def test_what_a_parallel_model_does_not_keep_equal_is_compared(
     ranks.do("mine", str(run.parent / "mine-{rank}"))
     ranks.open(run)
     ranks.save(1)
-    assert set(read(run, 1).manifest.apart) == apart
+    assert set(read(run, 1).manifest.diverged) == apart
     ranks.do("zero")
     ranks.do("load", 1)
     ranks.do("mine", str(run.parent / "loaded-{rank}"))
@@ -142,7 +142,7 @@ def test_experts_of_one_name_and_different_content_are_not_merged(start: Start, 
         ranks.save(step)
         found = read(run, step)
         experts = {fqn for fqn in found.tensors if fqn.startswith("model.expert.")}
-        assert found.manifest.apart == dict.fromkeys(experts, (0, 1, 2))
+        assert found.manifest.diverged == dict.fromkeys(experts, (0, 1, 2))
         for rank in range(3):
             same_tensors(found.of_rank(rank), torch.load(run.parent / f"mine-{rank}"))
     finish(ranks, run, traces)
@@ -161,7 +161,7 @@ def test_experts_are_written_once_while_they_are_equal_and_all_from_the_save_on_
         ranks.do("mine", str(run.parent / "mine-{rank}"))
         ranks.save(step)
         found = read(run, step)
-        assert list(found.manifest.apart) == ["model.expert.2.weight"] * bool(number)
+        assert list(found.manifest.diverged) == ["model.expert.2.weight"] * bool(number)
         mine = [torch.load(run.parent / f"mine-{rank}") for rank in range(3)]
         whole = sum(tensor.nbytes for tensor in mine[0].values())
         written = sum(found.nbytes(rank) for rank in range(3))
@@ -177,7 +177,7 @@ def test_buffers_that_differ_come_back_to_their_rank_and_of_another_number_of_ra
     ranks = start(3).begin("batchnorm", run)
     for step in (1, 2):
         ranks.save(step)
-        assert read(run, step).manifest.apart == {"model.1.running_mean": (0, 1, 2)}
+        assert read(run, step).manifest.diverged == {"model.1.running_mean": (0, 1, 2)}
     ranks.do("zero")
     ranks.do("load", 2)
     assert ranks.do("number", "model.1.running_mean") == [0.0, 1.0, 2.0]
@@ -299,7 +299,7 @@ def test_user_says_what_is_shared_and_what_is_not(start: Start, run: Path, trace
     for step in (1, 2):
         ranks.save(step)
         found = read(run, step)
-        assert found.manifest.apart == {}
+        assert found.manifest.diverged == {}
         for rank in range(3):
             mine = torch.load(run.parent / f"mine-{rank}")
             ema = {fqn: tensor for fqn, tensor in mine.items() if fqn.startswith("ema.")}

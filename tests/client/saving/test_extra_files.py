@@ -328,7 +328,15 @@ def test_of_several_ranks_those_of_rank_0_are_written(traces: Traces, tmp_path: 
 
 FORBIDDEN = [
     *("", ".", "..", "../config.json", "/etc/passwd", "a/b", ".hidden", "a b", "ä.json", "x\n", "x\0", "x" * 201),
-    *("manifest.json", "MANIFEST.JSON", "abort.json", "rank-00000.json", "rank-x", "claim.rank-00000.0", "claim.x"),
+    *(
+        "manifest.json",
+        "MANIFEST.JSON",
+        "abort.json",
+        "rank-00000.json",
+        "rank-x",
+        "replica-digest.rank-00000.0",
+        "replica-digest.x",
+    ),
     *("objects.rank-00000.msgpack", "a.rank-b", "model.safetensors", "x.SafeTensors", "x.xxh3", "x.msgpack"),
     *(5, None, b"config.json", ("a",)),
 ]
@@ -369,7 +377,7 @@ def test_files_that_cannot_be_written_are_refused_at_the_call(tmp_path: Path, fi
 @given(st.text(st.sampled_from("abcRANK-.0123_%@ /json"), max_size=30) | st.sampled_from(["rank", "a.rank-00001.b"]))
 def test_a_name_that_is_allowed_is_none_that_a_checkpoint_could_have(name: str):
     if is_extra_file_name(name):
-        assert not name.startswith((".", "rank-", "claim."))
+        assert not name.startswith((".", "rank-", "replica-digest."))
         assert ".rank-" not in name
         assert Path(name).name == name
 
@@ -381,7 +389,7 @@ def a_record(*beside: Any, rank: int = 0) -> bytes:
     lineage = {"parent": None, "pickle": False, "created_s": 1.5, "torch_version": "2.8"}
     about = {"session": "0123456789abcdef", "step": 1, "sequence": 1, "rank": rank, "world_size": 2}
     empty: dict[str, Any] = {"layouts": [], "containers": [], "tensors": {}}
-    part = {**empty, "own": empty, "cells": "0" * 32, "treespec": "", "replicas": "", "apart": {}}
+    part = {**empty, "own": empty, "cells": "0" * 32, "treespec": "", "replica_digest": "", "compared": {}}
     top = {"format": "sidesave-rank", "version": 1, "status": "written"}
     body = {**top, **about, **lineage, "files": [], "objects": objects, "extra_files": list(beside), **part}
     return fuzz.seal(json.dumps(body, separators=(",", ":")).encode())
