@@ -20,12 +20,10 @@ from sidesave.client.loading.rename import Rename
 from sidesave.client.options import Options, check_cores
 from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.run import Run
-from sidesave.client.saving.handle import Outcome, SaveHandle
+from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.saving.saver import Saver
 from sidesave.client.saving.session import Session, await_predecessors, close_at_exit, was_closed
 from sidesave.errors import InvalidArgumentError, SidesaveError
-from sidesave.stager import apart
-from sidesave.stager.devices import kinds
 from sidesave.stager.state import ownership
 from sidesave.writer_daemon.log import SaveRecord
 from sidesave.writer_daemon.protocol import DaemonOptions
@@ -207,29 +205,7 @@ class Checkpointer:
         With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first saves do so. Raises
         like :meth:`save` for a state that cannot be saved; what goes wrong later is the future's exception.
         """
-        self._saver.session.check_open()
-        extra_files = arguments.encode_files(files)
-        with kinds.exclusion():
-            kinds.await_captures("prepare()")
-            flat = self._saver.submission.flatten(state)
-        future: Future[None] = Outcome()
-        future.set_running_or_notify_cancel()
-
-        def work() -> None:
-            failure: BaseException | None = None
-            try:
-                while (slot := self._saver.session.pool.try_acquire(future)) is not None:
-                    self._saver.submission.fit(flat, slot, extra_files)
-            except BaseException as error:  # noqa: BLE001 - handed over through the future
-                failure = error
-            self._saver.session.pool.release(future)
-            if failure is None:
-                future.set_result(None)
-            else:
-                future.set_exception(failure)
-
-        apart.start(work, "sidesave-prepare")
-        return future
+        return self._saver.prepare(state, arguments.encode_files(files))
 
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:

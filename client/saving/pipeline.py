@@ -70,12 +70,12 @@ class Submission:
         ranks = None if self._planner is None else self._world.ranks
         tree.check(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
-    def fit(self, flat: FlatState, slot: Slot, extra_files: bytes = b"") -> None:
+    def fit(self, shards: ShardPlan, slot: Slot, extra_files: bytes = b"") -> None:
         """Give ``slot`` the memory that a state like this one takes; blocks while pages are allocated.
 
         For a thread that nothing interrupts.
         """
-        self._fit(slot, self._shards_of(flat), lambda fit: fit(), extra_files=extra_files)
+        self._fit(slot, shards, lambda fit: fit(), extra_files=extra_files)
 
     def stage(
         self,
@@ -94,7 +94,7 @@ class Submission:
         session, slot, handle = self._session, entry.slot, entry.handle
         assert slot is not None
         self._steps.append((entry.sequence, entry.step))
-        shards = self._shards_of(state)
+        shards = self.shards_of(state)
         flat, plan = shards.flat, shards.plan
         parts = self._fit(slot, shards, session.books.call, metadata, extra_files)
         arena = slot.arena
@@ -213,7 +213,8 @@ class Submission:
             self._caught_up = self._session.lineage.next_sequence()
             self.refuse(save.step, self._caught_up, StateMismatchError(text))
 
-    def _shards_of(self, flat: FlatState) -> ShardPlan:
+    def shards_of(self, flat: FlatState) -> ShardPlan:
+        """What this rank stages of a state, and where; raises what cannot be staged."""
         if self._planner is not None:
             return self._planner.plan(flat)
         looks = flat.looks = self._looks.of(flat)

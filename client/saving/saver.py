@@ -17,6 +17,7 @@ from sidesave.client.saving.in_flight import SaveInFlight
 from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.session import Session
 from sidesave.errors import StagingError
+from sidesave.stager import apart
 from sidesave.stager.devices import kinds
 from sidesave.stager.state.recall import Recall
 from sidesave.writer_daemon.protocol import Delete
@@ -94,6 +95,34 @@ class Saver:
         if blocking:
             handle.committed.result()
         return handle
+
+    def prepare(self, state: Mapping[str, Any], extra_files: bytes) -> Future[None]:
+        """See :meth:`Checkpointer.prepare`. What is found out about the state the first save need not ask again."""
+        session, submission = self.session, self.submission
+        session.check_open()
+        self._refuse_reentry("prepare")
+        with kinds.exclusion():
+            kinds.await_captures("prepare()")
+            with self._call:
+                shards = submission.shards_of(submission.flatten(state, self._recall))
+        future: Future[None] = Outcome()
+        future.set_running_or_notify_cancel()
+
+        def work() -> None:
+            failure: BaseException | None = None
+            try:
+                while (slot := session.pool.try_acquire(future)) is not None:
+                    submission.fit(shards, slot, extra_files)
+            except BaseException as error:  # noqa: BLE001 - handed over through the future
+                failure = error
+            session.pool.release(future)
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
+
+        apart.start(work, "sidesave-prepare")
+        return future
 
     def give_up(self, step: int, error: BaseException) -> None:
         """Take the place of a save that came to nothing before it was called, and tell the other ranks."""

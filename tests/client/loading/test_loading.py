@@ -335,9 +335,9 @@ def test_a_device_that_is_not_there_or_is_no_device_is_refused(original: Path, m
 
 
 @pytest.mark.parametrize("call", [sidesave.load, sidesave.verify, sidesave.history, sidesave.find])
-@pytest.mark.parametrize("path", ["", "gs://b/run/step-00000001", Path("gs://b/run"), "s3://b", None], ids=repr)
-def test_a_path_that_is_none_or_a_url_is_refused(call: Callable[[Any], object], path: Any):
-    with pytest.raises(InvalidArgumentError, match=r"a path must be|only local and mounted directories"):
+@pytest.mark.parametrize("path", ["", None, 7], ids=repr)
+def test_a_path_that_is_none_is_refused(call: Callable[[Any], object], path: Any):
+    with pytest.raises(InvalidArgumentError, match="a path must be"):
         call(path)
 
 
