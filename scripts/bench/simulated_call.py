@@ -47,8 +47,8 @@ def measure(tensors: int, rounds: int) -> str:
             handle.committed.result(100)
             launches.append(sum(n for name, n in simulated_gpu.counts().items() if name.startswith(("kernel", "copy"))))
     warm = took[3:]
-    per_thousand_ms = statistics.median(warm) / tensors * 1e6
-    return f"| {tensors} | {statistics.median(warm) * 1e3:.2f} ms | {per_thousand_ms:.2f} ms | {launches[-1]} |"
+    least, usual = min(warm) * 1e3, statistics.median(warm) * 1e3
+    return f"| {tensors} | {least:.2f} ms | {usual:.2f} ms | {least / tensors * 1e3:.2f} ms | {launches[-1]} |"
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     if not simulated_gpu.active():
         parser.error("needs the simulated GPU (scripts/_gpu_venv.sh)")
     simulated_gpu.install()
-    print("| tensors | CPU time of save() | per 1,000 tensors | launches of the save |\n|---|---|---|---|")
+    print("| tensors | save(), least CPU time | median | least per 1,000 tensors | launches |\n|---|---|---|---|---|")
     for tensors in options.tensors:
         print(measure(tensors, options.rounds))
 
