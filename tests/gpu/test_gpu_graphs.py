@@ -229,10 +229,10 @@ def pins_beside_a_capture(run: str) -> None:
     populating, go_on = threading.Event(), threading.Event()
     populate = host_memory.populate
 
-    def slowly(arena: Arena) -> None:
+    def slowly(arena: Arena, node: int | None = None) -> None:
         populating.set()
         go_on.wait(60)
-        populate(arena)
+        populate(arena, node)
 
     host_memory.populate = slowly
     checkpointer = Checkpointer(run)
