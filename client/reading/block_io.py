@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, write_error
-from sidesave.stager import apart
+from sidesave.stager import signal_safe
 from sidesave.stager.memory import host_memory
 from sidesave.stager.memory.arena import PAGE, madvise, page_up
 from sidesave.stager.state.dtypes import DTYPES
@@ -256,7 +256,7 @@ def read_blocks(access: Access, requests: Iterable[ReadRequest], *, verify: bool
         by_file.setdefault(each.file, []).append(each)
     pieces = [piece for file, wanted in by_file.items() for piece in _pieces(file, wanted, access)]
     reader = _PieceReader(access, pieces, verify=verify)
-    counts = apart.run_all([reader.work] * min(access.threads, len(pieces)), "sidesave-read", stop=reader.stop)
+    counts = signal_safe.run_all([reader.work] * min(access.threads, len(pieces)), "sidesave-read", stop=reader.stop)
     reader.check()
     return sum(counts)
 

@@ -23,7 +23,7 @@ from sidesave.client.reading.block_io import BlockFile, ReadRequest
 from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs import finding
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
-from sidesave.stager import apart
+from sidesave.stager import signal_safe
 from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format import integrity
@@ -305,7 +305,11 @@ class CheckpointReader:
                 return list(pool.map(read, missing))
 
         with block_io.reading(self.path):
-            pairs = [read(missing[0])] if len(missing) == 1 else apart.run(read_all, "sidesave-open", stop=lambda: None)
+            pairs = (
+                [read(missing[0])]
+                if len(missing) == 1
+                else signal_safe.run(read_all, "sidesave-open", stop=lambda: None)
+            )
         for rank, (record, files) in zip(missing, pairs, strict=True):
             self.nbytes_read += self.manifest.records[rank].nbytes if rank not in self._records else 0
             self.nbytes_read += sum(file.nbytes_of_tables for file in files)

@@ -28,7 +28,7 @@ from sidesave.errors import (
     WriteError,
     write_error,
 )
-from sidesave.stager import apart
+from sidesave.stager import signal_safe
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.manifest import (
     MANIFEST,
@@ -150,7 +150,7 @@ class _Fetch:
                 return list(pool.map(self._rank, range(len(self._manifest.records))))
 
         with block_io.reading(f"{self._store.root}/{self._name}"):
-            found = apart.run(all_ranks, "sidesave-fetch", stop=lambda: None)
+            found = signal_safe.run(all_ranks, "sidesave-fetch", stop=lambda: None)
         files = [file for rank in found for file in rank]
         needed, free = sum(file.layout.nbytes for file in files), self._run.free_nbytes()
         if needed > free:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import SidesaveError
-from sidesave.stager.apart import Monitor
+from sidesave.stager.signal_safe import Monitor
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from sidesave import errors
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
-from sidesave.stager.apart import Monitor
 from sidesave.stager.copy.copier import StagingCopy
 from sidesave.stager.copy.pool import Slot
+from sidesave.stager.signal_safe import Monitor
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.log import wall_clock_s
 from sidesave.writer_daemon.protocol import Message, Save

@@ -23,7 +23,7 @@ from sidesave.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from sidesave.stager import apart
+from sidesave.stager import signal_safe
 from sidesave.stager.copy.pool import Slot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import FileImage, Looks, LooksCache, Plan, Structure, make_plan
@@ -143,7 +143,7 @@ class Submission:
         before it where it has handed over nothing. Idempotent: nothing is undone of a save that was handed over as a
         whole.
         """
-        undone = apart.Latch()
+        undone = signal_safe.Latch()
 
         def undo() -> None:
             try:

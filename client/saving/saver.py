@@ -1,4 +1,4 @@
-"""The calls that save and delete, and what an interrupted one has left; see :mod:`sidesave.stager.apart`."""
+"""The calls that save and delete, and what an interrupted one has left; see :mod:`sidesave.stager.signal_safe`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sidesave.client.saving.in_flight import SaveInFlight
 from sidesave.client.saving.pipeline import Submission
 from sidesave.client.saving.session import Session
 from sidesave.errors import StagingError
-from sidesave.stager import apart
+from sidesave.stager import signal_safe
 from sidesave.stager.devices import kinds
 from sidesave.stager.state.recall import Recall
 from sidesave.writer_daemon.protocol import Delete
@@ -121,7 +121,7 @@ class Saver:
             else:
                 future.set_exception(failure)
 
-        apart.start(work, "sidesave-prepare")
+        signal_safe.start(work, "sidesave-prepare")
         return future
 
     def give_up(self, step: int, error: BaseException) -> None:

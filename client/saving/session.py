@@ -31,9 +31,9 @@ from sidesave.client.saving.own_history import OwnHistory
 from sidesave.client.saving.pace import Pacer
 from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
 from sidesave.errors import ClosedError, SidesaveError
-from sidesave.stager.apart import Worker
 from sidesave.stager.copy.copier import Copier
 from sidesave.stager.copy.pool import SlotPool
+from sidesave.stager.signal_safe import Worker
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
 from sidesave.writer_daemon.protocol import Boot

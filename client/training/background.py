@@ -19,7 +19,7 @@ from sidesave.client.training.retention import Pins, Retention
 from sidesave.client.training.save_policies import Ephemeral, OnRequest, SavePolicy
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError
-from sidesave.stager import apart
+from sidesave.stager import signal_safe
 
 AGREE_TO_END_S: Final = 30.0
 
@@ -110,7 +110,7 @@ def end_dropped(pid: int, schedule: Schedule, trigger: TriggerWatch | None) -> N
         schedule.finish(AGREE_TO_END_S, failing=True)
 
     schedule.close()
-    apart.start(work, "sidesave-close-manager")
+    signal_safe.start(work, "sidesave-close-manager")
 
 
 def _name(policy: object) -> str:

@@ -32,7 +32,7 @@ from sidesave.errors import (
     WriteError,
     write_error,
 )
-from sidesave.stager.apart import Latch
+from sidesave.stager.signal_safe import Latch
 from sidesave.writer_daemon.storage.atomic import replace_file
 
 if TYPE_CHECKING:

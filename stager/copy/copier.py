@@ -17,7 +17,6 @@ import torch
 
 from sidesave.errors import SidesaveError, StagingError, TornSnapshotError
 from sidesave.stager import torch_private
-from sidesave.stager.apart import Worker
 from sidesave.stager.copy import copy_list, fingerprint
 from sidesave.stager.copy.copy_list import CopyList
 from sidesave.stager.copy.device_copy import DeviceCopy, DeviceList, Lanes
@@ -25,6 +24,7 @@ from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 from sidesave.stager.copy.pool import Job, Slot
 from sidesave.stager.devices import kinds
 from sidesave.stager.plan import SMALL_NBYTES, Plan
+from sidesave.stager.signal_safe import Worker
 from sidesave.stager.state import ownership
 from sidesave.stager.state.flat_state import FlatState
 

@@ -23,12 +23,12 @@ import torch
 
 from sidesave.errors import StagingError, TornSnapshotError
 from sidesave.stager import plan
-from sidesave.stager.apart import Monitor
 from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint, WindowViews
 from sidesave.stager.copy.packing import ALIGNMENT, Batch, Run, Views, is_plain, lay_out, pack
 from sidesave.stager.copy.pool import Job, Slot, Target
 from sidesave.stager.devices import kinds
 from sidesave.stager.memory import pinning
+from sidesave.stager.signal_safe import Monitor
 from sidesave.stager.state import ownership
 
 logger = logging.getLogger(__name__)

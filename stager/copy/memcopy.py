@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from sidesave.errors import StagingError
-from sidesave.stager.apart import Monitor, Worker
+from sidesave.stager.signal_safe import Monitor, Worker
 from sidesave.stager.system_calls import usable_cpus
 
 PIECE_NBYTES: Final = 4 << 20

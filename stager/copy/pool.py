@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 import torch
 
 from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
-from sidesave.stager.apart import Monitor
 from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import host_memory, numa
 from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.stager.memory.pinning import PinnedRange
 from sidesave.stager.plan import Plan
+from sidesave.stager.signal_safe import Monitor
 
 logger = logging.getLogger(__name__)
 

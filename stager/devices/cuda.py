@@ -18,8 +18,8 @@ from typing import Any, Final, cast
 import torch
 
 from sidesave.errors import StagingError
-from sidesave.stager.apart import Monitor
 from sidesave.stager.devices.device import DeviceRuntime, exclusions
+from sidesave.stager.signal_safe import Monitor
 from sidesave.stager.state import ownership
 
 logger = logging.getLogger(__name__)

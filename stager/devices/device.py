@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from sidesave.stager.apart import Monitor
+from sidesave.stager.signal_safe import Monitor
 
 _mine = threading.local()
 _exclusions: weakref.WeakSet[Monitor] = weakref.WeakSet()

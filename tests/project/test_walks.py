@@ -18,9 +18,9 @@ import torch
 
 import sidesave
 from sidesave.client.daemon_link import connection
-from sidesave.stager import apart, torch_private
-from sidesave.stager.apart import Worker
+from sidesave.stager import signal_safe, torch_private
 from sidesave.stager.copy import memcopy
+from sidesave.stager.signal_safe import Worker
 from sidesave.writer_daemon.process import server
 
 MOST = 12
@@ -116,8 +116,8 @@ class DaemonInAThread:
 def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
     """How each copy of a large tensor came about, and each large write and read."""
     found: dict[str, list[list[str]]] = {"copy": [], "write": [], "read": []}
-    start, submit, pool_submit = apart.start, Worker.submit, ThreadPoolExecutor.submit
-    monkeypatch.setattr(apart, "start", lambda work, name: start(carrying(work), name))
+    start, submit, pool_submit = signal_safe.start, Worker.submit, ThreadPoolExecutor.submit
+    monkeypatch.setattr(signal_safe, "start", lambda work, name: start(carrying(work), name))
     monkeypatch.setattr(Worker, "submit", lambda self, run: submit(self, carrying(run, "Worker.submit")))
     monkeypatch.setattr(
         ThreadPoolExecutor, "submit", lambda self, run, *given: pool_submit(self, carrying(run), *given)

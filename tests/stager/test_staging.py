@@ -23,11 +23,11 @@ from trainers import wait_until
 import sidesave
 from sidesave import Checkpointer
 from sidesave.errors import HostMemoryError, TornSnapshotError, UnsupportedValueError
-from sidesave.stager.apart import Worker
 from sidesave.stager.copy.copier import StagingCopy
 from sidesave.stager.copy.fingerprint import SAMPLES, of_host_tensor
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 from sidesave.stager.copy.pool import Job
+from sidesave.stager.signal_safe import Worker
 
 MIB = 1 << 20
 

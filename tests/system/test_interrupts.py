@@ -29,12 +29,12 @@ from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.reading import block_io
 from sidesave.client.runs import catalog
 from sidesave.errors import ClosedError, DaemonDiedError, DirectoryInUseError, SidesaveError, StagingError
-from sidesave.stager import apart
-from sidesave.stager.apart import Worker
+from sidesave.stager import signal_safe
 from sidesave.stager.copy.copier import StagingCopy
 from sidesave.stager.copy.device_copy import DeviceCopy
 from sidesave.stager.devices import device
 from sidesave.stager.memory.arena import Arena
+from sidesave.stager.signal_safe import Worker
 
 CAMPAIGN_S = campaigns.length(180)
 
@@ -278,7 +278,7 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
 ):
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(1, {str(n): torch.ones(1 << 20) for n in range(40)}, blocking=True)
-    read_piece, run_all = block_io._LocalSource.read, apart.run_all
+    read_piece, run_all = block_io._LocalSource.read, signal_safe.run_all
     entered, stopped = threading.Event(), threading.Event()
     begun: list[int] = []
     ended: list[int] = []
@@ -296,11 +296,11 @@ def test_an_interrupted_load_leaves_when_nothing_is_read_into_its_tensors_any_mo
         raise KeyboardInterrupt
 
     def run_noting(works: Iterable[Callable[[], Any]], name: str, stop: Callable[[], object]) -> Any:
-        monkeypatch.setattr(apart._Call, "result", interrupted)
+        monkeypatch.setattr(signal_safe._Call, "result", interrupted)
         return run_all(works, name, lambda: (stop(), stopped.set()))
 
     monkeypatch.setattr(block_io._LocalSource, "read", held)
-    monkeypatch.setattr(apart, "run_all", run_noting)
+    monkeypatch.setattr(signal_safe, "run_all", run_noting)
     into = {str(n): torch.zeros(1 << 20) for n in range(40)}
     with pytest.raises(KeyboardInterrupt):
         sidesave.load(run / "step-00000001", into=into)
