@@ -49,9 +49,9 @@ class Lineage:
         in the order of commits are given away already. With ``leftovers`` some of earlier sessions may still be
         committed one day, behind these and before ours.
         """
-        found = [info for infos in everything for info in infos]
-        self._sequence = max([after, *(info.sequence for info in found)]) + _LEFTOVERS * leftovers
-        self._on_disk = {info.step for info in found}
+        known = [info for infos in everything for info in infos]
+        self._sequence = max([after, *(info.sequence for info in known)]) + _LEFTOVERS * leftovers
+        self._on_disk = {info.step for info in known}
         if existing and not existing[-1].given_up:
             self.go_back_to(existing[-1], existing)
 

@@ -82,13 +82,13 @@ class OwnHistory:
         with self._lock:
             own = [*self._ended, *map(self._result, self._under_way.values())]
         under_way = {record.save_id for record in own if record.outcome == "saving"}
-        found = combine([*logged, *own])
+        combined = combine([*logged, *own])
         return in_order(
             [
                 record
                 if record.session == self._session and record.save_id in under_way
                 else settled(self._directory, record, self._fallback_directory)
-                for record in found
+                for record in combined
             ]
         )
 

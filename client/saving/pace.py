@@ -188,7 +188,7 @@ class Pacer:
         self.search = PaceSearch()
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
-        self._told = 0
+        self._announced_pace = 0
         self._pid = os.getpid()
         ownership.watch_steps(self)
 
@@ -226,7 +226,7 @@ class Pacer:
 
     def _tell(self) -> None:
         pace = self.search.pace
-        if pace or self._told:
-            self._told = pace
+        if pace or self._announced_pace:
+            self._announced_pace = pace
             for arena in self._arenas.values():
                 arena.set_pace(pace, _STEPS_S + _STEPS * (self.search.usual_s or 0.0))

@@ -71,7 +71,7 @@ class Saver:
                         raise refusal
                     step = entry.step = handle.step = arguments.check_step(step)
                     entry.unrecorded = True
-                    told, extra_files = arguments.encode_metadata(metadata), arguments.encode_files(files)
+                    metadata_json, extra_files = arguments.encode_metadata(metadata), arguments.encode_files(files)
                     pending = session.saves.place_of(step)
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
                     flat = self.submission.flatten(state, self._recall)
@@ -84,7 +84,7 @@ class Saver:
                         session.pacer.lift()
                         entry.slot = session.pool.acquire(entry, session.options.busy_timeout_s)
                     self.submission.stage(
-                        entry, flat, replace=replace, blocking=blocking, metadata=told, extra_files=extra_files
+                        entry, flat, replace=replace, blocking=blocking, metadata=metadata_json, extra_files=extra_files
                     )
                 except BaseException as error:
                     self._undo(entry, error)

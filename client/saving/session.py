@@ -85,14 +85,14 @@ class Session:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
         world, leads = self.world, self.node.rank == 0
         self.id = world.gather("a session", secrets.token_hex(8))[0]
-        mine: list[CheckpointInfo] = []
+        existing: list[CheckpointInfo] = []
         leftovers, rollbacks = False, Rollbacks()
         with world.raise_together("cannot open the run directory"):
             if leads:
                 self.books.call(self._start_daemon)
-                leftovers, rollbacks, mine = self.books.call(self._look_around)
-        told = world.gather("what is there", [leftovers, rollbacks.pairs, to_json(mine)] if leads else None)
-        views = [answer for answer in told if answer is not None]
+                leftovers, rollbacks, existing = self.books.call(self._look_around)
+        answers = world.gather("what is there", [leftovers, rollbacks.pairs, to_json(existing)] if leads else None)
+        views = [answer for answer in answers if answer is not None]
         agreed = Rollbacks(tuple((target, last) for target, last in views[0][1]))
         with world.raise_together("cannot start its daemon"):
             if not leads:
@@ -120,9 +120,9 @@ class Session:
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
         rollbacks = catalog.read_rollbacks(self.directory, strict=True)
-        found = self.run.scan(refuse_newer=True)
-        self.run.tell_elsewhere(found, alone=self.world.size == 1)
-        return leftovers, rollbacks, found
+        checkpoints = self.run.scan(refuse_newer=True)
+        self.run.tell_elsewhere(checkpoints, alone=self.world.size == 1)
+        return leftovers, rollbacks, checkpoints
 
     def _start_daemon(self) -> None:
         options = self.options

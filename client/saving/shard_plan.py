@@ -98,7 +98,7 @@ class ShardPlanner:
         self._looks = LooksCache()
         self._last: _Last | None = None
         self._layouts: dict[Hashable, _Layout] = {}
-        self._told = False
+        self._has_warned = False
 
     def plan(self, flat: FlatState) -> ShardPlan:
         """What this rank stages of ``flat``.
@@ -110,41 +110,42 @@ class ShardPlanner:
         looks, undeclared = self._looks.of(flat), tuple(flat.undeclared)
         last = self._last
         if last is None or last.of != (looks, grids, undeclared):
-            found = self._find(flat, (looks.structure, grids, undeclared))
-            last = self._last = _Last((looks, grids, undeclared), found)
-        found = last.layout
-        containers: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _, _ in found.plan.structure}
-        for piece in found.pieces:
+            state_layout = self._find(flat, (looks.structure, grids, undeclared))
+            last = self._last = _Last((looks, grids, undeclared), state_layout)
+        state_layout = last.layout
+        containers: dict[str, dict[str, torch.Tensor]] = {name: {} for name, _, _ in state_layout.plan.structure}
+        for piece in state_layout.pieces:
             tensor = flat.containers[piece.container][piece.fqn]
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
-        unshared, facts = found.unshared_table, {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
+        unshared = state_layout.unshared_table
+        facts = {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
         return ShardPlan(
             flat=dataclasses.replace(flat, containers=containers, origin=None, looks=last),
-            plan=found.plan,
-            unshared=found.unshared,
-            table=_encode(dataclasses.replace(found.table, **facts)),
+            plan=state_layout.plan,
+            unshared=state_layout.unshared,
+            table=_encode(dataclasses.replace(state_layout.table, **facts)),
             unshared_table=b"" if unshared is None else _encode(dataclasses.replace(unshared, **facts)),
         )
 
     def _find(self, flat: FlatState, key: Hashable) -> _Layout:
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._lay_out(flat)
+        state_layout = self._layouts.get(key)
+        if state_layout is None:
+            state_layout = self._lay_out(flat)
             while len(self._layouts) >= _MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = found
-            self._tell(found)
-        return found
+            self._layouts[key] = state_layout
+            self._tell(state_layout)
+        return state_layout
 
-    def _tell(self, found: _Layout) -> None:
+    def _tell(self, state_layout: _Layout) -> None:
         """Say once, on one rank, what is compared, for it need not be."""
-        if found.unshared_table is None or self._rank or self._told:
+        if state_layout.unshared_table is None or self._rank or self._has_warned:
             return
-        own, undeclared = found.unshared_table.own.tensors, list(found.unshared_table.compared)
+        own, undeclared = state_layout.unshared_table.own.tensors, list(state_layout.unshared_table.compared)
         nbytes = sum(math.prod(own[fqn].shape) * DTYPES[own[fqn].dtype].itemsize for fqn in undeclared)
         if nbytes < _TOLD_FROM_NBYTES:
             return
-        self._told = True
+        self._has_warned = True
         items = ", ".join(list(dict.fromkeys(fqn.partition(".")[0] for fqn in undeclared))[:8])
         logger.warning(
             "%d plain tensors in %s (%s is one), %.1f MB, may be equal on all ranks or not: every save stages all of "
@@ -161,11 +162,11 @@ class ShardPlanner:
         taken = next(filter(_OF_RANK.search, where), None)
         if taken is not None:
             raise UnsupportedValueError(f"{taken}: names that end like @rank-00001 are those of a rank's own tensors")
-        here: dict[int, Grid] = {}  # one object for each still: see sharding.assign
+        restricted: dict[int, Grid] = {}  # one object for each still: see sharding.assign
         for fqn, grid in flat.grids.items():
-            if id(grid) not in here:
-                here[id(grid)] = self._here(grid, fqn)
-        known = {fqn: (here[id(grid)], where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
+            if id(grid) not in restricted:
+                restricted[id(grid)] = self._restrict(grid, fqn)
+        known = {fqn: (restricted[id(grid)], where[fqn][1].element_size()) for fqn, grid in flat.grids.items()}
         shares = self._assign(known)
         shapes = {tuple(where[fqn][1].shape) for fqn in flat.undeclared}
         wholes = {shape: sharding.whole(shape, self._ranks) for shape in shapes}
@@ -230,7 +231,7 @@ class ShardPlanner:
                 shares[fqn] = Share(sharding.Layout(grid.cuts, owners), box)
         return {fqn: shares[fqn] for fqn in known}
 
-    def _here(self, grid: Grid, fqn: str) -> Grid:
+    def _restrict(self, grid: Grid, fqn: str) -> Grid:
         """What the ranks that save together hold of a tensor; of one with replicas others may hold the same."""
         strangers = [rank for rank in grid.ranks if rank not in self._index]
         if not strangers:
@@ -260,14 +261,14 @@ class ShardPlanner:
         return Table(tensors, tuple(Layout(own, one.cuts) for own, one in zip(owners, numbers, strict=True)))
 
     def _part(self, table: Table, own: dict[str, TensorInfo], grids: Mapping[str, Grid]) -> Part:
-        mine: list[str] = []
+        described: list[str] = []
         for fqn in table.tensors:
             describer = table.layout(fqn).first_owner
             if describer == ELSEWHERE:  # all ranks of this node have empty shards
                 describer = min(self._index[rank] for rank in grids[fqn].ranks if rank in self._index)
             if describer == self._rank:
-                mine.append(fqn)
-        return Part(table.only(mine), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
+                described.append(fqn)
+        return Part(table.only(described), layout.whole(own, self._rank), table.sums().get(self._rank, 0))
 
 
 def _is_even(grid: Grid) -> bool:

@@ -45,12 +45,12 @@ class SharedRun:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints; of nodes that keep their own parts those of earlier sessions that every node has."""
-        found = self._run.scan()
+        scanned = self._run.scan()
         if not isinstance(self._node, NodeWorld):
-            return found
+            return scanned
         return [
             info
-            for info in found
+            for info in scanned
             if info.session == self._session_id or (info.session, info.sequence) in self._complete
         ]
 
@@ -87,24 +87,24 @@ class SharedRun:
 
     def ancestor(self, upto: int) -> int:
         """The newest step, up to ``upto``, that training descends from; the same on all ranks, which all ask."""
-        found: list[int] = []
+        steps: list[int] = []
         with self._world.raise_together("finds nothing to go back to"):
             if self._world.rank == 0:
                 self._saves.settle(None)
                 ancestors = self._lineage.ancestors
-                found = [info.step for info in self.checkpoints() if info.step <= upto and info.step in ancestors][-1:]
-                if not found:
+                steps = [info.step for info in self.checkpoints() if info.step <= upto and info.step in ancestors][-1:]
+                if not steps:
                     text = f"there is no checkpoint to go back to, up to step {upto}"
                     raise CheckpointNotFoundError(errno.ENOENT, text, self._run.directory)
-        return self._world.gather("the step to go back to", found)[0][0]
+        return self._world.gather("the step to go back to", steps)[0][0]
 
     def _candidates(
         self, which: int | str | os.PathLike[str] | None, *, fallback: bool
     ) -> tuple[int | None, list[CheckpointInfo], list[CheckpointInfo]]:
         """The step that all ranks mean, what to try to load, best first, and all there is; as rank 0 sees it."""
         world, leads = self._world, self._node.rank == 0
-        found: list[list[CheckpointInfo]] = []
-        mine: list[CheckpointInfo] = []
+        chosen: list[list[CheckpointInfo]] = []
+        checkpoints: list[CheckpointInfo] = []
         step: int | None = None
         within = ""
         is_path = isinstance(which, (str, os.PathLike))
@@ -114,23 +114,23 @@ class SharedRun:
             step, within = self._run.meant(which)
             self._saves.settle(step)
             if leads:
-                mine = self._run.scan()
+                checkpoints = self._run.scan()
         if world.size > 1:
             if is_path:
                 world.require_alike(step=step)
-            told = world.gather("checkpoints", to_json(mine) if leads else None)
-            mine = common([from_json(answer, self._run.directory) for answer in told if answer is not None])
+            answers = world.gather("checkpoints", to_json(checkpoints) if leads else None)
+            checkpoints = common([from_json(answer, self._run.directory) for answer in answers if answer is not None])
         with world.raise_together("finds a damaged checkpoint"):
             if leads and not fallback:
-                self._run.refuse_damaged(step, mine)
+                self._run.refuse_damaged(step, checkpoints)
         with world.raise_together("finds nothing to load"):
             if world.rank == 0:
                 in_parts = isinstance(self._node, NodeWorld)
-                found = [self._run.choose(step, mine, within=within, fallback=fallback, in_parts=in_parts)]
+                chosen = [self._run.choose(step, checkpoints, within=within, fallback=fallback, in_parts=in_parts)]
         if world.size > 1:
-            told = world.gather("candidates", to_json([info for infos in found for info in infos]))[0]
-            found = [from_json(told, self._run.directory)]
-        return step, found[0], mine
+            candidates = world.gather("candidates", to_json([info for infos in chosen for info in infos]))[0]
+            chosen = [from_json(candidates, self._run.directory)]
+        return step, chosen[0], checkpoints
 
 
 def common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
@@ -144,6 +144,6 @@ def to_json(checkpoints: list[CheckpointInfo]) -> list[Any]:
     return [info.to_json() for info in checkpoints]
 
 
-def from_json(told: list[Any], directory: str) -> list[CheckpointInfo]:
+def from_json(infos: list[Any], directory: str) -> list[CheckpointInfo]:
     """What another rank has told of checkpoints, as they are found in ``directory``."""
-    return [CheckpointInfo.from_json(info, directory) for info in told]
+    return [CheckpointInfo.from_json(info, directory) for info in infos]

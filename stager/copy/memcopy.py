@@ -66,7 +66,7 @@ class Pieces:
         self._changed = Monitor()
         self._caller = threading.get_ident()
         self._under_way: dict[int, int] = {}  # target address, ascending, to thread
-        self._told = 0
+        self._reported_address = 0
         self._stopped = False
         self.failure: BaseException | None = None
 
@@ -129,8 +129,8 @@ class Pieces:
             else:
                 self._under_way[piece[0][0]] = threading.get_ident()
                 first = next(iter(self._under_way))
-                if self._on_prefix is not None and first - self._told >= PIECE_NBYTES:
-                    self._told = first
+                if self._on_prefix is not None and first - self._reported_address >= PIECE_NBYTES:
+                    self._reported_address = first
                     self._on_prefix(first)
             return piece
 

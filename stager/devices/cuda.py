@@ -76,8 +76,8 @@ class CudaRuntime(DeviceRuntime):
     def pci_address(self, device: torch.device) -> str:
         """See the base class; this opens no context."""
         try:
-            found = cast("Any", torch.cuda.get_device_properties(device))
-            return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+            properties = cast("Any", torch.cuda.get_device_properties(device))
+            return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         except (AttributeError, RuntimeError):  # a torch that does not tell, a device that does not answer
             return ""
 

@@ -17,22 +17,22 @@ import torch
 
 from sidesave.stager.signal_safe import Monitor
 
-_mine = threading.local()
+_of_thread = threading.local()
 _exclusions: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 def exclusion() -> Monitor:
     """The calling thread's lock that it holds while captures of graphs have to wait; a capture takes it to wait."""
-    if not hasattr(_mine, "exclusion"):
-        _mine.exclusion = Monitor()
-        _exclusions.add(_mine.exclusion)
-    return _mine.exclusion
+    if not hasattr(_of_thread, "exclusion"):
+        _of_thread.exclusion = Monitor()
+        _exclusions.add(_of_thread.exclusion)
+    return _of_thread.exclusion
 
 
 def exclusions() -> list[Monitor]:
     """Those of the other threads."""
-    mine = exclusion()
-    return [each for each in list(_exclusions) if each is not mine]
+    own = exclusion()
+    return [each for each in list(_exclusions) if each is not own]
 
 
 class DeviceRuntime(abc.ABC):

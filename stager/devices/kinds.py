@@ -15,7 +15,7 @@ from sidesave.stager.devices.device import DeviceRuntime, exclusion
 logger = logging.getLogger(__name__)
 
 _RUNTIMES: Final[dict[str, DeviceRuntime]] = {"cuda": CudaRuntime()}
-_told: Final[set[str]] = set()
+_reported_kinds: Final[set[str]] = set()
 
 
 def runtime_of(device: torch.device) -> DeviceRuntime | None:
@@ -57,6 +57,6 @@ def await_captures(what: str) -> None:
 
 def tell_synchronous(kind: str) -> None:
     """Log, once for each kind, that its tensors are copied within the call."""
-    if kind not in _told:
-        _told.add(kind)
+    if kind not in _reported_kinds:
+        _reported_kinds.add(kind)
         logger.warning("tensors on %s are copied one by one while save() blocks: no copies beside training there", kind)

@@ -20,13 +20,13 @@ SYS: Final = Path("/sys")
 
 def nodes() -> dict[int, frozenset[int]]:
     """The cores of each node that has some; empty where the system does not tell."""
-    found: dict[int, frozenset[int]] = {}
+    cores_of: dict[int, frozenset[int]] = {}
     with contextlib.suppress(OSError, ValueError):
         for folder in sorted((SYS / "devices/system/node").glob("node[0-9]*")):
             cores = _numbers((folder / "cpulist").read_text())
             if cores:
-                found[int(folder.name.removeprefix("node"))] = cores
-    return found
+                cores_of[int(folder.name.removeprefix("node"))] = cores
+    return cores_of
 
 
 def _numbers(text: str) -> frozenset[int]:

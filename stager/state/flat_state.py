@@ -59,7 +59,7 @@ def container_name(key: str) -> str:
     """The file stem for a top-level key: letters, digits, ``_`` and ``-`` stand, all else is percent-encoded."""
     stem = re.sub(
         r"[^A-Za-z0-9_-]",
-        lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass")),
+        lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass")),
         key,
     )
     if stem in (TENSORS, OBJECTS, "rank", "manifest"):

@@ -209,18 +209,18 @@ class _ModuleWitness:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._known = [_known(each) for each in modules]
         self._kinds = {known.kind for known in self._known}
-        found = self._look()
-        assert found is not None
-        values, children = found
+        current = self._look()
+        assert current is not None
+        values, children = current
         self._children = [_nothing if child is None else weakref.ref(child) for child in children]
         self._tensors = _Tensors(values)
 
     def tensors(self, what: object) -> list[Any] | None:
         """The tensors of its state dict, each once for each of its names; None where anything has changed."""
-        found = self._look()
-        if found is None or not all(map(_is_stock, self._kinds)):
+        current = self._look()
+        if current is None or not all(map(_is_stock, self._kinds)):
             return None
-        values, children = found
+        values, children = current
         if not all(map(operator.is_, children, [known() for known in self._children])):
             return None
         return values if self._tensors.are(values) else None
@@ -256,16 +256,16 @@ def _all(module: nn.Module) -> list[nn.Module] | None:
 
     Scripted modules keep elsewhere what others have in ``__dict__``.
     """
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     left = [module]
     while left:
         each = left.pop()
-        if id(each) not in found:
+        if id(each) not in modules:
             if not _is_usual(each):
                 return None
-            found[id(each)] = each
+            modules[id(each)] = each
             left += [child for child in each.__dict__["_modules"].values() if child is not None]
-    return [*found.values()]
+    return [*modules.values()]
 
 
 def _is_usual(module: nn.Module) -> bool:

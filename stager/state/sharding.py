@@ -180,7 +180,7 @@ def _cutters(
         if not -len(shape) <= placement.dim < len(shape):
             raise UnsupportedValueError(f"{placement!r} does not fit a tensor of shape {shape}")
         factors[placement.dim][mesh_dim] = getattr(placement, "split_factor", 1)
-    told = {entry.tensor_dim: list(entry.mesh_dims) for entry in order or ()}
+    stated_orders = {entry.tensor_dim: list(entry.mesh_dims) for entry in order or ()}
     cutters: list[list[int]] = []
     for dim, (extent, split) in enumerate(zip(shape, factors, strict=True)):
         mesh_dims = _decode(split, sizes)
@@ -188,8 +188,8 @@ def _cutters(
         # Results of views mean such placements literally, from left to right; it comes to the same where all is even.
         if mesh_dims is None or (literal and not even and mesh_dims != list(split)):
             raise UnsupportedValueError(f"placed as {placements}, a rank holds several intervals, which is no box")
-        if dim in told and sorted(told[dim]) == mesh_dims == list(split):
-            mesh_dims = told[dim]
+        if dim in stated_orders and sorted(stated_orders[dim]) == mesh_dims == list(split):
+            mesh_dims = stated_orders[dim]
         cutters.append(mesh_dims)
     return cutters
 
@@ -220,11 +220,11 @@ def assign(tensors: Mapping[str, tuple[Grid, int]], rank: int) -> dict[str, Shar
     the largest cells for the mean. Tensors of less than 512 KiB are never cut. One without elements is written whole.
     """
     kinds: dict[Grid, list[tuple[str, int]]] = {}
-    found: dict[int, list[tuple[str, int]]] = {}  # by identity: hashing a large grid once per tensor would take long
+    alike: dict[int, list[tuple[str, int]]] = {}  # by identity: hashing a large grid once per tensor would take long
     for fqn, (grid, itemsize) in tensors.items():
-        if id(grid) not in found:
-            found[id(grid)] = kinds.setdefault(grid, [])
-        found[id(grid)].append((fqn, itemsize))
+        if id(grid) not in alike:
+            alike[id(grid)] = kinds.setdefault(grid, [])
+        alike[id(grid)].append((fqn, itemsize))
     groups: defaultdict[tuple[int, ...], defaultdict[Holders, list[Grid]]] = defaultdict(lambda: defaultdict(list))
     for grid in kinds:
         groups[grid.ranks][grid.holders].append(grid)

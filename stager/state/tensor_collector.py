@@ -168,15 +168,15 @@ class TensorCollector:
 
     def _at(self, address: int) -> list[tuple[torch.Tensor, Grid | None, Any]] | None:
         """What was collected at an address."""
-        found = self._by_address.get(address)
-        if found is None:
+        collected = self._by_address.get(address)
+        if collected is None:
             for taken, tensors in zip(self.again, self._tensors, strict=True):
                 if (numbers := taken.addresses.get(address)) is not None:
                     # Without a grid: what is remembered are plain tensors, whatever share of them this rank has.
-                    found, fqns = list[tuple[torch.Tensor, Grid | None, Any]](), [*taken.fqns]
-                    found += [(tensors[number], None, [Tag.TENSOR, fqns[number]]) for number in numbers]
-                    self._by_address[address] = found
-        return found
+                    collected, fqns = list[tuple[torch.Tensor, Grid | None, Any]](), [*taken.fqns]
+                    collected += [(tensors[number], None, [Tag.TENSOR, fqns[number]]) for number in numbers]
+                    self._by_address[address] = collected
+        return collected
 
     def meet_stateful(self, fqn: str) -> None:
         """Note an object with a state dict: unless it is part of what is shared, each rank has one for itself."""
@@ -330,9 +330,9 @@ def _held_by_data_parallel(module: nn.Module, ranks: tuple[int, ...]) -> dict[in
     parameters = list(replicas.module.named_parameters(remove_duplicate=False))
     buffers = list(replicas.module.named_buffers(remove_duplicate=False)) if replicas.broadcast_buffers else []
     first = tuple(rank for rank in group if rank in ranks)[:1]
-    found = {id(tensor): group for _, tensor in parameters} | {id(tensor): first for _, tensor in buffers}
+    holders_by_id = {id(tensor): group for _, tensor in parameters} | {id(tensor): first for _, tensor in buffers}
     ignored = {id(tensor) for name, tensor in (*parameters, *buffers) if name in replicas.parameters_to_ignore}
-    return {each: holders for each, holders in found.items() if each not in ignored}
+    return {each: holders for each, holders in holders_by_id.items() if each not in ignored}
 
 
 def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ _LEAST: Final = -(1 << 63)
 _MOST: Final = (1 << 64) - 1
 _SHOWN: Final = 20
 _MAX_NAME: Final = 160
-_told: Final = set[type]()
+_reported_enums: Final = set[type]()
 """Enums of which the log has it that they are saved by value."""
 _ENUM_VALUES: Final = PLAIN | {tuple}
 """Of these a member can be told from its value."""
@@ -436,8 +436,8 @@ def _to_npy(value: Any, fqn: str) -> bytes:
 
 def _tell_enum(value: enum.Enum, fqn: str) -> None:
     """What is a key, or has a value of many parts, is saved as that value; told once for each class."""
-    if value != value.value and type(value) not in _told:
-        _told.add(type(value))
+    if value != value.value and type(value) not in _reported_enums:
+        _reported_enums.add(type(value))
         logger.warning("%s: %r is saved as %r, and so are others of its kind", fqn, value, value.value)
 
 

@@ -163,9 +163,9 @@ def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) ->
     """A module's state as torch makes it: its metadata tells ``load_state_dict`` which version of a class it is of."""
     if not isinstance(cast("object", metadata), dict) or not all(type(each) is dict for each in metadata.values()):
         raise ValueError("a module's metadata must be a map of maps")
-    found: Any = collections.OrderedDict(state)
-    found._metadata = collections.OrderedDict(metadata)
-    return found
+    result: Any = collections.OrderedDict(state)
+    result._metadata = collections.OrderedDict(metadata)
+    return result
 
 
 @dataclass(frozen=True, slots=True, eq=False)

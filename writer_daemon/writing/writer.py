@@ -192,8 +192,8 @@ class Writer:
                 return
             assert image.output is not None
             nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
-            here = image.extent.offset + offset + page_up(nbytes)
-            self._await_filled(save, arena, max(here, arena.nbytes // _FOLLOW_FROM))
+            end = image.extent.offset + offset + page_up(nbytes)
+            self._await_filled(save, arena, max(end, arena.nbytes // _FOLLOW_FROM))
             writing.take(nbytes)
             if stop.is_set():
                 return
@@ -254,12 +254,12 @@ class Writer:
                 raise ProtocolError(f"{fqn} is not in the memory for {container}")
             offset, entry = places[container, fqn]
             about = f"{fqn}\0{container.removesuffix(layout.UNSHARED)}\0{entry.dtype}\0{entry.shape}\0"
-            found = xxhash.xxh3_128(about.encode(*UTF_8))
+            digest_state = xxhash.xxh3_128(about.encode(*UTF_8))
             for begin in range(offset, offset + entry.nbytes, CHUNK_NBYTES):
                 nbytes = min(CHUNK_NBYTES, offset + entry.nbytes - begin)
-                found.update(arena.view(begin, nbytes))
+                digest_state.update(arena.view(begin, nbytes))
                 arena.drop_pages(begin, nbytes)
-            return found.hexdigest()
+            return digest_state.hexdigest()
 
         return dict(zip(part.compared, self._pool.map(digest, part.compared), strict=True))
 
@@ -405,8 +405,8 @@ def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
     """What the trainer tells of the tensors."""
     where = f"the table of step {save.step}"
     try:
-        told = load_json(bytes(arena.view(table.offset, table.nbytes)), where)
-        return Part.from_json(told, save.rank, save.world_size, where)
+        table_json = load_json(bytes(arena.view(table.offset, table.nbytes)), where)
+        return Part.from_json(table_json, save.rank, save.world_size, where)
     except IntegrityError as error:
         raise ProtocolError(str(error)) from error
 
