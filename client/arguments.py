@@ -1,4 +1,4 @@
-"""What a ``Checkpointer`` is given, checked before anything is done: each mistake is an ``InvalidArgumentError``."""
+"""Checks a ``Checkpointer``'s arguments before anything is done: each mistake is an ``InvalidArgumentError``."""
 
 from __future__ import annotations
 

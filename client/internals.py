@@ -1,4 +1,4 @@
-"""The way from a checkpointer to what it is made of, for the rest of sidesave; needs no torch to be imported."""
+"""Access to the internals of a checkpointer for the rest of sidesave; importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ if TYPE_CHECKING:
 
 
 def saver_of(checkpointer: Checkpointer) -> Saver:
-    """What a checkpointer saves with, and through it the session that it runs on."""
+    """The saver of a checkpointer, which also leads to the session that it runs on."""
     return checkpointer._saver  # pyright: ignore[reportPrivateUsage] - the one way to it

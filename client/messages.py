@@ -1,4 +1,4 @@
-"""Parts of messages: the names that are like one that is not there, and the first few of many."""
+"""Parts of messages: names similar to a missing one, and the first few of many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpointer is asked to be, checked; and keyword arguments that are passed on, by name and type."""
+"""The options of a checkpointer, checked; and keyword arguments that are passed on, by name and type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sidesave.writer_daemon.protocol import DaemonOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What :class:`~sidesave.Checkpointer` was given; ``daemon`` is the part that its daemons are told.
+    """The options of a :class:`~sidesave.Checkpointer`; ``daemon`` is the part that is passed to its daemons.
 
     Making one raises ``InvalidArgumentError`` for what makes no sense.
     """
@@ -53,7 +53,7 @@ class Options:
 
     @property
     def bearable_failures(self) -> int:
-        """So many failed saves in a row are only warned of."""
+        """How many failed saves in a row are only warned of."""
         return self.max_consecutive_failures if self.on_error == "warn" else 0
 
     def check_shared(self) -> None:

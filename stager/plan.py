@@ -92,7 +92,7 @@ class LooksCache:
         """The origin of the state before, what tells the looks of its fresh tensors, and those of all."""
 
     def of(self, flat: FlatState) -> Looks:
-        """The looks of a state's tensors: the object of the call before if they are the same."""
+        """The looks of a state's tensors; the same object as last time if they are equal."""
         met, fresh = self._met, [*flat.fresh.values()]
         if met is not None and flat.origin is not None and flat.origin is met[0] and met[1](fresh):
             return met[2]

@@ -1,4 +1,4 @@
-"""What a signal's handler that raises cannot tear: threads in which none runs, and a lock that may always be left.
+"""Threads in which no signal handler runs, and a lock that can always be left, also when a handler raises.
 
 Python runs handlers in the main thread alone: when a function begins, when a call has returned, at a jump back, and in
 calls that wait. One that raises, as that of Ctrl-C does, may so leave any two instructions of ours half done. Hence the
@@ -73,7 +73,7 @@ def start(work: Callable[[], object], name: str) -> None:
 
 
 class Latch:
-    """What threads wait for that happens once."""
+    """An event that happens once, for threads to wait for."""
 
     def __init__(self) -> None:
         """Closed."""
@@ -92,7 +92,7 @@ class Latch:
 
 
 class _Call(Generic[T]):
-    """Something to run, and what came of it."""
+    """A call to run, and its outcome."""
 
     def __init__(self, run: Callable[[], T]) -> None:
         self._run = run
@@ -223,7 +223,7 @@ class Worker:
                     self._go()
 
     def _round(self) -> bool:
-        """Do what is there; false at the end."""
+        """Run what has been submitted; false at the end."""
         run: Callable[[], object] | None = None
         try:
             if self._ended.is_open and not self._jobs:

@@ -1,4 +1,4 @@
-"""What sidesave asks of the kernel, call by call: what needs it, what is done without it, and how to get it.
+"""The system calls that sidesave needs: what for, what is done without them, and how to have them allowed.
 
 Containers forbid calls, old kernels lack them, and file systems refuse them. The one list is here: errors are worded by
 it, ``sidesave doctor`` tries it out, and the tests take each entry away.

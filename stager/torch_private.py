@@ -1,4 +1,4 @@
-"""The names that torch calls private and that we use: what another version of torch may change is here."""
+"""The private names of torch that we use, all in one place, as another version of torch may change them."""
 # pyright: reportPrivateUsage=false
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ def children(module: nn.Module) -> list[nn.Module]:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others, though it be empty."""
+    """The identity of a storage, which an empty one has too."""
     return storage._cdata

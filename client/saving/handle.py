@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Outcome(Future[T]):
-    """A future of a save. Who reads its failure here has been told of it: no other call raises it again.
+    """A future of a save. A failure that is read from it counts as reported: no other call raises it again.
 
     An interrupt in the main thread leaves it whole, and what its callbacks raise ends no thread of ours.
     """
@@ -30,7 +30,7 @@ class Outcome(Future[T]):
         self._condition: Any = Monitor()
         self._at = 0.0
         self.hurry: Callable[[], object] = _nothing
-        """Called before somebody waits here."""
+        """Called before a thread waits for this future."""
 
     @property
     def reached(self) -> float | None:
@@ -60,7 +60,7 @@ class Outcome(Future[T]):
         return error
 
     def peek(self, timeout: float | None = None) -> BaseException | None:
-        """As :meth:`exception`, for ourselves: the user has still to be told of it."""
+        """As :meth:`exception`, for internal use: the failure does not count as reported to the user."""
         if not self.done():
             self.hurry()
         if not self._condition.wait_for(self.done, timeout):
@@ -82,8 +82,8 @@ def _nothing() -> None: ...
 class SaveHandle:
     """One save on its way. The futures may be waited for from any thread; cancelling them has no effect on the save.
 
-    A failure is told once: who reads it from one of the futures is not raised it again by the next ``save()``, by
-    ``wait()`` or ``close()``.
+    A failure is reported once: after it was read from one of the futures, neither the next ``save()`` nor ``wait()``
+    nor ``close()`` raises it again.
 
     Attributes:
         step: The step being saved.
@@ -129,7 +129,7 @@ class SaveHandle:
         return f"<SaveHandle step={self.step} {state}>"
 
     def fail(self, error: Exception) -> None:
-        """For whoever saves: what was not reached has failed."""
+        """For whoever saves: fail the futures that are still open."""
         for future in (self.staged, self.written, self.committed):
             with contextlib.suppress(InvalidStateError):  # what was reached stays reached
                 future.set_exception(error)

@@ -97,7 +97,7 @@ class SavesInFlight:
             self._entries[entry.sequence] = entry
 
     def drop(self, entry: SaveInFlight, error: SidesaveError) -> None:
-        """Of a save whose call raises; idempotent. A copy that fills its slot must have ended."""
+        """Drop a save whose call raises; idempotent. A copy that fills its slot must have ended."""
         with self._changed:
             entry.failed, entry.filling = True, False
         self._release(entry)
@@ -118,7 +118,7 @@ class SavesInFlight:
     # Outcomes --------------------------------------------------------------------------------------------------
 
     def filled(self, entry: SaveInFlight) -> bool:
-        """The trainer's copy is over, well or not; False when the save has failed meanwhile."""
+        """The trainer's copy has ended, with or without an error; False when the save has failed meanwhile."""
         with self._changed:
             entry.filling = False
             released = entry.released
@@ -265,7 +265,7 @@ class SavesInFlight:
                 logger.warning("step %d was not saved, so it is not there to be loaded", entry.step)
 
     def raise_failure(self) -> None:
-        """Raise the first failure that the user has not been told of yet, and log the others."""
+        """Raise the first failure that has not been reported to the user yet, and log the others."""
         count = len(self._failures)
         failures = [error for error in self._failures[:count] if not error.was_read]
         try:

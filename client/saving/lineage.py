@@ -1,4 +1,4 @@
-"""What a run descends from: which steps are ancestors of the next save, and which are in nobody's way.
+"""The lineage of a run: which steps are ancestors of the next save, and which may be replaced.
 
 ``latest`` is the checkpoint that was committed last, not the highest step: after going back to step 50, an abandoned
 step 100 is neither an ancestor nor protected from being replaced.
@@ -45,9 +45,9 @@ class Lineage:
     ) -> None:
         """Go on from the latest of the ``existing`` checkpoints, which is the last.
 
-        Of ``everything`` that there is some may be in the way, where nodes keep their own parts. Places up to ``after``
-        in the order of commits are given away already. With ``leftovers`` some of earlier sessions may still be
-        committed one day, behind these and before ours.
+        ``everything`` also holds what may be in the way, where nodes keep their own parts. Places up to ``after`` in
+        the order of commits are taken. With ``leftovers`` saves of earlier sessions may still be committed, behind
+        these and before ours.
         """
         known = [info for infos in everything for info in infos]
         self._sequence = max([after, *(info.sequence for info in known)]) + _LEFTOVERS * leftovers

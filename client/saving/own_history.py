@@ -1,4 +1,4 @@
-"""What becomes of the saves of one checkpointer, from their calls on."""
+"""Records what becomes of the saves of one checkpointer, from their calls on."""
 
 from __future__ import annotations
 

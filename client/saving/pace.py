@@ -129,7 +129,7 @@ class PaceSearch:
             self.pace = max(LEAST, int(nbytes / seconds)) if seconds > 0 else 0
 
     def called(self, called_s: float, now_s: float) -> None:
-        """``save()`` returns, that was called at ``called_s``: that time is no step's."""
+        """The ``save()`` called at ``called_s`` returns: its time counts for no step."""
         self._away_s += now_s - called_s
 
     def ended(self, save: int, now_s: float) -> None:
@@ -184,7 +184,7 @@ class Pacer:
     """
 
     def __init__(self) -> None:
-        """Watch every optimizer of this process, for as long as this is referred to."""
+        """Watch every optimizer of this process, until this object is collected."""
         self.search = PaceSearch()
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
@@ -207,12 +207,12 @@ class Pacer:
             self._tell()
 
     def called(self, called_s: float) -> None:
-        """``save()`` returns, that was called at ``called_s``, by ``time.monotonic()``."""
+        """The ``save()`` called at ``called_s``, by ``time.monotonic()``, returns."""
         with self._lock:
             self.search.called(called_s, time.monotonic())
 
     def ended(self, sequence: int) -> None:
-        """Nothing needs that memory any more, which may go when this returns. Idempotent."""
+        """The save's memory is no longer needed and may go when this returns. Idempotent."""
         with self._lock:
             if self._arenas.pop(sequence, None) is not None:
                 self.search.ended(sequence, time.monotonic())

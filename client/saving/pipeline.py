@@ -1,4 +1,4 @@
-"""A flat state on its way into staging memory, and the request that has it written: all of a save but its outcome."""
+"""Stages a flat state and asks the daemon to write it: all of a save but its outcome."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Submission:
         return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks, recall=recall)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise what will not be saved of a state, as far as that can be told before training."""
+        """Raise for what cannot be saved of a state, as far as that is known before training."""
         ranks = None if self._planner is None else self._world.ranks
         tree.check(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks)
 
@@ -137,7 +137,7 @@ class Submission:
                 handle.staged.peek()  # wait; not for callbacks
 
     def undo(self, entry: SaveInFlight, error: BaseException | None) -> None:
-        """Give back what the call of a save has taken that ended with ``error``, None if it was not seen to end.
+        """Give back what a save's call has taken that ended with ``error``, None if its end was not seen.
 
         For a thread that nothing interrupts; blocks until what the call has handed over is copied, and for no copies
         before it where it has handed over nothing. Idempotent: nothing is undone of a save that was handed over as a
@@ -200,7 +200,7 @@ class Submission:
     def _catch_up(self, save: Save, other: int) -> None:
         """Another rank has saved ``other`` at the turn of ``save``. If it was here before, this rank has missed turns.
 
-        It takes as many without saving, which the others are told at once, and is then where they are.
+        This rank takes the missed turns without saving, tells the others at once, and is then where they are.
         """
         earlier = [sequence for sequence, step in list(self._steps) if step == other and sequence < save.sequence]
         if not earlier or save.sequence <= self._caught_up:  # another save's failure has told already

@@ -97,7 +97,7 @@ class Saver:
         return handle
 
     def prepare(self, state: Mapping[str, Any], extra_files: bytes) -> Future[None]:
-        """See :meth:`Checkpointer.prepare`. What is found out about the state the first save need not ask again."""
+        """See :meth:`Checkpointer.prepare`. The first save reuses what this finds out about the state."""
         session, submission = self.session, self.submission
         session.check_open()
         self._refuse_reentry("prepare")

@@ -1,4 +1,4 @@
-"""What a checkpointer runs on: one daemon, some staging slots, one copier. Made at the start, ended at the close.
+"""The parts a checkpointer runs on: one daemon, some staging slots, one copier. Started and closed together.
 
 Nothing here refers to the checkpointer, so that one which is dropped without ``close()`` is closed all the same.
 """

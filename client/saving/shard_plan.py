@@ -1,4 +1,4 @@
-"""What this rank stages of a state that several ranks share, and what its record will say of it.
+"""Plans what this rank stages of a state that several ranks share, and what its record says of it.
 
 All ranks compute the same from what each of them knows (:mod:`sidesave.stager.state.sharding`). What none of them can
 know is whether the plain tensors of modules and optimizers are the same everywhere: pipeline stages and experts look
@@ -138,7 +138,7 @@ class ShardPlanner:
         return state_layout
 
     def _tell(self, state_layout: _Layout) -> None:
-        """Say once, on one rank, what is compared, for it need not be."""
+        """Warn once, on one rank, of tensors that are compared although that could be avoided."""
         if state_layout.unshared_table is None or self._rank or self._has_warned:
             return
         own, undeclared = state_layout.unshared_table.own.tensors, list(state_layout.unshared_table.compared)

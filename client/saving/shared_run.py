@@ -140,10 +140,10 @@ def common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
 
 
 def to_json(checkpoints: list[CheckpointInfo]) -> list[Any]:
-    """What one rank tells the others of checkpoints."""
+    """Checkpoints as one rank sends them to the others."""
     return [info.to_json() for info in checkpoints]
 
 
 def from_json(infos: list[Any], directory: str) -> list[CheckpointInfo]:
-    """What another rank has told of checkpoints, as they are found in ``directory``."""
+    """The checkpoints that another rank has sent, located in ``directory``."""
     return [CheckpointInfo.from_json(info, directory) for info in infos]

@@ -1,4 +1,4 @@
-"""The copies of a save: what is captured at the call, what goes on beside training, and when it is all there.
+"""The copies of a save: what is captured at the call, what is copied beside training, and when all is complete.
 
 Every copy is a byte copy: source and target have one dtype and shape, which the plan has checked. CPU tensors are
 captured by all cores at the memory's limit; overlapping that copy was measured to gain nothing, so it is done only on
@@ -118,12 +118,12 @@ class StagingCopy:
         self.device.make_streams_wait()
 
     def join(self) -> None:
-        """Wait on the host until the bytes are there."""
+        """Wait on the host until the bytes are in the slot."""
         if not self._over.wait(GUARD_TIMEOUT_S):
             logger.error("a copy did not end within %g s", GUARD_TIMEOUT_S)
 
     def _has_changed(self, job: Job, before: bytes, version: int) -> bool:
-        """Whether the copy may not be what was there at the call.
+        """Whether the copy may differ from the tensors at the call.
 
         Looks at source and copy: weights may have been swapped and swapped back meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Which way each tensor of a state goes into a slot, remembered while they lie where they lay and look as they did."""
+"""How each tensor of a state is copied into a slot; remembered while the tensors keep their memory and looks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_MISSES: Final = 3
 
 
 class CopyList:
-    """Which way some tensors of a state go into a slot. It keeps no tensor.
+    """How some tensors of a state are copied into a slot. It keeps no tensor.
 
     Attributes:
         regions: Copied at the call by all cores.
@@ -100,7 +100,7 @@ class _Prepared:
 def lists_of(
     slot: Slot, flat: FlatState, tensors: Sequence[torch.Tensor], owned: Mapping[int, int], *, overlap_host: bool
 ) -> list[CopyList]:
-    """Which way the tensors of ``flat``, one after the other, go into ``slot``."""
+    """How the tensors of ``flat``, one after the other, are copied into ``slot``."""
     looks = flat.looks
     every = range(len(tensors))
     if overlap_host:  # which depends on more than where a tensor is

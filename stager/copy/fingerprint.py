@@ -1,4 +1,4 @@
-"""Whether a tensor that was read beside training is what it was at the call.
+"""Detects whether a tensor that was read beside training has changed since the call.
 
 On the host a few elements, or all, are compared at the call, in the tensor afterwards, and in the copy. On a device the
 witnesses are taken in stream order: windows of bytes at the call, compared bit by bit with the staged bytes, and norms

@@ -99,7 +99,7 @@ class Slot:
         return offsets
 
     def void(self) -> None:
-        """What is staged here is done with: a daemon that outlives its trainer must not take it up once more."""
+        """Invalidate what is staged here, so that a daemon that outlives its trainer does not take it up once more."""
         if self.arena is not None:
             self.arena.begin_generation()
 
@@ -147,7 +147,7 @@ class SlotPool:
         return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
 
     def try_acquire(self, owner: object) -> Slot | None:
-        """A free slot, which is ``owner``'s from here on, or None."""
+        """Give a free slot to ``owner``; returns None if all are busy."""
         with self._changed:
             if self._closed:
                 raise ClosedError("the checkpointer was closed meanwhile")
@@ -167,7 +167,7 @@ class SlotPool:
         return slot
 
     def release(self, owner: object) -> None:
-        """Make what is ``owner``'s free again, if anything is; after :meth:`close` its memory goes at once."""
+        """Free the slot that ``owner`` holds, if any; after :meth:`close` its memory goes at once."""
         with self._changed:
             for slot in self._slots:
                 if slot.owner is owner:

@@ -22,7 +22,7 @@ _exclusions: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 def exclusion() -> Monitor:
-    """The calling thread's lock that it holds while captures of graphs have to wait; a capture takes it to wait."""
+    """The calling thread's lock: it holds it while graph captures have to wait, and a capture waits by taking it."""
     if not hasattr(_of_thread, "exclusion"):
         _of_thread.exclusion = Monitor()
         _exclusions.add(_of_thread.exclusion)
@@ -30,7 +30,7 @@ def exclusion() -> Monitor:
 
 
 def exclusions() -> list[Monitor]:
-    """Those of the other threads."""
+    """The exclusion locks of the other threads."""
     own = exclusion()
     return [each for each in list(_exclusions) if each is not own]
 

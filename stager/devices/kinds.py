@@ -43,7 +43,7 @@ def watch_graphs() -> None:
 
 @contextlib.contextmanager
 def no_capture(what: str) -> Generator[None]:
-    """Inside, no graph of any kind of device is being captured: captures are waited for, and wait."""
+    """Keep graphs of all devices from being captured inside: running captures are waited for, new ones wait."""
     with exclusion():
         await_captures(what)
         yield

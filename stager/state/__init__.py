@@ -1,1 +1,1 @@
-"""A state taken apart: tensors by name, and all else."""
+"""Flattening a state into tensors by name, and all else."""

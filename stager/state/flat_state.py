@@ -1,4 +1,4 @@
-"""What a state is when it has been taken apart, and how the files of its parts are called."""
+"""A state flattened into tensors and plain data, and the names of the files of its parts."""
 
 from __future__ import annotations
 

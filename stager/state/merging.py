@@ -54,7 +54,7 @@ class Merger:
         return merged | added
 
     def _node(self, first: Any, second: Any, mark: Callable[[Any], Partial], depth: int) -> Any:
-        """The first node, and what only the second has of it where both are dicts."""
+        """The first node, with the items that only the second has where both are dicts."""
         if isinstance(first, Partial):
             where, rank = first.where, first.rank
             merged = self._node(first.node, second, lambda node: Partial(node, where, rank), depth)
@@ -71,7 +71,7 @@ class Merger:
         return [Tag.ITEMS if tag == Tag.DICT else tag, *about, pairs]
 
     def differences(self, first: Any, second: Any, fqn: str, depth: int) -> Iterator[tuple[str, bool]]:
-        """What two nodes have not alike, down to the leaves of dicts and of lists of one length."""
+        """Where two nodes differ, down to the leaves of dicts and of lists of one length."""
         if depth > MAX_DEPTH + 5:
             raise ValueError(f"{fqn} is nested too deep")
         if pack(first) == pack(second):

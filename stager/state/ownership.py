@@ -25,10 +25,10 @@ from sidesave.stager import torch_private
 
 
 class StepWatcher(Protocol):
-    """What is told of each optimizer step of this process, for as long as somebody refers to it."""
+    """Is notified of each optimizer step of this process, for as long as somebody refers to it."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """That one is about to step; must not block."""
+        """An optimizer is about to step; must not block."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""What of a state is as it was when it was last taken apart: its tensors need not be found and named again.
+"""Remembers which parts of a state are unchanged since the last save: their tensors need not be collected again.
 
-A module, an optimizer or a dict of tensors is taken from memory while nothing that its state is made of has changed:
-the very same modules, names and tensors, of the same memory, shape, strides, dtype and device, and no state dict but
-torch's own.
-Nothing is kept alive by it: modules are known by weak references, and tensors by their ids.
+What a module, an optimizer or a dict of tensors gave is reused while nothing that its state is made of has changed:
+the modules, names and tensors are the very same, with the same memory, shape, strides, dtype and device, and every
+state dict is torch's own.
+Nothing is kept alive: modules are held by weak references, tensors by their ids.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Taken:
-    """What taking something apart has given. Two are the same only if they are one object.
+    """The result of flattening one part of a state. Two are equal only if they are the same object.
 
     Attributes:
         node: Of the treespec.
@@ -63,7 +63,7 @@ class Taken:
 
 
 class Recall:
-    """Remembers of each module, optimizer and dict of tensors what it last gave at its place in the state.
+    """Remembers what each module, optimizer and dict of tensors last gave at its place in the state.
 
     Nobody can have a weak reference to a dict, so its place alone stands for it, and its source is None.
     """
@@ -77,7 +77,7 @@ class Recall:
         self._mark: tuple[list[Any]] | None = None
 
     def mark(self, sequence: list[Taken], origins: list[Any]) -> object:
-        """Note what a state has come from, in order: from memory, or by name what was looked at anew.
+        """Note where the parts of a state came from, in order: remembered ones, and the names of those collected anew.
 
         Returns the same object as the last time if that is the same.
         """
@@ -115,7 +115,7 @@ class Recall:
     def note(
         self, source: Any, what: Any, place: Place, taken: Callable[[Sequence[torch.Tensor]], Taken | None]
     ) -> None:
-        """Remember what has just been given, if it can be told whether it still is; see :meth:`again`."""
+        """Remember a result, if a later change to it can be detected; see :meth:`again`."""
         memory = self._memory_of(source, place)
         misses = 0 if memory is None else memory.misses
         if misses >= _MAX_MISSES:
@@ -194,7 +194,7 @@ class _Tensors:
 
 @dataclass(slots=True)
 class _Known:
-    """Of one module what its state dict is made of, beside values."""
+    """What the state dict of one module is made of, except the values."""
 
     module: weakref.ref[nn.Module]
     kind: Any
@@ -354,7 +354,7 @@ _values_of: Final = cast("Callable[[dict[str, Any]], Iterable[Any]]", cast("Any"
 
 
 def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:
-    """What tells whether this is as it is now; None where that cannot be told."""
+    """A witness that detects whether ``what`` changes; None where changes cannot be detected."""
     if not isinstance(what, nn.Module):
         rows = [*what.values()]
         plain = {int, str}.issuperset(map(type, what)) and {dict}.issuperset(map(type, rows))

@@ -1,4 +1,4 @@
-"""What a sharded tensor is, and which rank writes what of it.
+"""How a sharded tensor is cut, and which rank writes which piece of it.
 
 A DTensor describes itself: mesh and placements cut the global tensor into the cells of a :class:`Grid` and say which
 ranks hold each cell. From grids and sizes alone, every rank computes the same owners for all cells. Nothing here

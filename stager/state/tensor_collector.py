@@ -266,7 +266,7 @@ class TensorCollector:
         return node
 
     def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
-        """Who holds what an optimizer keeps of parameters of ``DistributedDataParallel``, by id.
+        """The ranks that hold each optimizer state of ``DistributedDataParallel`` parameters, by id.
 
         It has all ranks change its parameters alike.
         """
@@ -317,7 +317,7 @@ def _are_disjoint(one: Taken, other: Taken) -> bool:
 
 
 def _held_by_data_parallel(module: nn.Module, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Who holds what ``DistributedDataParallel`` keeps equal, by id.
+    """The ranks that hold each tensor that ``DistributedDataParallel`` keeps equal, by the tensor's id.
 
     That is its parameters, and buffers if it broadcasts them, which it does from the first rank of its group: that
     one's count. Not what it was told to ignore, under any of its names.

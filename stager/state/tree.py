@@ -134,11 +134,11 @@ def _items_of(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 class _Endless(UnsupportedValueError):
-    """There is no end to what is below here."""
+    """The nesting below this point has no end."""
 
 
 def _refuse(errors: Sequence[UnsupportedValueError]) -> None:
-    """Raise one error that tells all of them."""
+    """Raise one error that lists all of them."""
     if not errors:
         return
     lines = [str(error) for error in errors[:_SHOWN]]
@@ -435,7 +435,7 @@ def _to_npy(value: Any, fqn: str) -> bytes:
 
 
 def _tell_enum(value: enum.Enum, fqn: str) -> None:
-    """What is a key, or has a value of many parts, is saved as that value; told once for each class."""
+    """Log, once for each class, that an enum used as a key, or with a value of many parts, is saved as that value."""
     if value != value.value and type(value) not in _reported_enums:
         _reported_enums.add(type(value))
         logger.warning("%s: %r is saved as %r, and so are others of its kind", fqn, value, value.value)

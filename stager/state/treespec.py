@@ -102,7 +102,7 @@ class TreeSpec:
             raise IntegrityError(f"{other._where}: not a treespec: {error}") from error
 
     def differences(self, other: TreeSpec, is_shared: Callable[[str], bool]) -> list[tuple[str, bool]]:
-        """The FQNs of what two ranks have not saved alike, and whether it is a number; the bytes of tensors aside.
+        """The FQNs of what two ranks saved differently, and whether it is a number; bytes of tensors are not compared.
 
         What only one of them has counts where it is of its rank alone: a shared tensor, as ``is_shared`` tells by the
         FQN, or anything that holds one, does not. ``IntegrityError`` if one of them is malformed.
@@ -170,7 +170,7 @@ def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) ->
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unbuilt:
-    """A leaf of a treespec whose value is made when it is wanted, and not before."""
+    """A leaf of a treespec whose value is made only when it is wanted."""
 
     fqn: str
     _where: str

@@ -402,7 +402,7 @@ def _record(
 
 
 def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
-    """What the trainer tells of the tensors."""
+    """Read the trainer's table of the tensors."""
     where = f"the table of step {save.step}"
     try:
         table_json = load_json(bytes(arena.view(table.offset, table.nbytes)), where)
@@ -412,7 +412,7 @@ def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
 
 
 def _whole_part(save: Save, images: list[_TensorImage]) -> Part:
-    """What need not be told of one rank alone: all tensors are whole, and its own."""
+    """The part of a rank that saves alone, which sends no table: all tensors are whole, and its own."""
     tensors = {
         entry.name: TensorInfo(entry.dtype, entry.shape, image.extent.name)
         for image in images
