@@ -39,7 +39,7 @@ class Names:
         return difflib.get_close_matches(name, sorted(alike), n=count, cutoff=_LIKE)
 
     def hint(self, name: str) -> str:
-        """What a message says of names that are like ``name``: in parentheses, or nothing."""
+        """The part of a message that lists names like ``name``: in parentheses, or empty."""
         near = self.closest_matches(name)
         return f" (near: {', '.join(near)})" if near else ""
 

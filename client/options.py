@@ -57,7 +57,7 @@ class Options:
         return self.max_consecutive_failures if self.on_error == "warn" else 0
 
     def check_shared(self) -> None:
-        """Raise ``InvalidArgumentError`` for what only a process that saves alone can have."""
+        """Raise ``InvalidArgumentError`` for options that only a process that saves alone can use."""
         if self.daemon.fallback_directory:
             text = "fallback_directory is for a process that saves alone; ranks share one directory"
             raise InvalidArgumentError(text)

@@ -22,7 +22,7 @@ _OVERLAY: Final = "on an overlay file system, which cannot rename a directory of
 
 @dataclass(frozen=True, slots=True)
 class SystemCall:
-    """One call. With ``without`` empty sidesave does not work where it is refused."""
+    """One call. If ``without`` is empty, sidesave does not work where the call is refused."""
 
     name: str
     purpose: str
@@ -74,7 +74,7 @@ CALLS: Final = {
 
 
 def hint(name: str, error: OSError) -> str:
-    """What a refused call is needed for and what to do; empty for any other error, or for no call of the list."""
+    """What a refused call is needed for and what to do; empty for other errors and for calls not in the list."""
     call = CALLS.get(name)
     if call is None or (error.errno not in REFUSED and (name, error.errno) != ("renameat", errno.EXDEV)):
         return ""

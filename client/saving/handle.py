@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Outcome(Future[T]):
     """A future of a save. A failure that is read from it counts as reported: no other call raises it again.
 
-    An interrupt in the main thread leaves it whole, and what its callbacks raise ends no thread of ours.
+    An interrupt in the main thread leaves it intact, and an error in a callback ends no thread of ours.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Outcome(Future[T]):
 
     @property
     def reached(self) -> float | None:
-        """When it got its result, by ``time.monotonic()``; None before, and where it failed."""
+        """When the future got its result, by ``time.monotonic()``; None before that, and if it failed."""
         return self._at if self.done() and not self.cancelled() and self.peek() is None else None
 
     def set_result(self, result: T) -> None:

@@ -92,7 +92,7 @@ class SavesInFlight:
         """Told of a save that failed as another rank has saved that step at the same turn."""
 
     def add(self, entry: SaveInFlight) -> None:
-        """A save whose staging begins now."""
+        """Add a save whose staging begins now."""
         with self._changed:
             self._entries[entry.sequence] = entry
 
@@ -105,12 +105,12 @@ class SavesInFlight:
         self._forget(entry)
 
     def add_deletion(self, request_id: int, future: Future[None]) -> None:
-        """A deletion that is asked for now."""
+        """Add a deletion that is requested now."""
         with self._changed:
             self._deletions[request_id] = future
 
     def place_of(self, step: int) -> int:
-        """The place in the order of commits of the last save of a step that is on its way, 0 for none."""
+        """The place in the order of commits of the last save of a step that is in flight, 0 for none."""
         with self._changed:
             entries = list(self._entries.values())
         return max((each.sequence for each in entries if each.step == step and not each.handle.done()), default=0)
@@ -127,7 +127,7 @@ class SavesInFlight:
         return not entry.failed
 
     def receive(self, message: Message) -> None:
-        """A message of the daemon; one about a save that is not in flight is ignored."""
+        """Handle a message of the daemon; one about a save that is not in flight is ignored."""
         save_id = getattr(message, "save_id", None)
         if not isinstance(save_id, int):
             return

@@ -93,7 +93,7 @@ class OwnHistory:
         )
 
     def _reached(self, save: SaveInFlight) -> SaveRecord:
-        """How far a save has come, whatever becomes of it."""
+        """How far a save has come, whatever its outcome."""
 
         def since(at: float | None) -> float | None:
             return None if at is None else round(at - save.called, 6)
@@ -114,7 +114,7 @@ class OwnHistory:
         )
 
     def _result(self, save: SaveInFlight) -> SaveRecord:
-        """Where a save stands."""
+        """The record of a save as it stands now."""
         record, future = self._reached(save), save.handle.committed
         if not future.done():
             return record
@@ -130,7 +130,7 @@ class OwnHistory:
         return replace(record, outcome=outcome, error=name, message=message, errno=number)
 
     def _tell(self, record: SaveRecord) -> None:
-        """Let the daemon write it down, if there is one that listens; never blocks."""
+        """Have the daemon write a record down, if one listens; never blocks."""
         assert record.save_id is not None
         assert record.called_s is not None
         note = protocol.Note(

@@ -87,7 +87,7 @@ class PaceSearch:
         return statistics.fmean(self._quiet) if len(self._quiet) >= _QUIET else None
 
     def stepped(self, clock: int, now_s: float) -> None:
-        """An optimizer steps. The first one that does after a save is the clock; others tell nothing."""
+        """An optimizer steps. The first one that does after a save is the clock; others are ignored."""
         if clock != self._clock:
             if not self._may_change_clock:
                 return
@@ -133,7 +133,7 @@ class PaceSearch:
         self._away_s += now_s - called_s
 
     def ended(self, save: int, now_s: float) -> None:
-        """Its write is over, well or not."""
+        """The save's write has ended, with or without an error."""
         self._writes.discard(save)
         if not self._writes:
             self.pace = 0
@@ -164,7 +164,7 @@ class PaceSearch:
             self._judge(cost_s, write_s, window.interval_s)
 
     def _judge(self, cost_s: float, write_s: float, interval_s: float) -> None:
-        """Try slow writes, or rest at what costs less."""
+        """Try slow writes, or settle on what costs less."""
         if not self.slow:
             self._full_s, self._cost_s = write_s, cost_s
             self.slow = cost_s > WORTH * interval_s and PART * interval_s >= LEAST_FACTOR * write_s
@@ -218,7 +218,7 @@ class Pacer:
                 self.search.ended(sequence, time.monotonic())
 
     def lift(self) -> None:
-        """Have the writes under way go on as fast as they can: somebody waits for them."""
+        """Let the writes under way run at full speed: somebody waits for them."""
         if self._pid == os.getpid():
             with self._lock:
                 self.search.lift()

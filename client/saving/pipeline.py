@@ -44,7 +44,7 @@ for 0.35 GB it was 11 ms for 7, and there the call counts more."""
 
 
 class Submission:
-    """Takes states apart, stages them, and hands them to the daemon; one call at a time."""
+    """Flattens states, stages them, and hands them to the daemon; one call at a time."""
 
     def __init__(self, session: Session) -> None:
         """Work for a session that has started."""
@@ -61,7 +61,7 @@ class Submission:
             worker.on_failure = self.lose
 
     def flatten(self, state: Mapping[str, Any], recall: Recall | None = None) -> FlatState:
-        """Take a state apart; raises what cannot be saved."""
+        """Flatten a state; raises for what cannot be saved."""
         ranks = None if self._planner is None else self._world.ranks
         return tree.flatten(state, allow_pickle=self._session.options.allow_pickle, ranks=ranks, recall=recall)
 
@@ -198,7 +198,7 @@ class Submission:
         self._session.connection.submit(request)
 
     def _catch_up(self, save: Save, other: int) -> None:
-        """Another rank has saved ``other`` at the turn of ``save``. If it was here before, this rank has missed turns.
+        """Another rank saved ``other`` in the turn of ``save``. If this rank saved it before, it has missed turns.
 
         This rank takes the missed turns without saving, tells the others at once, and is then where they are.
         """
@@ -214,7 +214,7 @@ class Submission:
             self.refuse(save.step, self._caught_up, StateMismatchError(text))
 
     def shards_of(self, flat: FlatState) -> ShardPlan:
-        """What this rank stages of a state, and where; raises what cannot be staged."""
+        """What this rank stages of a state, and where; raises for what cannot be staged."""
         if self._planner is not None:
             return self._planner.plan(flat)
         looks = flat.looks = self._looks.of(flat)

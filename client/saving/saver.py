@@ -125,7 +125,7 @@ class Saver:
         return future
 
     def give_up(self, step: int, error: BaseException) -> None:
-        """Take the place of a save that came to nothing before it was called, and tell the other ranks."""
+        """Take a turn for a save that failed before it was called, and tell the other ranks."""
         with self._call:
             self.undo_interrupted()
             entry = SaveInFlight(step, SaveHandle(step), self.session.copier.new_copy())
@@ -207,6 +207,6 @@ class Saver:
             )
 
     def _refuse_in_callback(self, what: str) -> None:
-        """What waits for our own threads would wait for ever in one of them."""
+        """Raise in our own threads, where a call that waits for them would wait forever."""
         if self.session.is_our_thread():
             raise StagingError(f"{what}() was called in a callback of a save's future, which it would have to wait for")

@@ -168,7 +168,7 @@ class Session:
             )
 
     def check_open(self) -> None:
-        """The same, and also when the checkpointer is closed."""
+        """Raise ``ClosedError`` in a forked child, and when the checkpointer is closed."""
         self.check_process()
         if self.closed:
             raise ClosedError(f"the checkpointer of {self.directory} is closed")

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedRun:
-    """Which checkpoints there are for all ranks, and going on from one of them."""
+    """Lists the checkpoints that exist for all ranks, and goes on from one of them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class SharedRun:
         *,
         fallback: bool,
     ) -> dict[str, Any]:
-        """Give live objects what is read of the checkpoint that is meant, and go on from there."""
+        """Read the checkpoint that ``which`` names into live objects, and go on from there."""
         began = time.monotonic()
         step, candidates, checkpoints = self._candidates(which, fallback=fallback)
         for info in candidates:

@@ -67,7 +67,7 @@ class CopyList:
         self.devices = {device: DeviceList(some, tensors, slot.targets, owned) for device, some in on_device.items()}
 
     def holds(self, owned: Mapping[int, int]) -> bool:
-        """Whether the same of these tensors, which are where they were, are owned as then."""
+        """Whether ownership of these tensors, whose memory is the same, is the same as then."""
         return all(each.holds(owned) for each in self.devices.values())
 
 

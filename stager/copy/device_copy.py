@@ -169,7 +169,7 @@ class DeviceCopy:
             part.lane.stream.synchronize()
 
     def release(self) -> None:
-        """Let go of what the copies have read; none may be under way."""
+        """Release the tensors that the copies have read; no copy may be under way."""
         self.parts = []
 
 
@@ -253,7 +253,7 @@ class _Lane:
         return half
 
     def _free(self, part: _Part) -> _Half | None:
-        """The half that is nobody's and was used longest ago, ``part``'s from here on."""
+        """Give ``part`` the free half that was used longest ago."""
         half = next((half for half in self._halves if half.owner is None), None)
         if half is not None:
             half.owner = part
@@ -282,7 +282,7 @@ class _Lane:
             return
 
     def give_back(self, half: _Half) -> None:
-        """The half belongs to nobody any more."""
+        """Free the half: it has no owner any more."""
         with self._changed:
             half.owner = None
             self._changed.notify_all()
@@ -295,7 +295,7 @@ class _Lane:
                 self.give_back(half)
 
     def _copy_directly(self, part: _Part, captured: list[tuple[int, int]], pool: Sequence[torch.Tensor]) -> None:
-        """Without device memory: on the compute stream, which so waits for the way out."""
+        """Copy without device memory: on the compute stream, which so waits for the copy to the host."""
         try:
             while captured:
                 index, offset = captured.pop()
@@ -362,7 +362,7 @@ class DeviceList:
         self.half_nbytes = next((size for size in HALF_NBYTES if need <= size), HALF_NBYTES[-1])
 
     def holds(self, owned: Mapping[int, int]) -> bool:
-        """Whether the same of these tensors, which are where they were, are owned as then."""
+        """Whether ownership of these tensors, whose memory is the same, is the same as then."""
         return all((nbytes <= owned.get(address, -1)) is owns for address, nbytes, owns in self._large)
 
 

@@ -127,7 +127,7 @@ def pack(memory: torch.Tensor, batch: Batch, pool: Sequence[torch.Tensor], views
 def _cut(
     source: torch.Tensor, offset: int, room: int, *, whole: bool
 ) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, int]]]:
-    """What of a tensor fits into ``room`` bytes, from its beginning, and the rest, with offsets in the image.
+    """The head of a tensor that fits into ``room`` bytes, and the rest, with offsets in the image.
 
     Where not even one row fits there is no head; the rest are then the rows, if the room is a ``whole`` half.
     """

@@ -139,7 +139,7 @@ class SlotPool:
         self._changed = Monitor()
         self._next_arena = 1
         self._closed = False
-        self._told_unpinnable = False
+        self._warned_unpinnable = False
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +193,7 @@ class SlotPool:
         slot.lay_out(plan)
 
     def fits(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> bool:
-        """Whether there is nothing left for :meth:`fit` to do."""
+        """Whether :meth:`fit` would have nothing to do."""
         is_pinned = device is None or slot.pinned is not None or slot.unpinnable
         return slot.plan is plan and is_pinned and self._has_room(slot, *_sizes(plan, parts)[:2])
 
@@ -234,7 +234,7 @@ class SlotPool:
             slot.pinned = PinnedRange(device, slot.arena.address, slot.arena.nbytes)
         except RuntimeError as error:
             slot.unpinnable = True
-            level, self._told_unpinnable = logging.DEBUG if self._told_unpinnable else logging.WARNING, True
+            level, self._warned_unpinnable = logging.DEBUG if self._warned_unpinnable else logging.WARNING, True
             logger.log(level, "staging memory cannot be pinned, so copies from %s will be slow: %s", device, error)
 
     def _drop(self, slot: Slot) -> None:

@@ -42,7 +42,7 @@ class DeviceRuntime(abc.ABC):
     def on(self, device: torch.device, stream: torch.Stream | None = None) -> AbstractContextManager[object]:
         """Make a device, and a stream of it, current in this thread; afterwards both are what they were.
 
-        It touches no other device: not even the default one of a thread that was never told another.
+        It touches no other device: not even the default one of a thread that never chose another.
         """
 
     @abc.abstractmethod
@@ -66,7 +66,7 @@ class DeviceRuntime(abc.ABC):
         """Undo :meth:`register`; what cannot be undone is logged."""
 
     def pci_address(self, device: torch.device) -> str:
-        """Where it is on the host's PCI bus, as ``/sys`` names it; empty where that cannot be told."""
+        """The device's place on the host's PCI bus, as ``/sys`` names it; empty where it is unknown."""
         return ""
 
     @abc.abstractmethod

@@ -50,7 +50,7 @@ def _mem_available() -> int:
 
 
 def cgroup_headroom_nbytes() -> int:
-    """What the tightest memory cgroup of this process has left, page cache counted as free; huge when unlimited."""
+    """Bytes left in the tightest memory cgroup of this process, page cache counted as free; huge when unlimited."""
     headroom = 1 << 62
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()

@@ -137,7 +137,7 @@ def in_guard() -> bool:
 def owned_memory(
     optimizers: Iterable[Optimizer], modules: Iterable[nn.Module] = (), *, least_nbytes: int = 0
 ) -> dict[int, int]:
-    """Memory that ``optimizers``, and those seen stepping, hold and alone change: addresses, and bytes from there on.
+    """Memory that only ``optimizers``, and those seen stepping, change: addresses, and bytes from there on.
 
     Of tensors of ``least_nbytes`` and more. Weights that ``modules`` themselves write in forward are not in it:
     embeddings with ``max_norm``.
@@ -198,7 +198,7 @@ def _all_modules(modules: Iterable[nn.Module]) -> Iterable[nn.Module]:
 def is_owned(tensor: torch.Tensor, owned: Mapping[int, int]) -> bool:
     """Whether all of a contiguous tensor is memory of :func:`owned_memory`.
 
-    The address alone does not tell: a flat buffer begins where the first of its parameters does.
+    The address alone is not enough: a flat buffer begins where the first of its parameters does.
     """
     return tensor.nbytes <= owned.get(tensor.data_ptr(), -1)
 
@@ -207,7 +207,7 @@ _KINDS: Final = (torch.Tensor, nn.Parameter)
 
 
 def _local(held: Any) -> Any:
-    """Of a DTensor the local part; a plain tensor as it is."""
+    """The local part of a DTensor; a plain tensor itself."""
     if type(held) in _KINDS:
         return held
     return getattr(held, "_local_tensor", None) if isinstance(held, torch.Tensor) else None

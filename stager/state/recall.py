@@ -87,7 +87,7 @@ class Recall:
         return self._mark
 
     def names(self, optimizer: torch.optim.Optimizer) -> Packed | None:
-        """What :meth:`note_names` was told, if the state comes from the same and the parameters are the same ones."""
+        """The names given to :meth:`note_names`, if the state has the same origins and the parameters are the same."""
         memory = self._memory_of(optimizer, ())
         known = None if memory is None else memory.names
         same = known is not None and known[0] == self.sequence and known[1] == _ids(optimizer)
@@ -100,7 +100,7 @@ class Recall:
             memory.names = self.sequence, _ids(optimizer), names
 
     def again(self, source: Any, what: Any, place: Place) -> tuple[Taken, list[torch.Tensor]] | None:
-        """What ``what``, which is of ``source``, has given at ``place``, and its tensors, which are the same ones."""
+        """What ``what`` of ``source`` last gave at ``place``, and its tensors; None if anything has changed."""
         memory = self._memory_of(source, place)
         if memory is None or memory.place != place or memory.taken is None:
             return None
@@ -187,7 +187,7 @@ class _Tensors:
             return False
 
     def _there(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-        """Each of them once, as a guard wants them."""
+        """Each tensor once, as a guard expects them."""
         every = cast("Sequence[torch.Tensor]", tensors)
         return every if len(self._distinct) == len(every) else [every[index] for index in self._distinct]
 
@@ -269,7 +269,7 @@ def _all(module: nn.Module) -> list[nn.Module] | None:
 
 
 def _is_usual(module: nn.Module) -> bool:
-    """Whether a module's state dict is made of what is compared, in the way of torch's own methods."""
+    """Whether torch's own methods make a module's state dict, and only from what is compared here."""
     kind: Any = type(module)
     if not issubclass(kind, nn.Module) or module.__class__ is not kind:  # a proxy, for instance
         return False
@@ -365,5 +365,5 @@ def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:
 
 
 def _is_known_kind(value: Any) -> bool:
-    """Whether a tensor is one piece of memory, which its address, shape and strides tell."""
+    """Whether a tensor is one piece of memory, described by its address, shape and strides."""
     return type(value) in KINDS and value.layout is torch.strided and not value.is_nested

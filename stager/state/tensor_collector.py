@@ -59,7 +59,7 @@ class TensorCollector:
 
     @property
     def shared_digest(self) -> str:
-        """Of all that :meth:`shared` has encoded."""
+        """The digest of all that :meth:`shared` has encoded."""
         return self._shared_digest.hexdigest()
 
     def shared(self, encode: Callable[[], Any], fqn: str, *, replicated: bool = False) -> Any:
@@ -94,7 +94,7 @@ class TensorCollector:
         return [names.get(id(parameter)) or self._fqn_of(parameter) for parameter in parameters]
 
     def has_again(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are tensors of what was taken again, after :meth:`fqns_of`."""
+        """Whether these tensors belong to what was taken again, after :meth:`fqns_of`."""
         return self._names.keys() >= {*map(id, parameters)}
 
     def _fqn_of(self, parameter: torch.Tensor) -> str | None:
@@ -107,11 +107,11 @@ class TensorCollector:
 
     @property
     def place(self) -> tuple[Any, ...] | None:
-        """All but its name that an item's nodes and grids depend on; None where that is more than can be compared."""
+        """All that an item's nodes and grids depend on, except its name; None where that cannot be compared."""
         return None if self._held_by else (self.container, self._scope, self._pinned)
 
     def take_again(self, taken: Taken, tensors: Sequence[torch.Tensor]) -> bool:
-        """Put the tensors of an item there as before; False where others have come to their memory or names."""
+        """Collect the tensors of an item as before; False where other tensors have taken their memory or names."""
         if not (
             taken.fqns.keys().isdisjoint(self.flat.fresh)
             and taken.addresses.keys().isdisjoint(self._by_address)
@@ -167,7 +167,7 @@ class TensorCollector:
         return node, taken
 
     def _at(self, address: int) -> list[tuple[torch.Tensor, Grid | None, Any]] | None:
-        """What was collected at an address."""
+        """The tensors collected at an address, None if there are none."""
         collected = self._by_address.get(address)
         if collected is None:
             for taken, tensors in zip(self.again, self._tensors, strict=True):

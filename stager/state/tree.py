@@ -68,9 +68,9 @@ def flatten(
     ranks: tuple[int, ...] | None = None,
     recall: Recall | None = None,
 ) -> FlatState:
-    """Take a state apart, without copying a tensor. ``ranks`` are those that save together, None for one alone.
+    """Flatten a state, without copying a tensor. ``ranks`` are those that save together, None for one alone.
 
-    What ``recall`` remembers of an earlier call, with the same ranks, is not taken apart again.
+    Parts that ``recall`` remembers from an earlier call with the same ranks are not flattened again.
 
     Raises:
         InvalidArgumentError: The state is no mapping with string keys.
@@ -293,7 +293,7 @@ class _Flattener:
         return self._remembered(None, {fqn: value}, fqn, depth, functools.partial(self.dict, value, fqn, depth))
 
     def _remembered(self, source: Any, what: Any, fqn: str, depth: int, encode: Callable[[], Any]) -> Any:
-        """The node of what belongs to an object, or to a place, taken from memory where it is as it was."""
+        """The node of what belongs to an object, or to a place; the remembered one where nothing has changed."""
         place = self.tensors.place
         if self._recall is None or place is None:
             return encode()
@@ -336,7 +336,7 @@ class _Flattener:
         return [[key, item] for key, item in zip(keys, items, strict=True)]
 
     def hashed(self, values: Collection[Any], fqn: str, depth: int) -> list[Any]:
-        """Keys of a dict, or members of a set: what does not come back as one, and as another than the rest, is lost.
+        """Encode keys of a dict, or members of a set; each has to come back hashable, and distinct from the rest.
 
         Modules become dicts, and enums their values, which another key may be.
         """

@@ -77,7 +77,7 @@ class TreeSpec:
         return list(self._body)
 
     def add(self, other: TreeSpec, is_shared: Callable[[str], bool], *, optimizers: bool) -> None:
-        """Take over what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
+        """Add what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
 
         A dict without any belongs to its rank, and must not be mixed with that of another.
 
