@@ -184,8 +184,10 @@ def placements(gpus: Sequence[int | None]) -> Iterator[Verdict]:
     """What is done for each of the GPUs that can be seen, whose nodes these are."""
     nodes, usable = numa.nodes(), usable_cpus()
     if len(nodes) < 2:
-        found = "one node: there is nothing to choose" if nodes else "the system tells of no nodes: any memory is taken"
-        yield "ok", found, ""
+        detail = (
+            "one node: there is nothing to choose" if nodes else "the system tells of no nodes: any memory is taken"
+        )
+        yield "ok", detail, ""
     elif numa.has_policy():
         yield "ok", f"{len(nodes)} nodes; this process has a memory policy, which says where staging memory lies", ""
     elif not gpus:
@@ -195,12 +197,12 @@ def placements(gpus: Sequence[int | None]) -> Iterator[Verdict]:
             cores = nodes.get(-1 if node is None else node, frozenset()) & usable
             which = "GPU " + _ranges(index for index, other in enumerate(gpus) if other == node)
             if node is None:
-                found = f"{which} on a node that the system does not tell: staging memory and the daemon are anywhere"
-                yield "warn", found, "see nvidia-smi topo -m; numactl --cpunodebind=N --membind=N python train.py"
+                detail = f"{which} on a node that the system does not tell: staging memory and the daemon are anywhere"
+                yield "warn", detail, "see nvidia-smi topo -m; numactl --cpunodebind=N --membind=N python train.py"
             elif not cores:
-                found = f"{which} on node {node}, but this process may only use cores of others ({_ranges(usable)})"
+                detail = f"{which} on node {node}, but this process may only use cores of others ({_ranges(usable)})"
                 bind = f"numactl --cpunodebind={node} --membind={node} python train.py"
-                yield "warn", found, f"for a rank that trains there: {bind}, or torchrun --numa-binding=node"
+                yield "warn", detail, f"for a rank that trains there: {bind}, or torchrun --numa-binding=node"
             else:
                 yield (
                     "ok",
