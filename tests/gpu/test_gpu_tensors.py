@@ -149,7 +149,7 @@ def test_a_kind_of_device_without_a_runtime_is_copied_at_the_call_and_said_so_on
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(kinds, "_RUNTIMES", {})
-    monkeypatch.setattr(kinds, "_told", set())
+    monkeypatch.setattr(kinds, "_reported_kinds", set())
     state = trained(torch.optim.AdamW, fused=True)
     state["transposed"] = torch.randn(30, 50, device="cuda").t()
     for step in range(3):
