@@ -18,7 +18,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, cast
 
 import msgpack
@@ -121,7 +121,8 @@ class DaemonOptions:
 class Boot(Message):
     """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
 
-    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory.
+    ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory. ``storage_options`` are
+    those of its store (``urls.encode_options``): they may be secret, and nothing else says them.
     """
 
     kind: ClassVar[str] = "BOOT"
@@ -133,6 +134,7 @@ class Boot(Message):
     world_size: int
     trainer_pid: int
     resumes: bool = False
+    storage_options: bytes = field(default=b"", repr=False)
     options: DaemonOptions
 
 

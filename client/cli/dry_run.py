@@ -27,7 +27,7 @@ class DryRun(Storage):
         """The names that would be there."""
         return self._storage.list_directory(self._source(name)) if name else list(self._sources)
 
-    def create(self, path: str, nbytes: int) -> OutputFile:
+    def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
         """A file that discards everything."""
         return _Nothing()
 
@@ -46,6 +46,9 @@ class DryRun(Storage):
     def publish(self, temporary: str, final: str) -> bool:
         """Seem to."""
         return True
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Seem to."""
 
     def rename_directory(self, source: str, target: str) -> None:
         """Seem to rename it: its content appears under the new name."""

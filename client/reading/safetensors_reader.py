@@ -31,7 +31,7 @@ from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.tags import Tag
 from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format.layout import Layout
-from sidesave.writer_daemon.format.sealed_json import load_json
+from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import (
     BLOCK_NBYTES,
     MAX_HEADER_NBYTES,

@@ -59,7 +59,7 @@ class NetworkStorage(Storage):
                 self._missing.add(path)
             return data
 
-    def create(self, path: str, nbytes: int) -> OutputFile:
+    def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
         self._changed(path)
         return self._real.create(path, nbytes)
 
@@ -82,6 +82,9 @@ class NetworkStorage(Storage):
     def make_directory(self, name: str, mode: int) -> bool:
         self._changed(name)
         return self._real.make_directory(name, mode) and not self._lies()
+
+    def replace(self, path: str, data: bytes) -> None:
+        self._real.replace(path, data)
 
     def rename_directory(self, source: str, target: str) -> None:
         self._changed(source)

@@ -202,7 +202,7 @@ class MortalStorage(Storage):
     def list_directory(self, name: str) -> list[str]:
         return self._real.list_directory(name)
 
-    def create(self, path: str, nbytes: int) -> OutputFile:
+    def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
         self.live()
         return MortalFile(self, self._real.create(path, nbytes))
 
@@ -215,6 +215,10 @@ class MortalStorage(Storage):
     def publish(self, temporary: str, final: str) -> bool:
         self.live()
         return self._real.publish(temporary, final)
+
+    def replace(self, path: str, data: bytes) -> None:
+        self.live()
+        self._real.replace(path, data)
 
     def rename_directory(self, source: str, target: str) -> None:
         self.live()

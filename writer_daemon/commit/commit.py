@@ -293,6 +293,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     committed: list[str] = []
     removed: list[str] = []
     left: list[str] = []
+    storage.take_over(lease.session)
     storage.sync_directory("")  # what a dead daemon has renamed counts from here on, and outlives a power loss
     names = sorted(storage.list_directory(""))
     hidden = [
@@ -345,6 +346,8 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
             logger.warning("%s stays until it can be removed: %s", place, error)
             left.append(place)
     lease.check()
+    if not left:
+        storage.settle()
     return Recovery(tuple(committed), tuple(removed), tuple(left))
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import xxhash
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.format.sealed_json import are_whole, get
+from sidesave.writer_daemon.storage.sealed_json import are_whole, get
 
 ELSEWHERE: Final = -1
 UNSHARED: Final = "@more"

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from sidesave import errors
 from sidesave.errors import IntegrityError, SidesaveError
 from sidesave.writer_daemon.format.layout import Part, Table
-from sidesave.writer_daemon.format.sealed_json import (
+from sidesave.writer_daemon.storage.sealed_json import (
     FORMAT_VERSION,
     are_whole,
     check_digest,

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import xxhash
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.format.sealed_json import are_whole, load_json
+from sidesave.writer_daemon.storage.sealed_json import are_whole, load_json
 
 DIGEST_NBYTES: Final = 16
 BLOCK_NBYTES: Final = 256 << 10

@@ -86,4 +86,5 @@ class LeaseFollower:
         """If ``final``, tell rank 0 that this rank sends no further record; idempotent."""
         if final:
             with contextlib.suppress(WriteError):
-                self._storage.create(self._mark, 0).close()
+                with self._storage.creating(self._mark, 0) as mark:
+                    mark.finish(0)

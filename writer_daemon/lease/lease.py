@@ -259,7 +259,7 @@ class Lease:
         name = f"{_path(epoch)}.takeover"
         temporary = f"{name}.{self._record.token}"
         try:
-            with self._storage.creating(temporary, RECORD_NBYTES) as output:
+            with self._storage.creating(temporary, RECORD_NBYTES, name) as output:
                 self._write(output, json.dumps(request).encode())
                 output.finish(RECORD_NBYTES)
             if not self._storage.publish(temporary, name):
@@ -273,7 +273,7 @@ class Lease:
         self._record = replace(self._record, epoch=epoch)
         with contextlib.ExitStack() as held:
             held.callback(self._discard, temporary)
-            output = self._create(temporary)
+            output = self._create(temporary, _path(epoch))
             held.callback(output.close)
             self._write(output, self._record.to_bytes())
             output.finish(RECORD_NBYTES)
@@ -298,14 +298,14 @@ class Lease:
             self._held = held.pop_all()
         return True
 
-    def _create(self, temporary: str) -> OutputFile:
+    def _create(self, temporary: str, final: str) -> OutputFile:
         try:
-            return self._storage.create(temporary, RECORD_NBYTES)
+            return self._storage.create(temporary, RECORD_NBYTES, final)
         except NoSpaceError:
             for name in _epochs(self._storage):
                 if name.endswith(_SPARE):
                     self._discard(f"{LEASE_DIRECTORY}/{name}")
-            return self._storage.create(temporary, RECORD_NBYTES)
+            return self._storage.create(temporary, RECORD_NBYTES, final)
 
     def _link(self, temporary: str, epoch: int) -> str | None:
         """Link the record to its number; returns the token of who has that number now, None when nobody has.

@@ -17,11 +17,14 @@ from sidesave.stager.memory.arena import page_up
 
 
 class OutputFile(ABC):
-    """A new file under an attempt name: written in any order, by several threads, then finished once."""
+    """A new file under an attempt name: written by several threads, then finished once."""
 
     @abstractmethod
     def write_at(self, data: memoryview, offset: int) -> None:
-        """Write all of ``data`` at ``offset``, both multiples of 4096, from page-aligned memory. Thread-safe."""
+        """Write all of ``data`` at ``offset``, both multiples of 4096, from page-aligned memory.
+
+        Thread-safe. May block until all before ``offset`` has been written, so each thread goes upwards.
+        """
 
     @abstractmethod
     def finish(self, nbytes: int) -> None:
@@ -79,6 +82,17 @@ class ReadStorage(ABC):
 class Storage(ReadStorage):
     """One run directory, for who writes."""
 
+    def take_over(self, session: str) -> None:
+        """Keep out who has taken over before: from here on it can rename nothing. To be called with the lease.
+
+        Nothing on a file system, where a recovery renames what an earlier session might finish.
+        """
+        return
+
+    def settle(self) -> None:
+        """What other sessions have left and is not here under a new name by now counts as removed."""
+        return
+
     def check_root(self) -> None:
         """Raise ``WriteError`` if :attr:`root` no longer leads to the opened directory, saying what happened."""
         return
@@ -92,8 +106,11 @@ class Storage(ReadStorage):
         """Create a directory; False when it is there. Durable after :meth:`sync_directory` of its parent."""
 
     @abstractmethod
-    def create(self, path: str, nbytes: int) -> OutputFile:
-        """Make a new file and reserve ``nbytes`` for it where the system can; never opens an existing one."""
+    def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
+        """Make a new file and reserve ``nbytes`` for it where the system can; never replaces an existing one.
+
+        ``final`` is the name that :meth:`publish` will give it, if any: a store that cannot rename writes there.
+        """
 
     @abstractmethod
     def publish(self, temporary: str, final: str) -> bool:
@@ -101,6 +118,10 @@ class Storage(ReadStorage):
 
         The temporary name is gone afterwards in the first case. Durable after :meth:`sync_directory`.
         """
+
+    @abstractmethod
+    def replace(self, path: str, data: bytes) -> None:
+        """Give a small file new content, at once and durably; the file need not be there."""
 
     @abstractmethod
     def rename_directory(self, source: str, target: str) -> None:
@@ -146,9 +167,9 @@ class Storage(ReadStorage):
         return None
 
     @contextmanager
-    def creating(self, path: str, nbytes: int) -> Generator[OutputFile]:
+    def creating(self, path: str, nbytes: int, final: str | None = None) -> Generator[OutputFile]:
         """:meth:`create`, closed at the end of the block."""
-        file = self.create(path, nbytes)
+        file = self.create(path, nbytes, final)
         try:
             yield file
         finally:
@@ -163,7 +184,7 @@ class Storage(ReadStorage):
         temporary, final = f"{directory}/.{name}.{attempt}", f"{directory}/{name}"
         with mmap.mmap(-1, max(page_up(len(data)), page_up(1))) as buffer:
             buffer[: len(data)] = data
-            with self.creating(temporary, len(data)) as output, memoryview(buffer) as view:
+            with self.creating(temporary, len(data), final) as output, memoryview(buffer) as view:
                 output.write_at(view, 0)
                 output.finish(len(data))
         if not self.publish(temporary, final):

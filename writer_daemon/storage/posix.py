@@ -216,7 +216,7 @@ class PosixStorage(Storage):
                 return False
             return True
 
-    def create(self, path: str, nbytes: int) -> OutputFile:
+    def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
         with self._doing(f"cannot create a file of {nbytes:,} bytes", path, "pwrite64"):
             fd = self._open_new(path)
         file = PosixOutput(fd, self._full(path), direct=bool(self._direct))
@@ -294,6 +294,23 @@ class PosixStorage(Storage):
             code = errno.EOPNOTSUPP if code == errno.EINVAL else code  # it does not know the flag
             raise OSError(code, os.strerror(code))
         return True
+
+    def replace(self, path: str, data: bytes) -> None:
+        draft = f"{path}.{secrets.token_hex(4)}"
+        with self._doing("cannot replace", path):
+            try:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+                with Descriptor(draft, flags, directory=self.descriptor) as file:
+                    left = memoryview(data)
+                    while left:
+                        left = left[os.write(file.fileno(), left) :]
+                    os.fsync(file.fileno())
+                os.rename(draft, path, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft, dir_fd=self.descriptor)
+                raise
+        self.sync_directory(path.rpartition("/")[0])
 
     def rename_directory(self, source: str, target: str) -> None:
         with self._doing("cannot rename to", target, "renameat"):

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import re
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -32,6 +32,10 @@ HEAD_NBYTES: Final = 256 << 10
 _AHEAD: Final = 4
 """Ranges, of 16 MiB, that are asked for before the one that is waited for has come."""
 _CHUNK_NBYTES: Final = 1 << 20
+PART_NBYTES: Final = 5 << 20
+"""Of an upload in parts, the least that S3 takes: what is in memory besides is this times the requests at once."""
+_MAX_PARTS: Final = 10_000
+"""S3 takes no more for one object."""
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
@@ -45,13 +49,12 @@ def memory_store(bucket: str) -> MemoryStore:
     return _memory.setdefault(bucket, MemoryStore())
 
 
-class ObjectStorage(ReadStorage):
-    """The prefix ``root``, a URL as ``urls.normalized`` gives it. Nothing is asked before something is read."""
+class Bucket:
+    """A prefix in an object store, and what can be asked of it; keys are paths below it. Thread-safe."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
-        """Prepare a client; ``InvalidArgumentError`` where the options are none of its."""
+        """Prepare a client of ``root``; ``InvalidArgumentError`` where the options are none of its. Asks nothing."""
         self.root = root
-        self.can_list = not root.startswith("http")
         try:
             self._store, self._prefix = _connect(root, options)
         except (exceptions.BaseError, TypeError, ValueError) as error:
@@ -60,54 +63,66 @@ class ObjectStorage(ReadStorage):
             hint = _first_line(error) if told else "a value is none, or an option is not known"
             raise InvalidArgumentError(f"{root}: storage_options are not those of this store: {hint}") from None
 
-    def close(self) -> None:
-        return
+    # Reading ---------------------------------------------------------------------------------------------------
 
-    def list_directory(self, name: str) -> list[str]:
-        if not self.can_list:
-            raise InvalidArgumentError(f"{self.root}: http cannot list what there is; give the URL of one step")
-        key = self._key(name)
-        with self._doing("cannot list", name):
-            found = obstore.list_with_delimiter(self._store, key or None)
-        keys = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
-        return [key for key in (each.rpartition("/")[2] for each in keys) if key]
+    def list_level(self, key: str) -> tuple[list[str], list[str]]:
+        """Names directly below a key: those that lead on, and those of objects. One request for every 1000."""
+        with self._doing("cannot list", key):
+            found = obstore.list_with_delimiter(self._store, self._key(key) or None)
+        levels = [each.rpartition("/")[2] for each in found["common_prefixes"]]
+        objects = [each["path"].rpartition("/")[2] for each in found["objects"]]
+        return [name for name in levels if name], [name for name in objects if name]
 
-    def read(self, path: str, max_nbytes: int) -> bytes | None:
+    def list_all(self, key: str, after: str = "") -> list[str]:
+        """The keys of all objects below a key, in order; only those behind the key ``after``, if that is given."""
+        offset = self._key(after) if after else None
+        with self._doing("cannot list", key):
+            found = [each["path"] for some in obstore.list(self._store, self._key(key), offset=offset) for each in some]
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        return sorted(path[cut:] for path in found)
+
+    def has_any(self, key: str) -> bool:
+        """Whether there is an object below a key; one request."""
+        with self._doing("cannot list", key):
+            return next(iter(obstore.list(self._store, self._key(key), chunk_size=1)), None) not in (None, [])
+
+    def nbytes_of(self, key: str) -> int | None:
+        """The length of an object, None where there is none; one request."""
         try:
-            with self._doing("cannot read", path):
-                result = obstore.get(self._store, self._key(path))
+            with self._doing("cannot ask for", key):
+                return obstore.head(self._store, self._key(key))["size"]
+        except WriteError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+
+    def read(self, key: str, max_nbytes: int) -> bytes | None:
+        """A small object's content, None where there is none; longer than ``max_nbytes`` is an error. One request."""
+        try:
+            with self._doing("cannot read", key):
+                result = obstore.get(self._store, self._key(key))
                 nbytes = result.meta["size"]
                 if nbytes > max_nbytes:
                     text = f"cannot read: {nbytes:,} bytes, over the limit of {max_nbytes:,}"
-                    raise WriteError(errno.EFBIG, text, self._full(path))
+                    raise WriteError(errno.EFBIG, text, self.full(key))
                 return bytes(result.bytes())
         except WriteError as error:
             if error.errno == errno.ENOENT:
                 return None
             raise
 
-    @contextlib.contextmanager
-    def open(self, path: str) -> Generator[InputFile]:
-        head = memoryview(bytearray(HEAD_NBYTES))
-        filled, nbytes = self._get(path, 0, head)
-        yield _ObjectInput(self, path, head[:filled], nbytes)
+    def read_into(self, key: str, offset: int, window: memoryview) -> tuple[int, int]:
+        """Fill memory with an object's bytes from ``offset`` on; how many there were, and the object's length.
 
-    def read_into(self, path: str, offset: int, window: memoryview) -> int:
-        """Fill memory with a file's bytes from ``offset`` on; how many there were, fewer where the file ends.
-
-        Thread-safe; blocks for one request, of which a piece of 1 MiB at a time is in memory besides.
+        Blocks for one request, of which a piece of 1 MiB at a time is in memory besides.
         """
-        return self._get(path, offset, window)[0]
-
-    def _get(self, path: str, offset: int, window: memoryview) -> tuple[int, int]:
-        """How many bytes have come, and the length of the file."""
         done = 0
         if not window:
             return 0, 0
-        with self._doing(f"cannot read {len(window):,} bytes at byte {offset:,}", path):
+        with self._doing(f"cannot read {len(window):,} bytes at byte {offset:,}", key):
             try:
                 wanted = {"range": (offset, offset + len(window))}
-                result = obstore.get(self._store, self._key(path), options=wanted)  # pyright: ignore[reportArgumentType]
+                result = obstore.get(self._store, self._key(key), options=wanted)  # pyright: ignore[reportArgumentType]
             except exceptions.BaseError as error:
                 if _PAST_THE_END.search(str(error)):
                     return 0, 0
@@ -120,38 +135,116 @@ class ObjectStorage(ReadStorage):
                 done += len(part)
         return done, result.meta["size"]
 
-    def _key(self, path: str) -> str:
-        return "/".join(filter(None, (self._prefix, path)))
+    # Writing ---------------------------------------------------------------------------------------------------
 
-    def _full(self, path: str) -> str:
-        return f"{self.root}/{path}" if path else self.root
+    def create(self, key: str, data: bytes) -> bool:
+        """Put an object unless there is one; False where there is, which may be this one, put by a lost request."""
+        try:
+            with self._doing("cannot create", key):
+                obstore.put(self._store, self._key(key), data, mode="create", use_multipart=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        """Put a small object, in the place of what is there."""
+        with self._doing(f"cannot write {len(data):,} bytes", key):
+            obstore.put(self._store, self._key(key), data, use_multipart=False)
+
+    def put_parts(self, key: str, nbytes: int, parts: Iterator[memoryview], at_once: int) -> None:
+        """Put an object of ``nbytes`` bytes that come one after the other, ``at_once`` requests at a time.
+
+        It is there when this returns, and nothing of it before; where ``parts`` raises, nothing ever is. Memory of
+        ``parts`` may be read until this returns.
+        """
+        with self._doing(f"cannot write {nbytes:,} bytes", key):
+            size = max(PART_NBYTES, -(-nbytes // _MAX_PARTS))
+            obstore.put(
+                self._store, self._key(key), parts, use_multipart=True, chunk_size=size, max_concurrency=at_once
+            )
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove objects; no error for those that are not there."""
+        if keys:
+            with self._doing("cannot remove", keys[0]), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, [self._key(key) for key in keys])
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def full(self, key: str) -> str:
+        """The URL of a key, for messages."""
+        return f"{self.root}/{key}" if key else self.root
+
+    def _key(self, key: str) -> str:
+        return "/".join(filter(None, (self._prefix, key)))
 
     @contextlib.contextmanager
-    def _doing(self, what: str, path: str) -> Generator[None]:
+    def _doing(self, what: str, key: str) -> Generator[None]:
         """Make a ``WriteError`` of what fails, without what a server says of credentials, and without a cause."""
         try:
             yield
         except WriteError:
             raise
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise FileExistsError(errno.EEXIST, "there is an object already", self.full(key)) from None
         except FileNotFoundError:
-            raise WriteError(errno.ENOENT, f"{what}: there is no such object", self._full(path)) from None
+            raise WriteError(errno.ENOENT, f"{what}: there is no such object", self.full(key)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
-            check = "check the credentials, that they may get and list objects here, the region and the endpoint"
-            raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self._full(path)) from None
+            check = "check the credentials, what they may do here, the region and the endpoint"
+            raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self.full(key)) from None
         except (exceptions.BaseError, OSError, ValueError) as error:
             if "(os error 20)" in str(error):  # a file in a directory's place
-                raise WriteError(errno.ENOENT, f"{what}: there is no such file", self._full(path)) from None
+                raise WriteError(errno.ENOENT, f"{what}: there is no such file", self.full(key)) from None
             if _INSTANCE_ROLE in str(error):
                 text = f"{what}: there are no credentials, neither in the environment nor by a role of this machine"
-                raise WriteError(errno.EACCES, text, self._full(path)) from None
+                raise WriteError(errno.EACCES, text, self.full(key)) from None
             stalled = "kind: Timeout" in str(error)
             kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
-            raise kind(code, f"{what}: {_first_line(error)}", self._full(path)) from None
+            raise kind(code, f"{what}: {_first_line(error)}", self.full(key)) from None
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # obstore's, for an endpoint that is no URL for instance
                 raise
             text = f"{what}: obstore has given up: check the endpoint and the other options of the store"
-            raise WriteError(errno.EINVAL, text, self._full(path)) from None
+            raise WriteError(errno.EINVAL, text, self.full(key)) from None
+
+
+class ObjectStorage(ReadStorage):
+    """The prefix ``root``, a URL as ``urls.normalized`` gives it. Nothing is asked before something is read."""
+
+    def __init__(self, root: str, options: Mapping[str, Any]) -> None:
+        """Prepare a client; ``InvalidArgumentError`` where the options are none of its."""
+        self.root = root
+        self.can_list = not root.startswith("http")
+        self.bucket = Bucket(root, options)
+
+    def close(self) -> None:
+        return
+
+    def list_directory(self, name: str) -> list[str]:
+        if not self.can_list:
+            raise InvalidArgumentError(f"{self.root}: http cannot list what there is; give the URL of one step")
+        levels, objects = self.bucket.list_level(self.key_of(name))
+        return [*levels, *objects]
+
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        return self.bucket.read(self.key_of(path), max_nbytes)
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Generator[InputFile]:
+        head = memoryview(bytearray(HEAD_NBYTES))
+        filled, nbytes = self.bucket.read_into(self.key_of(path), 0, head)
+        yield _ObjectInput(self, path, head[:filled], nbytes)
+
+    def read_into(self, path: str, offset: int, window: memoryview) -> int:
+        """Fill memory with a file's bytes from ``offset`` on; how many there were, fewer where the file ends.
+
+        Thread-safe; blocks for one request, of which a piece of 1 MiB at a time is in memory besides.
+        """
+        return self.bucket.read_into(self.key_of(path), offset, window)[0]
+
+    def key_of(self, path: str) -> str:
+        """The key of a file or directory of the run, below the run's own."""
+        return path
 
 
 class _ObjectInput(InputFile):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections.abc import Generator, Mapping
@@ -10,13 +11,14 @@ from contextvars import ContextVar
 from typing import Any, Final, cast
 
 from sidesave.errors import InvalidArgumentError
-from sidesave.writer_daemon.storage.base import ReadStorage
+from sidesave.writer_daemon.storage.base import ReadStorage, Storage
 from sidesave.writer_daemon.storage.posix import PosixStorage
 
 SCHEMES: Final = ("s3", "gs", "az", "file", "http", "https", "memory")
 """``memory`` is for tests: its objects live in this process."""
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # of "://" an os.PathLike leaves one slash
-_options: ContextVar[Mapping[str, Any]] = ContextVar("_options", default={})  # noqa: B039 - never changed in place
+_options: ContextVar[Mapping[str, Any] | None] = ContextVar("_options", default=None)
+_remembered: Final[dict[str, Mapping[str, Any]]] = {}
 
 
 def is_url(path: str) -> bool:
@@ -60,13 +62,62 @@ def using(storage_options: Mapping[str, Any] | None) -> Generator[None]:
         _options.reset(token)
 
 
+def remember(root: str, storage_options: Mapping[str, Any]) -> None:
+    """What a run's store is opened with by any thread, where nothing else is said, until :func:`forget`."""
+    _remembered[root] = storage_options
+
+
+def forget(root: str) -> None:
+    """Take back :func:`remember`; idempotent."""
+    _remembered.pop(root, None)
+
+
+def _options_for(url: str) -> Mapping[str, Any]:
+    said = _options.get()
+    if said is not None:
+        return said
+    roots = [root for root in list(_remembered) if url == root or url.startswith(f"{root}/")]
+    return _remembered.get(max(roots, key=len), {}) if roots else {}
+
+
+def encode_options(storage_options: Mapping[str, Any] | None) -> bytes:
+    """Options for a process that outlives this one; ``InvalidArgumentError`` names what cannot be handed on."""
+
+    def refuse_unplain(value: object, name: str) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in cast("Mapping[object, object]", value).items():
+                refuse_unplain(inner, f"{name}[{key!r:.80}]")
+        elif not isinstance(value, (str, int, float, bool)):
+            hint = "the daemon goes on when this process has ended, so they must be text, numbers and dicts of these"
+            raise InvalidArgumentError(f"{name} is a {type(value).__name__}: {hint}")
+
+    with using(storage_options):  # which checks that it is a dict
+        options = storage_options or {}
+    refuse_unplain(options, "storage_options")
+    return json.dumps(options).encode()
+
+
+def decode_options(data: bytes) -> dict[str, Any]:
+    """Read what :func:`encode_options` has made."""
+    return cast("dict[str, Any]", json.loads(data)) if data else {}
+
+
 def open_storage(root: str) -> ReadStorage:
     """The run directory ``root``, a path or a URL; ``WriteError`` where it cannot be opened."""
     if not is_url(root):
         return PosixStorage(root)
-    from sidesave.writer_daemon.storage.remote import ObjectStorage  # its library is an extra, and some MiB
+    from sidesave.writer_daemon.storage.object_run import NamedObjects  # its library is an extra, and some MiB
 
-    return ObjectStorage(root, _options.get())
+    return NamedObjects(root, _options_for(root))
+
+
+def open_for_writing(root: str) -> Storage:
+    """The same, for who writes."""
+    if not is_url(root):
+        return PosixStorage(root)
+    from sidesave.writer_daemon.storage.object_run import ObjectRun
+
+    return ObjectRun(root, _options_for(root))
 
 
 def parent_of(path: str) -> tuple[str, str]:

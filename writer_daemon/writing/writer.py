@@ -31,7 +31,7 @@ from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.format import layout, manifest, tensor_file
 from sidesave.writer_daemon.format.layout import Part, TensorInfo
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
-from sidesave.writer_daemon.format.sealed_json import load_json
+from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile
 from sidesave.writer_daemon.protocol import Extent, Save, unpack_files
 from sidesave.writer_daemon.storage import OutputFile, Storage
@@ -223,7 +223,7 @@ class Writer:
             some = images[first : first + MAX_OPEN]
             try:
                 for image in some:  # reserve everything before the first byte is written
-                    image.output = self._storage.create(image.temporary, image.layout.nbytes)
+                    image.output = self._storage.create(image.temporary, image.layout.nbytes, image.final)
                 futures: list[Future[None]] = [self._digester.submit(digest, some)]
                 for image in some:
                     offsets = range(0, image.extent.nbytes, CHUNK_NBYTES)
@@ -308,7 +308,7 @@ class Writer:
         with mmap.mmap(-1, room) as buffer:
             buffer[: len(data)] = data
             with (
-                self._storage.creating(self._temporary(directory, name), len(data)) as output,
+                self._storage.creating(self._temporary(directory, name), len(data), f"{directory}/{name}") as output,
                 memoryview(buffer) as view,
             ):
                 output.write_at(view, 0)

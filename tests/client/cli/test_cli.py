@@ -23,7 +23,7 @@ import sidesave
 from sidesave.client.cli import doctor
 from sidesave.client.runs import catalog
 from sidesave.stager.memory import numa
-from sidesave.writer_daemon.format import sealed_json
+from sidesave.writer_daemon.storage import sealed_json
 
 MODULE = [sys.executable, "-m", "sidesave"]
 USABLE = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]

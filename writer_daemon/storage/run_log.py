@@ -1,0 +1,377 @@
+"""The names of a run's directories in an object store, which cannot rename: a log of numbered entries.
+
+Each entry is an object of its own, ``.sidesave.log/<number>``, put only if there is none of that number. It says which
+names of directories lead to which prefixes from now on; what it does not mention stays. Who writes claims the number
+after the last entry that it knows. So one of two writers fails, always, and finds an entry of the other: it has been
+taken over from, and nothing that it does counts any more. docs/decisions/0026.
+
+Readers read the last entries. Every 16th has all names in it; what lies before the one before it is removed. A writer
+that was away for long might put an entry in such a gap, so it looks for later ones before it believes in its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import secrets
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, cast
+
+from sidesave.errors import CommitUnknownError, IntegrityError, WriteError
+from sidesave.writer_daemon.storage.remote import Bucket
+from sidesave.writer_daemon.storage.sealed_json import check_digest, check_version, get, load_json, seal
+
+logger = logging.getLogger(__name__)
+
+LOG: Final = ".sidesave.log"
+_FORMAT: Final = "sidesave-log"
+_EVERY: Final = 16
+"""Entries from one with all names to the next: a reader asks for no more, and all at once."""
+_MAX_NBYTES: Final = 256 << 20
+_TRIES: Final = 4
+"""Of an entry whose answer got lost, and of a reader that is overtaken by removals; the library has tried before."""
+_PAUSE_S: Final = 0.5
+_SESSION: Final = re.compile(r"step-\d+\.([0-9a-f]{16})(?:[-.].*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a log says up to an entry.
+
+    Attributes:
+        number: Of that entry, 0 for an empty log.
+        whole: The number of the last entry that had everything in it.
+        session: Who took over last.
+        token: Of that very taking.
+        prefixes: Names of directories, and the prefixes that they lead to.
+        open: Earlier sessions whose leftovers nobody has judged yet.
+        dropped: Prefixes of these sessions, and of this one, that were removed: what appears there late is nothing.
+    """
+
+    number: int = 0
+    whole: int = 0
+    session: str = ""
+    token: str = ""
+    prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
+    open: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+
+    def counts(self, prefix: str) -> bool:
+        """Whether a prefix of a save, which no name leads to, may still become a checkpoint."""
+        match = _SESSION.fullmatch(prefix)
+        if match is None or prefix in self.dropped:
+            return False
+        return not self.number or match[1] == self.session or match[1] in self.open
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One entry: what changes, and, where ``state`` is, everything."""
+
+    number: int
+    whole: int
+    session: str
+    token: str
+    serial: int
+    changes: Mapping[str, str | None]
+    dropped: tuple[str, ...]
+    state: Names | None
+
+    def to_bytes(self) -> bytes:
+        body: dict[str, Any] = {
+            "format": _FORMAT,
+            "version": 1,
+            "number": self.number,
+            "whole": self.whole,
+            "session": self.session,
+            "token": self.token,
+            "serial": self.serial,
+            "changes": self.changes,
+            "dropped": self.dropped,
+        }
+        if self.state is not None:
+            state = self.state
+            body["names"] = {**state.prefixes}
+            body["open"], body["all_dropped"] = sorted(state.open), sorted(state.dropped)
+        return seal(body)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, number: int, path: str) -> _Entry:
+        check_digest(data, path)
+        body = load_json(data, path)
+        check_version(body, _FORMAT, path)
+        if get(body, "number", int, path) != number:
+            raise IntegrityError(f"{path}: it is entry {body['number']}")
+        session, token = get(body, "session", str, path), get(body, "token", str, path)
+        whole = get(body, "whole", int, path)
+        changes = cast("dict[str, Any]", get(body, "changes", dict, path))
+        dropped = cast("list[Any]", get(body, "dropped", list, path))
+        state = None
+        if "names" in body:
+            names = cast("dict[str, Any]", get(body, "names", dict, path))
+            others = [cast("list[Any]", get(body, key, list, path)) for key in ("open", "all_dropped")]
+            _require_texts([*names.values(), *others[0], *others[1]], path)
+            state = Names(number, number, session, token, names, *map(frozenset, others))
+        _require_texts([*(each for each in changes.values() if each is not None), *dropped], path)
+        serial = get(body, "serial", int, path)
+        return cls(number, whole, session, token, serial, changes, tuple(dropped), state)
+
+    def after(self, before: Names) -> Names:
+        """What holds with this entry behind ``before``."""
+        if self.state is not None:
+            return self.state
+        prefixes = {**before.prefixes, **self.changes}
+        kept = {name: prefix for name, prefix in prefixes.items() if prefix is not None}
+        return replace(before, number=self.number, prefixes=kept, dropped=before.dropped.union(self.dropped))
+
+
+def _require_texts(values: Iterable[object], path: str) -> None:
+    if not all(isinstance(value, str) for value in values):
+        raise IntegrityError(f"{path}: a name or a prefix is no text")
+
+
+class RunLog:
+    """The log of one run. Reading changes nothing; :meth:`take_over` makes this object the one that may write.
+
+    Thread-safe; every method blocks for some requests and raises ``WriteError`` where the store does not answer, and
+    ``IntegrityError`` where the log is damaged.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        """Ask nothing yet."""
+        self._bucket = bucket
+        self._lock = threading.RLock()
+        self._token = ""
+        self._serial = 0
+        self._names = Names()
+        self._whole_before = 1  # the entry with everything in it before the last such one
+        self._in_doubt = False  # whether an entry of ours may be there, or come, that we do not know of
+
+    @property
+    def holds(self) -> bool:
+        """Whether this object has taken over, and knows of nobody after it."""
+        return bool(self._token)
+
+    def look(self) -> Names:
+        """What the log says now: of who writes without a request, of anybody else 1 LIST and at most 17 GETs."""
+        with self._lock:
+            if not self._token:
+                self._names = self._read()
+            elif self._in_doubt:
+                self._settle_doubt()
+            return self._names
+
+    # Writing ---------------------------------------------------------------------------------------------------
+
+    def take_over(self, session: str) -> None:
+        """Become the one who writes, for ``session``: what anybody before writes from now on fails, and counts for nothing.
+
+        Raises:
+            WriteError: The store does not refuse to put a second object of one key (EOPNOTSUPP).
+        """
+        with self._lock:
+            self._probe()
+            token = secrets.token_hex(8)
+            while True:
+                self._token, self._in_doubt = "", False
+                self.look()
+                self._token = token
+                with contextlib.suppress(_Overtaken):  # somebody else has, in this moment
+                    self._append(whole=lambda before: _taken_over(before, session, token))
+                    return
+
+    def change(self, changes: Mapping[str, str | None], dropped: Iterable[str] = ()) -> None:
+        """Let names lead to other prefixes, or nowhere (None), all at once; ``dropped`` prefixes never count again.
+
+        Raises:
+            WriteError: Somebody has taken over (ESTALE), and nothing has changed.
+            CommitUnknownError: The store does not tell whether it has taken the entry. The next call finds out.
+        """
+        with self._lock:
+            self._require_writer()
+            self._append(changes, tuple(dropped))
+
+    def settle(self) -> None:
+        """Everything that earlier sessions have left, and that no name leads to, never counts again."""
+        with self._lock:
+            self._require_writer()
+            if self._names.open:
+                self._append(whole=_settled)
+
+    def _append(
+        self,
+        changes: Mapping[str, str | None] = types.MappingProxyType({}),
+        dropped: tuple[str, ...] = (),
+        whole: Callable[[Names], Names] | None = None,
+    ) -> None:
+        """Add an entry; with ``whole`` it holds what that makes of all there is."""
+        self._serial += 1
+        while True:
+            entry = self._next_entry(changes, dropped, whole)
+            there = self._claim(entry)
+            if there.token != self._token:
+                raise self._lost(f"session {there.session} has taken over")
+            self._refuse_overtaken(there.number)
+            self._names = there.after(self._names)
+            if there.serial == self._serial:
+                break  # else it is an earlier change of ours, of which no answer had come
+        self._in_doubt = False
+        if entry.state is not None:
+            self._sweep(upto=self._whole_before)
+            self._whole_before = entry.number
+
+    def _next_entry(
+        self,
+        changes: Mapping[str, str | None],
+        dropped: tuple[str, ...],
+        whole: Callable[[Names], Names] | None,
+    ) -> _Entry:
+        names = self._names
+        number = names.number + 1
+        entry = _Entry(number, names.whole, names.session, self._token, self._serial, {**changes}, dropped, None)
+        if whole is None and number % _EVERY == 0:
+            whole = entry.after
+        if whole is None:
+            return entry
+        state = replace(whole(names), number=number, whole=number)
+        return replace(entry, whole=number, session=state.session, state=state)
+
+    def _claim(self, entry: _Entry) -> _Entry:
+        """Put an entry where its number is free; returns what has that number then."""
+        key, data = _key(entry.number), entry.to_bytes()
+        for tries in range(_TRIES):
+            time.sleep(_PAUSE_S * (tries > 0))
+            failure: WriteError | None = None
+            try:
+                if self._bucket.create(key, data):
+                    return entry
+            except WriteError as error:
+                failure = error
+            try:  # the answer to a lost request may be that the object is there
+                there = self._read_entry(entry.number)
+            except WriteError as error:
+                self._in_doubt = True
+                text = f"whether the store has taken it is not known: {(failure or error).strerror}"
+                raise CommitUnknownError(errno.ETIMEDOUT, text, self._bucket.full(key)) from error
+            if there is not None:
+                return there
+            if failure is not None and failure.errno == errno.EACCES:
+                break
+        self._in_doubt = True  # a request may be under way that was given up here
+        text = f"the store does not take it: {failure.strerror if failure else 'it says there is one, and there is none'}"
+        raise CommitUnknownError(errno.EIO, text, self._bucket.full(key))
+
+    def _settle_doubt(self) -> None:
+        """Read what has become of an entry that was given up."""
+        there = self._read_entry(self._names.number + 1)
+        if there is None:
+            return  # it may still come: then the next one does not get its number, and finds it
+        if there.token != self._token:
+            self._lost("another one has taken over")
+            self._names = self._read()
+            return
+        self._refuse_overtaken(there.number)
+        self._names, self._in_doubt = there.after(self._names), False
+
+    def _refuse_overtaken(self, number: int) -> None:
+        """Raise where there are later entries than ``number``: what it followed was removed long ago."""
+        try:
+            later = self._numbers(after=number)
+        except WriteError as error:
+            self._in_doubt = True
+            text = f"the store has taken it, and whether that counts is not known: {error.strerror}"
+            raise CommitUnknownError(errno.ETIMEDOUT, text, self._bucket.full(_key(number))) from error
+        if later:
+            raise self._lost(f"entry {later[-1]} of its log is not ours")
+
+    def _lost(self, why: str) -> _Overtaken:
+        self._token = ""
+        return _Overtaken(errno.ESTALE, f"the run has passed to another session: {why}", self._bucket.full(LOG))
+
+    def _require_writer(self) -> None:
+        if not self._token:
+            raise self._lost("this one has not taken over, or somebody after it has")
+
+    def _probe(self) -> None:
+        """Find out by trying whether a second object of one key is refused: several kinds of stores just replace it."""
+        key = f"{LOG}/probe.{secrets.token_hex(8)}"
+        try:
+            self._bucket.create(key, b"first")
+            if self._bucket.create(key, b"second") or self._bucket.read(key, 100) != b"first":
+                text = "this store does not keep an object from being replaced (If-None-Match is ignored), so two jobs "
+                hint = "could write here at once and neither would know; use another store for run directories"
+                raise WriteError(errno.EOPNOTSUPP, text + hint, self._bucket.root)
+        finally:
+            with contextlib.suppress(WriteError):
+                self._bucket.remove([key])
+
+    def _sweep(self, upto: int) -> None:
+        """Remove the entries before ``upto``; readers that have just listed them have one more that is whole."""
+        try:
+            self._bucket.remove([_key(number) for number in self._numbers() if number < upto])
+        except WriteError as error:
+            logger.warning("left for the next time: %s", error)
+
+    # Reading ---------------------------------------------------------------------------------------------------
+
+    def _read(self) -> Names:
+        for _ in range(_TRIES):
+            numbers = self._numbers()
+            if not numbers:
+                return Names()
+            last = self._read_entry(numbers[-1])
+            if last is None:
+                continue  # it was removed since: there are many new ones
+            between = range(last.whole, last.number) if last.state is None else range(0)
+            with ThreadPoolExecutor(_EVERY, "sidesave-log") as pool:
+                entries = [*pool.map(self._read_entry, between), last]
+            if all(entries):
+                names = Names()
+                for entry in entries:
+                    assert entry is not None
+                    names = entry.after(names)
+                self._whole_before = names.whole
+                return names
+        raise IntegrityError(f"{self._bucket.full(LOG)}: entries of the run's log are missing")
+
+    def _read_entry(self, number: int) -> _Entry | None:
+        key = _key(number)
+        data = self._bucket.read(key, _MAX_NBYTES)
+        return None if data is None else _Entry.from_bytes(data, number, self._bucket.full(key))
+
+    def _numbers(self, after: int | None = None) -> list[int]:
+        """The numbers of the entries that are there, in order."""
+        keys = self._bucket.list_all(LOG, "" if after is None else _key(after))
+        names = (key.rpartition("/")[2] for key in keys)
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+class _Overtaken(WriteError):
+    """Another session has taken over."""
+
+
+def _taken_over(before: Names, session: str, token: str) -> Names:
+    others = (before.open | ({before.session} if before.session else frozenset())) - {session}
+    dropped = frozenset(each for each in before.dropped if _session_of(each) in others | {session})
+    return replace(before, session=session, token=token, open=others, dropped=dropped)
+
+
+def _settled(names: Names) -> Names:
+    own = frozenset(each for each in names.dropped if _session_of(each) == names.session)
+    return replace(names, open=frozenset(), dropped=own)
+
+
+def _key(number: int) -> str:
+    return f"{LOG}/{number:012d}"
+
+
+def _session_of(prefix: str) -> str:
+    match = _SESSION.fullmatch(prefix)
+    return match[1] if match else ""
