@@ -75,7 +75,7 @@ class Busy(PosixStorage):
         super().__init__(root)
         self.begun, self.made = threading.Event(), threading.Event()
 
-    def create(self, path: str, nbytes: int) -> OutputFile:
+    def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
         if ".objects." in path:
             self.begun.wait(DEADLINE_S)
             self.begun.clear()
