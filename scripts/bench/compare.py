@@ -114,7 +114,7 @@ def _measure(parent: str) -> None:
         found["load"] = _median(lambda: sidesave.load(path, into={"model": model, "optimizer": optimizer, "step": 0}))
         found["fresh"] = _median(lambda: sidesave.load(path))
         found["list"] = _median(lambda: sidesave.load(f"{directory}/step-00000300"))
-        command = [sys.executable, "-m", "sidesave", "diff", path, f"{directory}/step-00000301"]
+        command = [sys.executable, "-P", "-m", "sidesave", "diff", path, f"{directory}/step-00000301"]
         found["diff"] = _median(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), tries=3)
     print(json.dumps(found))
 
