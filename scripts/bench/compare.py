@@ -26,6 +26,13 @@ import sidesave
 
 _T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78, 1.77, 1.76, 1.75)
 """Of Student's t distribution with 1, 2, ... degrees of freedom; 1.7 for more."""
+_COMMAND_LINE = """
+try:
+    from sidesave.client.cli.main import main
+except ImportError:  # of older checkouts
+    from sidesave.client.cli import main
+main()
+"""
 _WHAT = {
     "start": "start of a checkpointer, s",
     "first": "first save, until it is committed, s",
@@ -114,7 +121,7 @@ def _measure(parent: str) -> None:
         found["load"] = _median(lambda: sidesave.load(path, into={"model": model, "optimizer": optimizer, "step": 0}))
         found["fresh"] = _median(lambda: sidesave.load(path))
         found["list"] = _median(lambda: sidesave.load(f"{directory}/step-00000300"))
-        command = [sys.executable, "-m", "sidesave", "diff", path, f"{directory}/step-00000301"]
+        command = [sys.executable, "-P", "-c", _COMMAND_LINE, "diff", path, f"{directory}/step-00000301"]
         found["diff"] = _median(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), tries=3)
     print(json.dumps(found))
 
