@@ -27,6 +27,7 @@ from sidesave.errors import InvalidArgumentError, SidesaveError
 from sidesave.stager.state import ownership
 from sidesave.writer_daemon.log import SaveRecord
 from sidesave.writer_daemon.protocol import DaemonOptions
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Checkpointer:
         nice: int = 0,
         io_class: Literal["", "idle", "best-effort"] = "",
         cpus: Sequence[int] = (),
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a run directory, creating it if need be.
 
@@ -103,6 +105,8 @@ class Checkpointer:
             io_class: I/O scheduling class of the daemon; empty leaves the system's.
             cpus: Cores the daemon may use; empty means all, or those of the GPU's node where there are several NUMA
                 nodes and it is not kept off them.
+            storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Text,
+                numbers and dicts of these: they reach the daemon by a socket, and stand in no file, log or argument.
 
         Raises:
             WriteError: The directory cannot be created or is none.
@@ -118,6 +122,7 @@ class Checkpointer:
             arguments.check_path(each)
         world = find_world(path, distributed, process_group, node_local=node_local)
         with world.raise_together("cannot use the run directory"):  # before anybody waits for anybody
+            encoded_options = urls.encode_options(storage_options)
             options = Options(
                 slots=slots,
                 max_host_memory_bytes=max_host_memory_bytes,
@@ -146,7 +151,7 @@ class Checkpointer:
             arguments.make_directory(path)
             await_predecessors(path, takeover_timeout_s)
         node = find_node(world, path, node_local=node_local)
-        session = Session(world, node, Run(path, further), options)
+        session = Session(world, node, Run(path, further), options, encoded_options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
@@ -105,6 +105,7 @@ class CheckpointerOptions(TypedDict, total=False):
     nice: int
     io_class: Literal["", "idle", "best-effort"]
     cpus: Sequence[int]
+    storage_options: Mapping[str, Any] | None
 
 
 class LoadOptions(TypedDict, total=False):

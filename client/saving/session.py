@@ -37,6 +37,7 @@ from sidesave.stager.signal_safe import Worker
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
 from sidesave.writer_daemon.protocol import Boot
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +61,24 @@ class Session:
     history: OwnHistory
     shared: SharedRun
 
-    def __init__(self, world: World, node: World, run: Run, options: Options) -> None:
-        """Nothing runs yet. The world is left at the end."""
+    def __init__(self, world: World, node: World, run: Run, options: Options, storage_options: bytes) -> None:
+        """Nothing runs yet. The world is left at the end. ``storage_options`` are encoded, and may be secret."""
         self.world, self.node, self.run, self.options = world, node, run, options
         self.directory, self.pid = run.directory, os.getpid()
+        self._storage_options = storage_options
         self.books = Worker("sidesave-books")
         self.pacer = Pacer()
         self.ids = itertools.count(_FIRST_ID)
-        self.closed = self._stopped = self.ended = self._left = False
+        self.closed = self._stopped = self.ended = self._left = self._remembers = False
 
     # The start -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start everything, together with the other ranks; where this raises, :meth:`stop` has to follow."""
         options = self.options
+        if urls.is_url(self.directory):
+            urls.remember(self.directory, urls.decode_options(self._storage_options))
+            self._remembers = True
         self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
         self._open()
         for name in self.connection.recovered:
@@ -143,6 +148,7 @@ class Session:
             rank=self.node.rank,
             world_size=self.node.size,
             trainer_pid=self.pid,
+            storage_options=self._storage_options,
             options=options.daemon,
         )
         connection = self.connection = Connection(boot, self.saves.receive, self.saves.lose)
@@ -222,6 +228,9 @@ class Session:
             self.saves.abandon()
         if hasattr(self, "pool"):
             self.pool.close()
+        remembers, self._remembers = self._remembers, False
+        if remembers:
+            urls.forget(self.directory)
         left, self._left = self._left, True
         if not left:
             self.world.close()
