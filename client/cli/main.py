@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import sidesave
-from sidesave.client.arguments import path_text
+from sidesave.client.arguments import path_text, place_to_write
 from sidesave.client.reading.verify import verify as verify_checkpoint
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import (
@@ -34,7 +34,7 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_metadata
 from sidesave.writer_daemon.log import HistoryLog, log_recovery
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, urls
 
 try:
     import rich  # noqa: F401
@@ -451,10 +451,10 @@ def export(
 @app.command()
 @errors_told()
 def doctor(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go.")] = ".",
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go, or its URL.")] = ".",
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine and a directory.
+    """Check this machine and a directory, or an object store.
 
     What sidesave needs is tried out, which takes some seconds and leaves nothing behind. Exit status 1 means that a
     check has failed.
@@ -462,8 +462,8 @@ def doctor(
     from sidesave.client.cli.doctor import examine
     from sidesave.client.cli.finding import Finding
 
-    place = Path(path_text(directory))
-    if place.exists() and not place.is_dir():
+    place = place_to_write(directory) if urls.is_url(directory) else Path(path_text(directory))
+    if isinstance(place, Path) and place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is no directory")
     findings: list[Finding] = []
     console = new_console()

@@ -82,6 +82,13 @@ class ReadStorage(ABC):
 class Storage(ReadStorage):
     """One run directory, for who writes."""
 
+    fences = False
+    """Whether :meth:`take_over` keeps out who has taken over before, so that no look at a lease has to."""
+
+    def has_passed_on(self) -> bool:
+        """Whether somebody else is known to have taken over since :meth:`take_over`. Asks nothing."""
+        return False
+
     def take_over(self, session: str) -> None:
         """Keep out who has taken over before: from here on it can rename nothing. To be called with the lease.
 

@@ -50,6 +50,11 @@ def can_list(url: str) -> bool:
     return not url.startswith("http")
 
 
+def can_write(url: str) -> bool:
+    """Whether a process of its own, as the daemon is, can write below a URL."""
+    return not url.startswith(("http", "memory"))
+
+
 @contextlib.contextmanager
 def using(storage_options: Mapping[str, Any] | None) -> Generator[None]:
     """What stores are opened with in the block, by this thread; None is what a block around it says, or nothing."""
@@ -84,8 +89,8 @@ def _options_for(url: str) -> Mapping[str, Any]:
     if said is not None:
         return said
     roots = [root for root in list(_remembered) if url == root or url.startswith(f"{root}/")]
-    remembered = _remembered.get(max(roots, key=len), []) if roots else []
-    return remembered[-1] if remembered else {}
+    last = [*_remembered.get(max(roots, key=len), [])][-1:] if roots else []
+    return last[0] if last else {}
 
 
 def encode_options(storage_options: Mapping[str, Any] | None) -> bytes:
