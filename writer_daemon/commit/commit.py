@@ -90,7 +90,11 @@ def commit(
     if existing is not None and existing.sequence > save.sequence:
         path = f"{storage.root}/{target}"
         raise CheckpointExistsError(errno.EEXIST, "a later save of this step has been committed", path)
-    records = await_records() if await_records is not None else [_own_record(storage, partial, save)]
+    try:
+        records = await_records() if await_records is not None else [_own_record(storage, partial, save)]
+    except IntegrityError:
+        lease.check(ask=True)  # who has taken over may have taken it away
+        raise
     content = assemble(records, f"{storage.root}/{partial}")
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)

@@ -194,14 +194,14 @@ class Lease:
         """Whether another holder has been found, by :meth:`check` or by storage that keeps earlier ones out itself."""
         return self._lost or self._storage.has_passed_on()
 
-    def check(self) -> None:
+    def check(self, *, ask: bool = False) -> None:
         """Raise ``WriteError`` unless this lease is still the newest; to be called right before every commit.
 
         Where storage keeps earlier holders out itself nothing is asked, for its next change tells, and so does the
-        thread that renews the lease: what is known by then counts.
+        thread that renews the lease: what is known by then counts, unless the caller has it ``ask``.
         """
         path = f"{self._storage.root}/{_path(self.epoch)}"
-        if self._storage.fences and not self.lost:
+        if self._storage.fences and not self.lost and not ask:
             return
         try:
             epoch = max(self.epoch, _newest(self._storage))
