@@ -188,7 +188,7 @@ def elsewhere(tmp_path: Path) -> Iterator[OrdersElsewhere]:
 def test_a_job_that_was_away_commits_nothing_when_it_wakes_and_is_told_so(
     url: str, traces: Traces, elsewhere: OrdersElsewhere, moment: str
 ) -> None:
-    with StoreTrainer(traces, "save_beside_others", url, **elsewhere.environment) as stale:
+    with StoreTrainer(traces, "save_beside_others", url, umask=-1, **elsewhere.environment) as stale:
         [pid] = stale.expect("ready")
         elsewhere.give("stop", starting_at=moment, every_step=True)
         stale.go_on()

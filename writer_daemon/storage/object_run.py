@@ -10,7 +10,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Final
 
 from sidesave.errors import WriteError
@@ -40,7 +40,11 @@ class NamedObjects(ObjectStorage):
         levels, objects = self.bucket.list_level("")
         if LOG not in levels and not self.log.holds:
             return [*levels, *objects]
-        return [*_told(self._look(), levels), *objects]
+        names = self._look()
+        led_to = {*names.prefixes.values(), *names.dropped}
+        others = [each for each in levels if each not in led_to and each != LOG]
+        saves = [f".{each}.partial" for each in others if _PREFIX.fullmatch(each) and names.counts(each)]
+        return [*names.prefixes, *saves, *(each for each in others if not _PREFIX.fullmatch(each)), *objects]
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
         data = super().read(path, max_nbytes)
@@ -88,8 +92,6 @@ class ObjectRun(NamedObjects, Storage):
         self._unpublished: dict[str, BufferedOutput | StreamedOutput] = {}
         self._known: set[str] = set()
         """Prefixes that are there as directories."""
-        self._levels: set[str] | None = None
-        """All prefixes that there were when this run was settled: from then on nobody else makes any that counts."""
         self._lock = threading.Lock()
         self._taken_over = False
 
@@ -104,28 +106,14 @@ class ObjectRun(NamedObjects, Storage):
     def settle(self) -> None:
         self.log.settle()
         self._look()
-        self._levels = {*self.bucket.list_level("")[0]}
 
     def free_nbytes(self) -> int:
         return _PLENTY_NBYTES
 
     def list_directory(self, name: str) -> list[str]:
-        """Names in a directory; once all is settled those of the run itself without a request, and only directories."""
-        if name and self._is_absent(name):
-            return []
-        names = self._look() if not name and self._levels is not None else None
-        if names is not None and self._levels is not None and self.log.holds:
-            return _told(names, {*self._levels, *self._known})
         with self._lock:
             parents = [path.rpartition("/") for path in self._unpublished]
         return [*super().list_directory(name), *(entry for parent, _, entry in parents if parent == name)]
-
-    def _is_absent(self, name: str) -> bool:
-        """Whether a directory is known not to be there, as nobody else can have made it since all was settled."""
-        if self._levels is None or not self.log.holds:
-            return False
-        led_to = self._look().prefixes.values()
-        return self.prefix_of(name) not in {*led_to, *self._levels, *self._known}
 
     # Directories -----------------------------------------------------------------------------------------------
 
@@ -138,16 +126,15 @@ class ObjectRun(NamedObjects, Storage):
             prefix = f"{prefix}.{names.number + 1}"
             self.log.change({name: prefix})
             self._look()
-        is_new = self.bucket.create(f"{prefix}/{MARK}", b"")
         self._known.add(prefix)
-        return is_new
+        return self.bucket.create(f"{prefix}/{MARK}", b"")
 
     def rename_directory(self, source: str, target: str) -> None:
         names = self._look()
         prefix = self.prefix_of(source)
         if target in names.prefixes or self._is_taken(target, names):
             raise WriteError(errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(target))
-        if source not in names.prefixes and prefix not in self._known and not self.bucket.has_any(prefix):
+        if source not in names.prefixes and not self.bucket.has_any(prefix):
             raise WriteError(errno.ENOENT, "cannot rename: there is no such directory", self.bucket.full(source))
         self.log.change({source: None, target: prefix})
         self._look()
@@ -157,7 +144,7 @@ class ObjectRun(NamedObjects, Storage):
         prefix = _native(name)
         if prefix in names.prefixes.values() or prefix in names.dropped:
             return False
-        return not self._is_absent(name) and self.bucket.has_any(prefix)
+        return self.bucket.has_any(prefix)
 
     def open_to_readers(self, name: str) -> None:
         return  # who may read is said of the bucket
@@ -171,8 +158,6 @@ class ObjectRun(NamedObjects, Storage):
         prefix = self.prefix_of(name)
         self.bucket.remove([*self.bucket.list_all(prefix), name])
         self._known.discard(prefix)
-        if self._levels is not None:
-            self._levels.discard(prefix)
         if name in names.prefixes:
             self.log.change({name: None}, [prefix])
             self._look()
@@ -219,14 +204,6 @@ class ObjectRun(NamedObjects, Storage):
             unpublished = self._unpublished.pop(path, None)
         if unpublished is None:
             self.bucket.remove([self.key_of(path)])
-
-
-def _told(names: Names, levels: Iterable[str]) -> list[str]:
-    """The directories of a run whose log says ``names``, and which has the prefixes ``levels``."""
-    led_to = {*names.prefixes.values(), *names.dropped, LOG}
-    others = [each for each in levels if each not in led_to]
-    saves = [f".{each}.partial" for each in others if _PREFIX.fullmatch(each) and names.counts(each)]
-    return [*names.prefixes, *saves, *(each for each in others if not _PREFIX.fullmatch(each))]
 
 
 def _native(name: str) -> str:

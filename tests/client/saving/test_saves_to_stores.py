@@ -47,12 +47,13 @@ def test_a_save_is_committed_and_comes_back_bit_for_bit(url: str) -> None:
 
 
 def test_metadata_and_files_and_plain_data_are_kept(url: str) -> None:
-    state = {"weights": torch.arange(5), "plain": {"lr": 0.1, "names": ["a", "b"]}}
+    weights, plain = torch.arange(5), {"lr": 0.1, "names": ["a", "b"]}
+    state = {"weights": weights, "plain": plain}
     with Checkpointer(url) as ckpt:
         ckpt.save(1, state, metadata={"loss": 0.5}, files={"config.json": "{}"}, blocking=True)
         loaded = ckpt.load(1)
-    assert torch.equal(loaded["weights"], state["weights"])
-    assert loaded["plain"] == state["plain"]
+    assert torch.equal(loaded["weights"], weights)
+    assert loaded["plain"] == plain
     [info] = sidesave.find(url)
     assert info.metadata == {"loss": 0.5}
     assert sidesave.verify(url).ok
