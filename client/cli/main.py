@@ -288,7 +288,7 @@ def _verify(path: str, title: str) -> bool:
 @app.command()
 @errors_told()
 def recover(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses, or its URL.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
 ) -> None:
     """Finish what dead sessions left complete, remove the rest.
@@ -301,8 +301,8 @@ def recover(
     from sidesave.writer_daemon.lease.lease import Lease, Observer
     from sidesave.writer_daemon.lease.record import LeaseRecord
 
-    directory = finding.locate_run(run)
-    with contextlib.closing(PosixStorage(directory)) as storage:
+    directory = finding.locate_run(run, urls_too=True)
+    with contextlib.closing(urls.open_for_writing(directory)) as storage:
         if not any(parse_hidden_directory(name) for name in storage.list_directory("")):
             typer.echo("there is nothing to recover")
             return
@@ -315,7 +315,7 @@ def recover(
         try:
             place = DryRun(storage) if dry_run else storage
             recovery = commit.recover(place, lease, f"recover-{os.getpid()}")
-            if not dry_run:
+            if not dry_run and isinstance(storage, PosixStorage):
                 with contextlib.closing(HistoryLog(storage)) as log:
                     log_recovery(log, storage, me.session, recovery.committed, recovery.removed)
         finally:
