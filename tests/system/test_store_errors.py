@@ -1,17 +1,34 @@
 """Saves to an object store that answers with errors, loses answers, or counts what it is asked."""
 
+import contextlib
 import errno
+import itertools
 import json
+import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import campaigns
 import pytest
 from object_server import After, Fault, ObjectServer, Request, serving
-from trainers import DEADLINE_S, a_state, commit, daemon, same
+from trainers import (
+    DEADLINE_S,
+    Traces,
+    Trainer,
+    a_state,
+    commit,
+    daemon,
+    same,
+    size_of,
+    wait_until,
+)
 
 import sidesave
 from sidesave import Checkpointer
+from sidesave.client.daemon_link import connection
 from sidesave.errors import SidesaveError, WriteError
 
 URL = "s3://bucket/runs/exp"
@@ -170,3 +187,96 @@ def test_no_process_and_no_file_tells_the_credentials(server: ObjectServer) -> N
     for name in ("aws_secret_access_key", "aws_access_key_id"):
         secret = server.options[name].encode()
         assert not any(secret in each for each in [*told, said])
+
+
+# Deaths at each request ---------------------------------------------------------------------------------------------
+
+
+class Killer:
+    """Kills processes when a certain request comes, which is carried out all the same, or is not."""
+
+    def __init__(self, server: ObjectServer) -> None:
+        self._pids: tuple[int, ...] = ()
+        self._left, self._fault = 0, None
+        self._lock = threading.Lock()
+        server.fault = self._come_to
+
+    def arm(self, *pids: int, after: int, fault: Fault) -> None:
+        with self._lock:
+            self._pids, self._left, self._fault = pids, after, fault
+
+    def disarm(self) -> bool:
+        """Whether it has come to that."""
+        with self._lock:
+            armed, self._pids = bool(self._pids), ()
+        return not armed
+
+    def _come_to(self, request: Request, number: int) -> Fault:
+        with self._lock:
+            if self._pids:
+                self._left -= 1
+            if not self._pids or self._left >= 0:
+                return None
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._pids = ()
+            return self._fault
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
+def test_no_save_is_lost_by_a_death_at_any_of_its_requests(
+    server: ObjectServer, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_MAX_BACKOFF_S", 0.05)
+    killer = Killer(server)
+    step = 1
+    with opened(server) as ckpt:
+        for after in itertools.count():
+            killed = ckpt.daemon_pid
+            killer.arm(daemon(ckpt), after=after, fault=fault)
+            commit(ckpt, step)
+            step += 1
+            if not killer.disarm():
+                break  # a save has not so many requests
+            wait_until(lambda killed=killed: ckpt.daemon_pid not in (None, killed))
+    assert step > 10
+    check(server, *range(1, step))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
+def test_what_both_leave_at_any_request_is_finished_or_removed(
+    server: ObjectServer, fault: Fault, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(server)
+    for name, value in server.options.items():
+        monkeypatch.setenv(name.upper(), value)
+    recovered = 0
+    for after in campaigns.sample(range(40)):
+        run = f"{URL}/{after}"
+        with Trainer(traces, "keep_saving", run, 5, 1, 0) as trainer:
+            [pid] = trainer.expect("ready")
+            killer.arm(trainer.pid, int(pid), after=after, fault=fault)
+            trainer.go_on()
+            told = "committed 5" in trainer.lines()
+            trainer.end()
+        traces.await_ends()
+        came_to_it = killer.disarm()
+        with Checkpointer(run) as ckpt:
+            recovered += ckpt.latest_step() == 5 and not told
+            assert ckpt.latest_step() == 5 or not told
+            ckpt.save(6, a_state(6, size_of(6)), blocking=True)
+            found = {info.step: info for info in sidesave.find(run)}
+            assert found.keys() - {5} == {6}
+            for step, info in found.items():
+                assert sidesave.verify(info).ok
+                assert same(sidesave.load(info), a_state(step, size_of(step)))
+        prefixes = {path.parent.name for path in (server.root / run.removeprefix("s3://")).rglob("*") if path.is_file()}
+        assert len([name for name in prefixes if name.startswith("step-")]) == len(found)
+        if not came_to_it:
+            break
+    assert recovered
+    traces.check()

@@ -70,7 +70,7 @@ def kill_at_random(url: str, kills: int) -> None:
     longest_s, killed = 0.0, 0
     with Checkpointer(url) as ckpt:
         for step in range(1, kills + 1):
-            wait_until(lambda: ckpt.daemon_pid not in (None, killed))
+            wait_until(lambda killed=killed: ckpt.daemon_pid not in (None, killed))
             pid = daemon(ckpt)
             began = time.monotonic()
             handle = ckpt.save(step, a_state(step, SMALL))
