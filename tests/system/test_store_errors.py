@@ -73,7 +73,7 @@ def test_a_save_takes_few_requests(server: ObjectServer) -> None:
         asked = Counter(request.method for request in server.requests[began:])
     # The mark of the prefix, the tensors, their digests, plain data, the rank's record, the manifest, the log's entry;
     # the record is read back, and the prefix and the log are listed.
-    assert asked == {"PUT-NEW": 6, "PUT": 1, "GET": 1, "LIST": 2}
+    assert asked == {"PUT-NEW": 7, "GET": 1, "LIST": 2}
     check_options_stay_where_they_are(server, ckpt)
 
 

@@ -1,5 +1,6 @@
 """Runs in an object store through deaths: of the daemon at any moment, of the trainer, of both, and late awakenings."""
 
+import contextlib
 import json
 import os
 import random
@@ -34,7 +35,7 @@ from trainers import (
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.daemon_link import connection
-from sidesave.writer_daemon.storage.object_run import NamedObjects
+from sidesave.writer_daemon.storage import urls
 
 KILLS, MANY_KILLS = 30, 200
 SMALL = 0.2
@@ -53,9 +54,9 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 def leftovers(url: str) -> list[str]:
     """Objects in the store that belong to no checkpoint, but for what every run has."""
     root = Path(url.removeprefix("file://"))
-    storage = NamedObjects(url, {})
-    names = storage.list_directory("")
-    own = [storage.prefix_of(name) for name in names if name.startswith("step-")] + [".sidesave.lease", ".sidesave.log"]
+    with contextlib.closing(urls.open_storage(url)) as storage:
+        led_to = [storage.location_of(name) for name in storage.list_directory("") if name.startswith("step-")]
+    own = [location.rpartition("/")[2] for location in led_to] + [".sidesave.lease", ".sidesave.log"]
     files = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
     finished = [path for path in files if "#" not in path.name]  # else it is an upload that was cut, which nobody sees
     return sorted(str(path) for path in finished if path.parts[0] not in own)
@@ -207,7 +208,7 @@ def test_a_job_that_was_away_commits_nothing_when_it_wakes_and_is_told_so(
             assert [(word, step) for word, step, *_ in told] == [("failed", "5"), ("failed", "6")]
             for *_, text in told:
                 name, message = json.loads(text)
-                assert name == "WriteError"
+                assert name == "WriteError", message
                 assert "passed to" in message
             commit(ckpt, 7)
             assert same(ckpt.load(5), a_state(55))

@@ -12,7 +12,7 @@ import errno
 import logging
 import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final
 
 from sidesave.errors import WriteError
@@ -50,11 +50,7 @@ class NamedObjects(ObjectStorage):
         levels, objects = self.bucket.list_level("")
         if LOG not in levels and not self.log.holds:
             return [*levels, *objects]
-        names = self._look()
-        led_to = {*names.prefixes.values(), *names.dropped}
-        others = [each for each in levels if each not in led_to and each != LOG]
-        saves = [f".{each}.partial" for each in others if _PREFIX.fullmatch(each) and names.counts(each)]
-        return [*names.prefixes, *saves, *(each for each in others if not _PREFIX.fullmatch(each)), *objects]
+        return [*_told(self._look(), levels), *objects]
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
         data = super().read(path, max_nbytes)
@@ -112,6 +108,8 @@ class ObjectRun(NamedObjects, Storage):
         self._unpublished: dict[str, BufferedOutput | StreamedOutput] = {}
         self._known: set[str] = set()
         """Prefixes that are there as directories."""
+        self._levels: set[str] | None = None
+        """All prefixes that there were when this run was settled: from then on nobody else makes one that counts."""
         self._garbage: set[str] = set()
         """Prefixes that lead nowhere and whose objects could not be removed."""
         self._lock = threading.Lock()
@@ -128,9 +126,8 @@ class ObjectRun(NamedObjects, Storage):
     def settle(self) -> None:
         judged = self.log.settle()
         names = self._look()
-        if not judged:
-            return
         levels, _ = self.bucket.list_level("")
+        self._levels = {*levels}
         self._garbage |= {each for each in levels if session_of(each) in judged and not names.lead_to(each)}
         try:
             self._remove_garbage()
@@ -141,6 +138,13 @@ class ObjectRun(NamedObjects, Storage):
         return _PLENTY_NBYTES
 
     def list_directory(self, name: str) -> list[str]:
+        """Names in a directory; once all is settled those of the run are its directories alone, without a request."""
+        if name and self._is_absent(name):
+            return []
+        if not name and self._levels is not None:
+            names = self._look()
+            if self.log.holds:
+                return _told(names, {*self._levels, *self._known})
         with self._lock:
             parents = [path.rpartition("/") for path in self._unpublished]
         return [*super().list_directory(name), *(entry for parent, _, entry in parents if parent == name)]
@@ -180,7 +184,8 @@ class ObjectRun(NamedObjects, Storage):
 
     def _require_free(self, name: str) -> None:
         prefix = self.key_of(name)
-        if name in self._names.prefixes or (prefix != _NOWHERE and self.bucket.has_any(prefix)):
+        there = prefix != _NOWHERE and not self._is_absent(name) and self.bucket.has_any(prefix)
+        if name in self._names.prefixes or there:
             raise WriteError(errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(name))
 
     def _require_directory(self, name: str, doing: str) -> str:
@@ -216,6 +221,15 @@ class ObjectRun(NamedObjects, Storage):
         for prefix in list(self._garbage):
             self.bucket.remove(self.bucket.list_all(prefix))
             self._garbage.discard(prefix)
+            if self._levels is not None:
+                self._levels.discard(prefix)
+
+    def _is_absent(self, name: str) -> bool:
+        """Whether a directory is known not to be there; false also where that would have to be asked."""
+        if self._levels is None:
+            return False
+        led_to = self._look().prefixes.values()
+        return self.log.holds and self.key_of(name) not in {*led_to, *self._levels, *self._known}
 
     def _is_directory(self, name: str) -> bool:
         prefix = self.key_of(name)
@@ -261,6 +275,14 @@ class ObjectRun(NamedObjects, Storage):
             unpublished = self._unpublished.pop(path, None)
         if unpublished is None:
             self.bucket.remove([self.key_of(path)])
+
+
+def _told(names: Names, levels: Iterable[str]) -> list[str]:
+    """The directories of a run whose log says ``names``, and which has these prefixes."""
+    led_to = {*names.prefixes.values(), *names.dropped, LOG}
+    others = [each for each in levels if each not in led_to]
+    saves = [f".{each}.partial" for each in others if _PREFIX.fullmatch(each) and names.counts(each)]
+    return [*names.prefixes, *saves, *(each for each in others if not _PREFIX.fullmatch(each))]
 
 
 def _native(name: str) -> str:

@@ -164,6 +164,7 @@ class RunLog:
         self._serial = 0
         self._names = Names()
         self._whole_before = 1  # the entry with everything in it before the last such one
+        self._lost_to = ""
         self._in_doubt = False  # whether an entry of ours may be there, or come, that we do not know of
 
     @property
@@ -325,12 +326,12 @@ class RunLog:
         return CommitUnknownError(errno.ETIMEDOUT, text, self._bucket.full(_key(number)))
 
     def _lost(self, why: str) -> _Overtaken:
-        self._token = ""
+        self._token, self._lost_to = "", why
         return _Overtaken(errno.ESTALE, f"the run has passed to another session: {why}", self._bucket.full(LOG))
 
     def _require_writer(self) -> None:
         if not self._token:
-            raise self._lost("this one has not taken over, or somebody has after it")
+            raise self._lost(self._lost_to or "this one has not taken over")
 
     def _probe(self) -> None:
         """Find out by trying whether a second object of one key is refused: several kinds of stores just replace it."""
