@@ -102,13 +102,31 @@ def check_path(path: str) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Make the run directory, unless it is there; ``WriteError`` says why it cannot be, or cannot be written to."""
+    """Make the run directory, unless it is there; ``WriteError`` says why it cannot be, or cannot be written to.
+
+    Nothing for a URL: a prefix needs no making, and the daemon finds out whether it may write there.
+    """
+    if urls.is_url(path):
+        return
     try:
         make_run_directory(path)
     except OSError as error:
         raise write_error(error, "cannot create the run directory", path) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise write_error(PermissionError(errno.EACCES, ""), "cannot write to the run directory", path)
+
+
+def place_to_write(path: str | os.PathLike[str]) -> str:
+    """:func:`path_text` of a run directory, or its URL, normalized; ``InvalidArgumentError`` where no run can be."""
+    text: object = os.fspath(path) if isinstance(cast("object", path), (str, os.PathLike)) else None
+    if not (isinstance(text, str) and urls.is_url(text)):
+        return path_text(path)
+    url = urls.normalized(text)
+    if not urls.can_write(url):
+        raise InvalidArgumentError(
+            f"{url}: this is read, and not written to; run directories are s3, gs, az or file URLs"
+        )
+    return url
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
@@ -120,6 +138,6 @@ def path_text(path: str | os.PathLike[str]) -> str:
     if isinstance(text, bytes) or "\0" in text or not text:
         raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {brief(path)}")
     if urls.is_url(text):
-        readers = "URLs are read by load, Source, find, latest, verify and export, fetched by fetch, and not written to"
-        raise InvalidArgumentError(f"{urls.shown(text)}: this is for local and mounted directories; {readers}")
+        where = "URLs are for Checkpointer and CheckpointManager, load, Source, find, latest, verify, export and fetch"
+        raise InvalidArgumentError(f"{urls.shown(text)}: this is for local and mounted directories; {where}")
     return os.path.abspath(os.path.expanduser(text))

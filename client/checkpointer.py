@@ -17,7 +17,7 @@ from sidesave.client import arguments
 from sidesave.client.arguments import path_text
 from sidesave.client.loading.load import LoadRequest
 from sidesave.client.loading.rename import Rename
-from sidesave.client.options import Options, check_cores
+from sidesave.client.options import Options, check_cores, default_stall_timeout_s
 from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.run import Run
 from sidesave.client.saving.handle import SaveHandle
@@ -27,6 +27,7 @@ from sidesave.errors import InvalidArgumentError, SidesaveError
 from sidesave.stager.state import ownership
 from sidesave.writer_daemon.log import SaveRecord
 from sidesave.writer_daemon.protocol import DaemonOptions
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Checkpointer:
         fallback_directory: str | os.PathLike[str] | None = None,
         on_busy: Literal["wait", "skip"] = "wait",
         busy_timeout_s: float = 600.0,
-        stall_timeout_s: float = 300.0,
+        stall_timeout_s: float | None = None,
         takeover_timeout_s: float = 60.0,
         commit_timeout_s: float = 600.0,
         distributed: bool = True,
@@ -63,6 +64,7 @@ class Checkpointer:
         nice: int = 0,
         io_class: Literal["", "idle", "best-effort"] = "",
         cpus: Sequence[int] = (),
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a run directory, creating it if need be.
 
@@ -70,7 +72,8 @@ class Checkpointer:
         on every rank saves the same steps in the same order, and no rank waits for another in :meth:`save`.
 
         Args:
-            directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each.
+            directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each; or a URL, for a process that
+                saves alone: then they go to an object store as they are written (docs/remote.md).
             slots: Staging slots: how many saves can be under way. Each takes host memory of the state's size.
             max_host_memory_bytes: Most host memory for all slots together; None leaves it to what the machine has.
             overlap: Copy owned tensors beside training. None does so for CUDA tensors, where it pays; True for CPU
@@ -88,7 +91,8 @@ class Checkpointer:
                 which say so. Slots are then held until the commit.
             on_busy: With all slots busy, ``"wait"`` for one or ``"skip"`` the save.
             busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
-            stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds.
+            stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds;
+                None is 300 on a disk, and 900 in an object store, where each request is tried again for minutes.
             takeover_timeout_s: How long to wait for a daemon that still writes here, in seconds: a dead trainer's, or
                 one that an interrupted ``close()`` of this process has left.
             commit_timeout_s: How long, in seconds, a rank whose part is written waits for the others.
@@ -103,6 +107,8 @@ class Checkpointer:
             io_class: I/O scheduling class of the daemon; empty leaves the system's.
             cpus: Cores the daemon may use; empty means all, or those of the GPU's node where there are several NUMA
                 nodes and it is not kept off them.
+            storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Text,
+                numbers and dicts of these: they reach the daemon by a socket, and stand in no file, log or argument.
 
         Raises:
             WriteError: The directory cannot be created or is none.
@@ -112,12 +118,13 @@ class Checkpointer:
             InvalidArgumentError: An option makes no sense.
             SidesaveError: Whatever kept another rank from starting; the message names it.
         """
-        path = path_text(directory)
+        path = arguments.place_to_write(directory)
         further = "" if fallback_directory is None else path_text(fallback_directory)
         for each in filter(None, (path, further)):
             arguments.check_path(each)
         world = find_world(path, distributed, process_group, node_local=node_local)
         with world.raise_together("cannot use the run directory"):  # before anybody waits for anybody
+            encoded_options = urls.encode_options(storage_options)
             options = Options(
                 slots=slots,
                 max_host_memory_bytes=max_host_memory_bytes,
@@ -131,7 +138,7 @@ class Checkpointer:
                 daemon=DaemonOptions(
                     fallback_directory=further,
                     retries=retries,
-                    stall_timeout_s=stall_timeout_s,
+                    stall_timeout_s=default_stall_timeout_s(path) if stall_timeout_s is None else stall_timeout_s,
                     takeover_timeout_s=takeover_timeout_s,
                     commit_timeout_s=commit_timeout_s,
                     nice=nice,
@@ -146,7 +153,7 @@ class Checkpointer:
             arguments.make_directory(path)
             await_predecessors(path, takeover_timeout_s)
         node = find_node(world, path, node_local=node_local)
-        session = Session(world, node, Run(path, further), options)
+        session = Session(world, node, Run(path, further), options, encoded_options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
         try:
@@ -306,7 +313,7 @@ class Checkpointer:
         """What became of every save of the run directory, in the order of the calls, those under way included.
 
         The log that it comes from is bounded: of a long run the oldest are missing. See :func:`sidesave.history`, which
-        needs no checkpointer.
+        needs no checkpointer. In an object store none is kept, and these are the last saves of this session.
         """
         self._saver.session.check_process()
         return self._saver.session.history.records()

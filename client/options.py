@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
@@ -12,6 +12,7 @@ import torch
 from sidesave.client.loading.rename import Rename
 from sidesave.errors import InvalidArgumentError, brief
 from sidesave.writer_daemon.protocol import DaemonOptions
+from sidesave.writer_daemon.storage import urls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,11 @@ class Options:
             raise InvalidArgumentError('on_busy="skip" is for a process that saves alone; a save takes all ranks')
 
 
+def default_stall_timeout_s(directory: str) -> float:
+    """After how long without a byte moved a save to a run directory, or its URL, fails: in seconds."""
+    return 900.0 if urls.is_url(directory) else 300.0
+
+
 def check_cores(cpus: object) -> tuple[int, ...]:
     """The cores that a daemon may use."""
     shown = brief(cpus)
@@ -95,7 +101,7 @@ class CheckpointerOptions(TypedDict, total=False):
     fallback_directory: str | os.PathLike[str] | None
     on_busy: Literal["wait", "skip"]
     busy_timeout_s: float
-    stall_timeout_s: float
+    stall_timeout_s: float | None
     takeover_timeout_s: float
     commit_timeout_s: float
     distributed: bool
@@ -105,6 +111,7 @@ class CheckpointerOptions(TypedDict, total=False):
     nice: int
     io_class: Literal["", "idle", "best-effort"]
     cpus: Sequence[int]
+    storage_options: Mapping[str, Any] | None
 
 
 class LoadOptions(TypedDict, total=False):

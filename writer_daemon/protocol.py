@@ -371,7 +371,7 @@ def failure(attempt: int, save_id: int | None, error: Exception) -> Failed:
     return Failed(
         attempt=attempt,
         save_id=save_id,
-        error=type(error).__name__,
+        error=next(kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_")),  # a public one
         message=_utf8(error.strerror if isinstance(error, OSError) and error.strerror else str(error))[:4000],
         errno=code if isinstance(code, int) else None,
         path=_utf8(path) if isinstance(path, str) else None,

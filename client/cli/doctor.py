@@ -33,8 +33,8 @@ _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO in the kernel's so
 _OUTLIVE: Final = "have it live on for as long as a save takes: sh -c 'python train.py; code=$?; sleep 60; exit $code'"
 
 
-def examine(directory: Path) -> Generator[Finding]:
-    """Run all checks, yielding each finding as soon as it is known.
+def examine(place: Path | str) -> Generator[Finding]:
+    """Run all checks, yielding each finding as soon as it is known; ``place`` is a directory or a URL.
 
     A directory that does not exist is not created: its nearest existing parent is checked instead.
     """
@@ -48,6 +48,12 @@ def examine(directory: Path) -> Generator[Finding]:
     yield from run("NUMA", _numa, "repair the torch installation: python -c 'import torch; torch.cuda.init()'")
     yield from run("sockets", _sockets, "set TMPDIR to a writable directory whose path is shorter than 70 characters")
     yield from _survival()
+    if isinstance(place, str):
+        from sidesave.client.cli.store_checks import examine_store
+
+        yield from examine_store(place)
+        return
+    directory = place
     while not directory.exists():
         directory = directory.parent
     scratch = directory / f".sidesave-doctor-{secrets.token_hex(8)}"

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import sidesave
-from sidesave.client.arguments import path_text
+from sidesave.client.arguments import path_text, place_to_write
 from sidesave.client.reading.verify import verify as verify_checkpoint
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import (
@@ -34,7 +34,7 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_metadata
 from sidesave.writer_daemon.log import HistoryLog, log_recovery
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, urls
 
 try:
     import rich  # noqa: F401
@@ -288,7 +288,7 @@ def _verify(path: str, title: str) -> bool:
 @app.command()
 @errors_told()
 def recover(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses, or its URL.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
 ) -> None:
     """Finish what dead sessions left complete, remove the rest.
@@ -301,8 +301,8 @@ def recover(
     from sidesave.writer_daemon.lease.lease import Lease, Observer
     from sidesave.writer_daemon.lease.record import LeaseRecord
 
-    directory = finding.locate_run(run)
-    with contextlib.closing(PosixStorage(directory)) as storage:
+    directory = finding.locate_run(run, urls_too=True)
+    with contextlib.closing(urls.open_for_writing(directory)) as storage:
         if not any(parse_hidden_directory(name) for name in storage.list_directory("")):
             typer.echo("there is nothing to recover")
             return
@@ -315,7 +315,7 @@ def recover(
         try:
             place = DryRun(storage) if dry_run else storage
             recovery = commit.recover(place, lease, f"recover-{os.getpid()}")
-            if not dry_run:
+            if not dry_run and isinstance(storage, PosixStorage):
                 with contextlib.closing(HistoryLog(storage)) as log:
                     log_recovery(log, storage, me.session, recovery.committed, recovery.removed)
         finally:
@@ -451,10 +451,10 @@ def export(
 @app.command()
 @errors_told()
 def doctor(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go.")] = ".",
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are to go, or its URL.")] = ".",
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine and a directory.
+    """Check this machine and a directory, or an object store.
 
     What sidesave needs is tried out, which takes some seconds and leaves nothing behind. Exit status 1 means that a
     check has failed.
@@ -462,8 +462,8 @@ def doctor(
     from sidesave.client.cli.doctor import examine
     from sidesave.client.cli.finding import Finding
 
-    place = Path(path_text(directory))
-    if place.exists() and not place.is_dir():
+    place = place_to_write(directory) if urls.is_url(directory) else Path(path_text(directory))
+    if isinstance(place, Path) and place.exists() and not place.is_dir():
         raise InvalidArgumentError(f"{place} is no directory")
     findings: list[Finding] = []
     console = new_console()

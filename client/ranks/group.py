@@ -34,7 +34,7 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, urls
 
 RENDEZVOUS: Final = ".sidesave.rendezvous"
 HERE: Final = "here."
@@ -378,24 +378,37 @@ def find_world(
             of several ranks that have neither a process group nor, with ``node_local``, a directory to meet in.
         DaemonStartError: The other ranks did not come.
     """
+    if node_local and urls.is_url(directory):
+        raise InvalidArgumentError(f"{directory}: node_local is for disks of nodes, and an object store is none")
     if not distributed:
         if process_group is not None:
             raise InvalidArgumentError("distributed=False saves alone, and process_group with others: pass one of them")
         return Alone()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = GroupWorld(process_group)
+        if group.size > 1:
+            _refuse_store(directory, group.size)
         return group if group.size > 1 else Alone()
     rank, size = (_from_environment(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < size:
         raise InvalidArgumentError(f"the environment says RANK={rank} and WORLD_SIZE={size}")
     if size == 1:
         return Alone()
+    _refuse_store(directory, size)
     if node_local:
         raise InvalidArgumentError(
             f"node_local needs a process group, for nodes without a common disk cannot meet, and rank {rank} has none: "
             "call torch.distributed.init_process_group first"
         )
     return StorageWorld(directory, rank, size)
+
+
+def _refuse_store(directory: str, size: int) -> None:
+    if urls.is_url(directory):
+        raise InvalidArgumentError(
+            f"{directory}: an object store takes the saves of a process that saves alone, and these are {size} ranks: "
+            "save on one of them with distributed=False, or to a directory that all of them see"
+        )
 
 
 def _from_environment(name: str, default: int) -> int:

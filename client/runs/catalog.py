@@ -32,7 +32,7 @@ from sidesave.writer_daemon.format.manifest import (
     step_directory,
 )
 from sidesave.writer_daemon.format.rollback import Rollbacks
-from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, urls
+from sidesave.writer_daemon.storage import ReadStorage, urls
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
         IntegrityError: What is written down of going back is damaged, and ``refuse_newer`` is true.
     """
     if urls.is_url(directory):
-        return _scan_url(directory, refuse_newer=refuse_newer)
+        return _scan_url(directory, rollbacks, refuse_newer=refuse_newer)
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -83,16 +83,11 @@ def scan(directory: str, *, refuse_newer: bool = False, rollbacks: Rollbacks | N
     return _listed(directory, committed, read, rollbacks, refuse_newer=refuse_newer)
 
 
-def _scan_url(url: str, *, refuse_newer: bool) -> list[CheckpointInfo]:
+def _scan_url(url: str, rollbacks: Rollbacks | None, *, refuse_newer: bool) -> list[CheckpointInfo]:
     """:func:`scan` of a prefix in a store: one request lists it, and each manifest is one, many at once."""
     with contextlib.closing(urls.open_storage(url)) as storage:
-        try:
-            rollbacks = rollback.read(storage)
-        except (CheckpointError, WriteError) as error:
-            if refuse_newer:
-                raise
-            logger.warning("%s", error)
-            rollbacks = Rollbacks()
+        if rollbacks is None:
+            rollbacks = _read_rollbacks(storage, strict=refuse_newer)
         steps = {name: step for name in storage.list_directory("") if (step := parse_step_directory(name)) is not None}
         with ThreadPoolExecutor(_AT_ONCE, "sidesave-scan") as pool:
             asked = {path: pool.submit(read_info, path, storage) for path in (f"{url}/{name}" for name in steps)}
@@ -147,8 +142,18 @@ def in_order(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 def read_rollbacks(directory: str, *, strict: bool) -> Rollbacks:
     """Where the run was rolled back. If unreadable: with ``strict`` an error, else a warning and nothing."""
     try:
-        with contextlib.closing(PosixStorage(directory)) as storage:
-            return rollback.read(storage)
+        with contextlib.closing(urls.open_storage(directory)) as storage:
+            return _read_rollbacks(storage, strict=strict)
+    except WriteError as error:
+        if strict:
+            raise
+        logger.warning("%s", error)
+        return Rollbacks()
+
+
+def _read_rollbacks(storage: ReadStorage, *, strict: bool) -> Rollbacks:
+    try:
+        return rollback.read(storage)
     except (CheckpointError, WriteError) as error:
         if strict:
             raise

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Final
 
 from sidesave.client.runs import catalog, finding
-from sidesave.errors import SidesaveError, WriteError
+from sidesave.errors import InvalidArgumentError, SidesaveError, WriteError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, step_directory
 from sidesave.writer_daemon.lease import lease
 from sidesave.writer_daemon.log import LOST, SaveRecord, read_history
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, urls
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,12 @@ def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
-        InvalidArgumentError: It is one checkpoint.
+        InvalidArgumentError: It is one checkpoint, or a URL: no log is kept in an object store.
     """
+    place = finding.place_of(path)
+    if urls.is_url(place):
+        text = "a run in an object store has no history, for nothing can be appended to there: find() lists what it has"
+        raise InvalidArgumentError(f"{place}: {text}, and Checkpointer.history() tells of the saves of its session")
     directory = finding.locate_run(path)
     return in_order([settled(directory, record) for record in read_history(directory)])
 

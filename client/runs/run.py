@@ -15,7 +15,7 @@ from sidesave.errors import CheckpointNotFoundError, DirectoryInUseError, Integr
 from sidesave.writer_daemon.format import fallbacks, rollback
 from sidesave.writer_daemon.format.manifest import step_directory
 from sidesave.writer_daemon.lease.lease import current_holder
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Run:
         """
         if not isinstance(which, (str, os.PathLike)):
             return None if which is None else arguments.check_step(which), ""
-        place = finding.resolved(which)
+        place = finding.place_of(which)
         if _are_one(place, self.directory):
             return None, ""
         info = self._own(place) or self._own(finding.locate(place))
@@ -167,12 +167,12 @@ class Run:
         after = before.going_back(info.sequence, last)
         if after == before:
             return
-        with contextlib.closing(PosixStorage(self.directory)) as storage:
+        with contextlib.closing(urls.open_for_writing(self.directory)) as storage:
             holder = current_holder(storage)
-        if holder is None or holder.session != session:
-            text = f"the run has passed to {holder or 'nobody'}, so this session can neither go back nor save"
-            raise DirectoryInUseError(errno.EBUSY, text, self.directory)
-        rollback.write(self.directory, after)
+            if holder is None or holder.session != session:
+                text = f"the run has passed to {holder or 'nobody'}, so this session can neither go back nor save"
+                raise DirectoryInUseError(errno.EBUSY, text, self.directory)
+            rollback.write(storage, after)
         logger.warning("the run goes on from step %d: what was saved after it is given up", info.step)
 
     def _directories(self) -> list[str]:
@@ -193,6 +193,8 @@ class Run:
 
 
 def _are_one(path: str, directory: str) -> bool:
+    if urls.is_url(path) or urls.is_url(directory):
+        return path == directory
     with contextlib.suppress(OSError):
         return os.path.samefile(path, directory)
     return False

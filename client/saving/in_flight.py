@@ -88,6 +88,8 @@ class SavesInFlight:
         self._failures: list[SidesaveError] = []
         self.hurry: Callable[[], object] = lambda: None
         """Called before somebody waits for all that is under way."""
+        self.on_written: Callable[[int, float], object] = lambda nbytes, seconds: None
+        """Told of each save that is durable: its bytes, and how long the daemon has written them."""
         self.on_misaligned: Callable[[Save, int], None] = lambda save, step: None
         """Told of a save that failed as another rank has saved that step at the same turn."""
 
@@ -145,7 +147,8 @@ class SavesInFlight:
         match message:
             case protocol.Progress(nbytes=nbytes, total_nbytes=total):
                 handle.nbytes_written, handle.nbytes = nbytes, total
-            case protocol.Written():
+            case protocol.Written(nbytes=nbytes, seconds=seconds):
+                self.on_written(nbytes, seconds)
                 self._release(entry)
                 handle.written.resolve(None)
             case protocol.Committed(name=name, nbytes=nbytes):

@@ -15,6 +15,7 @@ from sidesave.client.saving.in_flight import SaveInFlight
 from sidesave.errors import CommitUnknownError, DaemonDiedError, StagingError
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.log import SaveRecord, combine, describe_error, read_history
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,12 @@ class OwnHistory:
         self._tell(record)
 
     def records(self) -> list[SaveRecord]:
-        """All saves of the run directory, those of this process as it knows them; see :func:`history`."""
-        logged = read_history(self._directory)
+        """All saves of the run directory, those of this process as it knows them; see :func:`history`.
+
+        Of a run in an object store, where no log is kept, those of this session.
+        """
+        in_store = urls.is_url(self._directory)
+        logged = [] if in_store else read_history(self._directory)
         with self._lock:
             own = [*self._ended, *map(self._result, self._under_way.values())]
         under_way = {record.save_id for record in own if record.outcome == "saving"}
@@ -86,7 +91,7 @@ class OwnHistory:
         return in_order(
             [
                 record
-                if record.session == self._session and record.save_id in under_way
+                if in_store or (record.session == self._session and record.save_id in under_way)
                 else settled(self._directory, record, self._fallback_directory)
                 for record in combined
             ]

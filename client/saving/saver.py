@@ -82,7 +82,9 @@ class Saver:
                         return SaveHandle(step, skipped=True)
                     if entry.slot is None:
                         session.pacer.lift()
+                        began = time.monotonic()
                         entry.slot = session.pool.acquire(entry, session.options.busy_timeout_s)
+                        session.congestion.waited(step, time.monotonic() - began)
                     self.submission.stage(
                         entry, flat, replace=replace, blocking=blocking, metadata=metadata_json, extra_files=extra_files
                     )

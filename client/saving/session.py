@@ -21,10 +21,11 @@ from typing import Final, Protocol
 from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.options import Options
 from sidesave.client.ranks.group import World, tidy
-from sidesave.client.runs import catalog
+from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.runs.save_requests import forget_requests
+from sidesave.client.saving.congestion import Congestion
 from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.own_history import OwnHistory
@@ -37,6 +38,7 @@ from sidesave.stager.signal_safe import Worker
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
 from sidesave.writer_daemon.protocol import Boot
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +62,25 @@ class Session:
     history: OwnHistory
     shared: SharedRun
 
-    def __init__(self, world: World, node: World, run: Run, options: Options) -> None:
-        """Nothing runs yet. The world is left at the end."""
+    def __init__(self, world: World, node: World, run: Run, options: Options, storage_options: bytes) -> None:
+        """Nothing runs yet. The world is left at the end. ``storage_options`` are encoded, and may be secret."""
         self.world, self.node, self.run, self.options = world, node, run, options
         self.directory, self.pid = run.directory, os.getpid()
+        self._storage_options = storage_options
         self.books = Worker("sidesave-books")
         self.pacer = Pacer()
+        self.congestion = Congestion(run.directory, tells=urls.is_url(run.directory))
         self.ids = itertools.count(_FIRST_ID)
-        self.closed = self._stopped = self.ended = self._left = False
+        self.closed = self._stopped = self.ended = self._left = self._remembers = False
 
     # The start -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start everything, together with the other ranks; where this raises, :meth:`stop` has to follow."""
         options = self.options
+        if urls.is_url(self.directory):
+            urls.remember(self.directory, urls.decode_options(self._storage_options))
+            self._remembers = True
         self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
         self._open()
         for name in self.connection.recovered:
@@ -98,7 +105,7 @@ class Session:
             if not leads:
                 self.books.call(self._start_daemon)
             elif rollbacks != agreed:  # nodes that keep their own parts, of which some have crashed on going back
-                rollback.write(self.directory, agreed)
+                rollback.write_in(self.directory, agreed)
         everything = [from_json(infos, self.directory) for *_, infos in views]
         complete = common(everything)
         self.shared = SharedRun(
@@ -114,8 +121,9 @@ class Session:
 
     def _look_around(self) -> tuple[bool, Rollbacks, list[CheckpointInfo]]:
         """Whether something may still be finished, where the run has gone back, and what is there."""
-        tidy(self.directory)
-        forget_requests(self.directory)
+        if not urls.is_url(self.directory):  # there are no files beside the checkpoints in a store
+            tidy(self.directory)
+            forget_requests(self.directory)
         self.run.remember_fallbacks()
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
@@ -136,6 +144,7 @@ class Session:
             on_ended=lambda entry: self.history.ended(entry),
         )
         self.saves.hurry = self.pacer.lift
+        self.saves.on_written = self.congestion.wrote
         boot = Boot(
             attempt=0,
             directory=self.directory,
@@ -143,6 +152,7 @@ class Session:
             rank=self.node.rank,
             world_size=self.node.size,
             trainer_pid=self.pid,
+            storage_options=self._storage_options,
             options=options.daemon,
         )
         connection = self.connection = Connection(boot, self.saves.receive, self.saves.lose)
@@ -217,13 +227,17 @@ class Session:
         if hasattr(self, "connection"):
             self.connection.close(patience_s)
             if self.connection.reaper is not None:
-                _finishing[self.connection.reaper] = os.path.realpath(self.directory)
+                _finishing[self.connection.reaper] = finding.place_of(self.directory)
         if hasattr(self, "saves"):
             self.saves.abandon()
         if hasattr(self, "pool"):
             self.pool.close()
+        remembers, self._remembers = self._remembers, False
+        if remembers:
+            urls.forget(self.directory)
         left, self._left = self._left, True
         if not left:
+            self.congestion.close()
             self.world.close()
         self.ended = True
         self.books.end()
@@ -271,8 +285,8 @@ def await_predecessors(directory: str, timeout_s: float) -> None:
 
     For the daemons ``timeout_s`` at most.
     """
-    place = os.path.realpath(directory)
-    if any(os.path.realpath(other.directory) == place for other in _open):
+    place = finding.place_of(directory)
+    if any(finding.place_of(other.directory) == place for other in _open):
         gc.collect()  # it may be one that only refers to itself
     _await_dropped(place)
     deadline = time.monotonic() + timeout_s
@@ -285,5 +299,5 @@ def await_predecessors(directory: str, timeout_s: float) -> None:
 
 def _await_dropped(place: str | None) -> None:
     for session in list(_dropped):
-        if session.pid == os.getpid() and place in (None, os.path.realpath(session.directory)):
+        if session.pid == os.getpid() and place in (None, finding.place_of(session.directory)):
             session.books.close(_EXIT_TIMEOUT_S)

@@ -20,6 +20,7 @@ from sidesave.client.training.save_policies import Ephemeral, OnRequest, SavePol
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError
 from sidesave.stager import signal_safe
+from sidesave.writer_daemon.storage import urls
 
 AGREE_TO_END_S: Final = 30.0
 
@@ -29,7 +30,8 @@ class Background:
 
     Attributes:
         retention: Deletes and names checkpoints; None if there is nothing to delete or name.
-        trigger: Looks for requests of other programs; None without :class:`OnRequest`.
+        trigger: Looks for requests of other programs; None without :class:`OnRequest`, and of a run in an object store,
+            where there are no files to ask by.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -71,7 +73,7 @@ class Background:
         links = None if names is None else Links(checkpointer.directory, names)
         if deleting or links is not None:
             self.retention = Retention(checkpointer, keep if deleting else None, pins, links)
-        if any(isinstance(policy, OnRequest) for policy in save):
+        if any(isinstance(policy, OnRequest) for policy in save) and not urls.is_url(checkpointer.directory):
             # Not methods of the manager: the thread must not keep a dropped one alive.
             ask = self._schedule.request
             self.trigger = TriggerWatch(

@@ -37,6 +37,7 @@ from sidesave.client.training.save_policies import (
 )
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError, SidesaveError
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class CheckpointManager:
         self._policies, self._keep = check_save_policies(save), check_keep_policies(keep)
         if names is not None:
             check_naming(names)
+            if urls.is_url(arguments.place_to_write(directory)):
+                raise InvalidArgumentError("names= are links, which an object store has not: leave it out for a URL")
         arguments.encode_metadata(metadata)
         if random_state and RANDOM_STATE in state:
             raise InvalidArgumentError(f"random_state=True saves an item {RANDOM_STATE!r}, and the state has one")

@@ -30,10 +30,9 @@ from sidesave.errors import (
     IntegrityError,
     SidesaveError,
     WriteError,
-    write_error,
 )
 from sidesave.stager.signal_safe import Latch
-from sidesave.writer_daemon.storage.atomic import replace_file
+from sidesave.writer_daemon.storage import urls
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PINS: Final = ".sidesave.pins"
+_MAX_PINS_NBYTES: Final = 16 << 20
 _DELETE_TIMEOUT_S: Final = 60.0
 
 
@@ -48,21 +48,21 @@ _DELETE_TIMEOUT_S: Final = 60.0
 
 
 class Pins:
-    """The steps that retention never deletes: a small file in the run directory, replaced atomically."""
+    """The steps that retention never deletes: a small file in the run directory, or object, replaced atomically."""
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._path = os.path.join(directory, PINS)
         self._lock = threading.Lock()
 
     def read(self) -> frozenset[int]:
         """The pinned steps; raises ``IntegrityError`` for a damaged file, else ``WriteError``."""
         try:
-            with open(self._path, "rb") as file:
-                steps = json.load(file)
-        except FileNotFoundError:
-            return frozenset()
-        except OSError as error:
-            raise write_error(error, "cannot read which checkpoints are pinned", self._path) from error
+            with contextlib.closing(urls.open_storage(self._directory)) as storage:
+                data = storage.read(PINS, _MAX_PINS_NBYTES)
+            if data is None:
+                return frozenset()
+            steps = json.loads(data)
         except ValueError as error:
             raise IntegrityError(f"{self._path} is damaged: {error}") from error
         if not isinstance(steps, list) or not all(type(step) is int for step in cast("list[Any]", steps)):
@@ -76,7 +76,8 @@ class Pins:
             after = before | {step} if pinned else before - {step}
             if after == before:
                 return
-            replace_file(self._path, json.dumps(sorted(after)).encode(), "cannot pin a checkpoint")
+            with contextlib.closing(urls.open_for_writing(self._directory)) as storage:
+                storage.replace(PINS, json.dumps(sorted(after)).encode())
 
 
 # Doing it --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from demo_lib import SIZES, DemoError, Event
 from demo_lib.child import Process, Trainer
 from demo_lib.corpus import collect
 from demo_lib.report import draw, losses, read_log, table
+from demo_lib.store import object_store
 from demo_lib.trainer import LOG_NAME
 
 STARTED_S = time.monotonic()
@@ -34,8 +35,9 @@ def say(message: str) -> None:
 class Demo:
     """One demonstration in the folder `out`."""
 
-    def __init__(self, out: Path, size_name: str, device: str, seed: int) -> None:
+    def __init__(self, out: Path, size_name: str, device: str, seed: int, checkpoints: str) -> None:
         self.out, self.size_name, self.size, self.device = out, size_name, SIZES[size_name], device
+        self.checkpoints = checkpoints
         # A save of the middle of the run loses its daemon part way through the write. The trainer falls before the next
         # save, so that it must resume from the very checkpoint that another daemon finished.
         chance = random.Random(seed)
@@ -71,7 +73,7 @@ class Demo:
     def run_plain(self) -> Path:
         run = self.fresh("run-without-saving")
         say("first run: no saving, nobody is killed")
-        with self.trainer(run, "--no-save") as trainer:
+        with self.trainer(run) as trainer:
             for event in trainer.events():
                 self.check_order(event)
                 if event["event"] == "step":
@@ -83,9 +85,9 @@ class Demo:
         run = self.fresh("run-with-saving")
         say(f"second run: a save every {self.size.save_every} steps, and two killings")
         while True:
-            with self.trainer(run) as trainer:
+            with self.trainer(run, "--checkpoints", self.checkpoints) as trainer:
                 for event in trainer.events():
-                    self.follow(event, run / "checkpoints")
+                    self.follow(event)
                     if self.time_for_trainer(event):
                         say(f"SIGKILL to trainer {trainer.pid} at step {event['step']}")
                         trainer.kill()
@@ -106,7 +108,7 @@ class Demo:
         done = any(who == "trainer" for who, _ in self.kills)
         return not done and event["step"] >= self.killed_save + self.trainer_steps_later
 
-    def follow(self, event: Event, checkpoints: Path) -> None:
+    def follow(self, event: Event) -> None:
         daemon_pid, step = event.get("daemon_pid"), event.get("step", 0)
         if daemon_pid is not None and daemon_pid not in self.daemons:
             with contextlib.suppress(ProcessLookupError):
@@ -126,7 +128,7 @@ class Demo:
                 self.staged_s[step] = event["after_s"]
                 tries_left = self.killed_save is None and len(self.kills) < KILLED_SAVES_AT_MOST
                 if tries_left and step >= self.daemon_from_save:
-                    self.kill_daemon(self.daemons[event["daemon_pid"]], step, checkpoints)
+                    self.kill_daemon(self.daemons[event["daemon_pid"]], step)
             case "written":
                 self.write_times_s.append(event["after_s"] - self.staged_s[step])
             case "done":
@@ -140,14 +142,14 @@ class Demo:
             case _:
                 pass
 
-    def kill_daemon(self, daemon: Process, step: int, checkpoints: Path) -> None:
+    def kill_daemon(self, daemon: Process, step: int) -> None:
         """Kill it part way through a write; where it was quicker, say so and leave the next save to try again."""
         time.sleep(self.write_fraction * min(self.write_times_s, default=0.0))
         daemon.kill()
         if not daemon.ended(DAEMON_END_S):
             raise DemoError(f"daemon {daemon.pid} lives on after SIGKILL")
         self.kills.append(("daemon", step))
-        if (checkpoints / f"step-{step:08d}").exists():
+        if any(info.step == step for info in sidesave.find(self.checkpoints)):
             say(f"SIGKILL to daemon {daemon.pid}, but step {step} was committed already; the next save is tried")
         else:
             self.killed_save, self.killed_daemon_pid = step, daemon.pid
@@ -163,7 +165,19 @@ class Demo:
         trained = sum(event["event"] == "step" for event in saving)
         say(f"losses of all {len(expected)} steps are bit for bit equal; {trained - len(expected)} were trained twice")
 
-    def check_checkpoints(self, checkpoints: Path) -> None:
+    def check_store(self) -> None:
+        every = self.size.save_every
+        expected = list(range(every, self.size.steps + 1, every))
+        found = sidesave.find(self.checkpoints)
+        if [info.step for info in found] != expected:
+            raise DemoError(f"{self.checkpoints} holds steps {[info.step for info in found]}; expected {expected}")
+        for info in found:
+            if not (report := sidesave.verify(info)).ok:
+                raise DemoError(f"{info.path} does not verify: {report}")
+        say(f"all {len(found)} checkpoints in the store verify, {found[-1].nbytes / 1e6:.1f} MB each")
+
+    def check_checkpoints(self) -> None:
+        checkpoints = Path(self.checkpoints)
         every = self.size.save_every
         expected = [f"step-{step:08d}" for step in range(every, self.size.steps + 1, every)]
         own = (".sidesave.lease", ".sidesave.history")
@@ -193,7 +207,10 @@ class Demo:
         plain, saving = read_log(plain_log), read_log(run / LOG_NAME)
         self.check_processes()
         self.check_losses(plain, saving)
-        self.check_checkpoints(run / "checkpoints")
+        if "://" in self.checkpoints:
+            self.check_store()
+        else:
+            self.check_checkpoints()
         if self.killed_save is None:
             raise DemoError("no save was in flight when the daemon was killed; another --seed may meet one")
         if not any(who == "trainer" for who, _ in self.kills):
@@ -213,14 +230,23 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a smaller model, under 40 s on two cores")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="simulated where it is not there")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "demo-output", metavar="DIR")
+    parser.add_argument("--remote", action="store_true", help="save to an object store: SeaweedFS, if it is installed")
     parser.add_argument("--seed", type=int, help="choose the moments of the killings as an earlier demo did")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10_000) if options.seed is None else options.seed
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    demo = Demo(out, "quick" if options.quick else "full", options.device, seed)
+    with contextlib.ExitStack() as stack:
+        checkpoints = str(out / "run-with-saving" / "checkpoints")
+        if options.remote:
+            checkpoints, what = stack.enter_context(object_store(out / "store"))
+            say(f"checkpoints go to {checkpoints}, which is {what}")
+        return demonstrate(Demo(out, "quick" if options.quick else "full", options.device, seed, checkpoints), seed)
+
+
+def demonstrate(demo: Demo, seed: int) -> int:
     say(f"kill moments are drawn from --seed {seed}")
-    if options.device == "cuda" and (schedule := os.environ.get("SIMULATED_GPU")):
+    if demo.device == "cuda" and (schedule := os.environ.get("SIMULATED_GPU")):
         # What a device does when is drawn as well, unless it was told.
         os.environ["SIMULATED_GPU"] = schedule = f"random:{seed}" if schedule == "random" else schedule
         say(f"no GPU was found, or none was wanted: it is simulated on the CPU, with the schedule {schedule}")

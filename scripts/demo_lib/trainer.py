@@ -79,7 +79,7 @@ def violations(device: str) -> list[str]:
     return simulated_gpu.violations()
 
 
-def train(run: Path, corpus: Path, size_name: str, device: str, *, save: bool) -> None:
+def train(run: Path, corpus: Path, size_name: str, device: str, checkpoints: str) -> None:
     size = SIZES[size_name]
     log = EventLog(run / LOG_NAME)
     text = corpus.read_text()
@@ -96,13 +96,13 @@ def train(run: Path, corpus: Path, size_name: str, device: str, *, save: bool) -
 
     with ExitStack() as stack:
         manager, first = None, 1
-        if save:
+        if checkpoints:
             import sidesave  # Only here: the run without saving must not have it in the process.
 
             state = {"model": model, "optimizer": optimizer, "lr": schedule, "data": sampler}
             policies = [sidesave.EverySteps(size.save_every)]
             manager = stack.enter_context(
-                sidesave.CheckpointManager(run / "checkpoints", state, save=policies, random_state=True)
+                sidesave.CheckpointManager(checkpoints, state, save=policies, random_state=True)
             )
             first = max(1, manager.restore())
             if first > 1:
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--no-save", dest="save", action="store_false")
+    parser.add_argument("--checkpoints", default="", help="a directory or a URL; without it nothing is saved")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.use_deterministic_algorithms(True)
@@ -152,7 +152,7 @@ def main() -> None:
     if options.device == "cuda":
         set_up_cuda()
     options.run.mkdir(parents=True, exist_ok=True)
-    train(options.run, options.corpus, options.size, options.device, save=options.save)
+    train(options.run, options.corpus, options.size, options.device, options.checkpoints)
 
 
 if __name__ == "__main__":

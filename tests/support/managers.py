@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ Manage = Callable[..., sidesave.CheckpointManager]
 
 
 @contextlib.contextmanager
-def managers_of(run: Path) -> Iterator[Manage]:
+def managers_of(run: str | os.PathLike[str]) -> Iterator[Manage]:
     """Makes managers of one run, one after the other, and closes the last one."""
     made: list[sidesave.CheckpointManager] = []
 

@@ -516,7 +516,9 @@ class Trainer:
                 stream.close()
 
 
-def kill_with_a_save_staged(traces: Traces, run: Path, orders: Orders, order: str = "stop", **when: Any) -> int:
+def kill_with_a_save_staged(
+    traces: Traces, run: str | os.PathLike[str], orders: Orders, order: str = "stop", **when: Any
+) -> int:
     """Kill a trainer that has staged step 5, once its daemon has obeyed that order; the pid of the daemon."""
     with Trainer(traces, "save_and_wait", run, 5) as trainer:
         [pid] = trainer.expect("ready")

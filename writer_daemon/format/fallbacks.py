@@ -13,10 +13,8 @@ import os
 from typing import Final, cast
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.storage import sealed_json
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.storage import PosixStorage
-from sidesave.writer_daemon.storage.atomic import replace_file
+from sidesave.writer_daemon.storage import Storage, sealed_json, urls
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +31,12 @@ def remember(root: str, fallback: str) -> tuple[list[str], list[str]]:
         IntegrityError: The file is damaged.
         WriteError: It cannot be read or written.
     """
-    used = _read(root, USED)
-    known = [path for path in dict.fromkeys([*used, *_read(root, GIVEN)]) if path != fallback]
-    if fallback and fallback not in used:
-        body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "directories": [*used, fallback]}
-        replace_file(f"{root}/{GIVEN}", sealed_json.seal(body), "cannot write down where else checkpoints may be")
+    with contextlib.closing(urls.open_for_writing(root)) as storage:
+        used = _read(storage, USED)
+        known = [path for path in dict.fromkeys([*used, *_read(storage, GIVEN)]) if path != fallback]
+        if fallback and fallback not in used:
+            body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "directories": [*used, fallback]}
+            storage.replace(GIVEN, sealed_json.seal(body))
     # Its lease stays in every directory that was used: a mount point without its file system has none.
     there = [path for path in [*known, fallback] if path and os.path.isdir(f"{path}/{LEASE_DIRECTORY}")]
     lost = [path for path in used if path not in there]
@@ -47,20 +46,25 @@ def remember(root: str, fallback: str) -> tuple[list[str], list[str]]:
 def mark_used(root: str) -> None:
     """Mark the fallback directory as used; a failure is only logged, since a save waits."""
     try:
-        with contextlib.suppress(FileNotFoundError):  # it was used before
-            os.rename(f"{root}/{GIVEN}", f"{root}/{USED}")
-        with contextlib.closing(PosixStorage(root)) as storage:
+        with contextlib.closing(urls.open_for_writing(root)) as storage:
+            if urls.is_url(root):
+                given = storage.read(GIVEN, _MAX_NBYTES)
+                if given is not None:  # else it was used before
+                    storage.replace(USED, given)
+                    storage.remove(GIVEN)
+                return
+            with contextlib.suppress(FileNotFoundError):  # the same
+                os.rename(f"{root}/{GIVEN}", f"{root}/{USED}")
             storage.sync_directory("")
     except OSError as error:
         logger.error("the run does not remember that it uses its fallback directory: %s", error)
 
 
-def _read(root: str, name: str) -> list[str]:
-    with contextlib.closing(PosixStorage(root)) as storage:
-        data = storage.read(name, _MAX_NBYTES)
+def _read(storage: Storage, name: str) -> list[str]:
+    data = storage.read(name, _MAX_NBYTES)
     if data is None:
         return []
-    path = f"{root}/{name}"
+    path = f"{storage.root}/{name}"
     try:
         sealed_json.check_digest(data, path)
         body = sealed_json.load_json(data, path)

@@ -8,14 +8,13 @@ docs/format.md, docs/decisions/0016.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Final, cast
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.storage import sealed_json
-from sidesave.writer_daemon.storage import ReadStorage
-from sidesave.writer_daemon.storage.atomic import replace_file
+from sidesave.writer_daemon.storage import ReadStorage, Storage, sealed_json, urls
 
 ROLLBACK_FILE: Final = ".sidesave.rollback"
 _FORMAT: Final = "sidesave-rollback"
@@ -80,7 +79,13 @@ def read(storage: ReadStorage) -> Rollbacks:
     return Rollbacks(tuple((target, last) for target, last in pairs))
 
 
-def write(root: str, rollbacks: Rollbacks) -> None:
-    """Write it in the run directory ``root``, durably; raises ``WriteError``."""
+def write(storage: Storage, rollbacks: Rollbacks) -> None:
+    """Write it in a run directory, durably; raises ``WriteError``."""
     body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "rollbacks": rollbacks.pairs}
-    replace_file(f"{root}/{ROLLBACK_FILE}", sealed_json.seal(body), "cannot write down that the run has gone back")
+    storage.replace(ROLLBACK_FILE, sealed_json.seal(body))
+
+
+def write_in(root: str, rollbacks: Rollbacks) -> None:
+    """:func:`write` in the run directory ``root``, a path or a URL."""
+    with contextlib.closing(urls.open_for_writing(root)) as storage:
+        write(storage, rollbacks)

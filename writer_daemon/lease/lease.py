@@ -181,8 +181,7 @@ class Lease:
         self.epoch = 0
         self.end_by = math.inf
         """When to give up what is unfinished, by the monotonic clock: the trainer is gone and a successor waits."""
-        self.lost = False
-        """Whether :meth:`check` has found another holder."""
+        self._lost = False
         self._page = mmap.mmap(-1, RECORD_NBYTES)
         self._take(takeover_timeout_s, keep_waiting, resumes=resumes)
         self._tidy()
@@ -190,18 +189,31 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="sidesave-lease", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Raise ``WriteError`` unless this lease is still the newest; to be called right before every commit."""
+    @property
+    def lost(self) -> bool:
+        """Whether another holder has been found, by :meth:`check` or by storage that keeps earlier ones out itself."""
+        return self._lost or self._storage.has_passed_on()
+
+    def check(self, *, ask: bool = False) -> None:
+        """Raise ``WriteError`` unless this lease is still the newest; to be called right before every commit.
+
+        Where storage keeps earlier holders out itself nothing is asked, for its next change tells, and so does the
+        thread that renews the lease: what is known by then counts, unless the caller has it ``ask``.
+        """
         path = f"{self._storage.root}/{_path(self.epoch)}"
+        if self._storage.fences and not self.lost and not ask:
+            return
         try:
             epoch = max(self.epoch, _newest(self._storage))
             holder = LeaseRecord.from_bytes(_read(self._storage, epoch) or b"")
         except WriteError as error:
             raise WriteError(error.errno, f"the lease cannot be read: {error.strerror}", path) from error
         if holder is None or holder.token != self._record.token or holder.released:
-            self.lost = True
+            self._lost = True
             lost = f"has passed to {holder or 'another session'}" if epoch > self.epoch else "file is not ours any more"
             raise WriteError(errno.ESTALE, f"the lease {lost}", path)
+        if self.lost:
+            raise WriteError(errno.ESTALE, "the lease has passed to another session", path)
 
     def tell_trainer_gone(self) -> None:
         """Tell others that only staged saves are being finished; returns at once."""
@@ -359,9 +371,10 @@ class Lease:
             record = self._record
             counter += 1
             try:
-                self._write(self._output, replace(record, counter=counter).to_bytes())
-                if not self._has_lock:
-                    self._output.finish(RECORD_NBYTES)
+                if not self._is_superseded():
+                    self._write(self._output, replace(record, counter=counter).to_bytes())
+                    if not self._has_lock:
+                        self._output.finish(RECORD_NBYTES)
                 if record.trainer_gone and self.end_by == math.inf:
                     self.end_by = self._read_request()
             except WriteError as error:
@@ -369,6 +382,12 @@ class Lease:
             if record.released:
                 self._held.close()
                 return
+
+    def _is_superseded(self) -> bool:
+        """Whether a store has a later lease: then this one's number, which has been removed, must not come back."""
+        if self._storage.fences and not self.lost:
+            self._lost = _newest(self._storage) > self.epoch
+        return self._storage.fences and self.lost
 
     def _read_request(self) -> float:
         name = f"{self.epoch}.takeover"

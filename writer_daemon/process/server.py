@@ -40,7 +40,7 @@ from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.process import jobs
 from sidesave.writer_daemon.process.worker import Place, Worker
 from sidesave.writer_daemon.protocol import Message, Save
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, urls
 from sidesave.writer_daemon.storage.posix import make_run_directory
 from sidesave.writer_daemon.writing.writer import Writer
 
@@ -92,7 +92,9 @@ class Server:
         if boot.world_size > 1:  # on another host another daemon may have this pid
             name = f"{boot.rank}-{name}"
         try:
-            storage = PosixStorage(boot.directory)
+            if urls.is_url(boot.directory):
+                urls.remember(boot.directory, urls.decode_options(boot.storage_options))
+            storage = urls.open_for_writing(boot.directory)
             if boot.resumes and current_holder(storage) is None:
                 text = "this is not the directory that the run began in, as no lease is here: put that back, or restart"
                 raise WriteError(errno.ENOENT, text, boot.directory)
@@ -113,15 +115,16 @@ class Server:
             attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed, left=recovery.left
         )
         self._send(ready)
-        records = log.HistoryLog(storage)
         outcome = recovery.committed, recovery.removed
-        if boot.rank == 0:
+        if boot.rank == 0 and isinstance(storage, PosixStorage):
+            records = log.HistoryLog(storage)
             self._history = log.Recorder(boot.session, lambda record: self._work.put(lambda: records.append(record)))
             self._work.put(
                 lambda: log.log_recovery(records, storage, boot.session, *outcome, options.fallback_directory)
             )
         else:
-            self._history = log.Recorder(boot.session, lambda record: None)  # rank 0 keeps it for all
+            # Rank 0 keeps it for all, and nobody in a store, where nothing can be appended to.
+            self._history = log.Recorder(boot.session, lambda record: None)
         writer = Writer(storage, name, self._abandoned, lease.check, options.commit_timeout_s)
         primary = Place(storage, lease, writer, name)
         self._worker = Worker(

@@ -18,7 +18,7 @@ SCHEMES: Final = ("s3", "gs", "az", "file", "http", "https", "memory")
 """``memory`` is for tests: its objects live in this process."""
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # of "://" an os.PathLike leaves one slash
 _options: ContextVar[Mapping[str, Any] | None] = ContextVar("_options", default=None)
-_remembered: Final[dict[str, Mapping[str, Any]]] = {}
+_remembered: Final[dict[str, list[Mapping[str, Any]]]] = {}
 
 
 def is_url(path: str) -> bool:
@@ -50,6 +50,11 @@ def can_list(url: str) -> bool:
     return not url.startswith("http")
 
 
+def can_write(url: str) -> bool:
+    """Whether a process of its own, as the daemon is, can write below a URL."""
+    return not url.startswith(("http", "memory"))
+
+
 @contextlib.contextmanager
 def using(storage_options: Mapping[str, Any] | None) -> Generator[None]:
     """What stores are opened with in the block, by this thread; None is what a block around it says, or nothing."""
@@ -63,13 +68,20 @@ def using(storage_options: Mapping[str, Any] | None) -> Generator[None]:
 
 
 def remember(root: str, storage_options: Mapping[str, Any]) -> None:
-    """What a run's store is opened with by any thread, where nothing else is said, until :func:`forget`."""
-    _remembered[root] = storage_options
+    """What a run's store is opened with by any thread, where nothing else is said, until :func:`forget`.
+
+    Of several that are remembered for one run the last counts.
+    """
+    _remembered.setdefault(root, []).append(storage_options)
 
 
 def forget(root: str) -> None:
-    """Take back :func:`remember`; idempotent."""
-    _remembered.pop(root, None)
+    """Take back the last :func:`remember` of a run."""
+    remembered = _remembered.get(root, [])
+    if remembered:
+        remembered.pop()
+    if not remembered:
+        _remembered.pop(root, None)
 
 
 def _options_for(url: str) -> Mapping[str, Any]:
@@ -77,7 +89,8 @@ def _options_for(url: str) -> Mapping[str, Any]:
     if said is not None:
         return said
     roots = [root for root in list(_remembered) if url == root or url.startswith(f"{root}/")]
-    return _remembered.get(max(roots, key=len), {}) if roots else {}
+    last = [*_remembered.get(max(roots, key=len), [])][-1:] if roots else []
+    return last[0] if last else {}
 
 
 def encode_options(storage_options: Mapping[str, Any] | None) -> bytes:

@@ -1,0 +1,239 @@
+"""A checkpointer whose run directory is a URL: what it does on a disk it does in an object store."""
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from trainers import DEADLINE_S, a_state, check, commit, daemon, end, same
+
+import sidesave
+from sidesave import Checkpointer
+from sidesave.client.internals import saver_of
+from sidesave.errors import (
+    CheckpointExistsError,
+    DirectoryInUseError,
+    InvalidArgumentError,
+    WriteError,
+)
+from sidesave.writer_daemon.storage import urls
+
+SECRET = "secret-that-nobody-may-see"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/run"
+
+
+def files(url: str) -> list[Path]:
+    return [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file()]
+
+
+# What is on a disk is in a store ------------------------------------------------------------------------------------
+
+
+def test_a_save_is_committed_and_comes_back_bit_for_bit(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        handle = ckpt.save(5, a_state(5))
+        info = handle.committed.result(DEADLINE_S)
+        assert handle.written.done()
+        assert info.path == f"{url}/step-00000005"
+        assert (ckpt.steps(), ckpt.latest_step(), ckpt.directory) == ([5], 5, url)
+        assert same(ckpt.load(), a_state(5))
+    check(url, 5)
+
+
+def test_metadata_and_files_and_plain_data_are_kept(url: str) -> None:
+    weights, plain = torch.arange(5), {"lr": 0.1, "names": ["a", "b"]}
+    state = {"weights": weights, "plain": plain}
+    with Checkpointer(url) as ckpt:
+        ckpt.save(1, state, metadata={"loss": 0.5}, files={"config.json": "{}"}, blocking=True)
+        loaded = ckpt.load(1)
+    assert torch.equal(loaded["weights"], weights)
+    assert loaded["plain"] == plain
+    [info] = sidesave.find(url)
+    assert info.metadata == {"loss": 0.5}
+    assert sidesave.verify(url).ok
+    assert any(path.name == "config.json" and path.read_text() == "{}" for path in files(url))
+
+
+def test_a_step_is_replaced_only_where_that_is_said(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        commit(ckpt, 1)
+        with pytest.raises(CheckpointExistsError):
+            ckpt.save(1, a_state(2))
+        for seed in (3, 4):
+            ckpt.save(1, a_state(seed), overwrite=True, blocking=True)
+            assert same(ckpt.load(), a_state(seed))
+    assert same(sidesave.load(url), a_state(4))
+
+
+def test_a_deleted_step_is_gone_with_its_bytes(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+        with pytest.raises(InvalidArgumentError, match="newest"):
+            ckpt.delete(2).result(DEADLINE_S)
+        ckpt.delete(1).result(DEADLINE_S)
+        assert ckpt.steps() == [2]
+        commit(ckpt, 1)
+        assert ckpt.steps() == [1, 2]
+        ckpt.delete(2).result(DEADLINE_S)
+    check(url, 1)
+    assert not any("step-00000002" in os.fspath(path) for path in files(url)), "its bytes go when the session ends"
+
+
+def test_a_later_session_goes_on_and_goes_back(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        for step in (1, 2, 3):
+            commit(ckpt, step)
+    with Checkpointer(url) as ckpt:
+        assert same(ckpt.load(f"{url}/step-00000002"), a_state(2))
+        assert ckpt.latest_step() == 2
+    with Checkpointer(url) as ckpt:
+        assert same(ckpt.load(), a_state(2))
+        ckpt.save(3, a_state(33), blocking=True)
+        assert same(ckpt.load(url), a_state(33))
+        with pytest.raises(InvalidArgumentError, match="no checkpoint of this run"):
+            ckpt.load(_another_run(url))
+    assert [info.step for info in sidesave.find(url)] == [1, 2, 3]
+
+
+def _another_run(url: str) -> str:
+    with Checkpointer(f"{url}-other") as ckpt:
+        return commit(ckpt, 1).path
+
+
+def test_a_run_that_was_copied_there_goes_on(url: str, run: Path) -> None:
+    with Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+    place = Path(url.removeprefix("file://"))
+    place.parent.mkdir()
+    run.rename(place)
+    with Checkpointer(url) as ckpt:
+        assert same(ckpt.load(), a_state(2))
+        ckpt.delete(1).result(DEADLINE_S)
+        commit(ckpt, 3)
+        assert ckpt.steps() == [2, 3]
+    check(url, 2, 3)
+
+
+def test_a_daemon_that_is_killed_is_replaced_at_once(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        commit(ckpt, 1)
+        end(daemon(ckpt))
+        commit(ckpt, 2)
+    check(url, 1, 2)
+
+
+# Who may use it -----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_session_is_told_who_has_the_run(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        commit(ckpt, 1)
+        with pytest.raises(DirectoryInUseError, match=f"daemon {daemon(ckpt)}"):
+            Checkpointer(url)
+        commit(ckpt, 2)
+    check(url, 1, 2)
+
+
+@pytest.mark.parametrize("url", ["http://host/run", "https://host/run", "memory://bucket/run", "s3://bucket/a?b"])
+def test_what_cannot_be_written_to_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"not written to|no user, query"):
+        Checkpointer(url)
+
+
+def test_several_ranks_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InvalidArgumentError, match="these are 2 ranks"):
+        Checkpointer(url)
+    with pytest.raises(InvalidArgumentError, match="node_local"):
+        Checkpointer(url, distributed=False, node_local=True)
+    with Checkpointer(url, distributed=False) as ckpt:
+        commit(ckpt, 1)
+
+
+# Options ------------------------------------------------------------------------------------------------------------
+
+
+def test_options_are_for_the_session_and_nobody_else_sees_them(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with Checkpointer(url, storage_options={"aws_secret_access_key": SECRET}) as ckpt:
+        assert saver_of(ckpt).session.connection._boot.storage_options, "or there would be nothing to find"
+        commit(ckpt, 1)
+        process = Path(f"/proc/{daemon(ckpt)}")
+        told = [(process / name).read_bytes() for name in ("cmdline", "environ")]
+        told += [path.read_bytes() for path in files(url)]
+        shown = [repr(ckpt), repr(saver_of(ckpt).session.connection._boot), repr(ckpt.history()), repr(vars(ckpt))]
+        shown.append(repr(saver_of(ckpt).session.options))
+        with ThreadPoolExecutor(1) as pool:  # which has options of its own, that is none
+            assert pool.submit(urls._options_for, f"{url}/step-00000001").result() == {"aws_secret_access_key": SECRET}
+        assert same(ckpt.load(), a_state(1))
+    assert not any(SECRET.encode() in each for each in told)
+    assert not any(SECRET in each for each in [*shown, caplog.text])
+    assert urls._options_for(url) == {}, "it ends with the session"
+
+
+def test_options_of_a_session_that_is_refused_do_not_count(url: str) -> None:
+    with Checkpointer(url, storage_options={"region": "one"}) as ckpt:
+        with pytest.raises(DirectoryInUseError):
+            Checkpointer(url, storage_options={"region": "other"})
+        assert urls._options_for(url) == {"region": "one"}
+        commit(ckpt, 1)
+
+
+def test_options_that_cannot_be_handed_on_are_refused(url: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"storage_options\['credential_provider'\] is a type"):
+        Checkpointer(url, storage_options={"credential_provider": dict})
+    assert not files(url)
+
+
+# Where a store is no disk -------------------------------------------------------------------------------------------
+
+
+def test_history_is_that_of_the_session(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        commit(ckpt, 1)
+        assert [(record.step, record.outcome) for record in ckpt.history()] == [(1, "committed")]
+    with pytest.raises(InvalidArgumentError, match="no history"):
+        sidesave.history(url)
+
+
+def test_the_deadline_for_a_stall_is_longer_in_a_store(url: str, run: Path) -> None:
+    for place, seconds in ((url, 900.0), (run, 300.0)):
+        with Checkpointer(place) as ckpt:
+            assert saver_of(ckpt).session.options.daemon.stall_timeout_s == seconds
+
+
+def test_what_the_store_refuses_for_good_goes_to_the_fallback_directory(url: str, tmp_path: Path) -> None:
+    further = tmp_path / "fallback"
+    with Checkpointer(url, fallback_directory=further) as ckpt:
+        commit(ckpt, 1)
+        in_the_way = Path(f"{url.removeprefix('file://')}/step-00000002.{saver_of(ckpt).session.id}")
+        in_the_way.write_text("a file, where files are to be put")
+        assert commit(ckpt, 2).path == f"{further}/step-00000002"
+        assert ckpt.steps() == [1, 2]
+        in_the_way.unlink()
+        commit(ckpt, 3)
+    with Checkpointer(url) as ckpt:  # which knows of it, though it is not told
+        assert same(ckpt.load(2), a_state(2))
+        assert ckpt.latest_step() == 2
+
+
+def test_a_save_that_the_store_refuses_fails_and_training_goes_on(url: str) -> None:
+    with Checkpointer(url) as ckpt:
+        in_the_way = Path(f"{url.removeprefix('file://')}/step-00000001.{saver_of(ckpt).session.id}")
+        in_the_way.parent.mkdir(exist_ok=True)
+        in_the_way.write_text("")
+        with pytest.raises(WriteError):
+            commit(ckpt, 1)
+        in_the_way.unlink()
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+    check(url, 1, 2)

@@ -1,0 +1,282 @@
+"""Saves to an object store that answers with errors, loses answers, or counts what it is asked."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import campaigns
+import pytest
+from object_server import After, Fault, ObjectServer, Request, serving
+from trainers import (
+    DEADLINE_S,
+    Traces,
+    Trainer,
+    a_state,
+    commit,
+    daemon,
+    same,
+    size_of,
+    wait_until,
+)
+
+import sidesave
+from sidesave import Checkpointer
+from sidesave.client.daemon_link import connection
+from sidesave.errors import SidesaveError, WriteError
+
+URL = "s3://bucket/runs/exp"
+WRITES = ("PUT", "PUT-NEW", "START", "PART", "COMPLETE")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    (tmp_path / "store" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "store") as server:
+        yield server
+
+
+def opened(server: ObjectServer, url: str = URL, **options: object) -> Checkpointer:
+    """A checkpointer whose daemon asks this server, and tries a request once more at most."""
+    store = {**server.options, "retry_config": {"max_retries": 1}}
+    return Checkpointer(url, storage_options=store, **options)  # pyright: ignore[reportArgumentType]
+
+
+def check(server: ObjectServer, *steps: int) -> None:
+    """These steps are all there is, whole and bit for bit."""
+    options = server.options
+    found = sidesave.find(URL, storage_options=options)
+    assert sorted(info.step for info in found) == [*steps]
+    for info in found:
+        assert sidesave.verify(info, storage_options=options).ok
+        assert same(sidesave.load(info, storage_options=options), a_state(info.step))
+
+
+def writes_fail(fault: Fault) -> Callable[[Request, int], Fault]:
+    return lambda request, number: fault if request.method in WRITES else None
+
+
+# What is asked ------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_takes_few_requests(server: ObjectServer) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        began = len(server.requests)
+        ckpt.save(2, {"model": a_state(2)["model"]}).committed.result(DEADLINE_S)
+        asked = Counter(request.method for request in server.requests[began:])
+    # The mark of the prefix, the tensors, their digests, plain data, the rank's record, the manifest, the log's entry;
+    # the record is read back, and the prefix and the log are listed.
+    assert asked == {"PUT-NEW": 7, "GET": 1, "LIST": 2}
+    check_options_stay_where_they_are(server, ckpt)
+
+
+def check_options_stay_where_they_are(server: ObjectServer, ckpt: Checkpointer) -> None:
+    secret = server.options["aws_secret_access_key"].encode()
+    assert not any(secret in path.read_bytes() for path in (server.root / "bucket").rglob("*") if path.is_file())
+    assert secret.decode() not in repr(ckpt)
+
+
+def test_a_large_file_is_put_in_parts(server: ObjectServer) -> None:
+    with opened(server) as ckpt:
+        handle = ckpt.save(1, a_state(1, 30))
+        handle.committed.result(DEADLINE_S)
+        assert handle.nbytes_written == handle.nbytes
+        assert server.count("PART") >= 4
+        assert same(ckpt.load(), a_state(1, 30))
+    assert not server.uploads
+
+
+# What fails ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_ignores_conditions_is_refused_at_the_start(server: ObjectServer) -> None:
+    server.ignores_conditions = True
+    with pytest.raises(WriteError, match="does not keep an object from being replaced") as refused:
+        opened(server)
+    assert refused.value.errno == errno.EOPNOTSUPP
+
+
+@pytest.mark.parametrize("fault", [503, 500, "cut", After(503), After("cut")])
+def test_errors_that_end_are_borne(server: ObjectServer, fault: Fault) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        failed: Counter[str] = Counter()
+
+        def each_once(request: Request, number: int) -> Fault:
+            if request.method not in WRITES:
+                return None
+            failed[request.key] += 1
+            return fault if failed[request.key] == 1 else None
+
+        server.fault = each_once
+        commit(ckpt, 2)
+        assert len(failed) >= 6
+    server.fault = lambda request, number: None
+    check(server, 1, 2)
+
+
+def test_a_refusal_fails_the_save_and_the_next_one_is_taken(server: ObjectServer) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        server.fault = writes_fail(403)
+        with pytest.raises(WriteError, match="denies access") as refused:
+            commit(ckpt, 2)
+        assert refused.value.errno == errno.EACCES
+        server.fault = lambda request, number: None
+        commit(ckpt, 3)
+        assert [(record.step, record.outcome) for record in ckpt.history()] == [
+            (1, "committed"),
+            (2, "failed"),
+            (3, "committed"),
+        ]
+    check(server, 1, 3)
+
+
+def test_what_is_refused_goes_to_the_fallback_directory_meanwhile(server: ObjectServer, tmp_path: Path) -> None:
+    with opened(server, fallback_directory=tmp_path / "further") as ckpt:
+        commit(ckpt, 1)
+        server.fault = writes_fail(403)
+        assert commit(ckpt, 2).path == f"{tmp_path}/further/step-00000002"
+        server.fault = lambda request, number: None
+        assert commit(ckpt, 3).path == f"{URL}/step-00000003"
+        assert ckpt.steps() == [1, 2, 3]
+        assert same(ckpt.load(2), a_state(2))
+    check(server, 1, 3)
+
+
+def test_a_store_that_does_not_answer_for_long_fails_the_save_and_no_other(server: ObjectServer) -> None:
+    with opened(server, retries=0) as ckpt:
+        commit(ckpt, 1)
+        server.fault = writes_fail(503)
+        with pytest.raises(SidesaveError, match="503"):
+            commit(ckpt, 2)
+        server.fault = lambda request, number: None
+        commit(ckpt, 3)
+    check(server, 1, 3)
+
+
+def test_an_entry_whose_answers_are_all_lost_counts_once(server: ObjectServer) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        in_log = ".sidesave.log/"
+        server.fault = lambda request, number: (
+            After("cut") if in_log in request.key and request.method == "PUT-NEW" else None
+        )
+        commit(ckpt, 2)
+        ckpt.save(2, a_state(3), overwrite=True, blocking=True)
+        server.fault = lambda request, number: None
+        assert same(ckpt.load(2), a_state(3))
+        commit(ckpt, 2 + 1)
+    assert [info.step for info in sidesave.find(URL, storage_options=server.options)] == [1, 2, 3]
+
+
+def test_no_process_and_no_file_tells_the_credentials(server: ObjectServer) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        process = Path(f"/proc/{daemon(ckpt)}")
+        told = [(process / name).read_bytes() for name in ("cmdline", "environ")]
+        told += [path.read_bytes() for path in (server.root / "bucket").rglob("*") if path.is_file()]
+        said = json.dumps([repr(ckpt), repr(ckpt.history())]).encode()
+    for name in ("aws_secret_access_key", "aws_access_key_id"):
+        secret = server.options[name].encode()
+        assert not any(secret in each for each in [*told, said])
+
+
+# Deaths at each request ---------------------------------------------------------------------------------------------
+
+
+class Killer:
+    """Kills processes when a certain request comes, which is carried out all the same, or is not."""
+
+    def __init__(self, server: ObjectServer) -> None:
+        self._pids: tuple[int, ...] = ()
+        self._left, self._fault = 0, None
+        self._lock = threading.Lock()
+        server.fault = self._come_to
+
+    def arm(self, *pids: int, after: int, fault: Fault) -> None:
+        with self._lock:
+            self._pids, self._left, self._fault = pids, after, fault
+
+    def disarm(self) -> bool:
+        """Whether it has come to that."""
+        with self._lock:
+            armed, self._pids = bool(self._pids), ()
+        return not armed
+
+    def _come_to(self, request: Request, number: int) -> Fault:
+        with self._lock:
+            if self._pids:
+                self._left -= 1
+            if not self._pids or self._left >= 0:
+                return None
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._pids = ()
+            return self._fault
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
+def test_no_save_is_lost_by_a_death_at_any_of_its_requests(
+    server: ObjectServer, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_MAX_BACKOFF_S", 0.05)
+    killer = Killer(server)
+    step = 1
+    with opened(server) as ckpt:
+        for after in itertools.count():
+            killed = ckpt.daemon_pid
+            killer.arm(daemon(ckpt), after=after, fault=fault)
+            commit(ckpt, step)
+            step += 1
+            if not killer.disarm():
+                break  # a save has not so many requests
+            wait_until(lambda killed=killed: ckpt.daemon_pid not in (None, killed))
+    assert step > 10
+    check(server, *range(1, step))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
+def test_what_both_leave_at_any_request_is_finished_or_removed(
+    server: ObjectServer, fault: Fault, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(server)
+    for name, value in server.options.items():
+        monkeypatch.setenv(name.upper(), value)
+    recovered = 0
+    for after in campaigns.sample(range(40)):
+        run = f"{URL}/{after}"
+        with Trainer(traces, "keep_saving", run, 5, 1, 0) as trainer:
+            [pid] = trainer.expect("ready")
+            killer.arm(trainer.pid, int(pid), after=after, fault=fault)
+            trainer.go_on()
+            told = "committed 5" in trainer.lines()
+            trainer.end()
+        traces.await_ends()
+        came_to_it = killer.disarm()
+        with Checkpointer(run) as ckpt:
+            recovered += ckpt.latest_step() == 5 and not told
+            assert ckpt.latest_step() == 5 or not told
+            ckpt.save(6, a_state(6, size_of(6)), blocking=True)
+            found = {info.step: info for info in sidesave.find(run)}
+            assert found.keys() - {5} == {6}
+            for step, info in found.items():
+                assert sidesave.verify(info).ok
+                assert same(sidesave.load(info), a_state(step, size_of(step)))
+        prefixes = {path.parent.name for path in (server.root / run.removeprefix("s3://")).rglob("*") if path.is_file()}
+        assert len([name for name in prefixes if name.startswith("step-")]) == len(found)
+        if not came_to_it:
+            break
+    assert recovered
+    traces.check()
