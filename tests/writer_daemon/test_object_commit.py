@@ -482,6 +482,39 @@ def require_whole(root: str, old: State | None, new: State) -> str:
     return kind
 
 
+def counted(server: ObjectServer) -> dict[str, int]:
+    """How many requests of each kind there were since this was asked last."""
+    found = {method: server.count(method) for method in sorted({request.method for request in server.requests})}
+    server.requests.clear()
+    return found
+
+
+def test_a_save_a_deletion_and_a_taking_over_take_so_many_requests(server: ObjectServer):
+    """docs/remote.md says so."""
+    root = "s3://bucket/run"
+    with urls.using(server.options):
+        session = begin(root)
+        session.save(1, a_state(1), sequence=1)
+        server.requests.clear()
+        save = session.stage(2, a_large_state(2), sequence=2)
+        session.write(save)
+        # The directory, the small item, the digests of both, plain data and the record; the large item in parts.
+        put = {"PUT-NEW": 1 + 1 + 2 + 2, "START": 1, "PART": 2, "COMPLETE": 1}
+        assert counted(server) == {**put, "LIST": 1, "GET": 1}
+        session.commit(save)
+        assert counted(server) == {"PUT-NEW": 2, "LIST": 7, "GET": 2}
+        trash = commit.delete(session.storage, session.lease, 1, 1)
+        assert counted(server) == {"PUT-NEW": 1, "LIST": 8, "GET": 3}
+        assert trash is not None
+        session.storage.remove_tree(trash)
+        assert counted(server) == {"PUT-NEW": 1, "LIST": 2, "DELETE-MANY": 1}
+        session.end()
+        server.requests.clear()
+        following = open_run(root)
+        following.take_over(OLD)
+        assert counted(server) == {"PUT-NEW": 2 + 1, "GET": 1 + 5, "LIST": 1 + 1, "DELETE-MANY": 1}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
 @pytest.mark.parametrize("name", FAULTS)
