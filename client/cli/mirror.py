@@ -14,7 +14,7 @@ import typer
 from sidesave.client.cli.console import error_text, printable, progress, size
 from sidesave.client.runs import finding
 from sidesave.client.runs.mirror import check_mirror, remembered_mirror
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError
+from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror.throttle import Throttle
@@ -45,7 +45,7 @@ def mirror(
         storage = open_target(place)
         opened.callback(storage.close)
         holder = LeaseRecord.current(secrets.token_hex(8), os.getpid())
-        lease = Lease(storage, holder, _TAKEOVER_TIMEOUT_S, lambda: True)
+        lease = Lease(storage, holder, _TAKEOVER_TIMEOUT_S, lambda: True, kills=False)
         opened.callback(lease.release)
         throttle = Throttle(bandwidth or 0, lambda: None)
         bars: list[Callable[[int], None]] = []
@@ -61,7 +61,7 @@ def mirror(
                 try:
                     uploader.upload(step)
                     copied += step.nbytes
-                except (CheckpointNotFoundError, IntegrityError) as error:
+                except (CheckpointNotFoundError, CheckpointExistsError, IntegrityError) as error:
                     typer.echo(printable(f"sidesave: {step.name} is left out: {error_text(error)}"), err=True)
                     failed += isinstance(error, IntegrityError)
     typer.echo(printable(f"{place}: {size(copied)} in {time.monotonic() - started:.2f} s"))

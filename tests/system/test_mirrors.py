@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
-from trainers import DEADLINE_S, Traces, a_state, await_end, check, daemon, end, pidfd_of, same
+from trainers import DEADLINE_S, Traces, a_state, await_end, check, daemon, end, pidfd_of, same, staging_memory, wait_until
 
 import sidesave
 from sidesave.errors import (
@@ -36,6 +36,12 @@ def test_what_is_committed_is_mirrored(run: Path, place: str):
         assert [handle.mirrored.result(0) for handle in handles] == [f"{place}/step-{step:08d}" for step in range(3)]
         check_mirror(place, 0, 1, 2)
     check(run, 0, 1, 2)
+
+
+def test_large_files_are_mirrored(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(1, a_state(1, 24)).mirrored.result(DEADLINE_S)
+    check_mirror(place, 1, mib=24)
 
 
 def test_without_a_mirror_the_future_says_so(run: Path):
@@ -127,6 +133,7 @@ def test_a_session_begins_at_once_while_the_daemon_before_it_still_mirrors(run: 
         before = daemon(ckpt)
     with pytest.raises(SidesaveError, match="closed before step 1 was mirrored"):
         handle.mirrored.result(0)
+    wait_until(lambda: not [each for each in staging_memory(before) if "stderr" not in each])
     with pidfd_of(before) as pidfd:
         with sidesave.Checkpointer(run) as ckpt:  # without a mirror: nobody asks that daemon to leave
             ckpt.save(2, a_state(2), blocking=True)
@@ -136,6 +143,15 @@ def test_a_session_begins_at_once_while_the_daemon_before_it_still_mirrors(run: 
             await_end(pidfd)  # it has been asked
             ckpt.wait(DEADLINE_S, mirrored=True)
     check_mirror(place, 1, 2, 3)
+
+
+def test_a_daemon_that_gets_a_signal_leaves_the_mirror_to_the_next_one(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        first = ckpt.save(1, a_state(1))
+        end(daemon(ckpt), signal.SIGTERM)
+        second = ckpt.save(2, a_state(2))
+        assert [each.mirrored.result(DEADLINE_S) for each in (first, second)]
+    check_mirror(place, 1, 2)
 
 
 def test_a_signal_ends_a_daemon_that_mirrors_alone(run: Path, place: str):

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 from sidesave.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     DirectoryInUseError,
     IntegrityError,
@@ -168,7 +169,7 @@ class Mirror:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                lease = self._lease = Lease(target, holder, timeout_s, lambda: not self._stopping)
+                lease = self._lease = Lease(target, holder, timeout_s, lambda: not self._stopping, kills=False)
                 break
             except DirectoryInUseError:
                 self._halt()
@@ -208,7 +209,7 @@ class Mirror:
         step = min(self._backlog.values())
         try:
             uploader.upload(step)
-        except (IntegrityError, CheckpointNotFoundError) as error:
+        except (IntegrityError, CheckpointNotFoundError, CheckpointExistsError) as error:
             self._give_up(uploader, step, error)
         except WriteError as error:
             local = str(error.filename or "").startswith(f"{self._boot.directory}/")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sidesave.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     FormatVersionError,
     IntegrityError,
@@ -106,7 +107,6 @@ class Uploader:
         self._partials: dict[str, str] = {}
         """Directories of interrupted copies, by what ends in them."""
         self._trash: list[tuple[float, str]] = []
-        self._rollbacks: bytes | None = None
 
     # The start -------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,6 @@ class Uploader:
         """
         self.target.take_over(self.lease.session)
         self._rename_leftovers()
-        self._rollbacks = self.target.read(rollback.ROLLBACK_FILE, _MAX_ROLLBACK_NBYTES)
         there = {each.name: each for each in steps_in(self.target)}
         with contextlib.closing(PosixStorage(self._directory)) as source:
             missing = [each for each in steps_in(source) if not _is_settled(each, there.get(each.name))]
@@ -163,6 +162,7 @@ class Uploader:
         """Copy one checkpoint and give it its name. Doing it twice does no harm.
 
         Raises:
+            CheckpointExistsError: A later save of this step is there.
             CheckpointNotFoundError: The run directory does not have it any more.
             IntegrityError: It is damaged there.
             WriteError: One of the two places does not answer, or refuses.
@@ -170,8 +170,12 @@ class Uploader:
         self.lease.check()
         self.empty_trash()
         self._copy_rollbacks()
-        if _is_settled(step, read_step(self.target, step.name)):
+        there = read_step(self.target, step.name)
+        if there is not None and there.key == step.key:
             return
+        if there is not None and there.sequence > step.sequence:
+            path = f"{self.target.root}/{step.name}"
+            raise CheckpointExistsError(errno.EEXIST, "a later save of this step is in the mirror", path)
         with contextlib.closing(PosixStorage(self._directory)) as source:
             try:
                 source.hold(step.name, MANIFEST)
@@ -206,9 +210,9 @@ class Uploader:
         """Before a later commit appears, the mirror has to know where the run has gone back."""
         with contextlib.closing(PosixStorage(self._directory)) as source:
             data = source.read(rollback.ROLLBACK_FILE, _MAX_ROLLBACK_NBYTES)
-        if data is not None and data != self._rollbacks:
+        # Read each time: a holder before this one may have written late.
+        if data is not None and data != self.target.read(rollback.ROLLBACK_FILE, _MAX_ROLLBACK_NBYTES):
             self.target.replace(rollback.ROLLBACK_FILE, data)
-            self._rollbacks = data
 
     def forget(self, step: Step) -> None:
         """Remove what an interrupted copy of a checkpoint has left that will not be gone on with."""
