@@ -55,7 +55,7 @@ class _Stopped(Exception):
 
 
 class Mirror:
-    """The mirror of one daemon. Every method returns at once but :meth:`join`, and may be called from any thread."""
+    """The mirror of one daemon. Every method returns at once, and may be called from any thread."""
 
     def __init__(self, boot: Boot, wake: Callable[[], None]) -> None:
         """Prepare; ``wake`` is called when there is something in :attr:`messages`, and at the end."""
@@ -115,10 +115,6 @@ class Mirror:
         """Leave after the piece that is being copied; the next daemon goes on."""
         self._stopping = True
         self._changed.set()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end."""
-        self._thread.join(timeout_s)
 
     # The thread ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import functools
 import logging
+import math
 import os
 import queue
 import resource
@@ -173,13 +174,14 @@ class Server:
         poller = select.poll()
         for fd in (self._wake, self._signals.fileno()):
             poller.register(fd, select.POLLIN)
-        while not mirror.ended.is_set():
+        give_up_at = math.inf if goes_on else time.monotonic() + _RECLAIM_TIMEOUT_S
+        while not mirror.ended.is_set() and time.monotonic() < give_up_at:  # its storage may hang
             ready = {fd for fd, _ in poller.poll(int(HEARTBEAT_S * 1000))}
             self._drain_wakeups()
             if self._signals.fileno() in ready:
                 self._signals.recv(4096)
                 mirror.stop()
-        mirror.join(_RECLAIM_TIMEOUT_S)
+                give_up_at = min(give_up_at, time.monotonic() + _RECLAIM_TIMEOUT_S)
 
     def _open_fallback(self) -> Place:
         """Open the fallback directory, creating it if needed; in the storage thread."""

@@ -1,10 +1,11 @@
 """What stays in a run directory, and what in its mirror."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from mirrors import committed_in
-from trainers import DEADLINE_S, a_state, wait_until
+from trainers import DEADLINE_S, a_state, same, wait_until
 
 import sidesave
 from sidesave import CheckpointManager, KeepLatest
@@ -54,3 +55,17 @@ def test_a_pinned_step_stays_in_both_places(run: Path, place: str):
             manager.save(step).mirrored.result(DEADLINE_S)
         wait_until(lambda: sorted(committed_in(place)) == [1, 3])
         wait_until(lambda: sorted(committed_in(str(run))) == [1, 3])
+
+
+def test_a_manager_whose_disk_is_gone_resumes_from_the_mirror(run: Path, place: str):
+    state = a_state(1)
+    with CheckpointManager(run, state, mirror=place, random_state=True) as manager:
+        manager.restore()
+        manager.save(7).mirrored.result(DEADLINE_S)
+    shutil.rmtree(run)
+    again = a_state(2)
+    with CheckpointManager(run, again, mirror=place, random_state=True) as manager:
+        assert manager.restore() == 8
+        assert same(again, a_state(1))
+        manager.save(8).mirrored.result(DEADLINE_S)
+    assert sorted(committed_in(place)) == [7, 8]
