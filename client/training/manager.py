@@ -111,7 +111,7 @@ class CheckpointManager:
         if type(state) is not dict:
             raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
         self._policies, self._keep = check_save_policies(save), check_keep_policies(keep)
-        remote = check_keep_policies(mirror_keep)
+        far = check_keep_policies(mirror_keep)
         if names is not None:
             check_naming(names)
         arguments.encode_metadata(metadata)
@@ -127,14 +127,7 @@ class CheckpointManager:
             self._checkpointer = Checkpointer(directory, **options)
             self._pins = Pins(self._checkpointer.directory)
             self._background.start(
-                self._checkpointer,
-                state,
-                self._policies,
-                self._keep,
-                self._pins,
-                names,
-                remote,
-                random_state=random_state,
+                self._checkpointer, state, self._policies, self._keep, self._pins, names, far, random_state=random_state
             )
             self._managed = ManagedState(
                 state,

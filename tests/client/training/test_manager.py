@@ -350,7 +350,7 @@ def test_options_that_are_passed_on_are_all_those_there_are():
     known = inspect.signature(sidesave.Checkpointer.__init__).parameters.keys() - own
     assert CheckpointerOptions.__annotations__.keys() == known
     kept = {*Options.__slots__, *DaemonOptions.__slots__} - {"daemon"}
-    assert kept == known - {"distributed", "process_group", "node_local"}
+    assert kept == known - {"distributed", "process_group", "node_local", "storage_options"}
     own = {"path", "target", "storage_options"}
     assert ExportOptions.__annotations__.keys() == inspect.signature(sidesave.export).parameters.keys() - own
     own = {"self", "step", "into", "map_location", "fallback"}
