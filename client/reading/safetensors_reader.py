@@ -31,7 +31,6 @@ from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.tags import Tag
 from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format.layout import Layout
-from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import (
     BLOCK_NBYTES,
     MAX_HEADER_NBYTES,
@@ -41,6 +40,7 @@ from sidesave.writer_daemon.format.tensor_file import (
     parse_tensor_file,
 )
 from sidesave.writer_daemon.storage import Descriptor
+from sidesave.writer_daemon.storage.sealed_json import load_json
 
 logger = logging.getLogger(__name__)
 

@@ -1,29 +1,57 @@
-"""An object store on loopback that counts requests and fails as it is told: as much of S3 as readers use, and HTTP.
+"""An object store on loopback that counts requests and fails as it is told: as much of S3 as is used here, and HTTP.
 
-It serves the directories in ``root``, each as a bucket of its name. What is signed is not checked.
+It serves the directories in ``root``, each as a bucket of its name. What is signed is not checked. Uploads in parts are
+in memory until they are completed.
 """
 
 import contextlib
+import itertools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
-Fault = str | int | None
-"""A status to answer with, or ``"cut"`` (the connection, in the middle), ``"short"``, ``"flip"`` (the last byte)."""
+
+@dataclass(frozen=True)
+class After:
+    """A fault that comes when the request has been carried out: a status, or ``"cut"``, without an answer."""
+
+    fault: str | int
+
+
+Fault = str | int | After | None
+"""A status to answer with, and nothing is done; ``"cut"``: the connection, of an answer with content in the middle, and
+of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); or one :class:`After`."""
+
+_PIECE_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class Request:
-    """``key`` begins with the bucket; that of a list is its prefix."""
+    """``key`` begins with the bucket; that of a list is its prefix, that of DELETE-MANY the bucket.
+
+    ``method`` is GET, HEAD, LIST, PUT, PUT-NEW (``If-None-Match: *``), DELETE, DELETE-MANY, or of an upload in parts
+    START, PART, COMPLETE, ABORT.
+    """
 
     method: str
     key: str
-    range: tuple[int, int] | None
+    range: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    data: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+    nbytes: int | None = None
+    """Of an answer without its content."""
 
 
 class ObjectServer:
@@ -35,8 +63,19 @@ class ObjectServer:
         self.fault: Callable[[Request, int], Fault] = lambda request, number: None
         self.page = 1000
         self.most_at_once = 0
+        self.ignores_conditions = False
+        """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores have it."""
+        self.latency_s = 0.0
+        """Between a request and its answer."""
+        self.bandwidth: float | None = None
+        """Bytes a second, of all connections and both ways together."""
+        self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
+        """Of each unfinished upload in parts its key and its parts."""
+        self._upload_ids = map(str, itertools.count(1))
         self._busy = 0
+        self._free_at = 0.0
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -54,6 +93,11 @@ class ObjectServer:
     def count(self, method: str) -> int:
         return sum(request.method == method for request in self.requests)
 
+    def wait_until_idle(self, timeout_s: float = 60) -> None:
+        """Wait until every request has been carried out, also those whose client has given up."""
+        with self._idle:
+            assert self._idle.wait_for(lambda: self._busy == 0, timeout_s)
+
     def _take(self, request: Request) -> Fault:
         with self._lock:
             self._busy += 1
@@ -61,6 +105,14 @@ class ObjectServer:
             number = sum(other.key == request.key for other in self.requests)
             self.requests.append(request)
         return self.fault(request, number)
+
+    def _hold_back(self, nbytes: int) -> None:
+        """Wait until so many bytes may have passed."""
+        if self.bandwidth is not None:
+            with self._lock:
+                self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.bandwidth
+                wait_s = self._free_at - time.monotonic()
+            time.sleep(max(0.0, wait_s))
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -72,74 +124,198 @@ class ObjectServer:
 
             def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002
 
-            def do_GET(self) -> None:
+            def _serve(self) -> None:
                 url = urlsplit(self.path)
                 query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
                 key = unquote(url.path).lstrip("/")
+                with contextlib.suppress(ConnectionError):
+                    body = self._receive(int(self.headers.get("Content-Length") or 0))
+                    request = self._request(key, query)
+                    fault = server._take(request)
+                    try:
+                        self._respond(request, query, body, fault)
+                    finally:
+                        with server._idle:
+                            server._busy -= 1
+                            server._idle.notify_all()
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+            def _receive(self, nbytes: int) -> bytes:
+                body = bytearray()
+                while len(body) < nbytes:
+                    piece = self.rfile.read(min(_PIECE_NBYTES, nbytes - len(body)))
+                    if not piece:
+                        raise ConnectionError
+                    body += piece
+                    server._hold_back(len(piece))
+                return bytes(body)
+
+            def _request(self, key: str, query: dict[str, str]) -> Request:
                 found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
                 span = (int(found[1]), int(found[2] or 1 << 62) + 1) if found else None
-                is_list = "list-type" in query
-                if is_list:
-                    request = Request("LIST", f"{key.rstrip('/')}/{query.get('prefix', '')}", None)
-                else:
-                    request = Request("GET", key, span)
-                fault = server._take(request)
-                with contextlib.suppress(ConnectionError):
-                    if isinstance(fault, int):
-                        self._answer(fault, b"<Error><Code>Told</Code></Error>")
-                    elif is_list:
-                        self._answer(200, server._listing(key.rstrip("/"), query))
-                    else:
-                        self._send(server.root / key, span, fault)
-                with server._lock:
-                    server._busy -= 1
+                match self.command:
+                    case "GET" if "list-type" in query:
+                        return Request("LIST", f"{key.rstrip('/')}/{query.get('prefix', '')}")
+                    case "PUT" if "uploadId" in query:
+                        return Request("PART", key)
+                    case "PUT" if self.headers.get("If-None-Match") == "*":
+                        return Request("PUT-NEW", key)
+                    case "POST" if "delete" in query:
+                        return Request("DELETE-MANY", key.rstrip("/"))
+                    case "POST":
+                        return Request("START" if "uploads" in query else "COMPLETE", key)
+                    case "DELETE" if "uploadId" in query:
+                        return Request("ABORT", key)
+                    case _:
+                        return Request(self.command, key, span)
 
-            def _send(self, path: Path, span: tuple[int, int] | None, fault: Fault) -> None:
-                if not path.is_file():
-                    self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+            def _respond(self, request: Request, query: dict[str, str], body: bytes, fault: Fault) -> None:
+                time.sleep(server.latency_s)
+                if isinstance(fault, int):
+                    self._answer(_Answer(fault, b"<Error><Code>Told</Code></Error>"))
                     return
-                with path.open("rb") as file:
-                    size = path.stat().st_size
-                    start, stop = span or (0, size)
-                    stop = min(stop, size)
-                    if span and start >= size:
-                        self._answer(416, b"")
+                if fault == "cut" and request.method != "GET":
+                    self.close_connection = True
+                    return
+                answer = server._carry_out(request, query, body)
+                if isinstance(fault, After):
+                    if fault.fault == "cut":
+                        self.close_connection = True
                         return
-                    file.seek(start)
-                    data = file.read(stop - start)
-                if fault == "flip":
-                    data = data[:-1] + bytes([data[-1] ^ 1])
+                    answer = _Answer(int(fault.fault), b"<Error><Code>Told</Code></Error>")
+                elif fault == "flip" and answer.data:
+                    answer = _Answer(answer.status, answer.data[:-1] + bytes([answer.data[-1] ^ 1]), answer.headers)
+                self._answer(answer, fault)
+
+            def _answer(self, answer: _Answer, fault: Fault = None) -> None:
+                data = answer.data
                 if fault == "short":
                     data = data[: len(data) // 2]
-                    stop = start + len(data)
-                headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"} if span else {}
-                self._answer(206 if span else 200, data, headers, cut=fault == "cut")
-
-            def _answer(self, status: int, data: bytes, headers: dict[str, str] = {}, *, cut: bool = False) -> None:  # noqa: B006
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
+                self.send_response(answer.status)
+                self.send_header("Content-Length", str(len(data) if answer.nbytes is None else answer.nbytes))
                 self.send_header("Last-Modified", "Tue, 24 Nov 2026 12:00:00 GMT")
                 self.send_header("ETag", '"an-etag"')
-                for name, value in headers.items():
+                for name, value in answer.headers:
+                    if fault == "short" and name == "Content-Range":
+                        first, size = re.findall(r"\d+", value)[::2]
+                        value = f"bytes {first}-{int(first) + len(data) - 1}/{size}"
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(data[: len(data) // 2] if cut else data)
-                if cut:
+                if self.command != "HEAD":
+                    data = data[: len(data) // 2] if fault == "cut" else data
+                    for begin in range(0, len(data), _PIECE_NBYTES):
+                        server._hold_back(len(data[begin : begin + _PIECE_NBYTES]))
+                        self.wfile.write(data[begin : begin + _PIECE_NBYTES])
+                if fault == "cut":
                     self.wfile.flush()
                     self.close_connection = True
 
         return Handler
 
+    # What a request does ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, request: Request, query: dict[str, str], body: bytes) -> _Answer:
+        path = self.root / request.key
+        match request.method:
+            case "LIST":
+                bucket = request.key.partition("/")[0]
+                return _Answer(200, self._listing(bucket, query))
+            case "GET" | "HEAD":
+                return self._content(path, request)
+            case "PUT" | "PUT-NEW":
+                with self._lock:
+                    if request.method == "PUT-NEW" and path.is_file() and not self.ignores_conditions:
+                        return _Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+                    self._store(path, body)
+                return _Answer(200)
+            case "DELETE":
+                with self._lock:
+                    self._delete(path)
+                return _Answer(204)
+            case "DELETE-MANY":
+                keys = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", body.decode())]
+                with self._lock:
+                    for key in keys:
+                        self._delete(path / key)
+                deleted = "".join(f"<Deleted><Key>{escape(key)}</Key></Deleted>" for key in keys)
+                return _Answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+            case _:
+                return self._upload(request, query, body)
+
+    def _upload(self, request: Request, query: dict[str, str], body: bytes) -> _Answer:
+        with self._lock:
+            number = next(self._upload_ids) if request.method == "START" else query["uploadId"]
+            if request.method == "START":
+                self.uploads[number] = request.key, {}
+                tag = "InitiateMultipartUploadResult"
+                return _Answer(200, f"<{tag}><UploadId>{number}</UploadId></{tag}>".encode())
+            if number not in self.uploads:
+                return _Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+            parts = self.uploads[number][1]
+            match request.method:
+                case "PART":
+                    parts[int(query["partNumber"])] = body
+                    return _Answer(200)
+                case "COMPLETE":
+                    named = [int(each) for each in re.findall(r"<PartNumber>(\d+)</PartNumber>", body.decode())]
+                    if any(len(parts[each]) < 5 << 20 for each in named[:-1]):
+                        return _Answer(400, b"<Error><Code>EntityTooSmall</Code></Error>")
+                    self._store(self.root / request.key, *(parts[each] for each in named))
+                    del self.uploads[number]
+                    tag = "CompleteMultipartUploadResult"
+                    return _Answer(200, f"<{tag}><ETag>an-etag</ETag></{tag}>".encode())
+                case _:
+                    del self.uploads[number]
+                    return _Answer(204)
+
+    def _content(self, path: Path, request: Request) -> _Answer:
+        try:
+            file: BinaryIO = path.open("rb")
+        except OSError:
+            return _Answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        with file:
+            size = file.seek(0, 2)
+            if request.method == "HEAD":
+                return _Answer(200, nbytes=size)
+            start, stop = request.range or (0, size)
+            stop = min(stop, size)
+            if request.range and start >= size:
+                return _Answer(416)
+            file.seek(start)
+            data = file.read(stop - start)
+        headers = (("Content-Range", f"bytes {start}-{stop - 1}/{size}"),) if request.range else ()
+        return _Answer(206 if request.range else 200, data, headers)
+
+    def _store(self, path: Path, *parts: bytes) -> None:
+        """An object appears whole."""
+        new = self.root / ".new-object"
+        with new.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.rename(path)
+
+    def _delete(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+            for parent in path.parents[: len(path.relative_to(self.root).parts) - 2]:
+                parent.rmdir()
+
     def _listing(self, bucket: str, query: dict[str, str]) -> bytes:
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         root = self.root / bucket
-        keys = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+        with self._lock:
+            sizes = {
+                path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()
+            }
         found: dict[str, int | None] = {}
-        for key in keys:
+        for key in sorted(sizes):
             if key.startswith(prefix):
                 head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
-                found[prefix + head + cut if cut else key] = None if cut else (root / key).stat().st_size
-        names = [name for name in found if name > query.get("continuation-token", "")]
+                found[prefix + head + cut if cut else key] = None if cut else sizes[key]
+        after = query.get("continuation-token") or query.get("start-after", "")
+        names = [name for name in found if name > after]
         parts = ["<ListBucketResult>", f"<Name>{bucket}</Name>"]
         for name in names[: self.page]:
             size = found[name]

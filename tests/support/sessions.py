@@ -4,6 +4,7 @@ import dataclasses
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,17 @@ def same(one: State, other: State) -> bool:
 class Session:
     """One session of one rank: staging memory, and the daemon's operations on a run directory."""
 
-    def __init__(self, root: Path, name: str = NEW, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        root: Path | str,
+        name: str = NEW,
+        storage: Storage | None = None,
+        open_run: Callable[[str], Storage] = PosixStorage,
+    ) -> None:
         self.root = root
         self.name = name
-        self.storage = storage or PosixStorage(str(root))
+        self._open_run = open_run
+        self.storage = storage or open_run(str(root))
         self.lease = self._take_lease()
         self.attempt = f"1-{os.getpid()}-{id(self)}"
         self.writer = self._writer()
@@ -132,7 +140,7 @@ class Session:
 
     def respawn(self) -> None:
         """A daemon in the place of a dead one, on the same staging memory."""
-        self.storage = PosixStorage(str(self.root))
+        self.storage = self._open_run(str(self.root))
         self.lease = self._take_lease()
         self.attempt = f"2-{os.getpid()}-{id(self.lease)}"
         self.writer = self._writer()
@@ -141,11 +149,11 @@ class Session:
         """From here on the daemon dies before its ``last``-th operation on storage."""
         self.writer.close()
         self.storage.close()
-        self.storage = MortalStorage(self.root, last)
+        self.storage = MortalStorage(Path(self.root), last)
         self.writer = self._writer()
 
     def _take_lease(self) -> Lease:
-        self._lease_storage = PosixStorage(str(self.root))
+        self._lease_storage = self._open_run(str(self.root))
         return Lease(self._lease_storage, LeaseRecord.current(self.name, os.getpid()), 0.0, lambda: True)
 
     def _writer(self) -> Writer:
@@ -157,8 +165,9 @@ def entries(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != ".sidesave.lease")
 
 
-def check(root: Path, step: int, state: State) -> None:
-    path = root / manifest.step_directory(step)
+def check(root: Path | str, step: int, state: State) -> None:
+    """The step is there, whole, and holds that state; ``root`` may be a URL, in ``urls.using``."""
+    path = f"{root}/{manifest.step_directory(step)}"
     report = verify(path)
     assert report.ok, report.faults
     assert same(loader.load(path), state)

@@ -31,9 +31,9 @@ def pages(data: bytes) -> memoryview:
     return memoryview(buffer)
 
 
-def put(storage: Storage, path: str, data: bytes) -> None:
-    """Write a whole file under its temporary or final name."""
-    with storage.creating(path, len(data)) as output:
+def put(storage: Storage, path: str, data: bytes, final: str | None = None) -> None:
+    """Write a whole file under its name, or under a temporary one where it is to be published as ``final``."""
+    with storage.creating(path, len(data), final) as output:
         output.write_at(pages(data), 0)
         output.finish(len(data))
 
@@ -97,16 +97,15 @@ class StorageConformance:
         assert storage.list_directory("") == []
 
     def test_file_is_published_once(self, storage: Storage):
-        put(storage, ".file.1", b"first")
-        put(storage, ".file.2", b"second")
+        put(storage, ".file.1", b"first", "file")
+        put(storage, ".file.2", b"second", "file")
         assert storage.publish(".file.1", "file")
         assert not storage.publish(".file.2", "file")
         assert get(storage, "file") == b"first"
-        assert get(storage, ".file.2") == b"second"
         assert sorted(storage.list_directory("")) == [".file.2", "file"]
 
     def test_publishing_again_after_a_crash_replaces_nothing(self, storage: Storage):
-        put(storage, ".file.1", b"content")
+        put(storage, ".file.1", b"content", "file")
         assert storage.publish(".file.1", "file")
         with pytest.raises(WriteError):
             storage.publish(".file.1", "file")
@@ -163,12 +162,6 @@ class StorageConformance:
         assert not storage.make_directory("step", 0o700)
         assert storage.list_directory("step") == ["file"]
 
-    def test_directory_is_not_made_in_the_place_of_a_file(self, storage: Storage):
-        put(storage, "step", b"1")
-        with pytest.raises(WriteError) as caught:
-            storage.make_directory("step", 0o700)
-        assert caught.value.errno == errno.EEXIST
-
     def test_missing_directory_lists_as_empty(self, storage: Storage):
         assert storage.list_directory("none") == []
 
@@ -184,14 +177,11 @@ class StorageConformance:
         assert storage.list_directory("") == ["step"]
         assert get(storage, "step/file") == b"1"
 
-    @pytest.mark.parametrize("taken_by", ["an empty directory", "a full directory", "a file"])
+    @pytest.mark.parametrize("taken_by", ["an empty directory", "a full directory"])
     def test_rename_onto_an_existing_name_is_refused(self, storage: Storage, taken_by: str):
         storage.make_directory(".partial", 0o700)
         put(storage, ".partial/file", b"new")
-        if taken_by == "a file":
-            put(storage, "step", b"old")
-        else:
-            storage.make_directory("step", 0o700)
+        storage.make_directory("step", 0o700)
         if taken_by == "a full directory":
             put(storage, "step/file", b"old")
         with pytest.raises(WriteError) as caught:
@@ -199,6 +189,40 @@ class StorageConformance:
         assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, f"{storage.root}/step")
         assert get(storage, ".partial/file") == b"new"
         assert sorted(storage.list_directory("")) == [".partial", "step"]
+
+    def test_directory_is_exchanged_for_another(self, storage: Storage):
+        for name in (".partial", "step"):
+            storage.make_directory(name, 0o700)
+            put(storage, f"{name}/file", name.encode())
+        storage.exchange_directory(".partial", "step", ".replaced")
+        assert sorted(storage.list_directory("")) == [".replaced", "step"]
+        assert (get(storage, "step/file"), get(storage, ".replaced/file")) == (b".partial", b"step")
+
+    def test_exchange_that_cannot_be_leaves_all_as_it_was(self, storage: Storage):
+        storage.make_directory("step", 0o700)
+        put(storage, "step/file", b"1")
+        with pytest.raises(WriteError) as caught:
+            storage.exchange_directory(".partial", "step", ".replaced")
+        assert caught.value.errno == errno.ENOENT
+        assert storage.list_directory("") == ["step"]
+        assert get(storage, "step/file") == b"1"
+
+    def test_name_of_a_removed_directory_is_free(self, storage: Storage):
+        for content in (b"1", b"2"):
+            storage.make_directory(".partial", 0o700)
+            put(storage, ".partial/file", content)
+            storage.rename_directory(".partial", "step")
+            assert get(storage, "step/file") == content
+            storage.rename_directory("step", ".trash")
+            storage.remove_tree(".trash")
+            assert storage.list_directory("") == []
+            assert storage.read("step/file", 10) is None
+
+    def test_small_file_is_replaced(self, storage: Storage):
+        for content in (b"first", b"", b"third"):
+            storage.replace("file", content)
+            assert storage.read("file", 10) == content
+        assert storage.list_directory("") == ["file"]
 
     def test_tree_is_removed_with_all_that_is_in_it(self, storage: Storage):
         for name in ("step", "step/deep", "step/deep/er"):
@@ -291,7 +315,10 @@ class StorageConformance:
 
 
 class PosixConformance(StorageConformance):
-    """What only a POSIX file system has: links, modes, and a root that may be moved or deleted."""
+    """What only a POSIX file system has: links, modes, and a root that may be moved or deleted.
+
+    Nor does an object keep a prefix of its name from being there, or is a file there before it has its final name.
+    """
 
     @pytest.fixture
     def root(self) -> Iterator[Path]:
@@ -310,6 +337,30 @@ class PosixConformance(StorageConformance):
         outside.mkdir()
         (outside / "precious").write_text("precious")
         return outside
+
+    def test_file_is_there_under_its_temporary_name(self, storage: Storage):
+        put(storage, ".file.1", b"first", "file")
+        put(storage, ".file.2", b"second", "file")
+        assert get(storage, ".file.1") == b"first"
+        assert storage.publish(".file.1", "file")
+        assert not storage.publish(".file.2", "file")
+        assert get(storage, ".file.2") == b"second"
+
+    def test_directory_is_not_made_in_the_place_of_a_file(self, storage: Storage):
+        put(storage, "step", b"1")
+        with pytest.raises(WriteError) as caught:
+            storage.make_directory("step", 0o700)
+        assert caught.value.errno == errno.EEXIST
+
+    def test_rename_onto_a_file_is_refused(self, storage: Storage):
+        storage.make_directory(".partial", 0o700)
+        put(storage, ".partial/file", b"new")
+        put(storage, "step", b"old")
+        with pytest.raises(WriteError) as caught:
+            storage.rename_directory(".partial", "step")
+        assert (caught.value.errno, caught.value.filename) == (errno.EEXIST, f"{storage.root}/step")
+        assert get(storage, ".partial/file") == b"new"
+        assert sorted(storage.list_directory("")) == [".partial", "step"]
 
     def test_removing_a_tree_follows_no_link(self, storage: Storage, root: Path, outside: Path):
         (root / "step").mkdir()

@@ -156,13 +156,7 @@ def give_name(storage: Storage, lease: Lease, partial: str, target: str, attempt
                 errno.EEXIST, "the step exists; save with overwrite=True to replace it", f"{storage.root}/{target}"
             )
         storage.remove_tree(replaced)
-        storage.rename_directory(target, replaced)
-        try:
-            storage.rename_directory(partial, target)
-        except WriteError:
-            with contextlib.suppress(WriteError):  # readers, and the next start, find it under its hidden name as well
-                storage.rename_directory(replaced, target)
-            raise
+        storage.exchange_directory(partial, target, replaced)
     else:
         storage.rename_directory(partial, target)
     _keep_name(storage, target)
@@ -297,6 +291,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
     committed: list[str] = []
     removed: list[str] = []
     left: list[str] = []
+    lease.check()  # who has lost it meanwhile must not keep its holder out
     storage.take_over(lease.session)
     storage.sync_directory("")  # what a dead daemon has renamed counts from here on, and outlives a power loss
     names = sorted(storage.list_directory(""))
@@ -379,10 +374,21 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, attempted: 
         for fault in integrity.check_record(storage, partial, record):
             raise IntegrityError(str(fault))
     content = assemble(whole, f"{storage.root}/{partial}")
-    storage.remove(f"{partial}/{manifest.MANIFEST}")  # the same, or damaged; nobody reads it here
+    if not _holds(storage, f"{partial}/{manifest.MANIFEST}", content.to_bytes()):
+        storage.remove(f"{partial}/{manifest.MANIFEST}")  # it is damaged, and nobody reads it here
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
     # It had been accepted as a replacement where a step of that name is still there.
     give_name(storage, lease, partial, target, attempted, replace=True)
     return True
+
+
+def _holds(storage: Storage, path: str, data: bytes) -> bool:
+    """Whether a file has this very content."""
+    try:
+        return storage.read(path, len(data)) == data
+    except WriteError as error:
+        if error.errno in (errno.EFBIG, errno.EISDIR, errno.ELOOP, errno.ENXIO):
+            return False
+        raise

@@ -13,9 +13,8 @@ import os
 from typing import Final, cast
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.storage import sealed_json
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.storage import PosixStorage, sealed_json
 from sidesave.writer_daemon.storage.atomic import replace_file
 
 logger = logging.getLogger(__name__)

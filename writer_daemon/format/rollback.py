@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Final, cast
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.storage import sealed_json
-from sidesave.writer_daemon.storage import ReadStorage
+from sidesave.writer_daemon.storage import ReadStorage, sealed_json
 from sidesave.writer_daemon.storage.atomic import replace_file
 
 ROLLBACK_FILE: Final = ".sidesave.rollback"

@@ -85,6 +85,5 @@ class LeaseFollower:
     def release(self, *, final: bool = True) -> None:
         """If ``final``, tell rank 0 that this rank sends no further record; idempotent."""
         if final:
-            with contextlib.suppress(WriteError):
-                with self._storage.creating(self._mark, 0) as mark:
-                    mark.finish(0)
+            with contextlib.suppress(WriteError), self._storage.creating(self._mark, 0) as mark:
+                mark.finish(0)

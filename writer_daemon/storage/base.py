@@ -6,11 +6,12 @@ subclass) with errno and the full path, and may be repeated after a crash of the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 from sidesave.errors import WriteError
 from sidesave.stager.memory.arena import page_up
@@ -70,6 +71,10 @@ class ReadStorage(ABC):
     def open(self, path: str) -> AbstractContextManager[InputFile]:
         """Open a file for reading from the medium, past the page cache where that can be had."""
 
+    def location_of(self, name: str) -> str:
+        """Where the files of a directory lie, for other tools: its full path or URL."""
+        return f"{self.root}/{name}"
+
     def hold(self, name: str, marker: str) -> None:
         """Keep a directory readable while it is deleted or replaced, as far as that is possible here."""
         return
@@ -127,6 +132,20 @@ class Storage(ReadStorage):
     def rename_directory(self, source: str, target: str) -> None:
         """Rename a directory onto a name that must be free. Durable after :meth:`sync_directory` of the parent."""
 
+    def exchange_directory(self, source: str, target: str, aside: str) -> None:
+        """Rename ``target`` to ``aside``, which must be free, and ``source`` to ``target``; durable as a rename is.
+
+        Here in two steps, the first of which is taken back where the second fails: readers, and the next start, find
+        the old directory under its new name as well.
+        """
+        self.rename_directory(target, aside)
+        try:
+            self.rename_directory(source, target)
+        except WriteError:
+            with contextlib.suppress(WriteError):
+                self.rename_directory(aside, target)
+            raise
+
     @abstractmethod
     def open_to_readers(self, name: str) -> None:
         """Give a private directory the mode that the umask allows."""
@@ -166,7 +185,7 @@ class Storage(ReadStorage):
         """Whether somebody has a :meth:`share` in a file; None where locks do not tell."""
         return None
 
-    @contextmanager
+    @contextlib.contextmanager
     def creating(self, path: str, nbytes: int, final: str | None = None) -> Generator[OutputFile]:
         """:meth:`create`, closed at the end of the block."""
         file = self.create(path, nbytes, final)

@@ -1,13 +1,15 @@
 """A run directory in an object store, for who writes: a key for each file, and a log for the names of directories.
 
 What a file system does by renaming the log does by an entry: a save's prefix becomes ``step-XXXXXXXX``, a deleted step
-leads nowhere. So the order of a commit, its recovery and its fencing are those of any storage.
+leads nowhere. So the order of a commit, its recovery and its fencing are those of any storage. A name whose prefix has
+been given to another one, or was dropped, leads nowhere: who has been away finds nothing there to spoil.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import re
 import threading
 from collections.abc import Generator, Mapping
@@ -16,13 +18,19 @@ from typing import Any, Final
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
 from sidesave.writer_daemon.storage.remote import ObjectStorage
-from sidesave.writer_daemon.storage.run_log import LOG, Names, RunLog
+from sidesave.writer_daemon.storage.run_log import LOG, Names, RunLog, session_of
 from sidesave.writer_daemon.storage.upload import BUFFERED_NBYTES, BufferedOutput, StreamedOutput
+
+logger = logging.getLogger(__name__)
 
 MARK: Final = ".directory"
 """The object that stands for a directory as such; a prefix without objects is nothing."""
 _PARTIAL: Final = re.compile(r"\.(step-\d+\.[^/]+)\.partial")
 _PREFIX: Final = re.compile(r"step-\d+\.[^/]+")
+_NAMED: Final = re.compile(r"\.?step-\d+(\.[^/]+)?")
+"""Directories that a log may lead elsewhere."""
+_NOWHERE: Final = f"{LOG}/nowhere"
+"""There is never an object below this."""
 _PLENTY_NBYTES: Final = 1 << 62
 
 
@@ -36,7 +44,9 @@ class NamedObjects(ObjectStorage):
 
     def list_directory(self, name: str) -> list[str]:
         if name:
-            return [each for each in super().list_directory(name) if each != MARK]
+            entries = super().list_directory(name)
+            entries = super().list_directory(name) if not entries and self._has_moved(name) else entries
+            return [each for each in entries if each != MARK]
         levels, objects = self.bucket.list_level("")
         if LOG not in levels and not self.log.holds:
             return [*levels, *objects]
@@ -61,21 +71,31 @@ class NamedObjects(ObjectStorage):
                 file = opened.enter_context(super().open(path))
             yield file
 
+    def location_of(self, name: str) -> str:
+        return self.bucket.full(self.key_of(name))
+
     def key_of(self, path: str) -> str:
         name, slash, rest = path.partition("/")
-        return self.prefix_of(name) + slash + rest
+        return self._prefix_of(name) + slash + rest
 
-    def prefix_of(self, name: str) -> str:
+    def _prefix_of(self, name: str) -> str:
         """Where a directory's objects lie, as far as that is known."""
-        return self._names.prefixes.get(name) or _native(name)
+        names = self._names
+        if name in names.prefixes:
+            return names.prefixes[name]
+        if _PREFIX.fullmatch(name):  # it is meant as such
+            return name
+        prefix = _native(name)
+        gone = names.lead_to(prefix) or prefix in names.dropped or (prefix != name and not names.counts(prefix))
+        return _NOWHERE if gone else prefix
 
     def _look(self) -> Names:
         self._names = self.log.look()
         return self._names
 
     def _has_moved(self, path: str) -> bool:
-        """Whether a directory, in which a file was not found, lies elsewhere by what the log says now."""
-        if not self.can_list or "/" not in path:
+        """Whether a directory, in which something was not found, lies elsewhere by what the log says now."""
+        if not self.can_list or not _NAMED.fullmatch(path.partition("/")[0]):
             return False
         before = self.key_of(path)
         self._look()
@@ -90,6 +110,8 @@ class ObjectRun(NamedObjects, Storage):
         self._unpublished: dict[str, BufferedOutput | StreamedOutput] = {}
         self._known: set[str] = set()
         """Prefixes that are there as directories."""
+        self._garbage: set[str] = set()
+        """Prefixes that lead nowhere and whose objects could not be removed."""
         self._lock = threading.Lock()
 
     def take_over(self, session: str) -> None:
@@ -97,8 +119,16 @@ class ObjectRun(NamedObjects, Storage):
         self._look()
 
     def settle(self) -> None:
-        self.log.settle()
-        self._look()
+        judged = self.log.settle()
+        names = self._look()
+        if not judged:
+            return
+        levels, _ = self.bucket.list_level("")
+        self._garbage |= {each for each in levels if session_of(each) in judged and not names.lead_to(each)}
+        try:
+            self._remove_garbage()
+        except WriteError as error:
+            logger.warning("left for the next time: %s", error)
 
     def free_nbytes(self) -> int:
         return _PLENTY_NBYTES
@@ -114,50 +144,75 @@ class ObjectRun(NamedObjects, Storage):
         names = self._look()
         if name in names.prefixes:
             return False
-        prefix = _native(name)
-        if prefix in names.prefixes.values() or prefix in names.dropped:  # of what had this name before
-            prefix = f"{prefix}.{names.number + 1}"
+        prefix = self.key_of(name)
+        if prefix == _NOWHERE:  # of what had this name before
+            prefix = f"{_native(name)}.{names.number + 1}"
             self.log.change({name: prefix})
             self._look()
+        is_new = self.bucket.create(f"{prefix}/{MARK}", b"")
         self._known.add(prefix)
-        return self.bucket.create(f"{prefix}/{MARK}", b"")
+        return is_new
 
     def rename_directory(self, source: str, target: str) -> None:
-        names = self._look()
-        prefix = self.prefix_of(source)
-        if target in names.prefixes or self._is_taken(target, names):
-            raise WriteError(errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(target))
-        if source not in names.prefixes and not self.bucket.has_any(prefix):
-            raise WriteError(errno.ENOENT, "cannot rename: there is no such directory", self.bucket.full(source))
-        self.log.change({source: None, target: prefix})
         self._look()
+        self._require_free(target)
+        self._rename({source: None, target: self._require_directory(source, "rename")})
 
-    def _is_taken(self, name: str, names: Names) -> bool:
-        """Whether a name leads somewhere without the log."""
-        prefix = _native(name)
-        if prefix in names.prefixes.values() or prefix in names.dropped:
-            return False
-        return self.bucket.has_any(prefix)
+    def exchange_directory(self, source: str, target: str, aside: str) -> None:
+        self._look()
+        self._require_free(aside)
+        old, new = self._require_directory(target, "rename"), self._require_directory(source, "rename")
+        self._rename({source: None, aside: old, target: new})
+
+    def _rename(self, changes: Mapping[str, str | None]) -> None:
+        self.log.change(changes)
+        self._look()
+        with self._lock:  # files that nobody will give a name any more
+            for path in [path for path in self._unpublished if changes.get(path.rpartition("/")[0], "") is None]:
+                del self._unpublished[path]
+
+    def _require_free(self, name: str) -> None:
+        prefix = self.key_of(name)
+        if name in self._names.prefixes or (prefix != _NOWHERE and self.bucket.has_any(prefix)):
+            raise WriteError(errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(name))
+
+    def _require_directory(self, name: str, doing: str) -> str:
+        """Its prefix; where it has none, ``WriteError``."""
+        if name not in self._names.prefixes and not self._is_directory(name):
+            raise WriteError(errno.ENOENT, f"cannot {doing}: there is no such directory", self.bucket.full(name))
+        return self.key_of(name)
 
     def open_to_readers(self, name: str) -> None:
         return  # who may read is said of the bucket
 
     def sync_directory(self, name: str) -> None:
-        if name and not self._is_directory(name):
-            raise WriteError(errno.ENOENT, "cannot sync: there is no such directory", self.bucket.full(name))
+        if name:
+            self._require_directory(name, "sync")
 
     def remove_tree(self, name: str) -> None:
         names = self._look()
-        prefix = self.prefix_of(name)
-        self.bucket.remove([*self.bucket.list_all(prefix), name])
-        self._known.discard(prefix)
-        if name in names.prefixes:
+        prefix = self.key_of(name)
+        if name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._is_directory(name)):
+            # Before its objects go: who has been away may mean what is another's checkpoint by now.
             self.log.change({name: None}, [prefix])
             self._look()
+        with self._lock:
+            for path in [path for path in self._unpublished if path.startswith(f"{name}/")]:
+                del self._unpublished[path]
+        if prefix == _NOWHERE:
+            return
+        self._known.discard(prefix)
+        self._garbage.add(prefix)
+        self._remove_garbage()
+
+    def _remove_garbage(self) -> None:
+        for prefix in list(self._garbage):
+            self.bucket.remove(self.bucket.list_all(prefix))
+            self._garbage.discard(prefix)
 
     def _is_directory(self, name: str) -> bool:
-        prefix = self.prefix_of(name)
-        if prefix not in self._known and self.bucket.has_any(prefix):
+        prefix = self.key_of(name)
+        if prefix not in self._known and prefix != _NOWHERE and self.bucket.has_any(prefix):
             self._known.add(prefix)
         return prefix in self._known
 
@@ -169,6 +224,8 @@ class ObjectRun(NamedObjects, Storage):
             text = f"cannot create a file of {nbytes:,} bytes: there is no such directory"
             raise WriteError(errno.ENOENT, text, self.bucket.full(path))
         key = self.key_of(final or path)
+        if final is None and self.bucket.nbytes_of(key) is not None:
+            raise WriteError(errno.EEXIST, "cannot create: there is such a file", self.bucket.full(path))
         if nbytes > BUFFERED_NBYTES:
             output = StreamedOutput(self.bucket, key, nbytes)
         else:

@@ -166,8 +166,13 @@ class Bucket:
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; no error for those that are not there."""
         if keys:
-            with self._doing("cannot remove", keys[0]), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._store, [self._key(key) for key in keys])
+            with self._doing("cannot remove", keys[0]):
+                try:
+                    obstore.delete(self._store, [self._key(key) for key in keys])
+                except FileNotFoundError:  # which ends it, where each is a request of its own
+                    for key in keys if len(keys) > 1 else ():
+                        with contextlib.suppress(FileNotFoundError):
+                            obstore.delete(self._store, self._key(key))
 
     # -----------------------------------------------------------------------------------------------------------
 
@@ -286,7 +291,7 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
         case "az":
             return AzureStore(bucket, config=config, **settings), key
         case "file":
-            return LocalStore("/"), rest.strip("/")
+            return LocalStore("/", automatic_cleanup=True), rest.strip("/")  # else empty directories are prefixes
         case "memory":
             return memory_store(bucket), key
         case _:

@@ -6,7 +6,8 @@ after the last entry that it knows. So one of two writers fails, always, and fin
 taken over from, and nothing that it does counts any more. docs/decisions/0026.
 
 Readers read the last entries. Every 16th has all names in it; what lies before the one before it is removed. A writer
-that was away for long might put an entry in such a gap, so it looks for later ones before it believes in its own.
+that was away for long might put an entry in such a gap, so it looks for later ones before it believes in its own. Each
+entry names the one that it follows, which tells whether one that others have come after counts.
 """
 
 from __future__ import annotations
@@ -50,15 +51,17 @@ class Names:
         whole: The number of the last entry that had everything in it.
         session: Who took over last.
         token: Of that very taking.
+        serial: Which entry of that taking it is.
         prefixes: Names of directories, and the prefixes that they lead to.
         open: Earlier sessions whose leftovers nobody has judged yet.
-        dropped: Prefixes of these sessions, and of this one, that were removed: what appears there late is nothing.
+        dropped: Prefixes of these sessions, of this one and of none that were removed: what is there late is nothing.
     """
 
     number: int = 0
     whole: int = 0
     session: str = ""
     token: str = ""
+    serial: int = 0
     prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
     open: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
@@ -70,16 +73,21 @@ class Names:
             return False
         return not self.number or match[1] == self.session or match[1] in self.open
 
+    def lead_to(self, prefix: str) -> bool:
+        """Whether a directory has its files there."""
+        return prefix in self.prefixes.values()
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One entry: what changes, and, where ``state`` is, everything."""
+    """One entry: what changes, and, where ``state`` is, everything. ``before`` is whose, and which, it follows."""
 
     number: int
     whole: int
     session: str
     token: str
     serial: int
+    before: tuple[str, int]
     changes: Mapping[str, str | None]
     dropped: tuple[str, ...]
     state: Names | None
@@ -93,6 +101,7 @@ class _Entry:
             "session": self.session,
             "token": self.token,
             "serial": self.serial,
+            "before": self.before,
             "changes": self.changes,
             "dropped": self.dropped,
         }
@@ -110,7 +119,10 @@ class _Entry:
         if get(body, "number", int, path) != number:
             raise IntegrityError(f"{path}: it is entry {body['number']}")
         session, token = get(body, "session", str, path), get(body, "token", str, path)
-        whole = get(body, "whole", int, path)
+        whole, serial = get(body, "whole", int, path), get(body, "serial", int, path)
+        before = cast("list[Any]", get(body, "before", list, path))
+        if [type(value) for value in before] != [str, int]:
+            raise IntegrityError(f"{path}: it does not say what it follows")
         changes = cast("dict[str, Any]", get(body, "changes", dict, path))
         dropped = cast("list[Any]", get(body, "dropped", list, path))
         state = None
@@ -118,10 +130,9 @@ class _Entry:
             names = cast("dict[str, Any]", get(body, "names", dict, path))
             others = [cast("list[Any]", get(body, key, list, path)) for key in ("open", "all_dropped")]
             _require_texts([*names.values(), *others[0], *others[1]], path)
-            state = Names(number, number, session, token, names, *map(frozenset, others))
+            state = Names(number, number, session, token, serial, names, *map(frozenset, others))
         _require_texts([*(each for each in changes.values() if each is not None), *dropped], path)
-        serial = get(body, "serial", int, path)
-        return cls(number, whole, session, token, serial, changes, tuple(dropped), state)
+        return cls(number, whole, session, token, serial, (before[0], before[1]), changes, tuple(dropped), state)
 
     def after(self, before: Names) -> Names:
         """What holds with this entry behind ``before``."""
@@ -129,7 +140,8 @@ class _Entry:
             return self.state
         prefixes = {**before.prefixes, **self.changes}
         kept = {name: prefix for name, prefix in prefixes.items() if prefix is not None}
-        return replace(before, number=self.number, prefixes=kept, dropped=before.dropped.union(self.dropped))
+        dropped = before.dropped.union(self.dropped)
+        return replace(before, number=self.number, serial=self.serial, prefixes=kept, dropped=dropped)
 
 
 def _require_texts(values: Iterable[object], path: str) -> None:
@@ -160,50 +172,67 @@ class RunLog:
         return bool(self._token)
 
     def look(self) -> Names:
-        """What the log says now: of who writes without a request, of anybody else 1 LIST and at most 17 GETs."""
+        """What the log says now: of who writes without a request, of anybody else 1 LIST and at most 17 GETs.
+
+        Who writes, and has an entry of which it is not known whether it is there, adds an empty one first.
+        """
         with self._lock:
+            if self._token and self._in_doubt:
+                try:
+                    self._append()  # that number is taken then, by this one or by what had got lost
+                except _Overtaken:
+                    pass
+                except CommitUnknownError as error:
+                    raise WriteError(error.errno, str(error.strerror), error.filename) from error
             if not self._token:
                 self._names = self._read()
-            elif self._in_doubt:
-                self._settle_doubt()
             return self._names
 
     # Writing ---------------------------------------------------------------------------------------------------
 
     def take_over(self, session: str) -> None:
-        """Become the one who writes, for ``session``: what anybody before writes from now on fails, and counts for nothing.
+        """Become the one who writes, for ``session``: what anybody before writes from now on fails and does not count.
 
         Raises:
-            WriteError: The store does not refuse to put a second object of one key (EOPNOTSUPP).
+            WriteError: The store does not refuse to put a second object of one key (EOPNOTSUPP); or somebody else has
+                taken over right after (ESTALE).
+            CommitUnknownError: The store does not tell whether it has taken the entry: to be called again.
         """
         with self._lock:
             self._probe()
             token = secrets.token_hex(8)
-            while True:
+            while self._token != token:
                 self._token, self._in_doubt = "", False
                 self.look()
                 self._token = token
-                with contextlib.suppress(_Overtaken):  # somebody else has, in this moment
+                try:
                     self._append(whole=lambda before: _taken_over(before, session, token))
-                    return
+                except _Overtaken:
+                    continue  # another entry came first
+                except BaseException:
+                    self._token = ""
+                    raise
+                self._require_writer()
 
     def change(self, changes: Mapping[str, str | None], dropped: Iterable[str] = ()) -> None:
         """Let names lead to other prefixes, or nowhere (None), all at once; ``dropped`` prefixes never count again.
 
         Raises:
-            WriteError: Somebody has taken over (ESTALE), and nothing has changed.
+            WriteError: Somebody has taken over (ESTALE), or the store denies access (EACCES); nothing has changed.
             CommitUnknownError: The store does not tell whether it has taken the entry. The next call finds out.
         """
         with self._lock:
             self._require_writer()
             self._append(changes, tuple(dropped))
 
-    def settle(self) -> None:
-        """Everything that earlier sessions have left, and that no name leads to, never counts again."""
+    def settle(self) -> frozenset[str]:
+        """Everything that earlier sessions have left, and that no name leads to, never counts again; which they are."""
         with self._lock:
             self._require_writer()
-            if self._names.open:
+            judged = self._names.open
+            if judged:
                 self._append(whole=_settled)
+            return judged
 
     def _append(
         self,
@@ -218,13 +247,15 @@ class RunLog:
             there = self._claim(entry)
             if there.token != self._token:
                 raise self._lost(f"session {there.session} has taken over")
-            self._refuse_overtaken(there.number)
+            self._refuse_overtaken(there)
             self._names = there.after(self._names)
             if there.serial == self._serial:
                 break  # else it is an earlier change of ours, of which no answer had come
+            self._require_writer()
         self._in_doubt = False
-        if entry.state is not None:
-            self._sweep(upto=self._whole_before)
+        if entry.state is not None and self._token:
+            if self._whole_before > 1:
+                self._sweep(upto=self._whole_before)
             self._whole_before = entry.number
 
     def _next_entry(
@@ -235,61 +266,63 @@ class RunLog:
     ) -> _Entry:
         names = self._names
         number = names.number + 1
-        entry = _Entry(number, names.whole, names.session, self._token, self._serial, {**changes}, dropped, None)
+        before = names.token, names.serial
+        entry = _Entry(
+            number, names.whole, names.session, self._token, self._serial, before, {**changes}, dropped, None
+        )
         if whole is None and number % _EVERY == 0:
             whole = entry.after
         if whole is None:
             return entry
-        state = replace(whole(names), number=number, whole=number)
+        state = replace(whole(names), number=number, whole=number, serial=self._serial)
         return replace(entry, whole=number, session=state.session, state=state)
 
     def _claim(self, entry: _Entry) -> _Entry:
         """Put an entry where its number is free; returns what has that number then."""
         key, data = _key(entry.number), entry.to_bytes()
+        failure: WriteError | None = None
+        denied = True  # and nothing else: then nothing can be under way
         for tries in range(_TRIES):
             time.sleep(_PAUSE_S * (tries > 0))
-            failure: WriteError | None = None
             try:
                 if self._bucket.create(key, data):
                     return entry
+                failure = None
             except WriteError as error:
                 failure = error
+            denied = denied and failure is not None and failure.errno == errno.EACCES
             try:  # the answer to a lost request may be that the object is there
                 there = self._read_entry(entry.number)
             except WriteError as error:
-                self._in_doubt = True
                 text = f"whether the store has taken it is not known: {(failure or error).strerror}"
-                raise CommitUnknownError(errno.ETIMEDOUT, text, self._bucket.full(key)) from error
+                raise self._unknown(text, entry.number) from error
             if there is not None:
                 return there
-            if failure is not None and failure.errno == errno.EACCES:
-                break
-        self._in_doubt = True  # a request may be under way that was given up here
-        text = f"the store does not take it: {failure.strerror if failure else 'it says there is one, and there is none'}"
-        raise CommitUnknownError(errno.EIO, text, self._bucket.full(key))
+            if denied and failure is not None:
+                raise failure
+        text = f"the store does not take it: {failure.strerror if failure else 'it says there is one, and has none'}"
+        raise self._unknown(text, entry.number)  # a request may be under way that was given up here
 
-    def _settle_doubt(self) -> None:
-        """Read what has become of an entry that was given up."""
-        there = self._read_entry(self._names.number + 1)
-        if there is None:
-            return  # it may still come: then the next one does not get its number, and finds it
-        if there.token != self._token:
-            self._lost("another one has taken over")
-            self._names = self._read()
-            return
-        self._refuse_overtaken(there.number)
-        self._names, self._in_doubt = there.after(self._names), False
-
-    def _refuse_overtaken(self, number: int) -> None:
-        """Raise where there are later entries than ``number``: what it followed was removed long ago."""
+    def _refuse_overtaken(self, entry: _Entry) -> None:
+        """Raise where an entry of ours is there and does not count: what it followed was removed long ago."""
         try:
-            later = self._numbers(after=number)
+            later = self._numbers(after=entry.number)
+            following = self._read_entry(entry.number + 1) if later else None
         except WriteError as error:
-            self._in_doubt = True
             text = f"the store has taken it, and whether that counts is not known: {error.strerror}"
-            raise CommitUnknownError(errno.ETIMEDOUT, text, self._bucket.full(_key(number))) from error
-        if later:
-            raise self._lost(f"entry {later[-1]} of its log is not ours")
+            raise self._unknown(text, entry.number) from error
+        if not later:
+            return
+        overtaken = self._lost(f"entry {later[-1]} of its log is not ours")
+        if following is None:
+            text = f"whether it counts is not known: {overtaken.strerror}"
+            raise CommitUnknownError(errno.ESTALE, text, overtaken.filename)
+        if following.before != (entry.token, entry.serial):
+            raise overtaken
+
+    def _unknown(self, text: str, number: int) -> CommitUnknownError:
+        self._in_doubt = True
+        return CommitUnknownError(errno.ETIMEDOUT, text, self._bucket.full(_key(number)))
 
     def _lost(self, why: str) -> _Overtaken:
         self._token = ""
@@ -297,7 +330,7 @@ class RunLog:
 
     def _require_writer(self) -> None:
         if not self._token:
-            raise self._lost("this one has not taken over, or somebody after it has")
+            raise self._lost("this one has not taken over, or somebody has after it")
 
     def _probe(self) -> None:
         """Find out by trying whether a second object of one key is refused: several kinds of stores just replace it."""
@@ -358,13 +391,13 @@ class _Overtaken(WriteError):
 
 
 def _taken_over(before: Names, session: str, token: str) -> Names:
-    others = (before.open | ({before.session} if before.session else frozenset())) - {session}
-    dropped = frozenset(each for each in before.dropped if _session_of(each) in others | {session})
+    others = before.open.union({before.session} if before.session else ()) - {session}
+    dropped = frozenset(each for each in before.dropped if session_of(each) in {*others, session, ""})
     return replace(before, session=session, token=token, open=others, dropped=dropped)
 
 
 def _settled(names: Names) -> Names:
-    own = frozenset(each for each in names.dropped if _session_of(each) == names.session)
+    own = frozenset(each for each in names.dropped if session_of(each) in (names.session, ""))
     return replace(names, open=frozenset(), dropped=own)
 
 
@@ -372,6 +405,7 @@ def _key(number: int) -> str:
     return f"{LOG}/{number:012d}"
 
 
-def _session_of(prefix: str) -> str:
+def session_of(prefix: str) -> str:
+    """The session whose save a prefix is of, "" where it is of none."""
     match = _SESSION.fullmatch(prefix)
     return match[1] if match else ""

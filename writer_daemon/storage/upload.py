@@ -39,6 +39,7 @@ class BufferedOutput(OutputFile):
     def finish(self, nbytes: int) -> None:
         with self._lock:
             del self._data[nbytes:]
+            self._data.extend(bytes(nbytes - len(self._data)))
             if not self._published:
                 return
             if not self._is_new:

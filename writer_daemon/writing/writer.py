@@ -31,10 +31,10 @@ from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.format import layout, manifest, tensor_file
 from sidesave.writer_daemon.format.layout import Part, TensorInfo
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
-from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile
 from sidesave.writer_daemon.protocol import Extent, Save, unpack_files
 from sidesave.writer_daemon.storage import OutputFile, Storage
+from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.writing.pace import Turns
 
 CHUNK_NBYTES: Final = 16 << 20

@@ -1,0 +1,600 @@
+"""From written to committed in object stores, whatever a request comes to and whoever was there before."""
+
+import dataclasses
+import datetime
+import errno
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import campaigns
+import pytest
+from object_server import After, Fault, ObjectServer, Request, serving
+from sessions import NEW, OLD, Session, State, a_state, check, same
+
+from sidesave.client.loading import load as loader
+from sidesave.client.reading.verify import verify
+from sidesave.client.runs import catalog
+from sidesave.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    IntegrityError,
+    InvalidArgumentError,
+    SidesaveError,
+    WriteError,
+)
+from sidesave.writer_daemon.commit import commit
+from sidesave.writer_daemon.commit.commit import Recovery
+from sidesave.writer_daemon.storage import run_log, urls
+from sidesave.writer_daemon.storage.object_run import ObjectRun
+
+_numbers = itertools.count()
+_TENSORS = "model.rank-00000.safetensors"
+
+
+def open_run(root: str) -> ObjectRun:
+    run = urls.open_for_writing(root)
+    assert isinstance(run, ObjectRun)
+    return run
+
+
+def begin(root: str, name: str = NEW) -> Session:
+    """A session that has recovered what was there."""
+    session = Session(root, name, open_run=open_run)
+    session.recover()
+    return session
+
+
+def leave(root: str, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> str:
+    """What a session that died after its record has left; where it lies."""
+    dead = begin(root, OLD)
+    dead.write(dead.stage(step, state, sequence=sequence, replace=replace))
+    dead.end()
+    return f"step-{step:08d}.{OLD}"
+
+
+def entries(root: str) -> list[str]:
+    """What a session that comes next finds, without the log and the lease."""
+    names = open_run(root).list_directory("")
+    return sorted(name for name in names if name != ".sidesave.lease")
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "memory":
+        yield f"memory://commits-{next(_numbers)}/run"
+    elif request.param == "file":
+        yield f"file://{tmp_path}/run"
+    else:
+        (tmp_path / "buckets").mkdir()
+        with serving(tmp_path / "buckets") as server, urls.using(server.options):
+            yield "s3://bucket/run"
+
+
+@pytest.fixture
+def root(place: str, end_all: None) -> str:
+    """All that has been begun there ends before the store does."""
+    return place
+
+
+def edit(root: str, key: str, data: bytes | None) -> None:
+    bucket = open_run(root).bucket
+    if data is None:
+        bucket.remove([key])
+    else:
+        bucket.put(key, data)
+
+
+def content(root: str, key: str) -> bytes:
+    data = open_run(root).bucket.read(key, 1 << 30)
+    assert data is not None
+    return data
+
+
+# Committing ------------------------------------------------------------------------------------------------------
+
+
+def test_committed_step_is_complete_readable_and_alone(root: str):
+    session = begin(root)
+    found = session.save(100, a_state(1))
+    check(root, 100, a_state(1))
+    assert entries(root) == ["step-00000100"]
+    assert sorted(session.storage.list_directory("step-00000100")) == [
+        "manifest.json",
+        "model.rank-00000.safetensors",
+        "model.rank-00000.xxh3",
+        "objects.rank-00000.msgpack",
+        "optimizer.rank-00000.safetensors",
+        "optimizer.rank-00000.xxh3",
+        "rank-00000.json",
+    ]
+    [info] = catalog.scan(root)
+    assert (info.step, info.session, info.sequence, info.nbytes) == (100, NEW, 1, found.nbytes)
+    assert info.path == f"{root}/step-00000100"
+
+
+def test_nothing_of_a_save_is_visible_before_its_commit(root: str):
+    session = begin(root)
+    session.write(session.stage(100, a_state(1)))
+    assert catalog.scan(root) == []
+    assert entries(root) == [f".step-00000100.{NEW}.partial"]
+
+
+def test_committing_twice_does_no_harm(root: str):
+    session = begin(root)
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    first = session.commit(save)
+    before = open_run(root).bucket.list_all("")
+    session.attempt += "-again"
+    assert session.commit(save) == first
+    assert open_run(root).bucket.list_all("") == before
+    check(root, 100, a_state(1))
+
+
+def test_commit_without_a_record_is_refused(root: str):
+    session = begin(root)
+    save = session.stage(100, a_state(1))
+    with pytest.raises(IntegrityError, match="the rank's record is missing"):
+        session.commit(save)
+    assert catalog.scan(root) == []
+
+
+def test_existing_step_is_refused_and_stays(root: str):
+    session = begin(root)
+    session.save(100, a_state(1))
+    save = session.stage(100, a_state(2), sequence=2)
+    session.write(save)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        session.commit(save)
+    commit.reclaim(session.storage, save)
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(1))
+
+
+def test_existing_step_is_replaced_on_request_and_is_never_missing(root: str):
+    session = begin(root)
+    session.save(100, a_state(1))
+    save = session.stage(100, a_state(2), sequence=2, replace=True)
+    session.write(save)
+    log = open_run(root).log
+    seen: list[bool] = []
+    for number in itertools.count(log.look().number + 1):
+        if number == log.look().number + 1:
+            session.commit(save)
+        entry = log._read_entry(number)
+        if entry is None:
+            break
+        seen.append(entry.changes.get("step-00000100", "") is not None)
+    assert seen
+    assert all(seen), "no entry takes the name away"
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(2))
+
+
+def test_save_that_comes_late_does_not_replace_a_later_one(root: str):
+    session = begin(root)
+    session.save(100, a_state(2), sequence=2)
+    late = session.stage(100, a_state(1), sequence=1, replace=True)
+    session.write(late)
+    with pytest.raises(CheckpointExistsError, match="a later save"):
+        session.commit(late)
+    check(root, 100, a_state(2))
+
+
+def test_failed_save_of_a_step_is_out_of_the_way_of_the_next(root: str):
+    session = begin(root)
+    session.write(session.stage(100, a_state(1)))  # and its commit never came
+    session.save(100, a_state(2), sequence=2)
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(2))
+
+
+def test_reclaim_removes_all_traces_and_may_be_repeated(root: str):
+    session = begin(root)
+    save = session.stage(100, a_state(1))
+    session.write(save)
+    for _ in range(2):
+        commit.reclaim(session.storage, save)
+        assert entries(root) == []
+    bucket = open_run(root).bucket
+    assert [key for key in bucket.list_all("") if key.startswith("step-")] == []
+    session.save(100, a_state(2), sequence=2)
+    check(root, 100, a_state(2))
+
+
+def test_deleted_step_is_readable_until_it_is_removed_and_its_name_is_free(root: str):
+    session = begin(root)
+    session.save(100, a_state(1))
+    session.save(200, a_state(2), sequence=2)
+    prefix = f"step-00000100.{NEW}"
+    trash = commit.delete(session.storage, session.lease, 100, 1)
+    assert trash is not None
+    assert [info.step for info in catalog.scan(root)] == [200]
+    with pytest.raises(CheckpointNotFoundError):
+        loader.load(f"{root}/step-00000100")
+    assert same(loader.load(f"{root}/{prefix}"), a_state(1)), "who knows where it lies can go on"
+    session.storage.remove_tree(trash)
+    assert entries(root) == ["step-00000200"]
+    session.save(100, a_state(3), sequence=3)
+    check(root, 100, a_state(3))
+    with pytest.raises(InvalidArgumentError, match="newest"):
+        commit.delete(session.storage, session.lease, 100, 3)
+    with pytest.raises(CheckpointNotFoundError):
+        commit.delete(session.storage, session.lease, 300, 3)
+
+
+# Leftovers -------------------------------------------------------------------------------------------------------
+
+
+def test_complete_leftover_is_committed(root: str):
+    leave(root, 100, a_state(1))
+    session = Session(root, open_run=open_run)
+    assert session.recover() == Recovery(committed=("step-00000100",), removed=())
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(1))
+
+
+@pytest.mark.parametrize("file", [_TENSORS, "optimizer.rank-00000.xxh3", "rank-00000.json"])
+@pytest.mark.parametrize("damage", ["missing", "flipped", "cut", "empty", "longer"])
+def test_leftover_that_is_not_whole_is_removed(root: str, file: str, damage: str):
+    prefix = leave(root, 100, a_state(1))
+    data = bytearray(content(root, f"{prefix}/{file}"))
+    match damage:
+        case "flipped":
+            data[-1] ^= 0x80
+        case "cut":
+            del data[-1]
+        case "empty":
+            data.clear()
+        case _:
+            data += b"\0"
+    edit(root, f"{prefix}/{file}", None if damage == "missing" else bytes(data))
+    session = Session(root, open_run=open_run)
+    assert session.recover() == Recovery(committed=(), removed=(f".{prefix}.partial",))
+    assert entries(root) == []
+    assert open_run(root).bucket.list_all(prefix) == []
+
+
+def test_damaged_manifest_in_a_leftover_is_made_anew_from_its_records(root: str):
+    prefix = leave(root, 100, a_state(1))
+    edit(root, f"{prefix}/manifest.json", b'{"xxh3_128":"')
+    session = Session(root, open_run=open_run)
+    assert session.recover().committed == ("step-00000100",)
+    check(root, 100, a_state(1))
+
+
+def test_replacement_that_was_complete_is_rolled_forward(root: str):
+    first = begin(root, OLD)
+    first.save(100, a_state(1))
+    first.write(first.stage(100, a_state(2), sequence=2, replace=True))
+    first.end()
+    session = Session(root, open_run=open_run)
+    assert session.recover().committed == ("step-00000100",)
+    assert entries(root) == ["step-00000100"]
+    check(root, 100, a_state(2))
+
+
+def test_leftovers_of_several_steps_are_each_judged_alone(root: str):
+    dead = begin(root, OLD)
+    for step in (100, 200, 300):
+        dead.write(dead.stage(step, a_state(step), sequence=step))
+    dead.end()
+    edit(root, f"step-00000200.{OLD}/rank-00000.json", None)
+    session = Session(root, open_run=open_run)
+    damaged = f".step-00000200.{OLD}.partial"
+    assert session.recover() == Recovery(("step-00000100", "step-00000300"), (damaged,))
+    assert [info.step for info in catalog.scan(root)] == [100, 300]
+    check(root, 300, a_state(300))
+
+
+def test_steps_that_were_copied_by_hand_are_those_of_the_run(root: str):
+    """A run that has been on a disk: its steps lie under their names, and there is no log yet."""
+    elsewhere = f"memory://commits-{next(_numbers)}/run"
+    other = begin(elsewhere, OLD)
+    other.save(100, a_state(1))
+    other.save(200, a_state(2), sequence=2)
+    for key in other.storage.bucket.list_all(""):  # pyright: ignore[reportAttributeAccessIssue]
+        prefix, _, name = key.partition("/")
+        if prefix.startswith("step-") and not name.startswith("."):
+            edit(root, f"{prefix.partition('.')[0]}/{name}", content(elsewhere, key))
+    assert [info.step for info in catalog.scan(root)] == [100, 200]
+    session = begin(root)
+    assert [info.step for info in catalog.scan(root)] == [100, 200]
+    session.save(300, a_state(3), sequence=3)
+    session.save(200, a_state(4), sequence=4, replace=True)
+    trash = commit.delete(session.storage, session.lease, 100, 4)
+    assert trash is not None
+    session.storage.remove_tree(trash)
+    for step, seed in ((200, 4), (300, 3)):
+        check(root, step, a_state(seed))
+    session.end()
+    session = begin(root, OLD)
+    assert sorted(info.step for info in catalog.scan(root)) == [200, 300]
+    session.save(100, a_state(5), sequence=5)
+    check(root, 100, a_state(5))
+
+
+# Who has been away -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["commit", "reclaim", "remove", "delete", "save"])
+def test_who_was_overtaken_commits_deletes_and_removes_nothing(root: str, operation: str):
+    """Its lease says nothing here: it was read before the other one came."""
+    first = begin(root, OLD)
+    first.save(50, a_state(5), sequence=1)
+    first.save(100, a_state(1), sequence=2)
+    save = first.stage(200, a_state(2), sequence=3)
+    first.write(save)
+    first.lease.release()
+    first.lease.check = first.writer._check_lease = lambda: None
+    second = begin(root)
+    assert [info.step for info in catalog.scan(root)] == [50, 100, 200], "the other one has finished it"
+    operations: dict[str, Callable[[], object]] = {
+        "commit": lambda: first.commit(save),
+        "reclaim": lambda: first.storage.rename_directory(f".step-00000200.{OLD}.partial", ".aborted"),
+        "remove": lambda: first.storage.remove_tree(f".step-00000200.{OLD}.partial"),
+        "delete": lambda: commit.delete(first.storage, first.lease, 50, 2),
+        "save": lambda: first.save(300, a_state(3), sequence=4),
+    }
+    with pytest.raises(WriteError, match="passed to another session") as caught:
+        operations[operation]()
+    assert caught.value.errno == errno.ESTALE
+    commit.reclaim(first.storage, save)  # as the daemon does then
+    first.storage.remove_tree(f".step-00000200.{OLD}.partial")
+    for step, seed in ((50, 5), (100, 1), (200, 2)):
+        check(root, step, a_state(seed))
+    second.save(300, a_state(4), sequence=4)
+    check(root, 300, a_state(4))
+    assert [info.step for info in catalog.scan(root)] == [50, 100, 200, 300]
+
+
+@pytest.mark.parametrize("judged", ["dropped", "settled", "own"])
+def test_uploads_that_come_late_never_become_a_checkpoint(root: str, judged: str):
+    """A save is given up, and its files appear all the same, whole, with a record."""
+    elsewhere = f"memory://commits-{next(_numbers)}/run"
+    prefix = leave(elsewhere, 100, a_state(1))
+    late = {key: content(elsewhere, key) for key in open_run(elsewhere).bucket.list_all(prefix)}
+    dead = begin(root, OLD)
+    save = dead.stage(100, a_state(1))
+    if judged != "settled":
+        dead.storage.make_directory(f".{prefix}.partial", 0o700)
+    if judged == "own":
+        commit.reclaim(dead.storage, save)
+    else:
+        dead.end()
+        begin(root).end()
+    for key, data in late.items():
+        edit(root, key, data)
+    if judged == "own":
+        assert entries(root) == []
+        dead.save(100, a_state(2), sequence=2)
+        check(root, 100, a_state(2))
+        dead.end()
+    session = begin(root)
+    assert entries(root) == (["step-00000100"] if judged == "own" else [])
+    session.end()
+    session = begin(root, "a" * 16)
+    assert entries(root) == (["step-00000100"] if judged == "own" else [])
+
+
+def test_what_comes_late_is_swept_with_the_leftovers_of_its_session(root: str):
+    prefix = leave(root, 100, a_state(1))
+    edit(root, f"{prefix}/rank-00000.json", None)
+    dead = Session(root, open_run=open_run)
+    dead.storage.take_over(NEW)
+    dead.storage.rename_directory(f".{prefix}.partial", f".step-00000100.{OLD}.salvage-1")
+    dead.storage.remove_tree(f".step-00000100.{OLD}.salvage-1")
+    edit(root, f"{prefix}/late", b"1")
+    dead.end()
+    begin(root)
+    assert open_run(root).bucket.list_all(prefix) == []
+
+
+# Any request fails -----------------------------------------------------------------------------------------------
+
+IMPATIENT = {
+    "max_retries": 2,
+    "retry_timeout": datetime.timedelta(seconds=20),
+    "backoff": {
+        "init_backoff": datetime.timedelta(milliseconds=1),
+        "max_backoff": datetime.timedelta(milliseconds=2),
+        "base": 2,
+    },
+}
+FAULTS: dict[str, tuple[Fault, Fault]] = {
+    "500": (500, None),
+    "503": (503, None),
+    "cut": ("cut", None),
+    "403": (403, None),
+    "404": (404, None),
+    "500 after success": (After(500), None),
+    "403 after success": (After(403), None),
+    "412 after success": (After(412), None),
+    "cut after success": (After("cut"), None),
+    "403 for good": (403, 403),
+    "503 for good": (503, 503),
+    "no network for good": ("cut", "cut"),
+    "no network after success": (After("cut"), "cut"),
+}
+"""Of one request, and of all after it."""
+
+
+def a_large_state(seed: int) -> State:
+    """Its model is uploaded in parts, of which there are two."""
+    state = a_state(seed)
+    return state | {"model": {**state["model"], "large": state["model"]["w"].repeat(10, 1)[:2900]}}
+
+
+class Failing:
+    """The server fails a request from here on, and those after it."""
+
+    def __init__(self, server: ObjectServer, last: int, fault: Fault, later: Fault) -> None:
+        self.left, self.fault, self.later = last, fault, later
+        self._lock = threading.Lock()
+        server.fault = self
+
+    def __call__(self, request: Request, number: int) -> Fault:
+        with self._lock:
+            self.left -= 1
+            return self.fault if self.left == -1 else self.later if self.left < -1 else None
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ObjectServer]:
+    (tmp_path / "buckets").mkdir()
+    with serving(tmp_path / "buckets") as server:
+        yield server
+
+
+@pytest.fixture
+def server(served: ObjectServer, end_all: None, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    monkeypatch.setattr(run_log, "_PAUSE_S", 0.0)
+    return served
+
+
+def tried(session: Session, save: Any) -> str:
+    """What the daemon would report, and has done then."""
+    try:
+        session.write(save)
+        session.commit(save)
+    except CommitUnknownError:
+        return "unknown"
+    except SidesaveError:
+        commit.reclaim(session.storage, save)
+        return "failed"
+    return "committed"
+
+
+def require_whole(root: str, old: State | None, new: State) -> str:
+    """Which of both the step is; it is nothing else."""
+    found = {info.step: info for info in catalog.scan(root)}
+    check(root, 50, old or new)
+    if 100 not in found:
+        assert old is None
+        return "none"
+    assert verify(found[100]).ok
+    kind = "old" if found[100].sequence == 2 else "new"
+    assert same(loader.load(found[100]), (old or new) if kind == "old" else new)
+    return kind
+
+
+def counted(server: ObjectServer) -> dict[str, int]:
+    """How many requests of each kind there were since this was asked last."""
+    found = {method: server.count(method) for method in sorted({request.method for request in server.requests})}
+    server.requests.clear()
+    return found
+
+
+def test_a_save_a_deletion_and_a_taking_over_take_so_many_requests(server: ObjectServer):
+    """docs/remote.md says so."""
+    root = "s3://bucket/run"
+    with urls.using(server.options):
+        session = begin(root)
+        session.save(1, a_state(1), sequence=1)
+        server.requests.clear()
+        save = session.stage(2, a_large_state(2), sequence=2)
+        session.write(save)
+        # The directory, the small item, the digests of both, plain data and the record; the large item in parts.
+        put = {"PUT-NEW": 1 + 1 + 2 + 2, "START": 1, "PART": 2, "COMPLETE": 1}
+        assert counted(server) == {**put, "LIST": 1, "GET": 1}
+        session.commit(save)
+        assert counted(server) == {"PUT-NEW": 2, "LIST": 7, "GET": 2}
+        trash = commit.delete(session.storage, session.lease, 1, 1)
+        assert counted(server) == {"PUT-NEW": 1, "LIST": 8, "GET": 3}
+        assert trash is not None
+        session.storage.remove_tree(trash)
+        assert counted(server) == {"PUT-NEW": 1, "LIST": 2, "DELETE-MANY": 1}
+        session.end()
+        server.requests.clear()
+        following = open_run(root)
+        following.take_over(OLD)
+        assert counted(server) == {"PUT-NEW": 2 + 1, "GET": 1 + 5, "LIST": 1 + 1, "DELETE-MANY": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_any_request_of_a_save_fails_and_no_checkpoint_is_half_or_lost(
+    server: ObjectServer, name: str, *, replacing: bool
+):
+    old, new = a_large_state(1), a_large_state(2)
+    fault, later = FAULTS[name]
+    outcomes: set[tuple[str, str]] = set()
+    with urls.using({**server.options, "retry_config": IMPATIENT}):
+        for last in campaigns.numbers():
+            root = f"s3://bucket/run-{last}"
+            server.fault = lambda request, number: None
+            session = begin(root, OLD)
+            session.save(50, old if replacing else new, sequence=1)
+            if replacing:
+                session.save(100, old, sequence=2)
+            save = session.stage(100, new, sequence=3, replace=replacing)
+            failing = Failing(server, last, fault, later)
+            told = tried(session, save)
+            server.fault = lambda request, number: None
+            if failing.left >= 0:
+                assert told == "committed"
+                session.close()
+                break
+            if last % 2 and told != "committed":  # a daemon in the place of this one has the save again
+                session.end()
+                session.respawn()
+                session.recover()
+                session.resume(dataclasses.replace(save, retry=True))
+                told = "committed"
+            session.end()
+            following = begin(root)
+            kind = require_whole(root, old if replacing else None, new)
+            assert kind == "new" or told != "committed"
+            outcomes.add((told, kind))
+            following.save(100, old, sequence=4, replace=True)
+            following.close()
+            session._pool.release(session)
+            session._pool.close()
+            assert not server.uploads or fault == "cut" or later is not None or isinstance(fault, int)
+    assert len(outcomes) > 0
+
+
+@pytest.mark.slow
+def test_any_request_of_a_save_is_carried_out_long_after_it_was_given_up(server: ObjectServer):
+    """As late as that the next session has taken over, and judged what it had found."""
+    old, new = a_large_state(1), a_large_state(2)
+    options = {**server.options, "retry_config": IMPATIENT, "client_options": {"timeout": "400ms"}}
+    with urls.using(options):
+        for last in campaigns.numbers():
+            root = f"s3://bucket/run-{last}"
+            session = begin(root, OLD)
+            session.save(50, new, sequence=1)
+            save = session.stage(100, new, sequence=3)
+            gate, count = threading.Event(), itertools.count()
+
+            def hold(request: Request, number: int) -> Fault:
+                if next(count) == last:  # noqa: B023
+                    gate.wait(60)  # noqa: B023
+                return None
+
+            server.fault = hold
+            told = tried(session, save)
+            if next(count) <= last:
+                gate.set()
+                session.close()
+                break
+            session.end()
+            following = begin(root)
+            kind = require_whole(root, None, new)
+            assert kind == "new" or told != "committed"
+            gate.set()
+            server.wait_until_idle()
+            assert require_whole(root, None, new) == kind
+            following.save(100, old, sequence=4, replace=True)
+            check(root, 100, old)
+            following.end()
+            begin(root, "a" * 16).close()
+            check(root, 100, old)
+            for each in (session, following):
+                each._pool.release(each)
+                each._pool.close()
