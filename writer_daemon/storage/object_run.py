@@ -43,6 +43,8 @@ class NamedObjects(ObjectStorage):
         self._names = Names()
 
     def list_directory(self, name: str) -> list[str]:
+        if not self.can_list:
+            return super().list_directory(name)  # which says so
         if name:
             entries = super().list_directory(name)
             entries = super().list_directory(name) if not entries and self._has_moved(name) else entries
