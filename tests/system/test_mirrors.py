@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
-from trainers import DEADLINE_S, Traces, a_state, await_end, check, daemon, end, pidfd_of, same, staging_memory, wait_until
+from trainers import (
+    DEADLINE_S,
+    Traces,
+    a_state,
+    await_end,
+    check,
+    daemon,
+    end,
+    pidfd_of,
+    same,
+    staging_memory,
+    wait_until,
+)
 
 import sidesave
 from sidesave.errors import (
