@@ -132,7 +132,7 @@ def test_steps_are_copied_in_the_order_of_their_commits_and_once(session: Sessio
 def test_damage_is_not_handed_on_and_does_not_keep_others_back(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     session.save(2, a_state(2), sequence=2)
-    damaged = next(session.root.glob("step-00000001/model*.safetensors"))
+    damaged = next(Path(session.root).glob("step-00000001/model*.safetensors"))
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
@@ -147,7 +147,7 @@ def test_damage_is_not_handed_on_and_does_not_keep_others_back(session: Session,
 
 def test_a_file_that_is_missing_is_damage(session: Session, place: str):
     session.save(1, a_state(1))
-    next(session.root.glob("step-00000001/model*.safetensors")).unlink()
+    next(Path(session.root).glob("step-00000001/model*.safetensors")).unlink()
     with mirror(session, place) as uploader, pytest.raises(IntegrityError, match="o such file"):
         uploader.upload(*uploader.begin())
     holds(place)
@@ -156,13 +156,13 @@ def test_a_file_that_is_missing_is_damage(session: Session, place: str):
 def test_a_replaced_step_is_replaced_in_the_mirror_and_never_by_an_older_one(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     bring(session, place)
-    before = session.root / "before"
-    shutil.copytree(session.root / "step-00000001", before)
+    before = Path(session.root) / "before"
+    shutil.copytree(Path(session.root) / "step-00000001", before)
     session.save(1, a_state(2), sequence=2, replace=True)
     bring(session, place)
     holds(place, **{"step-00000001": 2})
-    shutil.rmtree(session.root / "step-00000001")
-    before.rename(session.root / "step-00000001")
+    shutil.rmtree(Path(session.root) / "step-00000001")
+    before.rename(Path(session.root) / "step-00000001")
     assert bring(session, place) == []
     holds(place, **{"step-00000001": 2})
 
@@ -170,11 +170,11 @@ def test_a_replaced_step_is_replaced_in_the_mirror_and_never_by_an_older_one(ses
 @pytest.mark.usefixtures("small_chunks")
 def test_a_step_that_is_deleted_while_it_is_copied_arrives_whole(session: Session, place: str):
     session.save(1, a_state(1))
-    hidden = session.root / f".step-00000001.{OLD}.trash"
+    hidden = Path(session.root) / f".step-00000001.{OLD}.trash"
 
     def delete(nbytes: int) -> None:
         if not hidden.exists():
-            (session.root / "step-00000001").rename(hidden)
+            (Path(session.root) / "step-00000001").rename(hidden)
 
     bring(session, place, delete)
     holds(place, **{"step-00000001": 1})
@@ -184,7 +184,7 @@ def test_a_step_that_is_gone_before_its_turn_is_told_of(session: Session, place:
     session.save(1, a_state(1))
     with mirror(session, place) as uploader:
         (step,) = uploader.begin()
-        shutil.rmtree(session.root / "step-00000001")
+        shutil.rmtree(Path(session.root) / "step-00000001")
         with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
             uploader.upload(step)
     holds(place)
@@ -195,8 +195,8 @@ def test_a_step_that_is_replaced_while_it_is_copied_is_told_of_and_its_successor
     session.save(1, a_state(1), sequence=1)
 
     def replace(nbytes: int) -> None:
-        if not (session.root / "replaced").exists():
-            (session.root / "replaced").touch()
+        if not (Path(session.root) / "replaced").exists():
+            (Path(session.root) / "replaced").touch()
             session.save(1, a_state(2), sequence=2, replace=True)
 
     with mirror(session, place, replace) as uploader, pytest.raises(CheckpointNotFoundError, match="replaced"):
@@ -210,7 +210,7 @@ def test_what_the_run_does_not_have_any_more_leaves_nothing_half_in_the_mirror(s
     session.save(1, a_state(1), sequence=1)
     with pytest.raises(Interrupted):
         bring(session, place, interrupted_at(8))
-    shutil.rmtree(session.root / "step-00000001")
+    shutil.rmtree(Path(session.root) / "step-00000001")
     session.save(2, a_state(2), sequence=2)
     bring(session, place)
     holds(place, **{"step-00000002": 2})
@@ -256,4 +256,4 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
             uploader.upload(step)
         uploader.delete(1, 2, spare_read=True)
     holds(place, **{"step-00000002": 2})
-    assert (session.root / "step-00000001").exists()
+    assert (Path(session.root) / "step-00000001").exists()
