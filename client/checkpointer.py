@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from sidesave.client.loading.load import LoadRequest
 from sidesave.client.loading.rename import Rename
 from sidesave.client.options import Options, check_cores, default_stall_timeout_s
 from sidesave.client.ranks.group import find_node, find_world
+from sidesave.client.runs.mirror import check_mirror
 from sidesave.client.runs.run import Run
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.saving.saver import Saver
@@ -65,6 +67,8 @@ class Checkpointer:
         io_class: Literal["", "idle", "best-effort"] = "",
         cpus: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
+        mirror: str | os.PathLike[str] | None = None,
+        mirror_bandwidth: int | None = None,
     ) -> None:
         """Open a run directory, creating it if need be.
 
@@ -109,6 +113,10 @@ class Checkpointer:
                 nodes and it is not kept off them.
             storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Text,
                 numbers and dicts of these: they reach the daemon by a socket, and stand in no file, log or argument.
+            mirror: A second place for committed checkpoints: a directory, such as one on a network file system, or a
+                URL. The daemon copies them there behind the saves, which never wait for it; what a session leaves
+                undone goes on after its end, and the next session finishes it. Loading finds what is there alone.
+            mirror_bandwidth: The most that goes to the mirror, in bytes per second; None for as fast as it goes.
 
         Raises:
             WriteError: The directory cannot be created or is none.
@@ -144,6 +152,8 @@ class Checkpointer:
                     nice=nice,
                     io_class=io_class,
                     cpus=check_cores(cpus),
+                    mirror=check_mirror(mirror, path, node_local=node_local),
+                    mirror_bandwidth=mirror_bandwidth or 0,
                 ),
             )
             if world.size > 1:
@@ -153,7 +163,7 @@ class Checkpointer:
             arguments.make_directory(path)
             await_predecessors(path, takeover_timeout_s)
         node = find_node(world, path, node_local=node_local)
-        session = Session(world, node, Run(path, further), options, encoded_options)
+        session = Session(world, node, Run(path, further, options.daemon.mirror), options, encoded_options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits
         try:
@@ -223,18 +233,23 @@ class Checkpointer:
         with ownership.guard():
             yield
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until every save issued so far is committed, or has failed.
+    def wait(self, timeout_s: float | None = None, *, mirrored: bool = False) -> None:
+        """Block until every save issued so far is committed, or has failed; with ``mirrored`` until it is mirrored.
 
         Raises:
-            SidesaveError: A save failed (``on_error="raise"``).
+            SidesaveError: A save failed (``on_error="raise"``); or, with ``mirrored``, the mirror.
+            InvalidArgumentError: There is no mirror to wait for.
             WriteStalledError: ``timeout_s`` seconds passed first.
         """
         self._saver.session.check_process()
         self._saver.refuse_waiting("wait")
         self._saver.undo_interrupted()
-        self._saver.session.saves.wait(timeout_s)
-        self._saver.session.saves.raise_failure()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        saves = self._saver.session.saves
+        saves.wait(timeout_s)
+        saves.raise_failure()
+        if mirrored:
+            saves.mirroring.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     # Loading ---------------------------------------------------------------------------------------------------
 
@@ -344,7 +359,8 @@ class Checkpointer:
         """Wait for every save, end the daemon, give the memory back; idempotent.
 
         Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s`` seconds the daemon
-        is left to finish what was staged by itself.
+        is left to finish what was staged by itself. The mirror is not waited for: the daemon goes on with it alone, and
+        the next session, which may begin at once, finishes what is left; see :meth:`wait`.
         """
         session = self._saver.session
         if session.pid != os.getpid() or session.ended:

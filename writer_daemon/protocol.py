@@ -7,7 +7,8 @@ outside its bounds is a ``ProtocolError``. Nothing on the wire is ever pickle.
 Over the inherited socket pair, together with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``;
 and ``NOTE``, which needs no answer.
 Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``REFUSE``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer:
-``HELLO``, ``READY``, ``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``DELETED``, ``FAILED``, ``HEARTBEAT``.
+``HELLO``, ``READY``, ``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``DELETED``, ``FAILED``, ``HEARTBEAT``; and of the
+mirror, which no request asks for, ``MIRRORED``, ``MIRROR``, ``RELEASED``.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonOptions:
-    """A user's options for the daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` any."""
+    """A user's options for the daemon, see ``Checkpointer``; an empty text means none, no ``cpus`` any, 0 no limit."""
 
     fallback_directory: str
     retries: int
@@ -115,6 +116,8 @@ class DaemonOptions:
     nice: int
     io_class: str
     cpus: tuple[int, ...]
+    mirror: str = ""
+    mirror_bandwidth: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +279,8 @@ class Delete(Message):
     """Asks to delete a committed step; ``save_id`` is of the same row as those of saves, and comes back.
 
     What this session has saved as that step after ``sequence`` is not meant. ``retry`` is set when an earlier daemon
-    may have done it. With ``spare_read`` that fails, with EBUSY, while somebody reads the checkpoint.
+    may have done it. With ``spare_read`` that fails, with EBUSY, while somebody reads the checkpoint. With ``mirror``
+    it is the mirror's step that goes, and no other.
     """
 
     kind: ClassVar[str] = "DELETE"
@@ -285,6 +289,7 @@ class Delete(Message):
     sequence: int
     retry: bool
     spare_read: bool = False
+    mirror: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +344,40 @@ class Failed(Message):
     errno: int | None
     path: str | None
     saved_instead: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirrored(Message):
+    """A checkpoint is in the mirror, visible and durable; or, with ``error``, it never will be."""
+
+    kind: ClassVar[str] = "MIRRORED"
+    session: str
+    sequence: int
+    name: str
+    error: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mirror(Message):
+    """How the mirror stands, whenever that changes.
+
+    Once both places were ``compared``, ``missing`` are the numbers in the order of commits of what is still to be
+    copied, and ``nbytes`` is how much that is. ``error`` is what it fails of: for now, or for good if ``over``.
+    """
+
+    kind: ClassVar[str] = "MIRROR"
+    compared: bool = False
+    missing: tuple[int, ...] = ()
+    nbytes: int = 0
+    over: bool = False
+    error: Failed | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released(Message):
+    """After DRAIN: all is done and the lease given back; the daemon goes on with its mirror alone."""
+
+    kind: ClassVar[str] = "RELEASED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

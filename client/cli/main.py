@@ -58,6 +58,7 @@ from sidesave.client.cli.console import (
 )
 from sidesave.client.cli.fetch import fetch
 from sidesave.client.cli.listing import Listing
+from sidesave.client.cli.mirror import mirror
 from sidesave.client.training.metadata import metrics_of
 
 if TYPE_CHECKING:
@@ -494,5 +495,5 @@ def doctor(
 
 # Runs under way --------------------------------------------------------------------------------------------------
 
-for command in (run_commands.top, run_commands.plot, run_commands.trigger, fetch):
+for command in (run_commands.top, run_commands.plot, run_commands.trigger, fetch, mirror):
     app.command()(errors_told()(command))

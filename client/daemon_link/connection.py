@@ -75,7 +75,8 @@ class Connection:
 
         Args:
             boot: The first message to every daemon, without what each daemon has of its own.
-            on_message: Called with PROGRESS, WRITTEN, COMMITTED, DELETED and FAILED, in the connection's thread.
+            on_message: Called with PROGRESS, WRITTEN, COMMITTED, DELETED, FAILED, MIRRORED and MIRROR, in the
+                connection's thread.
             on_lost: Called in that thread with the ids of requests that no daemon will finish, and the reason.
         """
         self._boot = boot
@@ -101,6 +102,8 @@ class Connection:
         self.recovered: tuple[str, ...] = ()
         self.removed: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
+        self.released = False
+        """Whether the last daemon has given the directory back, and is left to finish its mirror."""
         self.reaper: threading.Thread | None = None
         """Ends with the last daemon, where that was left to finish alone."""
         forget_in_child(self)
@@ -209,7 +212,7 @@ class Connection:
             with self._spawned() as process:
                 self._converse(process)
                 if self._draining:
-                    status = process.wait(max(0.0, self._drain_by - time.monotonic()))
+                    status = process.wait(0.0 if self.released else max(0.0, self._drain_by - time.monotonic()))
                     if status == 0 or status is None:
                         return None  # drained, or left to finish alone
                 words = self._end(process)
@@ -368,7 +371,7 @@ class Connection:
                 except ProtocolError as error:  # it cannot be told to any daemon; all others can
                     self._requests.drop(request.save_id)
                     self._on_lost([request.save_id], error)
-            if process.pidfd in events:
+            if process.pidfd in events or self.released:
                 return
             if self._draining and not drain_sent:
                 self._send(protocol.Drain(attempt=self._attempt))
@@ -400,7 +403,9 @@ class Connection:
             return
         if isinstance(message, protocol.Committed):
             self._restarts = 0
-        if self._requests.hear(message):
+        if isinstance(message, protocol.Released):
+            self.released = True
+        elif self._requests.hear(message) or isinstance(message, (protocol.Mirrored, protocol.Mirror)):
             self._on_message(message)
         elif isinstance(message, protocol.Failed):
             logger.warning("the writer daemon complains: %s", message.message)

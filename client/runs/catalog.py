@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
@@ -280,15 +280,17 @@ def _names(directory: str) -> list[str]:
         return storage.list_directory("")
 
 
-def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo]) -> None:
+def refuse_newer_damaged(directory: str, checkpoints: list[CheckpointInfo], elsewhere: Collection[int] = ()) -> None:
     """Raise ``IntegrityError`` if a directory that :func:`scan` left out has a later step than the newest.
+
+    Steps that are ``elsewhere`` do not matter.
 
     Its place in the order of commits is not known: taking an older checkpoint then has to be the caller's decision.
     """
     newest = checkpoints[-1].step if checkpoints else -1
     for step, path in left_out(directory, checkpoints):
         try:
-            if step >= newest:
+            if step >= newest and step not in elsewhere:
                 read_info(path)
         except (FileNotFoundError, IntegrityError) as error:
             if os.path.isdir(path) or (urls.is_url(path) and isinstance(error, IntegrityError)):

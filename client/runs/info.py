@@ -21,6 +21,7 @@ class CheckpointInfo:
         created_s: When ``save()`` was called, in seconds since the epoch.
         metadata: What ``save()`` was told about it, metrics for instance.
         given_up: Whether the run has gone back behind it: it is not the latest then, whatever its sequence.
+        in_mirror: Whether ``path`` is in the run's mirror, and the run directory does not have it.
     """
 
     step: int
@@ -32,6 +33,7 @@ class CheckpointInfo:
     created_s: float
     metadata: dict[str, Any] = field(default_factory=dict[str, Any], compare=False)
     given_up: bool = field(default=False, compare=False)
+    in_mirror: bool = field(default=False, compare=False)
 
     @property
     def order(self) -> tuple[bool, int]:
@@ -42,7 +44,7 @@ class CheckpointInfo:
         """The JSON form for another rank, which may see the run directory under another path."""
         return [
             self.step,
-            os.path.basename(self.path),
+            self.path if self.in_mirror else os.path.basename(self.path),
             self.nbytes,
             self.session,
             self.sequence,
@@ -50,15 +52,16 @@ class CheckpointInfo:
             self.created_s,
             self.metadata,
             self.given_up,
+            self.in_mirror,
         ]
 
     @classmethod
     def from_json(cls, body: list[Any], directory: str) -> CheckpointInfo:
         """The checkpoint that another rank sent, of a run that is in ``directory`` on this one."""
-        step, name, nbytes, session, sequence, parent, created_s, metadata, given_up = body
-        path = os.path.join(directory, name)
+        step, name, nbytes, session, sequence, parent, created_s, metadata, given_up, in_mirror = body
+        path = name if in_mirror else os.path.join(directory, name)  # the mirror is one place for all
         parent = None if parent is None else tuple(parent)
-        return cls(step, path, nbytes, session, sequence, parent, created_s, metadata, given_up)
+        return cls(step, path, nbytes, session, sequence, parent, created_s, metadata, given_up, in_mirror)
 
     def __fspath__(self) -> str:
         """The directory, so that an info can be passed as a path."""

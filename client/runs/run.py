@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from sidesave.client import arguments
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.mirror import MirrorView
 from sidesave.errors import CheckpointNotFoundError, DirectoryInUseError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.format import fallbacks, rollback
 from sidesave.writer_daemon.format.manifest import step_directory
+from sidesave.writer_daemon.format.rollback import Rollbacks
 from sidesave.writer_daemon.lease.lease import current_holder
 from sidesave.writer_daemon.storage import urls
 
@@ -23,9 +25,10 @@ logger = logging.getLogger(__name__)
 class Run:
     """Knows the directories of a run, and which checkpoint a step means."""
 
-    def __init__(self, directory: str, fallback: str) -> None:
-        """Read nothing yet; an empty ``fallback`` is none."""
+    def __init__(self, directory: str, fallback: str, mirror: str = "") -> None:
+        """Read nothing yet; an empty ``fallback`` or ``mirror`` is none."""
         self.directory = directory
+        self.mirror = MirrorView(mirror)
         self._fallback = fallback
         self._elsewhere: list[str] = []  # fallback directories of earlier sessions
         self._lost: list[str] = []  # those that are not there
@@ -70,6 +73,19 @@ class Run:
             checkpoints += [info for info in further if (info.session, info.sequence) not in known]
         return catalog.in_order(checkpoints)
 
+    def scan_all(self, *, refuse_newer: bool = False) -> tuple[list[CheckpointInfo], bool]:
+        """:meth:`scan`, and what the mirror alone has; and whether that could be read.
+
+        Raises:
+            SidesaveError: It could not be read, and there is no checkpoint elsewhere.
+        """
+        checkpoints = self.scan(refuse_newer=refuse_newer)
+        reached = self.mirror.look(needed=not checkpoints, refuse_newer=refuse_newer)
+        if self.mirror.place:
+            rollbacks = catalog.read_rollbacks(self.directory, strict=refuse_newer)
+            checkpoints = catalog.in_order([*checkpoints, *self.mirror.beside(checkpoints, rollbacks)])
+        return checkpoints, reached
+
     def read(self, step: int, session: str) -> CheckpointInfo:
         """The current checkpoint that ``session`` saved as ``step``.
 
@@ -81,6 +97,9 @@ class Run:
                 info = catalog.Attempts(os.path.join(directory, step_directory(step))).read(catalog.read_info)
                 if info.session == session:
                     return info
+        for info in self.mirror.beside([], Rollbacks()):
+            if (info.step, info.session) == (step, session):
+                return info
         raise CheckpointNotFoundError(errno.ENOENT, f"step {step} was removed since it was loaded", self.directory)
 
     def meant(self, which: int | str | os.PathLike[str] | None) -> tuple[int | None, str]:
@@ -113,11 +132,14 @@ class Run:
 
     def refuse_damaged(self, step: int | None, checkpoints: list[CheckpointInfo]) -> None:
         """Raise the problem with a damaged ``step``, or with one newer than all ``checkpoints``."""
+        elsewhere = {info.step for info in checkpoints if info.in_mirror}
         if step is None:
             if self._lost:
                 raise IntegrityError(self._lost_text(self._lost[0]))
             for directory in self._directories():
-                catalog.refuse_newer_damaged(directory, checkpoints)
+                catalog.refuse_newer_damaged(directory, checkpoints, elsewhere)
+            return
+        if step in elsewhere:
             return
         for path in self._left_out(step, checkpoints):
             try:
@@ -130,6 +152,8 @@ class Run:
         self, step: int | None, checkpoints: list[CheckpointInfo], *, within: str, fallback: bool, in_parts: bool
     ) -> list[CheckpointInfo]:
         """The checkpoints to try for ``step``, None for the latest: best first; only one without ``fallback``.
+
+        Behind each comes its copy in the mirror.
 
         The ``step`` has to be in the directory ``within``, unless that is empty. With ``in_parts`` every node keeps its
         own part, and ``checkpoints`` are those of which all nodes have theirs.
@@ -155,7 +179,8 @@ class Run:
         best = max(wanted, key=lambda info: info.order)
         older = [info for info in checkpoints if info.sequence < best.sequence and info.given_up <= best.given_up]
         older.sort(key=lambda info: info.sequence, reverse=True)
-        return [best, *older] if fallback else [best]
+        chosen = [best, *older] if fallback else [best]
+        return [place for info in chosen for place in (info, self.mirror.copy_of(info)) if place is not None]
 
     def give_up_after(self, info: CheckpointInfo, last: int, session: str) -> None:
         """Write down that the run continues from ``info``, and that later saves, up to ``last``, are given up.

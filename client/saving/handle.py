@@ -1,4 +1,4 @@
-"""What ``save()`` returns: three futures, a number for progress, and facts about the checkpoint once it exists."""
+"""What ``save()`` returns: four futures, a number for progress, and facts about the checkpoint once it exists."""
 
 from __future__ import annotations
 
@@ -47,6 +47,11 @@ class Outcome(Future[T]):
         with contextlib.suppress(InvalidStateError):
             self.set_result(result)
 
+    def fail(self, error: Exception) -> None:
+        """Give it a failure, unless it has its outcome."""
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
+
     def result(self, timeout: float | None = None) -> T:
         """As of any future."""
         self.exception(timeout)
@@ -90,6 +95,8 @@ class SaveHandle:
         staged: Done when the state is in staging memory: everything may be changed, and the save survives the trainer.
         written: Done when this rank's bytes are durable.
         committed: Done when the checkpoint is visible and durable on all ranks; its result describes it.
+        mirrored: Done when the checkpoint is in the mirror, visible and durable there; its result is the path or URL.
+            Without a mirror it has failed, with ``InvalidArgumentError``. What fails here fails nothing else.
         skipped: Whether nothing was saved because every slot was busy (``on_busy="skip"``); the futures are cancelled.
         nbytes: Bytes that this rank has to write, 0 until that is known.
         nbytes_written: How many of them storage has taken.
@@ -102,8 +109,9 @@ class SaveHandle:
         self.staged: Outcome[None] = Outcome()
         self.written: Outcome[None] = Outcome()
         self.committed: Outcome[CheckpointInfo] = Outcome()
+        self.mirrored: Outcome[str] = Outcome()
         self.nbytes = self.nbytes_written = 0
-        for future in (self.staged, self.written, self.committed):
+        for future in (self.staged, self.written, self.committed, self.mirrored):
             if skipped:
                 future.cancel()
             else:
@@ -130,6 +138,5 @@ class SaveHandle:
 
     def fail(self, error: Exception) -> None:
         """For whoever saves: fail the futures that are still open."""
-        for future in (self.staged, self.written, self.committed):
-            with contextlib.suppress(InvalidStateError):  # what was reached stays reached
-                future.set_exception(error)
+        for future in (self.staged, self.written, self.committed, self.mirrored):
+            future.fail(error)  # what was reached stays reached

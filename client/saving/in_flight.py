@@ -16,6 +16,7 @@ from typing import Any
 from sidesave import errors
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.mirroring import Mirroring
 from sidesave.errors import CommitUnknownError, SidesaveError, WriteStalledError
 from sidesave.stager.copy.copier import StagingCopy
 from sidesave.stager.copy.pool import Slot
@@ -90,6 +91,8 @@ class SavesInFlight:
         """Called before somebody waits for all that is under way."""
         self.on_written: Callable[[int, float], object] = lambda nbytes, seconds: None
         """Told of each save that is durable: its bytes, and how long the daemon has written them."""
+        self.mirroring = Mirroring()
+        """Keeps the futures that are done after all others."""
         self.on_misaligned: Callable[[Save, int], None] = lambda save, step: None
         """Told of a save that failed as another rank has saved that step at the same turn."""
 
@@ -97,6 +100,7 @@ class SavesInFlight:
         """Add a save whose staging begins now."""
         with self._changed:
             self._entries[entry.sequence] = entry
+        self.mirroring.add(entry.sequence, entry.handle)
 
     def drop(self, entry: SaveInFlight, error: SidesaveError) -> None:
         """Drop a save whose call raises; idempotent. A copy that fills its slot must have ended."""
@@ -130,6 +134,7 @@ class SavesInFlight:
 
     def receive(self, message: Message) -> None:
         """Handle a message of the daemon; one about a save that is not in flight is ignored."""
+        self.mirroring.receive(message)
         save_id = getattr(message, "save_id", None)
         if not isinstance(save_id, int):
             return

@@ -134,8 +134,11 @@ class Saver:
             self._entry = entry
             self._undo(entry, error)
 
-    def delete(self, step: int, *, spare_read: bool = False) -> Future[None]:
-        """See :meth:`Checkpointer.delete`; with ``spare_read`` it is refused, with EBUSY, while somebody reads it."""
+    def delete(self, step: int, *, spare_read: bool = False, mirror: bool = False) -> Future[None]:
+        """See :meth:`Checkpointer.delete`; with ``spare_read`` it is refused, with EBUSY, while somebody reads it.
+
+        With ``mirror`` it is deleted there, and nowhere else.
+        """
         session = self.session
         session.check_open()
         step = arguments.check_step(step)
@@ -147,11 +150,13 @@ class Saver:
             sequence=lineage.sequence,
             retry=False,
             spare_read=spare_read,
+            mirror=mirror,
         )
         saves, connection, copier = session.saves, session.connection, session.copier
         future: Future[None] = Outcome()
         future.set_running_or_notify_cancel()
-        future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
+        if not mirror:
+            future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
 
         def submit() -> None:
             saves.add_deletion(request.save_id, future)

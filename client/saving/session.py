@@ -28,6 +28,7 @@ from sidesave.client.runs.save_requests import forget_requests
 from sidesave.client.saving.congestion import Congestion
 from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.client.saving.lineage import Lineage
+from sidesave.client.saving.mirroring import Mirroring
 from sidesave.client.saving.own_history import OwnHistory
 from sidesave.client.saving.pace import Pacer
 from sidesave.client.saving.shared_run import SharedRun, common, from_json, to_json
@@ -71,7 +72,8 @@ class Session:
         self.pacer = Pacer()
         self.congestion = Congestion(run.directory, tells=urls.is_url(run.directory))
         self.ids = itertools.count(_FIRST_ID)
-        self.closed = self._stopped = self.ended = self._left = self._remembers = False
+        self.closed = self._stopped = self.ended = self._left = False
+        self._remembers = self._remembers_mirror = False
 
     # The start -------------------------------------------------------------------------------------------------
 
@@ -81,6 +83,9 @@ class Session:
         if urls.is_url(self.directory):
             urls.remember(self.directory, urls.decode_options(self._storage_options))
             self._remembers = True
+        if urls.is_url(self.run.mirror.place):
+            urls.remember(self.run.mirror.place, urls.decode_options(self._storage_options))
+            self._remembers_mirror = True
         self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
         self._open()
         for name in self.connection.recovered:
@@ -127,8 +132,11 @@ class Session:
         self.run.remember_fallbacks()
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
+        self.run.mirror.remember(self.directory)
+        self.run.mirror.adopt_rollbacks(self.directory)
         rollbacks = catalog.read_rollbacks(self.directory, strict=True)
-        checkpoints = self.run.scan(refuse_newer=True)
+        checkpoints, reached = self.run.scan_all(refuse_newer=True)
+        leftovers |= not reached  # else its places in the order of commits would be given away twice
         self.run.tell_elsewhere(checkpoints, alone=self.world.size == 1)
         return leftovers, rollbacks, checkpoints
 
@@ -145,6 +153,7 @@ class Session:
         )
         self.saves.hurry = self.pacer.lift
         self.saves.on_written = self.congestion.wrote
+        self.saves.mirroring = Mirroring(options.daemon.mirror, self.id, leads=self.world.rank == 0)
         boot = Boot(
             attempt=0,
             directory=self.directory,
@@ -226,15 +235,19 @@ class Session:
             self.copier.close()
         if hasattr(self, "connection"):
             self.connection.close(patience_s)
-            if self.connection.reaper is not None:
+            if self.connection.reaper is not None and not self.connection.released:
                 _finishing[self.connection.reaper] = finding.place_of(self.directory)
         if hasattr(self, "saves"):
             self.saves.abandon()
+            self.saves.mirroring.abandon()
         if hasattr(self, "pool"):
             self.pool.close()
         remembers, self._remembers = self._remembers, False
         if remembers:
             urls.forget(self.directory)
+        remembers, self._remembers_mirror = self._remembers_mirror, False
+        if remembers:
+            urls.forget(self.run.mirror.place)
         left, self._left = self._left, True
         if not left:
             self.congestion.close()

@@ -45,7 +45,7 @@ class SharedRun:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints; of nodes that keep their own parts those of earlier sessions that every node has."""
-        scanned = self._run.scan()
+        scanned, _ = self._run.scan_all()
         if not isinstance(self._node, NodeWorld):
             return scanned
         return [
@@ -71,7 +71,7 @@ class SharedRun:
             except IntegrityError as error:
                 if info is candidates[-1]:
                     raise
-                logger.warning("step %d does not verify, trying an older one: %s", info.step, error)
+                logger.warning("step %d does not verify, trying another one: %s", info.step, error)
                 continue
             with self._world.raise_together(f"cannot give its objects what it has loaded of step {info.step}"):
                 state = loaded.apply()
@@ -114,7 +114,7 @@ class SharedRun:
             step, within = self._run.meant(which)
             self._saves.settle(step)
             if leads:
-                checkpoints = self._run.scan()
+                checkpoints, _ = self._run.scan_all()
         if world.size > 1:
             if is_path:
                 world.require_alike(step=step)

@@ -47,6 +47,7 @@ class Background:
         keep: Sequence[KeepPolicy],
         pins: Pins,
         names: Naming | None,
+        mirror_keep: Sequence[KeepPolicy] = (),
         *,
         random_state: bool,
     ) -> None:
@@ -57,7 +58,10 @@ class Background:
         session = saver_of(checkpointer).session
         if session.world.size > 1:
             session.world.require_alike(
-                save=sorted(map(_name, save)), keep=sorted(map(_name, keep)), random=random_state
+                save=sorted(map(_name, save)),
+                keep=sorted(map(_name, keep)),
+                mirror_keep=sorted(map(_name, mirror_keep)),
+                random=random_state,
             )
         with session.world.raise_together("cannot save its state"):
             saver_of(checkpointer).submission.check(state)
@@ -69,10 +73,10 @@ class Background:
         self._schedule.start(session.world)
         if session.node.rank:
             return
-        deleting = bool(keep) or any(isinstance(policy, Ephemeral) for policy in save)
+        deleting = bool(keep or mirror_keep) or any(isinstance(policy, Ephemeral) for policy in save)
         links = None if names is None else Links(checkpointer.directory, names)
         if deleting or links is not None:
-            self.retention = Retention(checkpointer, keep if deleting else None, pins, links)
+            self.retention = Retention(checkpointer, keep if deleting else None, pins, links, mirror_keep)
         if any(isinstance(policy, OnRequest) for policy in save) and not urls.is_url(checkpointer.directory):
             # Not methods of the manager: the thread must not keep a dropped one alive.
             ask = self._schedule.request

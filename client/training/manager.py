@@ -73,6 +73,7 @@ class CheckpointManager:
         *,
         save: Sequence[SavePolicy] | SavePolicy | int = (),
         keep: Sequence[KeepPolicy] | KeepPolicy = (),
+        mirror_keep: Sequence[KeepPolicy] | KeepPolicy = (),
         names: Naming | None = None,
         random_state: bool = False,
         blocking: bool = False,
@@ -90,6 +91,7 @@ class CheckpointManager:
                 that was replaced in it, and :meth:`restore` replaces plain values in it.
             save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any, only :meth:`save` saves.
             keep: What to keep: policies; without any, everything but ephemeral checkpoints.
+            mirror_keep: What to keep in the mirror, in the same way. What is on its way there stays here until it is.
             names: The user's names of checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``,
                 or a function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
                 ``directory``, made soon after the commit; of two checkpoints with one name the newer gets it.
@@ -110,6 +112,7 @@ class CheckpointManager:
         if type(state) is not dict:
             raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
         self._policies, self._keep = check_save_policies(save), check_keep_policies(keep)
+        far = check_keep_policies(mirror_keep)
         if names is not None:
             check_naming(names)
             if urls.is_url(arguments.place_to_write(directory)):
@@ -127,7 +130,7 @@ class CheckpointManager:
             self._checkpointer = Checkpointer(directory, **options)
             self._pins = Pins(self._checkpointer.directory)
             self._background.start(
-                self._checkpointer, state, self._policies, self._keep, self._pins, names, random_state=random_state
+                self._checkpointer, state, self._policies, self._keep, self._pins, names, far, random_state=random_state
             )
             self._managed = ManagedState(
                 state,

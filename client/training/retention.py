@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from sidesave.client.training.links import Links
 from sidesave.errors import (
     CheckpointError,
     ClosedError,
+    CommitUnknownError,
     IntegrityError,
     SidesaveError,
     WriteError,
@@ -90,16 +92,27 @@ class Retention:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, policies: Sequence[KeepPolicy] | None, pins: Pins, links: Links | None = None
+        self,
+        checkpointer: Checkpointer,
+        policies: Sequence[KeepPolicy] | None,
+        pins: Pins,
+        links: Links | None = None,
+        mirror_policies: Sequence[KeepPolicy] = (),
     ) -> None:
         """Start the thread. It does not keep ``checkpointer`` alive, and ends with it.
 
-        ``policies=None`` deletes nothing.
+        ``policies=None`` deletes nothing. ``mirror_policies`` say what stays in the mirror, without any all that is not
+        ephemeral; until it is there, it stays here as well.
         """
         self._reference = weakref.ref(checkpointer)
         self._policies = policies
         self._pins = pins
         self._links = links
+        self._mirror_policies = mirror_policies
+        self._mirror_deletions: set[int] = set()
+        mirroring = saver_of(checkpointer).session.saves.mirroring
+        if mirroring.mirror and policies is not None:
+            mirroring.on_mirrored = lambda: self._commits.put(True)
         self._turn = threading.Lock()
         self._handles: dict[int, SaveHandle] = {}
         self._loading: frozenset[int] = frozenset()
@@ -184,7 +197,7 @@ class Retention:
         checkpoints = saver_of(self._checkpointer).session.run.scan()
         pinned = self._pins.read()
         with self._turn:
-            for step in [] if self._policies is None else to_delete(checkpoints, self._policies, pinned, self._loading):
+            for step in self._surplus(checkpoints, pinned):
                 handle = self._handles.get(step)
                 # A newer save of that step, which the list has not seen, would be deleted once committed.
                 if handle is not None and (handle is not before.get(step) or step not in settled):
@@ -197,6 +210,39 @@ class Retention:
                 if self._handles.get(step) is before[step]:
                     del self._handles[step]
         self._link([info for info in checkpoints if info.step not in going])
+        if self._policies is not None and saver_of(self._checkpointer).session.saves.mirroring.mirror:
+            self._run_mirror(pinned)
+
+    def _surplus(self, checkpoints: Sequence[CheckpointInfo], pinned: frozenset[int]) -> list[int]:
+        """What nothing keeps here, and is not on its way to the mirror."""
+        if self._policies is None:
+            return []
+        awaits = saver_of(self._checkpointer).session.saves.mirroring.awaits
+        not_wanted = to_delete(checkpoints, self._mirror_policies, pinned)
+        held = {info.step for info in checkpoints if awaits(info.sequence) and info.step not in not_wanted}
+        return [each for each in to_delete(checkpoints, self._policies, pinned, self._loading) if each not in held]
+
+    def _run_mirror(self, pinned: frozenset[int]) -> None:
+        """Delete in the mirror what its own policies do not keep."""
+        checkpointer = self._checkpointer
+        session = saver_of(checkpointer).session
+        with self._turn:
+            loading = self._loading
+        for step in to_delete(session.run.mirror.scan(), self._mirror_policies, pinned, loading):
+            if step in self._mirror_deletions:
+                continue
+            self._mirror_deletions.add(step)
+            deletion = saver_of(checkpointer).delete(step, spare_read=True, mirror=True)
+            deletion.add_done_callback(functools.partial(self._gone_from_mirror, step))
+
+    def _gone_from_mirror(self, step: int, done: Future[None]) -> None:
+        error = done.exception()
+        if error is None:
+            logger.info("deleted step %d from the mirror, where no policy keeps it", step)
+        elif not isinstance(error, CheckpointError):  # else it is gone
+            told = logging.INFO if isinstance(error, CommitUnknownError) else logging.WARNING  # the next session tries
+            logger.log(told, "step %d is not deleted from the mirror now: %s", step, error)
+        self._mirror_deletions.discard(step)
 
     def _delete(self, step: int) -> None:
         checkpointer = self._checkpointer  # not dropped meanwhile

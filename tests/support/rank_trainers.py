@@ -447,6 +447,10 @@ class Actor:
         info = self.handles[step].committed.result(DEADLINE_S)
         return {"step": info.step, "path": info.path, "nbytes": info.nbytes, "sequence": info.sequence}
 
+    def mirrored(self, step: int) -> str:
+        """Wait until a save is in the mirror; where it is there."""
+        return self.handles[step].mirrored.result(DEADLINE_S)
+
     def outcome(self, step: int) -> str:
         """Wait for the outcome and leave a failure to be raised by the next call."""
         concurrent.futures.wait([self.handles[step].committed], DEADLINE_S)

@@ -99,7 +99,7 @@ def commit(
     _publish_manifest(storage, partial, content, attempt)
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
-    _give_name(storage, lease, partial, target, coordination.attempt_of(save), replace=save.replace)
+    give_name(storage, lease, partial, target, coordination.attempt_of(save), replace=save.replace)
     return content
 
 
@@ -144,7 +144,11 @@ def _publish_manifest(storage: Storage, directory: str, content: Manifest, attem
     storage.publish_bytes(directory, manifest.MANIFEST, content.to_bytes(), attempt)
 
 
-def _give_name(storage: Storage, lease: Lease, partial: str, target: str, attempt: str, *, replace: bool) -> None:
+def give_name(storage: Storage, lease: Lease, partial: str, target: str, attempt: str, *, replace: bool) -> None:
+    """Make a hidden directory, in which all is durable, the checkpoint ``target``, durably and under the lease.
+
+    With ``replace`` it takes the place of one of that name. Raises as :func:`commit`.
+    """
     storage.check_root()
     lease.check()
     step = manifest.parse_step_directory(target)
@@ -380,7 +384,7 @@ def _finish(storage: Storage, lease: Lease, partial: str, step: int, attempted: 
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
     # It had been accepted as a replacement where a step of that name is still there.
-    _give_name(storage, lease, partial, target, attempted, replace=True)
+    give_name(storage, lease, partial, target, attempted, replace=True)
     return True
 
 

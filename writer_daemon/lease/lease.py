@@ -162,14 +162,15 @@ class Lease:
         period_s: float = PERIOD_S,
         *,
         resumes: bool = False,
+        kills: bool = True,
     ) -> None:
         """Take the lease of ``storage``; blocking.
 
         Where the present holder's trainer is dead, its daemon is finishing what was staged: it is asked to leave
         within ``takeover_timeout_s`` and waited for, while ``keep_waiting()``. Then it is killed or, where that cannot
-        be done from here, left behind without the lease. An earlier daemon of the same session is not waited for. A
-        holder on another system that may be dead is watched for up to three of its periods. With ``resumes`` a daemon
-        of the same session has held it before.
+        be done from here or this ``kills`` nobody, left behind without the lease. An earlier daemon of the same session
+        is not waited for. A holder on another system that may be dead is watched for up to three of its periods. With
+        ``resumes`` a daemon of the same session has held it before.
 
         Raises:
             DirectoryInUseError: The holder and its trainer live; the message names them, and how that was judged.
@@ -182,6 +183,7 @@ class Lease:
         self.end_by = math.inf
         """When to give up what is unfinished, by the monotonic clock: the trainer is gone and a successor waits."""
         self._lost = False
+        self._kills = kills
         self._page = mmap.mmap(-1, RECORD_NBYTES)
         self._take(takeover_timeout_s, keep_waiting, resumes=resumes)
         self._tidy()
@@ -247,7 +249,7 @@ class Lease:
                     patience_s = 0.0 if holder.session == self.session else takeover_timeout_s
                     asked, fence_at, killed = view.epoch, now + patience_s, False
                     self._ask_to_leave(view.epoch, patience_s * _TAKEOVER_SHARE)
-                if now >= fence_at and not killed and holder.kill():
+                if now >= fence_at and not killed and self._kills and holder.kill():
                     logger.warning("daemon %d has not left %s in time: killed it", holder.pid, self._storage.root)
                     killed, fence_at = True, now + _KILL_TIMEOUT_S
                 free = now >= fence_at

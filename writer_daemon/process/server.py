@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import functools
 import logging
+import math
 import os
 import queue
 import resource
@@ -37,6 +38,7 @@ from sidesave.writer_daemon.format import fallbacks
 from sidesave.writer_daemon.lease.follower import LeaseFollower
 from sidesave.writer_daemon.lease.lease import Lease, current_holder
 from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror.mirror import Mirror
 from sidesave.writer_daemon.process import jobs
 from sidesave.writer_daemon.process.worker import Place, Worker
 from sidesave.writer_daemon.protocol import Message, Save
@@ -70,6 +72,8 @@ class Server:
         self._trainer_closed = False
         self._abandoned = threading.Event()
         self._running = True
+        self._left = False
+        self._mirror: Mirror | None = None
         self._last_progress = time.monotonic()
 
     def run(self) -> int:
@@ -115,6 +119,9 @@ class Server:
             attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed, left=recovery.left
         )
         self._send(ready)
+        if boot.rank == 0 and options.mirror:
+            self._mirror = Mirror(boot, self._wake_up)
+            self._mirror.start()
         outcome = recovery.committed, recovery.removed
         if boot.rank == 0 and isinstance(storage, PosixStorage):
             records = log.HistoryLog(storage)
@@ -147,9 +154,37 @@ class Server:
         self._work.put(idle.set)
         if time.monotonic() < lease.end_by:
             idle.wait(_RECLAIM_TIMEOUT_S)  # what failed saves and deleted steps leave is still being removed
-        self._linger()
-        lease.release(final=self._trainer_closed or not self._trainer_is_there())  # else a signal came
+        ended = self._trainer_closed or not self._trainer_is_there()  # else a signal came
+        if self._mirror is None:
+            self._linger()
+            lease.release(final=ended)
+        else:
+            self._left = True
+            lease.release(final=ended)
+            self._finish_mirror(self._mirror, goes_on=ended)
         return 0
+
+    def _finish_mirror(self, mirror: Mirror, *, goes_on: bool) -> None:
+        """The next session has the run directory: let the mirror get what it lacks, until a signal comes."""
+        if goes_on and not mirror.ended.is_set():
+            self._send(protocol.Released(attempt=self._boot.attempt))
+            mirror.finish()
+        else:
+            mirror.stop()
+        self._tell_of_mirror()
+        self._linger()
+        self._arenas.clear()
+        poller = select.poll()
+        for fd in (self._wake, self._signals.fileno()):
+            poller.register(fd, select.POLLIN)
+        give_up_at = math.inf if goes_on else time.monotonic() + _RECLAIM_TIMEOUT_S
+        while not mirror.ended.is_set() and time.monotonic() < give_up_at:  # its storage may hang
+            ready = {fd for fd, _ in poller.poll(int(HEARTBEAT_S * 1000))}
+            self._drain_wakeups()
+            if self._signals.fileno() in ready:
+                self._signals.recv(4096)
+                mirror.stop()
+                give_up_at = min(give_up_at, time.monotonic() + _RECLAIM_TIMEOUT_S)
 
     def _open_fallback(self) -> Place:
         """Open the fallback directory, creating it if needed; in the storage thread."""
@@ -202,6 +237,7 @@ class Server:
                 except queue.Empty:
                     break
                 self._handle(event)
+            self._tell_of_mirror()
             now = time.monotonic()
             self._watch_for_stall(now)
             if now >= self._lease.end_by:
@@ -211,7 +247,15 @@ class Server:
                 next_heartbeat = now + HEARTBEAT_S
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
 
+    def _tell_of_mirror(self) -> None:
+        if self._mirror is not None:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self._send(self._mirror.messages.get_nowait())
+
     def _handle(self, event: jobs.Event) -> None:
+        if self._mirror is not None and isinstance(event, jobs.CommitEnded) and event.error is None:
+            self._mirror.committed(event.save_id, event.name, event.nbytes)
         if not isinstance(event, jobs.Request):
             self._last_progress = time.monotonic()
         if isinstance(event, (jobs.Submitted, jobs.Watched)):
@@ -275,7 +319,9 @@ class Server:
                 self._handle(jobs.Submitted(message))
             case protocol.Watch(save=save):
                 self._handle(jobs.Watched(save))
-            case protocol.Delete():
+            case protocol.Delete(mirror=True) if self._mirror is not None:
+                self._mirror.delete(message)
+            case protocol.Delete(mirror=False):
                 self._handle(jobs.DeleteRequested(message))
             case protocol.Refuse():
                 boot = self._boot
@@ -287,6 +333,8 @@ class Server:
                 self._send(protocol.Heartbeat(attempt=self._boot.attempt, saves=len(self._jobs)))
             case protocol.Drain():
                 self._trainer_closed = True
+                if self._mirror is not None:
+                    self._mirror.tell_trainer_gone()
                 self._handle(jobs.DrainRequested())
             case _:
                 raise ProtocolError(f"a trainer does not send {message.kind}")
@@ -338,6 +386,8 @@ class Server:
         """After the trainer's death, take saves from memory that it had staged and may not have sent."""
         self._abandoned.set()
         self._lease.tell_trainer_gone()
+        if self._mirror is not None:
+            self._mirror.tell_trainer_gone()
         self._read_messages()
         for number, arena in self._arenas.items():
             descriptor = arena.staged_descriptor()
@@ -373,6 +423,9 @@ class Server:
 
     def _post(self, event: jobs.Event) -> None:
         self._events.put(event)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake, 1)
 
@@ -381,7 +434,7 @@ class Server:
             os.eventfd_read(self._wake)
 
     def _execute(self, work: _Tasks) -> None:
-        while True:
+        while not self._left:
             with contextlib.suppress(queue.Empty):
                 work.get(timeout=HEARTBEAT_S)()
             if work is self._work:

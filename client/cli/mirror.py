@@ -1,0 +1,69 @@
+"""``sidesave mirror``: what a run's mirror lacks, copied by this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import typer
+
+from sidesave.client.cli.console import error_text, printable, progress, size
+from sidesave.client.runs import finding
+from sidesave.client.runs.mirror import check_mirror, remembered_mirror
+from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror.throttle import Throttle
+from sidesave.writer_daemon.mirror.uploader import Uploader, open_target
+
+_TAKEOVER_TIMEOUT_S: Final = 60.0
+
+
+def mirror(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="A directory or URL; without, the one the run has had.")
+    ] = None,
+    bandwidth: Annotated[int | None, typer.Option(min=1, help="Bytes per second, at most.")] = None,
+) -> None:
+    """Copy what is missing to the mirror of a run.
+
+    Saving may go on in the run meanwhile. Interrupted, the same command goes on with the files that had not arrived. A
+    daemon that mirrors after its trainer's end is asked to leave; that of a live run does this work by itself, so then
+    the command is refused. Credentials and endpoint come from the environment.
+    """
+    directory = finding.locate_run(run)
+    place = remembered_mirror(directory) if target is None else check_mirror(target, directory, node_local=False)
+    if not place:
+        raise InvalidArgumentError(f"{directory} has had no mirror: say where with `sidesave mirror {run} TARGET`")
+    started, copied, failed = time.monotonic(), 0, 0
+    with contextlib.ExitStack() as opened:
+        storage = open_target(place)
+        opened.callback(storage.close)
+        holder = LeaseRecord.current(secrets.token_hex(8), os.getpid())
+        lease = Lease(storage, holder, _TAKEOVER_TIMEOUT_S, lambda: True, kills=False)
+        opened.callback(lease.release)
+        throttle = Throttle(bandwidth or 0, lambda: None)
+        bars: list[Callable[[int], None]] = []
+
+        def before_chunk(nbytes: int) -> None:
+            throttle.take(nbytes)
+            bars[-1](nbytes)
+
+        uploader = Uploader(directory, storage, lease, before_chunk)
+        for step in uploader.begin():
+            with progress(step.nbytes, step.name) as bar:
+                bars.append(bar)
+                try:
+                    uploader.upload(step)
+                    copied += step.nbytes
+                except (CheckpointNotFoundError, CheckpointExistsError, IntegrityError) as error:
+                    typer.echo(printable(f"sidesave: {step.name} is left out: {error_text(error)}"), err=True)
+                    failed += isinstance(error, IntegrityError)
+    typer.echo(printable(f"{place}: {size(copied)} in {time.monotonic() - started:.2f} s"))
+    if failed:
+        raise typer.Exit(1)

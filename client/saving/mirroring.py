@@ -1,0 +1,160 @@
+"""The saves whose checkpoints are not in the mirror yet, as the daemon tells of them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from sidesave import errors
+from sidesave.client.saving.handle import SaveHandle
+from sidesave.errors import CommitUnknownError, InvalidArgumentError, SidesaveError, WriteStalledError
+from sidesave.stager.signal_safe import Monitor
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Message
+
+logger = logging.getLogger(__name__)
+
+_NO_MIRROR: Final = "there is no mirror; name one with Checkpointer(directory, mirror=...)"
+_NOT_HERE: Final = "what is mirrored is known to rank 0: ask the handle there"
+
+
+@dataclass(slots=True)
+class _Open:
+    handle: SaveHandle
+    committed_by: int | None = None
+    """The number of the daemon that has committed it."""
+
+
+class Mirroring:
+    """The ``mirrored`` futures of a session. Thread-safe: the daemon's messages come in the connection's thread."""
+
+    def __init__(self, mirror: str = "", session: str = "", *, leads: bool = True) -> None:
+        """Begin with none; an empty ``mirror`` is none. It is rank 0's daemon that copies, for all: it ``leads``."""
+        self.mirror = mirror
+        self._leads = leads
+        self._session = session
+        self._changed = Monitor()
+        self._open: dict[int, _Open] = {}
+        self._failures: list[SidesaveError] = []
+        self._over: SidesaveError | None = None
+        self._missing: frozenset[int] | None = None
+        self.nbytes = 0
+        """How much is still to be copied, as the daemon has last told."""
+        self.on_mirrored: Callable[[], object] = lambda: None
+        """Called when that has changed."""
+
+    def add(self, sequence: int, handle: SaveHandle) -> None:
+        """A save that has just been called."""
+        over = self._over
+        if not self.mirror or not self._leads:
+            over = InvalidArgumentError(_NOT_HERE if self.mirror else _NO_MIRROR)
+        if over is not None:
+            handle.mirrored.fail(over)
+            return
+        with self._changed:
+            self._open[sequence] = _Open(handle)
+        handle.mirrored.add_done_callback(lambda done: self._forget(sequence))
+
+    def receive(self, message: Message) -> None:
+        """Handle a message; those that are none of the mirror's only tell which daemon has committed a save."""
+        match message:
+            case protocol.Committed(save_id=sequence, attempt=attempt):
+                with self._changed:
+                    if sequence in self._open:
+                        self._open[sequence].committed_by = attempt
+            case protocol.Mirrored(session=session, sequence=sequence, name=name, error=failure):
+                with self._changed:
+                    entry = self._open.get(sequence) if session == self._session else None
+                if entry is not None and failure is not None:
+                    self._fail(entry, _from_wire(failure))
+                elif entry is not None:
+                    entry.handle.mirrored.resolve(os.path.join(self.mirror, name))
+            case protocol.Mirror():
+                self._hear_state(message)
+                self.on_mirrored()
+            case _:
+                pass
+
+    def _hear_state(self, state: protocol.Mirror) -> None:
+        if state.compared:
+            self._missing = frozenset(state.missing)
+            self._over = None  # of a daemon before this one
+        self.nbytes = state.nbytes
+        error = None if state.error is None else _from_wire(state.error)
+        if error is not None and state.over:
+            logger.error("the mirror %s is given up, and saves go on without it: %s", self.mirror, error)
+            with self._changed:
+                self._over = error
+                entries = list(self._open.values())
+            for entry in entries:
+                self._fail(entry, error)
+        elif error is not None:
+            logger.warning("the mirror %s does not work now, and is tried again: %s", self.mirror, error)
+        elif state.compared:
+            # What an earlier daemon has committed is in one place or the other, or was deleted before it was copied.
+            with self._changed:
+                lost = [
+                    entry
+                    for sequence, entry in self._open.items()
+                    if entry.committed_by is not None
+                    and entry.committed_by < state.attempt
+                    and sequence not in state.missing
+                ]
+            for entry in lost:
+                text = "it was deleted or replaced before it was mirrored"
+                self._fail(entry, errors.CheckpointNotFoundError(errno.ENOENT, text, self.mirror))
+
+    def awaits(self, sequence: int) -> bool:
+        """Whether the checkpoint of that place in the order of commits is still to be copied, or may be."""
+        if not self.mirror or self._over is not None:
+            return False
+        return self._missing is None or sequence in self._missing or sequence in self._open
+
+    def _fail(self, entry: _Open, error: SidesaveError) -> None:
+        with self._changed:
+            if self._failures[-1:] != [error]:
+                self._failures.append(error)
+        logger.warning("step %d is not mirrored: %s", entry.handle.step, error)
+        entry.handle.mirrored.fail(error)
+
+    def _forget(self, sequence: int) -> None:
+        with self._changed:
+            self._open.pop(sequence, None)
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Block until every save called so far is mirrored, or will not be; raises the first failure.
+
+        Raises:
+            WriteStalledError: ``timeout_s`` seconds passed first.
+            InvalidArgumentError: There is no mirror. On other ranks than 0 this returns at once.
+            SidesaveError: What kept a step from being mirrored, unless it was read from the handle's future.
+        """
+        if not self.mirror:
+            raise InvalidArgumentError(_NO_MIRROR)
+        waiting = set(self._open)
+        if not self._changed.wait_for(lambda: not waiting & self._open.keys(), timeout_s):
+            with self._changed:
+                steps = sorted(entry.handle.step for key, entry in self._open.items() if key in waiting)
+            raise WriteStalledError(f"steps {steps} were not mirrored within {timeout_s:g} s")
+        with self._changed:
+            failures, self._failures = self._failures, []
+        for error in failures:
+            if not error.was_read:
+                raise error
+
+    def abandon(self) -> None:
+        """The checkpointer is closed: what is still open goes on without it."""
+        with self._changed:
+            entries = list(self._open.values())
+        for entry in entries:
+            text = f"the checkpointer was closed before step {entry.handle.step} was mirrored; its daemon goes on"
+            entry.handle.mirrored.fail(CommitUnknownError(errno.ETIMEDOUT, text, self.mirror))
+
+
+def _from_wire(failure: protocol.Failed) -> SidesaveError:
+    return errors.from_wire(failure.error, failure.message, failure.errno, failure.path)

@@ -1,0 +1,279 @@
+"""Runs with a mirror, with real daemons that are killed, trainers that are, and sessions that follow each other."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
+from trainers import (
+    DEADLINE_S,
+    Traces,
+    a_state,
+    await_end,
+    check,
+    daemon,
+    end,
+    pidfd_of,
+    same,
+    staging_memory,
+    wait_until,
+)
+
+import sidesave
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    DirectoryInUseError,
+    InvalidArgumentError,
+    SidesaveError,
+    WriteStalledError,
+)
+
+SLOW = 1
+"""Bytes per second: the first piece of a copy goes, and nothing after it for days."""
+
+
+@pytest.fixture(params=["directory", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "mirror") if request.param == "directory" else f"file://{tmp_path}/mirror"
+
+
+def test_what_is_committed_is_mirrored(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        handles = [ckpt.save(step, a_state(step)) for step in range(3)]
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        assert [handle.mirrored.result(0) for handle in handles] == [f"{place}/step-{step:08d}" for step in range(3)]
+        check_mirror(place, 0, 1, 2)
+    check(run, 0, 1, 2)
+
+
+def test_large_files_are_mirrored(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(1, a_state(1, 24)).mirrored.result(DEADLINE_S)
+    check_mirror(place, 1, mib=24)
+
+
+def test_without_a_mirror_the_future_says_so(run: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        handle = ckpt.save(1, a_state(1), blocking=True)
+        with pytest.raises(InvalidArgumentError, match="mirror="):
+            handle.mirrored.result(0)
+        with pytest.raises(InvalidArgumentError, match="mirror="):
+            ckpt.wait(mirrored=True)
+
+
+@pytest.mark.parametrize("where", ["run", "run/inside", "."])
+def test_a_mirror_cannot_lie_in_its_run(run: Path, where: str):
+    with pytest.raises(InvalidArgumentError, match="lie in each other"):
+        sidesave.Checkpointer(run, mirror=run.parent / where)
+
+
+def test_a_mirror_cannot_be_on_a_web_server(run: Path):
+    with pytest.raises(InvalidArgumentError, match="http"):
+        sidesave.Checkpointer(run, mirror="https://example.org/run")
+
+
+def test_earlier_checkpoints_are_mirrored_by_a_session_that_has_one(run: Path, place: str):
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, a_state(1), blocking=True)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(2, a_state(2))
+        ckpt.wait(DEADLINE_S, mirrored=True)
+    check_mirror(place, 1, 2)
+
+
+def test_daemons_killed_at_any_moment_lose_nothing_that_was_mirrored(run: Path, place: str):
+    kill_daemons(run, place, 30)
+
+
+@pytest.mark.slow
+def test_many_daemons_killed_at_any_moment(run: Path, place: str):
+    kill_daemons(run, place, 200)
+
+
+def kill_daemons(run: Path, place: str, count: int) -> None:
+    generator = random.Random(count)
+    told: list[int] = []
+    known: set[int] = set()
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        for step in range(count):
+            handle = ckpt.save(step, a_state(step))
+            handle.mirrored.add_done_callback(lambda done, step=step: told.append(step))
+            if generator.random() < 0.5:
+                handle.committed.result(DEADLINE_S)
+            other = ckpt.save(1000 + step, a_state(1000 + step))
+            with contextlib.suppress(TimeoutError):  # a pause of a random length: the daemon is somewhere in its work
+                other.mirrored.result(generator.random() * 0.1)
+            pid = ckpt.daemon_pid
+            if pid is not None:
+                end(pid)
+            new = {*told} - known
+            check_there(place, new)
+            known |= new
+        ckpt.wait(DEADLINE_S, mirrored=True)
+    check_mirror(place, *range(count), *range(1000, 1000 + count))
+
+
+def test_a_daemon_goes_on_when_its_trainer_was_killed(run: Path, place: str, traces: Traces):
+    with MirrorTrainer(traces, "save_and_mirror", run, place, 0, 1, 4) as trainer:
+        trainer.expect("saved")
+        trainer.kill()
+    traces.check()
+    check_mirror(place, 1, 2, 3, 4)
+
+
+def test_the_next_session_finishes_what_trainer_and_daemon_left(run: Path, place: str, traces: Traces):
+    with MirrorTrainer(traces, "save_and_mirror", run, place, SLOW, 1, 3) as trainer:
+        [pid] = trainer.expect("ready")
+        trainer.expect("saved")
+        trainer.kill()
+        end(int(pid))
+    check_mirror(place)
+    assert not committed_in(place)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(4, a_state(4))
+        ckpt.wait(DEADLINE_S, mirrored=True)
+    check_mirror(place, 1, 2, 3, 4)
+
+
+def test_a_session_begins_at_once_while_the_daemon_before_it_still_mirrors(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW) as ckpt:
+        handle = ckpt.save(1, a_state(1), blocking=True)
+        before = daemon(ckpt)
+    with pytest.raises(SidesaveError, match="closed before step 1 was mirrored"):
+        handle.mirrored.result(0)
+    wait_until(lambda: not [each for each in staging_memory(before) if "stderr" not in each])
+    with pidfd_of(before) as pidfd:
+        with sidesave.Checkpointer(run) as ckpt:  # without a mirror: nobody asks that daemon to leave
+            ckpt.save(2, a_state(2), blocking=True)
+            os.kill(before, 0)
+        with sidesave.Checkpointer(run, mirror=place) as ckpt:
+            ckpt.save(3, a_state(3))
+            await_end(pidfd)  # it has been asked
+            ckpt.wait(DEADLINE_S, mirrored=True)
+    check_mirror(place, 1, 2, 3)
+
+
+def test_a_daemon_that_gets_a_signal_leaves_the_mirror_to_the_next_one(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        first = ckpt.save(1, a_state(1))
+        end(daemon(ckpt), signal.SIGTERM)
+        second = ckpt.save(2, a_state(2))
+        assert [each.mirrored.result(DEADLINE_S) for each in (first, second)]
+    check_mirror(place, 1, 2)
+
+
+def test_a_signal_ends_a_daemon_that_mirrors_alone(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW) as ckpt:
+        ckpt.save(1, a_state(1), blocking=True)
+        pid = daemon(ckpt)
+    end(pid, signal.SIGTERM)
+    assert not committed_in(place)
+
+
+def test_another_job_is_refused_the_mirror_and_saves_without(tmp_path: Path, place: str):
+    with (
+        sidesave.Checkpointer(tmp_path / "one", mirror=place) as one,
+        sidesave.Checkpointer(tmp_path / "other", mirror=place, takeover_timeout_s=0.2) as other,
+    ):
+        one.save(1, a_state(1)).mirrored.result(DEADLINE_S)
+        handle = other.save(2, a_state(2), blocking=True)
+        with pytest.raises(DirectoryInUseError):
+            handle.mirrored.result(DEADLINE_S)
+        with pytest.raises(DirectoryInUseError):
+            other.save(3, a_state(3), blocking=True).mirrored.result(DEADLINE_S)
+        one.save(4, a_state(4)).mirrored.result(DEADLINE_S)
+    check(tmp_path / "other", 2, 3)
+    assert sorted(committed_in(place)) == [1, 4]
+
+
+def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_told(run: Path, tmp_path: Path):
+    place = tmp_path / "away" / "mirror"
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(0, a_state(0), blocking=True)
+    place.parent.touch()  # a file where a directory is to be
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        first, second = (ckpt.save(step, a_state(step)) for step in (1, 2))
+        second.committed.result(DEADLINE_S)
+        with pytest.raises(WriteStalledError, match=r"\[1, 2\] were not mirrored"):
+            ckpt.wait(0.01, mirrored=True)
+        ckpt.delete(1).result(DEADLINE_S)
+        place.parent.unlink()
+        second.mirrored.result(DEADLINE_S)
+        with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
+            first.mirrored.result(DEADLINE_S)
+    check_mirror(str(place), 0, 2)
+    check(run, 0, 2)
+
+
+def test_a_run_whose_disk_is_gone_goes_on_from_the_mirror(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, a_state(step))
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        last = ckpt.save(3, a_state(3))
+        before = last.committed.result(DEADLINE_S)
+        ckpt.wait(DEADLINE_S, mirrored=True)
+    shutil.rmtree(run)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        assert ckpt.latest_step() == 3
+        assert ckpt.steps() == [1, 2, 3]
+        assert same(ckpt.load(), a_state(3))
+        after = ckpt.save(4, a_state(4)).committed.result(DEADLINE_S)
+        assert after.sequence > before.sequence
+        assert after.parent == (3, before.session)
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        assert same(ckpt.load(1), a_state(1))
+    check(run, 4)
+    check_mirror(place, 1, 2, 3, 4)
+
+
+def test_where_a_run_went_back_outlives_its_disk(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, a_state(step), blocking=True)
+        ckpt.load(1)
+        ckpt.save(4, a_state(4))
+        ckpt.wait(DEADLINE_S, mirrored=True)
+    shutil.rmtree(run)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        assert ckpt.latest_step() == 4
+        assert same(ckpt.load(), a_state(4))
+        ckpt.save(2, a_state(2), blocking=True)  # it was given up, so it may be saved again
+
+
+def test_a_damaged_local_copy_is_no_loss(run: Path, place: str):
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(1, a_state(1))
+        ckpt.wait(DEADLINE_S, mirrored=True)
+    path = next(run.glob("step-00000001/model*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        assert same(ckpt.load(), a_state(1))
+
+
+def test_an_empty_run_with_a_mirror_that_cannot_be_read_does_not_begin_anew(run: Path, tmp_path: Path):
+    place = tmp_path / "mirror"
+    place.touch()  # no directory: it cannot be listed
+    with pytest.raises(SidesaveError) as caught:
+        sidesave.Checkpointer(run, mirror=place)
+    assert not isinstance(caught.value, InvalidArgumentError)
+
+
+def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    place = tmp_path / "mirror"
+    place.touch()
+    with sidesave.Checkpointer(run) as ckpt:
+        before = ckpt.save(1, a_state(1)).committed.result(DEADLINE_S)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        assert same(ckpt.load(), a_state(1))
+        after = ckpt.save(2, a_state(2)).committed.result(DEADLINE_S)
+        assert after.sequence > before.sequence + 1  # places that the mirror may have given away stay free
+    assert "cannot be read now" in caplog.text

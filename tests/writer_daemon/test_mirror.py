@@ -1,0 +1,259 @@
+"""Copies into a mirror: what is there after any interruption, and what is never there."""
+
+import contextlib
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sessions import NEW, OLD, Session, a_state, same
+
+from sidesave.client.loading import load as loader
+from sidesave.client.reading.verify import verify
+from sidesave.errors import CheckpointNotFoundError, IntegrityError, WriteError
+from sidesave.writer_daemon.format import rollback
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror import copying
+from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target, steps_in
+from sidesave.writer_daemon.storage import urls
+
+pytestmark = pytest.mark.usefixtures("end_all")
+
+Chunk = Callable[[int], None]
+
+
+class Interrupted(Exception):
+    """The process ends here."""
+
+
+@pytest.fixture(params=["directory", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "mirror") if request.param == "directory" else f"file://{tmp_path}/mirror"
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    root = tmp_path / "run"
+    root.mkdir()
+    session = Session(root, OLD)
+    yield session
+    session.close()
+
+
+@contextlib.contextmanager
+def mirror(session: Session, place: str, before_chunk: Chunk = lambda nbytes: None) -> Iterator[Uploader]:
+    target = open_target(place)
+    lease = Lease(target, LeaseRecord.current(NEW, os.getpid()), 1.0, lambda: True)
+    try:
+        yield Uploader(str(session.root), target, lease, before_chunk)
+    finally:
+        lease.release()
+
+
+def bring(session: Session, place: str, before_chunk: Chunk = lambda nbytes: None) -> list[Step]:
+    """All that is missing."""
+    with mirror(session, place, before_chunk) as uploader:
+        missing = uploader.begin()
+        for step in missing:
+            uploader.upload(step)
+        return missing
+
+
+def interrupted_at(number: int) -> Chunk:
+    chunks = itertools.count()
+
+    def before_chunk(nbytes: int) -> None:
+        if next(chunks) == number:
+            raise Interrupted
+
+    return before_chunk
+
+
+def holds(place: str, **states: int) -> None:
+    """The mirror has these steps alone, and each verifies and holds the state of that seed."""
+    with contextlib.closing(urls.open_storage(place)) as storage:
+        assert sorted(step.name for step in steps_in(storage)) == sorted(states)
+    for name, seed in states.items():
+        report = verify(f"{place}/{name}")
+        assert report.ok, report.faults
+        assert same(loader.load(f"{place}/{name}"), a_state(seed))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "CHUNK_NBYTES", 128 << 10)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_an_interrupted_copy_shows_nothing_and_is_gone_on_with_file_by_file(session: Session, place: str):
+    session.save(1, a_state(1))
+    chunks: list[int] = []
+    bring(session, f"{place}-whole", chunks.append)
+    assert len(chunks) > 10
+    for number in range(len(chunks)):
+        at = f"{place}-{number}"
+        with pytest.raises(Interrupted):
+            bring(session, at, interrupted_at(number))
+        holds(at)
+        again: list[int] = []
+        bring(session, at, again.append)
+        holds(at, **{"step-00000001": 1})
+        assert len(again) <= len(chunks)
+        if number == len(chunks) - 1:
+            assert len(again) == 1  # the manifest: all else was there
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_copy_may_be_interrupted_again_and_again(session: Session, place: str):
+    session.save(1, a_state(1))
+    for number in itertools.count(1):
+        try:
+            bring(session, place, interrupted_at(number))
+        except Interrupted:
+            holds(place)
+        else:
+            break
+    holds(place, **{"step-00000001": 1})
+    assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
+
+
+def test_steps_are_copied_in_the_order_of_their_commits_and_once(session: Session, place: str):
+    session.save(9, a_state(9), sequence=1)
+    session.save(3, a_state(3), sequence=2)
+    assert [step.step for step in bring(session, place)] == [9, 3]
+    assert bring(session, place) == []
+    holds(place, **{"step-00000003": 3, "step-00000009": 9})
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_damage_is_not_handed_on_and_does_not_keep_others_back(session: Session, place: str):
+    session.save(1, a_state(1), sequence=1)
+    session.save(2, a_state(2), sequence=2)
+    damaged = next(Path(session.root).glob("step-00000001/model*.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    with mirror(session, place) as uploader:
+        first, second = uploader.begin()
+        with pytest.raises(IntegrityError, match="block"):
+            uploader.upload(first)
+        uploader.forget(first)
+        uploader.upload(second)
+    holds(place, **{"step-00000002": 2})
+
+
+def test_a_file_that_is_missing_is_damage(session: Session, place: str):
+    session.save(1, a_state(1))
+    next(Path(session.root).glob("step-00000001/model*.safetensors")).unlink()
+    with mirror(session, place) as uploader, pytest.raises(IntegrityError, match="o such file"):
+        uploader.upload(*uploader.begin())
+    holds(place)
+
+
+def test_a_replaced_step_is_replaced_in_the_mirror_and_never_by_an_older_one(session: Session, place: str):
+    session.save(1, a_state(1), sequence=1)
+    bring(session, place)
+    before = Path(session.root) / "before"
+    shutil.copytree(Path(session.root) / "step-00000001", before)
+    session.save(1, a_state(2), sequence=2, replace=True)
+    bring(session, place)
+    holds(place, **{"step-00000001": 2})
+    shutil.rmtree(Path(session.root) / "step-00000001")
+    before.rename(Path(session.root) / "step-00000001")
+    assert bring(session, place) == []
+    holds(place, **{"step-00000001": 2})
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_step_that_is_deleted_while_it_is_copied_arrives_whole(session: Session, place: str):
+    session.save(1, a_state(1))
+    hidden = Path(session.root) / f".step-00000001.{OLD}.trash"
+
+    def delete(nbytes: int) -> None:
+        if not hidden.exists():
+            (Path(session.root) / "step-00000001").rename(hidden)
+
+    bring(session, place, delete)
+    holds(place, **{"step-00000001": 1})
+
+
+def test_a_step_that_is_gone_before_its_turn_is_told_of(session: Session, place: str):
+    session.save(1, a_state(1))
+    with mirror(session, place) as uploader:
+        (step,) = uploader.begin()
+        shutil.rmtree(Path(session.root) / "step-00000001")
+        with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
+            uploader.upload(step)
+    holds(place)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_step_that_is_replaced_while_it_is_copied_is_told_of_and_its_successor_comes(session: Session, place: str):
+    session.save(1, a_state(1), sequence=1)
+
+    def replace(nbytes: int) -> None:
+        if not (Path(session.root) / "replaced").exists():
+            (Path(session.root) / "replaced").touch()
+            session.save(1, a_state(2), sequence=2, replace=True)
+
+    with mirror(session, place, replace) as uploader, pytest.raises(CheckpointNotFoundError, match="replaced"):
+        uploader.upload(*uploader.begin())
+    bring(session, place)
+    holds(place, **{"step-00000001": 2})
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_the_run_does_not_have_any_more_leaves_nothing_half_in_the_mirror(session: Session, place: str):
+    session.save(1, a_state(1), sequence=1)
+    with pytest.raises(Interrupted):
+        bring(session, place, interrupted_at(8))
+    shutil.rmtree(Path(session.root) / "step-00000001")
+    session.save(2, a_state(2), sequence=2)
+    bring(session, place)
+    holds(place, **{"step-00000002": 2})
+    assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_who_has_lost_the_mirror_commits_nothing_there(session: Session, place: str):
+    session.save(1, a_state(1))
+    chunks: list[int] = []
+    bring(session, f"{place}-whole", chunks.append)
+    seen = itertools.count(1)
+
+    def overtake(nbytes: int) -> None:
+        if next(seen) == len(chunks):  # only the manifest is to come
+            with mirror(session, place) as other:
+                other.begin()
+
+    with mirror(session, place, overtake) as uploader:
+        (step,) = uploader.begin()
+        with pytest.raises(WriteError):
+            uploader.upload(step)
+    holds(place)
+    bring(session, place)
+    holds(place, **{"step-00000001": 1})
+
+
+def test_where_the_run_has_gone_back_is_known_before_a_later_commit(session: Session, place: str):
+    session.save(1, a_state(1), sequence=1)
+    bring(session, place)
+    rollback.write(str(session.root), rollback.Rollbacks(((1, 5),)))
+    session.save(2, a_state(2), sequence=6)
+    with mirror(session, place) as uploader:
+        uploader.upload(*uploader.begin())
+        assert rollback.read(uploader.target).pairs == ((1, 5),)
+
+
+def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: str):
+    session.save(1, a_state(1), sequence=1)
+    session.save(2, a_state(2), sequence=2)
+    with mirror(session, place) as uploader:
+        for step in uploader.begin():
+            uploader.upload(step)
+        uploader.delete(1, 2, spare_read=True)
+    holds(place, **{"step-00000002": 2})
+    assert (Path(session.root) / "step-00000001").exists()

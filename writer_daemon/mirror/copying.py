@@ -1,0 +1,198 @@
+"""Copies one committed checkpoint from a run directory into a hidden directory of another place.
+
+Every byte is compared with its digest on the way, before it is handed on. A file has its name there once all of it is
+there, so that after an interruption, whatever it was, only the other files are copied. The manifest comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+from collections.abc import Callable, Generator
+from typing import Final
+
+import xxhash
+
+from sidesave.errors import IntegrityError, WriteError
+from sidesave.stager.memory.arena import page_up
+from sidesave.writer_daemon.format import integrity, tensor_file
+from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, FileRecord, Manifest, RankRecord
+from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES
+from sidesave.writer_daemon.storage import InputFile, OutputFile, ReadStorage, Storage
+
+CHUNK_NBYTES: Final = 4 << 20
+"""Read, compared and handed on at a time; of an upload some four of these are in memory, beside what it sends."""
+_tries = itertools.count()
+
+
+def copy_checkpoint(
+    source: ReadStorage,
+    name: str,
+    target: Storage,
+    partial: str,
+    attempt: str,
+    before_chunk: Callable[[int], None],
+) -> Manifest:
+    """Bring the files of ``name`` into the directory ``partial`` of ``target``, durably; blocking.
+
+    Args:
+        source: The run directory, which keeps ``name`` (``ReadStorage.hold``) while this runs.
+        name: The checkpoint's directory.
+        target: Where it goes.
+        partial: The directory there, made if need be, which may hold files of an interrupted copy of this very save.
+        attempt: Tells the temporary names of this process's files from those of any other.
+        before_chunk: Called with the number of bytes before each piece; may block, and stops the copy by raising.
+
+    Raises:
+        IntegrityError: The source is damaged. The damage has not been handed on.
+        WriteError: The source cannot be read, or the target refuses.
+    """
+    return _Copy(source, name, target, partial, f"{attempt}.{next(_tries)}", before_chunk).run()
+
+
+class _Copy:
+    def __init__(
+        self,
+        source: ReadStorage,
+        name: str,
+        target: Storage,
+        partial: str,
+        attempt: str,
+        before_chunk: Callable[[int], None],
+    ) -> None:
+        self._source, self._name = source, name
+        self._target, self._partial = target, partial
+        self._attempt = attempt
+        self._before_chunk = before_chunk
+        self._there: frozenset[str] = frozenset()
+
+    def run(self) -> Manifest:
+        path = f"{self._name}/{MANIFEST}"
+        data = self._source.read(path, MAX_JSON_NBYTES)
+        if data is None:
+            raise IntegrityError(f"{self._source.root}/{path}: there is no manifest")
+        content = Manifest.from_bytes(data, path)
+        self._target.make_directory(self._partial, 0o700)
+        self._there = frozenset(self._target.list_directory(self._partial))
+        for rank in range(len(content.records)):
+            self._copy_rank(content, rank)
+        for left in self._target.list_directory(self._partial):
+            if left.startswith("."):  # of a copy that was interrupted
+                self._target.remove(f"{self._partial}/{left}")
+        self._put_small(MANIFEST, data)
+        self._target.open_to_readers(self._partial)
+        self._target.sync_directory(self._partial)
+        return content
+
+    def _copy_rank(self, content: Manifest, rank: int) -> None:
+        entry = content.records[rank]
+        path = f"{self._name}/{entry.name}"
+        data = integrity.read_small_file(self._source, path, entry)
+        record = RankRecord.from_bytes(data, path)
+        content.check_record(rank, record, path)
+        for each in (record.objects, *record.extra_files):
+            self._copy_small(each)
+        for each in record.files:
+            self._copy_tensors(each)
+        self._put_small(entry.name, data)
+
+    def _copy_small(self, entry: FileRecord) -> None:
+        data = integrity.read_small_file(self._source, f"{self._name}/{entry.name}", entry)
+        self._put_small(entry.name, data)
+
+    def _put_small(self, name: str, data: bytes) -> None:
+        if not self._is_there(name, len(data)):
+            self._before_chunk(len(data))
+            self._target.publish_bytes(self._partial, name, data, self._attempt)
+
+    def _is_there(self, name: str, nbytes: int) -> bool:
+        """Whether an earlier copy has brought all of a file; one of another length is removed."""
+        if name not in self._there:
+            return False
+        path = f"{self._partial}/{name}"
+        with self._target.open(path) as file:
+            whole = file.nbytes == nbytes
+        if not whole:
+            self._target.remove(path)
+        return whole
+
+    def _copy_tensors(self, entry: FileRecord) -> None:
+        path = f"{self._name}/{entry.name}"
+        assert entry.digests is not None
+        digests = integrity.read_digests(self._source, self._name, entry)
+        self._put_small(entry.digests.name, digests)
+        if self._is_there(entry.name, entry.nbytes):
+            return
+        temporary, final = f"{self._partial}/.{entry.name}.{self._attempt}", f"{self._partial}/{entry.name}"
+        with self._opened(path) as file:
+            if file.nbytes != entry.nbytes:
+                raise IntegrityError(f"{path}: {file.nbytes:,} bytes instead of {entry.nbytes:,}")
+            header = integrity.read_header(file, path, digests)
+            if header.nbytes != entry.nbytes or len(digests) != tensor_file.count_blocks(header) * DIGEST_NBYTES:
+                raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
+            comparison = _Comparison(tensor_file.digest_blocks(header), digests, path)
+
+            def copy_into(output: OutputFile) -> None:
+                for offset in range(0, entry.nbytes, CHUNK_NBYTES):
+                    nbytes = min(CHUNK_NBYTES, entry.nbytes - offset)
+                    self._before_chunk(nbytes)
+                    data = file.read_at(offset, nbytes)
+                    if len(data) != nbytes:
+                        raise IntegrityError(f"{path}: the file ends at byte {offset + len(data):,}")
+                    comparison.add(data)
+                    # Memory of its own for each piece: a store may send it long after the next one was read.
+                    buffer = mmap.mmap(-1, page_up(nbytes))
+                    view = memoryview(buffer)
+                    view[:nbytes] = data
+                    output.write_at(view, offset)
+                output.finish(entry.nbytes)
+
+            try:
+                with self._target.creating(temporary, entry.nbytes, final) as output:
+                    copy_into(output)
+            except BaseException:
+                with contextlib.suppress(WriteError):  # the room that it takes may be what is missing
+                    self._target.remove(temporary)
+                raise
+        if not self._target.publish(temporary, final):  # who had the lease before was not slow enough
+            self._target.remove(temporary)
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Generator[InputFile]:
+        """A file of the source; where there is none that is damage."""
+        with contextlib.ExitStack() as opened:
+            try:
+                file = opened.enter_context(self._source.open(path))
+            except WriteError as error:
+                if error.errno not in integrity.NO_SUCH_FILE:
+                    raise
+                raise IntegrityError(f"{path}: {error.strerror}") from error
+            yield file
+
+
+class _Comparison:
+    """Compares the bytes of a tensor file, which come in order, with the digests of its blocks."""
+
+    def __init__(self, blocks: list[tuple[int, int]], digests: bytes, path: str) -> None:
+        self._blocks, self._digests, self._path = blocks, digests, path
+        self._number = 0
+        self._done = 0
+        """Of the current block."""
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes; ``IntegrityError`` where a block that ends in them does not match."""
+        while data:
+            offset, nbytes = self._blocks[self._number]
+            part = data[: nbytes - self._done]
+            data = data[len(part) :]
+            self._done += len(part)
+            self._hash.update(part)
+            if self._done < nbytes:
+                return
+            at = self._number * DIGEST_NBYTES
+            if self._hash.digest() != self._digests[at : at + DIGEST_NBYTES]:
+                raise IntegrityError(f"{self._path}: block {self._number} at byte {offset:,} does not match its digest")
+            self._number, self._done = self._number + 1, 0
+            self._hash.reset()
