@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from run_logs import HOW, How, Objects, ObjectsBucket, Process
+from run_logs import HOW, How, Objects, ObjectsBucket, Process, change, seen
 
 from sidesave.errors import CommitUnknownError, IntegrityError, WriteError
 from sidesave.writer_daemon.storage import run_log
@@ -43,15 +43,6 @@ def start(objects: Objects) -> Iterator[Callable[[str], Process]]:
     yield start
     for process in started:
         process.end()
-
-
-def seen(objects: Objects) -> dict[str, str]:
-    """What a reader finds who comes now."""
-    return dict(RunLog(ObjectsBucket(objects)).look().prefixes)
-
-
-def change(process: Process, name: str, prefix: str | None = "prefix") -> None:
-    process.do(lambda: process.log.change({name: prefix}))
 
 
 # One writer ------------------------------------------------------------------------------------------------------
@@ -297,7 +288,7 @@ def test_a_change_that_fell_into_a_gap_right_before_an_entry_does_not_count(
     assert seen(objects) == {"a": "prefix", "b": "prefix"}
 
 
-@pytest.mark.parametrize("last", range(12))
+@pytest.mark.parametrize("last", range(7))
 @pytest.mark.parametrize("how", HOW)
 def test_who_stops_before_any_request_and_wakes_after_a_taking_over(
     objects: Objects, start: Callable[[str], Process], last: int, how: How
@@ -306,8 +297,6 @@ def test_who_stops_before_any_request_and_wakes_after_a_taking_over(
     change(first, "before")
     first.begin(lambda: [first.log.change({f"first-{number}": "1"}) for number in range(3)])
     for _ in range(last):
-        if first.pending is None:
-            pytest.skip("it has no more requests")
         first.step("done")
     second = start(NEW)
     known = seen(objects)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from object_server import ObjectServer, serving
+from object_sessions import open_run
 from sessions import NEW, Session, a_state, same
 
 import sidesave
@@ -16,15 +17,8 @@ from sidesave.client.export.diff import Contents, compare
 from sidesave.errors import CheckpointNotFoundError
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.storage import urls
-from sidesave.writer_daemon.storage.object_run import ObjectRun
 
 _numbers = itertools.count()
-
-
-def open_run(root: str) -> ObjectRun:
-    run = urls.open_for_writing(root)
-    assert isinstance(run, ObjectRun)
-    return run
 
 
 def save(root: str, *steps: int, name: str = NEW, first: int = 1) -> Session:
