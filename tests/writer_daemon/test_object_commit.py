@@ -472,13 +472,13 @@ def tried(session: Session, save: Any) -> str:
 def require_whole(root: str, old: State | None, new: State) -> str:
     """Which of both the step is; it is nothing else."""
     found = {info.step: info for info in catalog.scan(root)}
-    check(root, 50, old or new)
+    check(root, 50, a_state(50))
     if 100 not in found:
         assert old is None
         return "none"
     assert verify(found[100]).ok
     kind = "old" if found[100].sequence == 2 else "new"
-    assert same(loader.load(found[100]), (old or new) if kind == "old" else new)
+    assert same(loader.load(found[100]), new if old is None or kind == "new" else old)
     return kind
 
 
@@ -521,7 +521,7 @@ def test_a_save_a_deletion_and_a_taking_over_take_so_many_requests(server: Objec
 def test_any_request_of_a_save_fails_and_no_checkpoint_is_half_or_lost(
     server: ObjectServer, name: str, *, replacing: bool
 ):
-    old, new = a_large_state(1), a_large_state(2)
+    old, new = a_state(1), a_large_state(2)
     fault, later = FAULTS[name]
     outcomes: set[tuple[str, str]] = set()
     with urls.using({**server.options, "retry_config": IMPATIENT}):
@@ -529,7 +529,7 @@ def test_any_request_of_a_save_fails_and_no_checkpoint_is_half_or_lost(
             root = f"s3://bucket/run-{last}"
             server.fault = lambda request, number: None
             session = begin(root, OLD)
-            session.save(50, old if replacing else new, sequence=1)
+            session.save(50, a_state(50), sequence=1)
             if replacing:
                 session.save(100, old, sequence=2)
             save = session.stage(100, new, sequence=3, replace=replacing)
@@ -555,20 +555,19 @@ def test_any_request_of_a_save_fails_and_no_checkpoint_is_half_or_lost(
             following.close()
             session._pool.release(session)
             session._pool.close()
-            assert not server.uploads or fault == "cut" or later is not None or isinstance(fault, int)
     assert len(outcomes) > 0
 
 
 @pytest.mark.slow
 def test_any_request_of_a_save_is_carried_out_long_after_it_was_given_up(server: ObjectServer):
     """As late as that the next session has taken over, and judged what it had found."""
-    old, new = a_large_state(1), a_large_state(2)
+    old, new = a_state(1), a_large_state(2)
     options = {**server.options, "retry_config": IMPATIENT, "client_options": {"timeout": "400ms"}}
     with urls.using(options):
         for last in campaigns.numbers():
             root = f"s3://bucket/run-{last}"
             session = begin(root, OLD)
-            session.save(50, new, sequence=1)
+            session.save(50, a_state(50), sequence=1)
             save = session.stage(100, new, sequence=3)
             gate, count = threading.Event(), itertools.count()
 

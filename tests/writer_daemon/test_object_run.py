@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from object_server import ObjectServer, serving
 from seaweed import seaweed
-from test_storage import StorageConformance
+from storage_suite import StorageConformance
 
 from sidesave.writer_daemon.storage.object_run import ObjectRun
 
