@@ -56,9 +56,8 @@ from sidesave.client.cli.console import (
     size,
     when,
 )
-from sidesave.client.cli.fetch import fetch
 from sidesave.client.cli.listing import Listing
-from sidesave.client.cli.mirror import mirror
+from sidesave.client.cli.transfers import fetch, mirror
 from sidesave.client.training.metadata import metrics_of
 
 if TYPE_CHECKING:

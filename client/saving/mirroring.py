@@ -140,7 +140,8 @@ class Mirroring:
         if not self._changed.wait_for(lambda: not waiting & self._open.keys(), timeout_s):
             with self._changed:
                 steps = sorted(entry.handle.step for key, entry in self._open.items() if key in waiting)
-            raise WriteStalledError(f"steps {steps} were not mirrored within {timeout_s:g} s")
+            text = f"steps {steps} were not mirrored within {timeout_s:g} s; {self.nbytes:,} bytes are to be copied"
+            raise WriteStalledError(text)
         with self._changed:
             failures, self._failures = self._failures, []
         for error in failures:

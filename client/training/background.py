@@ -15,7 +15,7 @@ from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.runs.save_requests import TriggerWatch
 from sidesave.client.training.keep_policies import KeepEveryMinutes, KeepPolicy
 from sidesave.client.training.links import Links, Naming
-from sidesave.client.training.retention import Pins, Retention
+from sidesave.client.training.retention import MirrorRules, Pins, Retention
 from sidesave.client.training.save_policies import Ephemeral, OnRequest, SavePolicy
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError
@@ -47,7 +47,7 @@ class Background:
         keep: Sequence[KeepPolicy],
         pins: Pins,
         names: Naming | None,
-        mirror_keep: Sequence[KeepPolicy] = (),
+        mirror: MirrorRules,
         *,
         random_state: bool,
     ) -> None:
@@ -60,7 +60,7 @@ class Background:
             session.world.require_alike(
                 save=sorted(map(_name, save)),
                 keep=sorted(map(_name, keep)),
-                mirror_keep=sorted(map(_name, mirror_keep)),
+                mirror_keep=sorted(map(_name, mirror.keep)),
                 random=random_state,
             )
         with session.world.raise_together("cannot save its state"):
@@ -73,10 +73,10 @@ class Background:
         self._schedule.start(session.world)
         if session.node.rank:
             return
-        deleting = bool(keep or mirror_keep) or any(isinstance(policy, Ephemeral) for policy in save)
+        deleting = bool(keep or mirror.keep) or any(isinstance(policy, Ephemeral) for policy in save)
         links = None if names is None else Links(checkpointer.directory, names)
         if deleting or links is not None:
-            self.retention = Retention(checkpointer, keep if deleting else None, pins, links, mirror_keep)
+            self.retention = Retention(checkpointer, keep if deleting else None, pins, links, mirror)
         if any(isinstance(policy, OnRequest) for policy in save) and not urls.is_url(checkpointer.directory):
             # Not methods of the manager: the thread must not keep a dropped one alive.
             ask = self._schedule.request

@@ -28,7 +28,7 @@ from sidesave.client.training.keep_policies import KeepBest, KeepPolicy, check_c
 from sidesave.client.training.links import Naming, check_naming
 from sidesave.client.training.managed_state import RANDOM_STATE, ManagedState
 from sidesave.client.training.metadata import Metrics, is_ephemeral
-from sidesave.client.training.retention import Pins
+from sidesave.client.training.retention import MirrorRules, Pins
 from sidesave.client.training.save_policies import (
     BeforeTraining,
     PolicyEvent,
@@ -74,6 +74,7 @@ class CheckpointManager:
         save: Sequence[SavePolicy] | SavePolicy | int = (),
         keep: Sequence[KeepPolicy] | KeepPolicy = (),
         mirror_keep: Sequence[KeepPolicy] | KeepPolicy = (),
+        mirror_backlog: int | None = None,
         names: Naming | None = None,
         random_state: bool = False,
         blocking: bool = False,
@@ -92,6 +93,7 @@ class CheckpointManager:
             save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any, only :meth:`save` saves.
             keep: What to keep: policies; without any, everything but ephemeral checkpoints.
             mirror_keep: What to keep in the mirror, in the same way. What is on its way there stays here until it is.
+            mirror_backlog: The most that stays here for that alone: then the oldest goes, unmirrored. None: no limit.
             names: The user's names of checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``,
                 or a function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
                 ``directory``, made soon after the commit; of two checkpoints with one name the newer gets it.
@@ -112,7 +114,7 @@ class CheckpointManager:
         if type(state) is not dict:
             raise InvalidArgumentError(f"state must be a dict of named items, not {type(state).__name__}")
         self._policies, self._keep = check_save_policies(save), check_keep_policies(keep)
-        far = check_keep_policies(mirror_keep)
+        far = MirrorRules(check_keep_policies(mirror_keep), mirror_backlog)
         if names is not None:
             check_naming(names)
             if urls.is_url(arguments.place_to_write(directory)):

@@ -18,12 +18,13 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.client.training.keep_policies import KeepPolicy, to_delete
+from sidesave.client.training.keep_policies import KeepPolicy, check_count, to_delete
 from sidesave.client.training.links import Links
 from sidesave.errors import (
     CheckpointError,
@@ -82,6 +83,25 @@ class Pins:
                 storage.replace(PINS, json.dumps(sorted(after)).encode())
 
 
+# The mirror ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorRules:
+    """What stays in the mirror, without policies all that is not ephemeral; and how much may wait for it here."""
+
+    keep: Sequence[KeepPolicy] = ()
+    backlog: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.backlog is not None:
+            check_count("mirror_backlog", self.backlog)
+
+
+def _by_sequence(info: CheckpointInfo) -> int:
+    return info.sequence
+
+
 # Doing it --------------------------------------------------------------------------------------------------------
 
 
@@ -97,18 +117,17 @@ class Retention:
         policies: Sequence[KeepPolicy] | None,
         pins: Pins,
         links: Links | None = None,
-        mirror_policies: Sequence[KeepPolicy] = (),
+        mirror: MirrorRules | None = None,
     ) -> None:
         """Start the thread. It does not keep ``checkpointer`` alive, and ends with it.
 
-        ``policies=None`` deletes nothing. ``mirror_policies`` say what stays in the mirror, without any all that is not
-        ephemeral; until it is there, it stays here as well.
+        ``policies=None`` deletes nothing. What ``mirror`` wants stays here until it is there.
         """
         self._reference = weakref.ref(checkpointer)
         self._policies = policies
         self._pins = pins
         self._links = links
-        self._mirror_policies = mirror_policies
+        self._mirror = mirror or MirrorRules()
         self._mirror_deletions: set[int] = set()
         mirroring = saver_of(checkpointer).session.saves.mirroring
         if mirroring.mirror and policies is not None:
@@ -218,9 +237,12 @@ class Retention:
         if self._policies is None:
             return []
         awaits = saver_of(self._checkpointer).session.saves.mirroring.awaits
-        not_wanted = to_delete(checkpoints, self._mirror_policies, pinned)
-        held = {info.step for info in checkpoints if awaits(info.sequence) and info.step not in not_wanted}
-        return [each for each in to_delete(checkpoints, self._policies, pinned, self._loading) if each not in held]
+        not_wanted = to_delete(checkpoints, self._mirror.keep, pinned)
+        surplus = to_delete(checkpoints, self._policies, pinned, self._loading)
+        on_their_way = [info for info in checkpoints if info.step in surplus and awaits(info.sequence)]
+        wanted = [info.step for info in sorted(on_their_way, key=_by_sequence) if info.step not in not_wanted]
+        held = wanted if self._mirror.backlog is None else wanted[-self._mirror.backlog :]
+        return [step for step in surplus if step not in held]
 
     def _run_mirror(self, pinned: frozenset[int]) -> None:
         """Delete in the mirror what its own policies do not keep."""
@@ -228,7 +250,7 @@ class Retention:
         session = saver_of(checkpointer).session
         with self._turn:
             loading = self._loading
-        for step in to_delete(session.run.mirror.scan(), self._mirror_policies, pinned, loading):
+        for step in to_delete(session.run.mirror.scan(), self._mirror.keep, pinned, loading):
             if step in self._mirror_deletions:
                 continue
             self._mirror_deletions.add(step)

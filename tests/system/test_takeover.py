@@ -82,7 +82,7 @@ class RemoteSession(Session):
     def pause(self, at: int, action: Callable[[], object]) -> None:
         self.writer.close()
         self.storage.close()
-        self.storage = PausingStorage(self.root, at, action)
+        self.storage = PausingStorage(Path(self.root), at, action)
         self.writer = self._writer()
 
 

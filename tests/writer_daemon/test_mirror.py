@@ -241,7 +241,7 @@ def test_who_has_lost_the_mirror_commits_nothing_there(session: Session, place: 
 def test_where_the_run_has_gone_back_is_known_before_a_later_commit(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     bring(session, place)
-    rollback.write(str(session.root), rollback.Rollbacks(((1, 5),)))
+    rollback.write_in(str(session.root), rollback.Rollbacks(((1, 5),)))
     session.save(2, a_state(2), sequence=6)
     with mirror(session, place) as uploader:
         uploader.upload(*uploader.begin())

@@ -80,11 +80,15 @@ def test_what_needs_files_beside_the_run_is_refused_or_left_out(manage_url: Mana
 
 
 def test_the_end_that_a_signal_asks_for_comes_when_the_step_is_in_the_store(url: str) -> None:
-    with pytest.raises(SystemExit) as ended, CheckpointManager(url, {"x": 0}, save=OnSignal()) as manager:
-        for step in range(10):
-            if step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            manager.step(step)
+    def train() -> None:
+        with CheckpointManager(url, {"x": 0}, save=OnSignal()) as manager:
+            for step in range(10):
+                if step == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.step(step)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
     assert ended.value.code == 128 + signal.SIGTERM
     assert steps(url) == [3]
 

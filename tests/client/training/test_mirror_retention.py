@@ -9,7 +9,7 @@ from trainers import DEADLINE_S, a_state, same, wait_until
 
 import sidesave
 from sidesave import CheckpointManager, KeepLatest
-from sidesave.errors import InvalidArgumentError
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
 
 
 @pytest.fixture(params=["directory", "file"])
@@ -69,3 +69,26 @@ def test_a_manager_whose_disk_is_gone_resumes_from_the_mirror(run: Path, place: 
         assert same(again, a_state(1))
         manager.save(8).mirrored.result(DEADLINE_S)
     assert sorted(committed_in(place)) == [7, 8]
+
+
+def test_of_what_waits_for_the_mirror_the_oldest_goes_where_it_is_too_much(run: Path, tmp_path: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(0, a_state(0), blocking=True)
+    away = tmp_path / "away"
+    away.touch()
+    rules = {"keep": KeepLatest(1), "mirror_keep": KeepLatest(9), "mirror_backlog": 2, "mirror": away / "mirror"}
+    with CheckpointManager(run, a_state(0), **rules) as manager:  # pyright: ignore[reportArgumentType]
+        handles = [manager.save(step) for step in range(1, 6)]
+        handles[-1].committed.result(DEADLINE_S)
+        wait_until(lambda: sorted(committed_in(str(run))) == [3, 4, 5])
+        away.unlink()
+        for handle in handles[-3:]:
+            handle.mirrored.result(DEADLINE_S)
+        with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
+            handles[0].mirrored.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("backlog", [0, -1, 1.5, True])
+def test_an_odd_backlog_is_refused(run: Path, backlog: int):
+    with pytest.raises(InvalidArgumentError, match="mirror_backlog takes an int"):
+        CheckpointManager(run, a_state(0), mirror_backlog=backlog)

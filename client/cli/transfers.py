@@ -1,4 +1,4 @@
-"""``sidesave mirror``: what a run's mirror lacks, copied by this process."""
+"""``sidesave fetch`` and ``sidesave mirror``: checkpoints copied by this process from one place to another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from sidesave.client.cli.console import error_text, printable, progress, size
-from sidesave.client.runs import finding
+from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.mirror import check_mirror, remembered_mirror
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.lease.lease import Lease
@@ -21,6 +21,25 @@ from sidesave.writer_daemon.mirror.throttle import Throttle
 from sidesave.writer_daemon.mirror.uploader import Uploader, open_target
 
 _TAKEOVER_TIMEOUT_S: Final = 60.0
+
+
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Of a step, or of a run for its latest.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory that the step is to appear in.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Which step of a run.")] = None,
+) -> None:
+    """Bring a checkpoint from an object store down.
+
+    It appears when all of it has arrived and matches its digests. Interrupted, the same command goes on with the files
+    that had not arrived. Credentials and endpoint come from the environment.
+    """
+    from sidesave.client.reading.fetch import fetch as fetch_checkpoint
+
+    place, started = finding.locate(url, step), time.monotonic()
+    total = catalog.read_info(place).nbytes
+    with progress(total, place.rpartition("/")[2]) as advance:
+        info = fetch_checkpoint(place, run, on_bytes=advance)
+    typer.echo(printable(f"{info.path}: {size(info.nbytes)} in {time.monotonic() - started:.2f} s"))
 
 
 def mirror(

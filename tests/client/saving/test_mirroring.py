@@ -1,0 +1,90 @@
+"""What a client makes of what daemons tell of the mirror."""
+
+import errno
+
+import pytest
+
+from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.mirroring import Mirroring
+from sidesave.errors import CheckpointNotFoundError, CommitUnknownError, DirectoryInUseError, WriteError
+from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.protocol import Committed, Failed, Mirror, Mirrored
+
+SESSION = "f" * 16
+
+
+@pytest.fixture
+def mirroring() -> Mirroring:
+    return Mirroring("/mirror", SESSION)
+
+
+def a_save(mirroring: Mirroring, sequence: int) -> SaveHandle:
+    handle = SaveHandle(sequence)
+    mirroring.add(sequence, handle)
+    return handle
+
+
+def committed(sequence: int, attempt: int = 1) -> Committed:
+    return Committed(attempt=attempt, save_id=sequence, name=f"step-{sequence:08d}", nbytes=1)
+
+
+def mirrored(sequence: int, error: Failed | None = None, session: str = SESSION) -> Mirrored:
+    return Mirrored(attempt=1, session=session, sequence=sequence, name=f"step-{sequence:08d}", error=error)
+
+
+def failure(error: Exception) -> Failed:
+    return protocol.failure(1, None, error)
+
+
+def test_only_this_sessions_saves_are_answered(mirroring: Mirroring):
+    handle = a_save(mirroring, 1)
+    mirroring.receive(mirrored(1, session="0" * 16))
+    assert not handle.mirrored.done()
+    mirroring.receive(mirrored(1))
+    assert handle.mirrored.result(0) == "/mirror/step-00000001"
+    mirroring.receive(mirrored(1))  # the next daemon says what is there
+    mirroring.wait(0)
+
+
+def test_what_a_dead_daemon_committed_and_the_next_one_does_not_find_was_deleted(mirroring: Mirroring):
+    lost, waiting, late = (a_save(mirroring, sequence) for sequence in (1, 2, 3))
+    mirroring.receive(committed(1))
+    mirroring.receive(committed(2))
+    mirroring.receive(committed(3, attempt=2))
+    mirroring.receive(Mirror(attempt=2, compared=True, missing=(2,)))
+    with pytest.raises(CheckpointNotFoundError):
+        lost.mirrored.result(0)
+    assert not waiting.mirrored.done()
+    assert not late.mirrored.done(), "that daemon has not been told of it when it looked"
+
+
+def test_trouble_fails_nothing_and_the_end_fails_all(mirroring: Mirroring):
+    first = a_save(mirroring, 1)
+    mirroring.receive(Mirror(attempt=1, error=failure(WriteError(errno.EACCES, "denied", "/mirror"))))
+    assert not first.mirrored.done()
+    assert mirroring.awaits(1)
+    mirroring.receive(Mirror(attempt=1, over=True, error=failure(DirectoryInUseError(errno.EBUSY, "taken", "/mirror"))))
+    for handle in (first, a_save(mirroring, 2)):
+        with pytest.raises(DirectoryInUseError):
+            handle.mirrored.result(0)
+    assert not mirroring.awaits(1)
+    mirroring.receive(Mirror(attempt=2, compared=True))  # another daemon, which has got it
+    assert not a_save(mirroring, 3).mirrored.done()
+
+
+def test_a_failure_is_raised_once_and_not_where_it_was_read(mirroring: Mirroring):
+    read, unread = a_save(mirroring, 1), a_save(mirroring, 2)
+    for sequence in (1, 2):
+        mirroring.receive(mirrored(sequence, failure(WriteError(errno.EIO, f"of {sequence}", "/mirror"))))
+    assert isinstance(read.mirrored.exception(0), WriteError)
+    with pytest.raises(WriteError, match="of 2"):
+        mirroring.wait(0)
+    mirroring.wait(0)
+    assert unread.mirrored.done()
+
+
+def test_what_is_open_at_the_end_is_not_known(mirroring: Mirroring):
+    handle = a_save(mirroring, 1)
+    mirroring.abandon()
+    with pytest.raises(CommitUnknownError, match="its daemon goes on"):
+        handle.mirrored.result(0)
