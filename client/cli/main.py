@@ -158,7 +158,7 @@ def show(
     with Contents(finding.locate(checkpoint, step)) as contents:
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
-        head, path = contents.manifest, contents.reader.path
+        head, path, location = contents.manifest, contents.reader.path, contents.reader.location
         files = {file.name: file.nbytes for file in contents.reader.record(0).extra_files}
     metrics = metrics_of(parse_metadata(head.metadata, path))
     items: dict[str, list[int]] = {}
@@ -176,13 +176,24 @@ def show(
         }
         totals = {name: {"tensors": count, "nbytes": nbytes} for name, (count, nbytes) in items.items()}
         print_json(
-            {"path": path, **about, "metrics": metrics, "tensors": rows, "items": totals, "plain": nest, "files": files}
+            {
+                "path": path,
+                "location": location,
+                **about,
+                "metrics": metrics,
+                "tensors": rows,
+                "items": totals,
+                "plain": nest,
+                "files": files,
+            }
         )
         return
     console = new_console()
     ranks = f"{head.world_size} rank{'s' * (head.world_size != 1)}"
     about = f"{ranks}, session {head.session}, sequence {head.sequence}, torch {head.torch_version}"
     console.print(printable(f"step {head.step}, saved {when(head.created_s)}, {size(head.nbytes)}, {about}"))
+    if location != path:
+        console.print(printable(f"files in {location}"), soft_wrap=True)
     if metrics:
         console.print(f"metrics: {metrics_text(metrics)}")
     console.print()

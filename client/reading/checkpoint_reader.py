@@ -157,6 +157,11 @@ class CheckpointReader:
     # What there is ---------------------------------------------------------------------------------------------
 
     @property
+    def location(self) -> str:
+        """Where its files lie: :attr:`path`, or where the log of a run in a store says that this leads."""
+        return self._storage.location_of(self._name)
+
+    @property
     def resized(self) -> bool:
         """Whether another number of ranks loads it than saved it."""
         return self.size not in (None, self.manifest.world_size)

@@ -139,3 +139,12 @@ class Process:
         if self._how is None:
             raise Ended
         return self._how
+
+
+def seen(objects: Objects) -> dict[str, str]:
+    """What a reader finds who comes now."""
+    return dict(RunLog(ObjectsBucket(objects)).look().prefixes)
+
+
+def change(process: Process, name: str, prefix: str | None = "prefix") -> None:
+    process.do(lambda: process.log.change({name: prefix}))

@@ -1,51 +1,37 @@
-"""From written to committed in object stores, whatever a request comes to and whoever was there before."""
+"""From written to committed in object stores, whoever was there before."""
 
+import contextvars
 import dataclasses
-import datetime
 import errno
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import campaigns
 import pytest
-from object_server import After, Fault, ObjectServer, Request, serving
+from object_server import serving
+from object_sessions import begin, content, edit, open_run
 from sessions import NEW, OLD, Session, State, a_state, check, same
 
 from sidesave.client.loading import load as loader
-from sidesave.client.reading.verify import verify
 from sidesave.client.runs import catalog
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CommitUnknownError,
+    DirectoryInUseError,
     IntegrityError,
     InvalidArgumentError,
-    SidesaveError,
     WriteError,
 )
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
-from sidesave.writer_daemon.storage import run_log, urls
-from sidesave.writer_daemon.storage.object_run import ObjectRun
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.storage import urls
 
 _numbers = itertools.count()
 _TENSORS = "model.rank-00000.safetensors"
-
-
-def open_run(root: str) -> ObjectRun:
-    run = urls.open_for_writing(root)
-    assert isinstance(run, ObjectRun)
-    return run
-
-
-def begin(root: str, name: str = NEW) -> Session:
-    """A session that has recovered what was there."""
-    session = Session(root, name, open_run=open_run)
-    session.recover()
-    return session
 
 
 def leave(root: str, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> str:
@@ -78,20 +64,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def root(place: str, end_all: None) -> str:
     """All that has been begun there ends before the store does."""
     return place
-
-
-def edit(root: str, key: str, data: bytes | None) -> None:
-    bucket = open_run(root).bucket
-    if data is None:
-        bucket.remove([key])
-    else:
-        bucket.put(key, data)
-
-
-def content(root: str, key: str) -> bytes:
-    data = open_run(root).bucket.read(key, 1 << 30)
-    assert data is not None
-    return data
 
 
 # Committing ------------------------------------------------------------------------------------------------------
@@ -394,174 +366,36 @@ def test_what_comes_late_is_swept_with_the_leftovers_of_its_session(root: str):
     assert open_run(root).bucket.list_all(prefix) == []
 
 
-# Any request fails -----------------------------------------------------------------------------------------------
-
-IMPATIENT = {
-    "max_retries": 2,
-    "retry_timeout": datetime.timedelta(seconds=20),
-    "backoff": {
-        "init_backoff": datetime.timedelta(milliseconds=1),
-        "max_backoff": datetime.timedelta(milliseconds=2),
-        "base": 2,
-    },
-}
-FAULTS: dict[str, tuple[Fault, Fault]] = {
-    "500": (500, None),
-    "503": (503, None),
-    "cut": ("cut", None),
-    "403": (403, None),
-    "404": (404, None),
-    "500 after success": (After(500), None),
-    "403 after success": (After(403), None),
-    "412 after success": (After(412), None),
-    "cut after success": (After("cut"), None),
-    "403 for good": (403, 403),
-    "503 for good": (503, 503),
-    "no network for good": ("cut", "cut"),
-    "no network after success": (After("cut"), "cut"),
-}
-"""Of one request, and of all after it."""
+# Two jobs on one prefix ------------------------------------------------------------------------------------------
 
 
-def a_large_state(seed: int) -> State:
-    """Its model is uploaded in parts, of which there are two."""
-    state = a_state(seed)
-    return state | {"model": {**state["model"], "large": state["model"]["w"].repeat(10, 1)[:2900]}}
+def test_a_run_that_a_live_session_has_is_refused(root: str):
+    session = begin(root, OLD)
+    with pytest.raises(DirectoryInUseError, match=OLD):
+        Session(root, open_run=open_run)
+    session.save(100, a_state(1))
+    check(root, 100, a_state(1))
 
 
-class Failing:
-    """The server fails a request from here on, and those after it."""
+def test_of_many_that_start_at_once_one_has_the_run(root: str):
+    """Each has a host of its own, so that only the lease's counter could tell."""
+    barrier, had, errors = threading.Barrier(6), list[Lease](), list[BaseException]()
+    context = contextvars.copy_context()
 
-    def __init__(self, server: ObjectServer, last: int, fault: Fault, later: Fault) -> None:
-        self.left, self.fault, self.later = last, fault, later
-        self._lock = threading.Lock()
-        server.fault = self
+    def start(number: int) -> None:
+        run = open_run(root)
+        holder = dataclasses.replace(LeaseRecord.current(f"{number:016x}", os.getpid()), host=f"host-{number}")
+        barrier.wait()
+        try:
+            had.append(Lease(run, holder, 0.0, lambda: False))
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
 
-    def __call__(self, request: Request, number: int) -> Fault:
-        with self._lock:
-            self.left -= 1
-            return self.fault if self.left == -1 else self.later if self.left < -1 else None
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[ObjectServer]:
-    (tmp_path / "buckets").mkdir()
-    with serving(tmp_path / "buckets") as server:
-        yield server
-
-
-@pytest.fixture
-def server(served: ObjectServer, end_all: None, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
-    monkeypatch.setattr(run_log, "_PAUSE_S", 0.0)
-    return served
-
-
-def tried(session: Session, save: Any) -> str:
-    """What the daemon would report, and has done then."""
-    try:
-        session.write(save)
-        session.commit(save)
-    except CommitUnknownError:
-        return "unknown"
-    except SidesaveError:
-        commit.reclaim(session.storage, save)
-        return "failed"
-    return "committed"
-
-
-def require_whole(root: str, old: State | None, new: State) -> str:
-    """Which of both the step is; it is nothing else."""
-    found = {info.step: info for info in catalog.scan(root)}
-    check(root, 50, old or new)
-    if 100 not in found:
-        assert old is None
-        return "none"
-    assert verify(found[100]).ok
-    kind = "old" if found[100].sequence == 2 else "new"
-    assert same(loader.load(found[100]), (old or new) if kind == "old" else new)
-    return kind
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
-@pytest.mark.parametrize("name", FAULTS)
-def test_any_request_of_a_save_fails_and_no_checkpoint_is_half_or_lost(
-    server: ObjectServer, name: str, *, replacing: bool
-):
-    old, new = a_large_state(1), a_large_state(2)
-    fault, later = FAULTS[name]
-    outcomes: set[tuple[str, str]] = set()
-    with urls.using({**server.options, "retry_config": IMPATIENT}):
-        for last in campaigns.numbers():
-            root = f"s3://bucket/run-{last}"
-            server.fault = lambda request, number: None
-            session = begin(root, OLD)
-            session.save(50, old if replacing else new, sequence=1)
-            if replacing:
-                session.save(100, old, sequence=2)
-            save = session.stage(100, new, sequence=3, replace=replacing)
-            failing = Failing(server, last, fault, later)
-            told = tried(session, save)
-            server.fault = lambda request, number: None
-            if failing.left >= 0:
-                assert told == "committed"
-                session.close()
-                break
-            if last % 2 and told != "committed":  # a daemon in the place of this one has the save again
-                session.end()
-                session.respawn()
-                session.recover()
-                session.resume(dataclasses.replace(save, retry=True))
-                told = "committed"
-            session.end()
-            following = begin(root)
-            kind = require_whole(root, old if replacing else None, new)
-            assert kind == "new" or told != "committed"
-            outcomes.add((told, kind))
-            following.save(100, old, sequence=4, replace=True)
-            following.close()
-            session._pool.release(session)
-            session._pool.close()
-            assert not server.uploads or fault == "cut" or later is not None or isinstance(fault, int)
-    assert len(outcomes) > 0
-
-
-@pytest.mark.slow
-def test_any_request_of_a_save_is_carried_out_long_after_it_was_given_up(server: ObjectServer):
-    """As late as that the next session has taken over, and judged what it had found."""
-    old, new = a_large_state(1), a_large_state(2)
-    options = {**server.options, "retry_config": IMPATIENT, "client_options": {"timeout": "400ms"}}
-    with urls.using(options):
-        for last in campaigns.numbers():
-            root = f"s3://bucket/run-{last}"
-            session = begin(root, OLD)
-            session.save(50, new, sequence=1)
-            save = session.stage(100, new, sequence=3)
-            gate, count = threading.Event(), itertools.count()
-
-            def hold(request: Request, number: int) -> Fault:
-                if next(count) == last:  # noqa: B023
-                    gate.wait(60)  # noqa: B023
-                return None
-
-            server.fault = hold
-            told = tried(session, save)
-            if next(count) <= last:
-                gate.set()
-                session.close()
-                break
-            session.end()
-            following = begin(root)
-            kind = require_whole(root, None, new)
-            assert kind == "new" or told != "committed"
-            gate.set()
-            server.wait_until_idle()
-            assert require_whole(root, None, new) == kind
-            following.save(100, old, sequence=4, replace=True)
-            check(root, 100, old)
-            following.end()
-            begin(root, "a" * 16).close()
-            check(root, 100, old)
-            for each in (session, following):
-                each._pool.release(each)
-                each._pool.close()
+    starting = [threading.Thread(target=context.copy().run, args=(start, number)) for number in range(6)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    assert len(had) == 1
+    assert all(isinstance(error, DirectoryInUseError) for error in errors)
+    had[0].check()

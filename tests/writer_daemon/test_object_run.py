@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from object_server import ObjectServer, serving
 from seaweed import seaweed
-from test_storage import StorageConformance
+from storage_suite import StorageConformance, put
 
+from sidesave.writer_daemon.storage import Storage
 from sidesave.writer_daemon.storage.object_run import ObjectRun
 
 SESSION, OTHER = "f" * 16, "0" * 16
@@ -56,6 +57,16 @@ class TestSeaweed(ObjectConformance):
     @pytest.fixture
     def place(self, weed: dict[str, str]) -> Place:
         return f"s3://bucket/conformance-{next(_numbers)}", weed
+
+    def test_tree_is_removed_with_all_that_is_in_it(self, storage: Storage):
+        """It goes on to list levels that have become empty, which are no names of steps."""
+        assert isinstance(storage, ObjectRun)
+        for name in ("step", "step/deep", "step/deep/er"):
+            storage.make_directory(name, 0o700)
+            put(storage, f"{name}/file", b"1")
+        for _ in range(2):
+            storage.remove_tree("step")
+            assert storage.bucket.list_all("step") == []
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ class NamedObjects(ObjectStorage):
         self._names = Names()
 
     def list_directory(self, name: str) -> list[str]:
-        if name:
+        if name or not self.can_list:  # which is refused there
             entries = super().list_directory(name)
             entries = super().list_directory(name) if not entries and self._has_moved(name) else entries
             return [each for each in entries if each != MARK]

@@ -142,8 +142,10 @@ class Bucket:
         try:
             with self._doing("cannot create", key):
                 obstore.put(self._store, self._key(key), data, mode="create", use_multipart=False)
-        except FileExistsError:
-            return False
+        except WriteError as error:
+            if error.errno == errno.EEXIST:
+                return False
+            raise
         return True
 
     def put(self, key: str, data: bytes | memoryview) -> None:
@@ -191,7 +193,7 @@ class Bucket:
         except WriteError:
             raise
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            raise FileExistsError(errno.EEXIST, "there is an object already", self.full(key)) from None
+            raise WriteError(errno.EEXIST, f"{what}: there is such an object already", self.full(key)) from None
         except FileNotFoundError:
             raise WriteError(errno.ENOENT, f"{what}: there is no such object", self.full(key)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
