@@ -1,7 +1,11 @@
 """From written to committed in object stores, whoever was there before."""
 
+import contextvars
+import dataclasses
 import errno
 import itertools
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,12 +19,15 @@ from sidesave.client.runs import catalog
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    DirectoryInUseError,
     IntegrityError,
     InvalidArgumentError,
     WriteError,
 )
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.storage import urls
 
 _numbers = itertools.count()
@@ -357,3 +364,38 @@ def test_what_comes_late_is_swept_with_the_leftovers_of_its_session(root: str):
     dead.end()
     begin(root)
     assert open_run(root).bucket.list_all(prefix) == []
+
+
+# Two jobs on one prefix ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_a_live_session_has_is_refused(root: str):
+    session = begin(root, OLD)
+    with pytest.raises(DirectoryInUseError, match=OLD):
+        Session(root, open_run=open_run)
+    session.save(100, a_state(1))
+    check(root, 100, a_state(1))
+
+
+def test_of_many_that_start_at_once_one_has_the_run(root: str):
+    """Each has a host of its own, so that only the lease's counter could tell."""
+    barrier, had, errors = threading.Barrier(6), list[Lease](), list[BaseException]()
+    context = contextvars.copy_context()
+
+    def start(number: int) -> None:
+        run = open_run(root)
+        holder = dataclasses.replace(LeaseRecord.current(f"{number:016x}", os.getpid()), host=f"host-{number}")
+        barrier.wait()
+        try:
+            had.append(Lease(run, holder, 0.0, lambda: False))
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    starting = [threading.Thread(target=context.copy().run, args=(start, number)) for number in range(6)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    assert len(had) == 1
+    assert all(isinstance(error, DirectoryInUseError) for error in errors)
+    had[0].check()

@@ -83,6 +83,30 @@ def test_a_reader_asks_for_seventeen_entries_at_most_however_many_there_were(
     assert len(objects.there) <= 3 * 16
 
 
+def test_who_looks_again_asks_for_what_is_new(objects: Objects, start: Callable[[str], Process]):
+    writer = start(NEW)
+    asked: list[str] = []
+
+    def note(kind: str) -> How:
+        asked.append(kind)
+        return "done"
+
+    reader = RunLog(ObjectsBucket(objects, note))
+    for count in (3, 0, 1, 2, 5, 40, 20):
+        for number in range(count):
+            change(writer, f"{count}-{number}")
+        whole = reader.look().whole  # of before
+        asked.clear()
+        names = reader.look()
+        assert names.prefixes == seen(objects)
+        assert asked == ["list", "read"]
+        assert names.whole >= whole
+    change(writer, "last")
+    asked.clear()
+    assert reader.look().prefixes == seen(objects)
+    assert sorted(asked) == ["list", "read"]
+
+
 def test_who_writes_looks_without_a_request(objects: Objects, start: Callable[[str], Process]):
     writer = start(NEW)
     writer.begin(writer.log.look)

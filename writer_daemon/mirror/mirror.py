@@ -258,7 +258,7 @@ class Mirror:
             raise error
         if self._lease is not None:
             with contextlib.suppress(WriteError):
-                self._lease.check()
+                self._lease.check(ask=True)
             if self._lease.lost:
                 raise error
         self._failing_since = min(self._failing_since, time.monotonic())

@@ -175,6 +175,7 @@ class RunLog:
     def look(self) -> Names:
         """What the log says now: of who writes without a request, of anybody else 1 LIST and at most 17 GETs.
 
+        Who has looked before asks for the last entry and those that are new.
         Who writes, and has an entry of which it is not known whether it is there, adds an empty one first.
         """
         with self._lock:
@@ -356,6 +357,7 @@ class RunLog:
     # Reading ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> Names:
+        known = self._names
         for _ in range(_TRIES):
             numbers = self._numbers()
             if not numbers:
@@ -363,16 +365,19 @@ class RunLog:
             last = self._read_entry(numbers[-1])
             if last is None:
                 continue  # it was removed since: there are many new ones
-            between = range(last.whole, last.number) if last.state is None else range(0)
+            if last.number < known.number or known.number < last.whole:
+                known = Names()
+            first = last.number if last.state is not None else max(last.whole, known.number + 1)
             with ThreadPoolExecutor(_EVERY, "sidesave-log") as pool:
-                entries = [*pool.map(self._read_entry, between), last]
-            if all(entries):
-                names = Names()
-                for entry in entries:
-                    assert entry is not None
-                    names = entry.after(names)
-                self._whole_before = names.whole
-                return names
+                entries = [*pool.map(self._read_entry, range(first, last.number)), last]
+            if last.number == known.number:
+                found = known if (last.token, last.serial) == (known.token, known.serial) else None
+            else:
+                found = _followed(known, entries)
+            if found is not None:
+                self._whole_before = found.whole
+                return found
+            known = Names()
         raise IntegrityError(f"{self._bucket.full(LOG)}: entries of the run's log are missing")
 
     def _read_entry(self, number: int) -> _Entry | None:
@@ -385,6 +390,15 @@ class RunLog:
         keys = self._bucket.list_all(LOG, "" if after is None else _key(after))
         names = (key.rpartition("/")[2] for key in keys)
         return sorted(int(name) for name in names if name.isascii() and name.isdigit())
+
+
+def _followed(names: Names, entries: Iterable[_Entry | None]) -> Names | None:
+    """What holds after all of these; None where one is missing, or follows another one."""
+    for entry in entries:
+        if entry is None or (entry.state is None and entry.before != (names.token, names.serial)):
+            return None
+        names = entry.after(names)
+    return names
 
 
 class _Overtaken(WriteError):

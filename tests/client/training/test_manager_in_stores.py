@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from managers import Manage, managers_of
@@ -35,7 +36,7 @@ def steps(url: str) -> list[int]:
 
 
 def test_what_no_policy_keeps_is_deleted_and_the_run_resumes(manage_url: Manage, url: str) -> None:
-    state = {"x": 0, "y": a_state(1)["model"]}
+    state: dict[str, Any] = {"x": 0, "y": a_state(1)["model"]}
     manager = manage_url(state, save=EverySteps(1), keep=KeepLatest(2))
     for step in range(5):
         state["x"] = step
@@ -80,15 +81,12 @@ def test_what_needs_files_beside_the_run_is_refused_or_left_out(manage_url: Mana
 
 
 def test_the_end_that_a_signal_asks_for_comes_when_the_step_is_in_the_store(url: str) -> None:
-    def train() -> None:
-        with CheckpointManager(url, {"x": 0}, save=OnSignal()) as manager:
-            for step in range(10):
-                if step == 3:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                manager.step(step)
-
-    with pytest.raises(SystemExit) as ended:
-        train()
+    with CheckpointManager(url, {"x": 0}, save=OnSignal()) as manager:
+        for step in range(3):
+            manager.step(step)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            manager.step(3)
     assert ended.value.code == 128 + signal.SIGTERM
     assert steps(url) == [3]
 
