@@ -18,7 +18,7 @@ from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import copying
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target, steps_in
-from sidesave.writer_daemon.storage import urls
+from sidesave.writer_daemon.storage import sealed_json, urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
 
@@ -241,7 +241,8 @@ def test_who_has_lost_the_mirror_commits_nothing_there(session: Session, place: 
 def test_where_the_run_has_gone_back_is_known_before_a_later_commit(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     bring(session, place)
-    rollback.write(str(session.root), rollback.Rollbacks(((1, 5),)))
+    body = {"format": "sidesave-rollback", "version": 1, "rollbacks": [(1, 5)]}
+    session.storage.replace(rollback.ROLLBACK_FILE, sealed_json.seal(body))
     session.save(2, a_state(2), sequence=6)
     with mirror(session, place) as uploader:
         uploader.upload(*uploader.begin()[0])
