@@ -20,7 +20,7 @@ from sidesave.client.loading.load import LoadRequest
 from sidesave.client.loading.rename import Rename
 from sidesave.client.options import Options, check_cores, default_stall_timeout_s
 from sidesave.client.ranks.group import find_node, find_world
-from sidesave.client.runs.mirror import check_mirror
+from sidesave.client.runs.mirror import check_bandwidth, check_mirror
 from sidesave.client.runs.run import Run
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.saving.saver import Saver
@@ -153,7 +153,7 @@ class Checkpointer:
                     io_class=io_class,
                     cpus=check_cores(cpus),
                     mirror=check_mirror(mirror, path, node_local=node_local),
-                    mirror_bandwidth=mirror_bandwidth or 0,
+                    mirror_bandwidth=check_bandwidth(mirror_bandwidth, mirror),
                 ),
             )
             if world.size > 1:

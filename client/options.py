@@ -46,8 +46,6 @@ class Options:
         for options, name in ((self, "max_consecutive_failures"), (daemon, "retries")):
             count = getattr(options, name)
             _require(name, count, "an int, 0 or more", type(count) is int and count >= 0)
-        rate = daemon.mirror_bandwidth
-        _require("mirror_bandwidth", rate, "an int, 1 or more, or None", type(rate) is int and rate >= 0)
         timeouts = ("stall_timeout_s", "takeover_timeout_s", "commit_timeout_s")
         for options, name in ((self, "busy_timeout_s"), *((daemon, name) for name in timeouts)):
             seconds = getattr(options, name)

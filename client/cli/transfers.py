@@ -74,7 +74,7 @@ def mirror(
             bars[-1](nbytes)
 
         uploader = Uploader(directory, storage, lease, before_chunk)
-        for step in uploader.begin():
+        for step in uploader.begin()[0]:
             with progress(step.nbytes, step.name) as bar:
                 bars.append(bar)
                 try:

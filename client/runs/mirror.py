@@ -18,6 +18,7 @@ from sidesave.errors import (
     FormatVersionError,
     InvalidArgumentError,
     WriteError,
+    brief,
 )
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
@@ -49,6 +50,17 @@ def check_mirror(mirror: str | os.PathLike[str] | None, directory: str, *, node_
         if os.path.commonpath([here, there]) in (here, there):
             raise InvalidArgumentError(f"mirror={place} and the run directory {directory} lie in each other")
     return place
+
+
+def check_bandwidth(bandwidth: object, mirror: object) -> int:
+    """Bytes per second, 0 for None; ``InvalidArgumentError`` for no number, or where there is no mirror."""
+    if bandwidth is None:
+        return 0
+    if type(bandwidth) is not int or bandwidth < 1:
+        raise InvalidArgumentError(f"mirror_bandwidth must be an int, 1 or more, or None, not {brief(bandwidth)}")
+    if mirror is None:
+        raise InvalidArgumentError("mirror_bandwidth is that of a mirror, and there is none: name it with mirror=")
+    return bandwidth
 
 
 def remembered_mirror(directory: str) -> str:

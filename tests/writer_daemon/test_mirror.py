@@ -18,7 +18,7 @@ from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import copying
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target, steps_in
-from sidesave.writer_daemon.storage import urls
+from sidesave.writer_daemon.storage import sealed_json, urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
 
@@ -56,7 +56,7 @@ def mirror(session: Session, place: str, before_chunk: Chunk = lambda nbytes: No
 def bring(session: Session, place: str, before_chunk: Chunk = lambda nbytes: None) -> list[Step]:
     """All that is missing."""
     with mirror(session, place, before_chunk) as uploader:
-        missing = uploader.begin()
+        missing, _ = uploader.begin()
         for step in missing:
             uploader.upload(step)
         return missing
@@ -137,7 +137,7 @@ def test_damage_is_not_handed_on_and_does_not_keep_others_back(session: Session,
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
     with mirror(session, place) as uploader:
-        first, second = uploader.begin()
+        (first, second), _ = uploader.begin()
         with pytest.raises(IntegrityError, match="block"):
             uploader.upload(first)
         uploader.forget(first)
@@ -149,7 +149,7 @@ def test_a_file_that_is_missing_is_damage(session: Session, place: str):
     session.save(1, a_state(1))
     next(Path(session.root).glob("step-00000001/model*.safetensors")).unlink()
     with mirror(session, place) as uploader, pytest.raises(IntegrityError, match="o such file"):
-        uploader.upload(*uploader.begin())
+        uploader.upload(*uploader.begin()[0])
     holds(place)
 
 
@@ -183,7 +183,7 @@ def test_a_step_that_is_deleted_while_it_is_copied_arrives_whole(session: Sessio
 def test_a_step_that_is_gone_before_its_turn_is_told_of(session: Session, place: str):
     session.save(1, a_state(1))
     with mirror(session, place) as uploader:
-        (step,) = uploader.begin()
+        ((step,), _) = uploader.begin()
         shutil.rmtree(Path(session.root) / "step-00000001")
         with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
             uploader.upload(step)
@@ -200,7 +200,7 @@ def test_a_step_that_is_replaced_while_it_is_copied_is_told_of_and_its_successor
             session.save(1, a_state(2), sequence=2, replace=True)
 
     with mirror(session, place, replace) as uploader, pytest.raises(CheckpointNotFoundError, match="replaced"):
-        uploader.upload(*uploader.begin())
+        uploader.upload(*uploader.begin()[0])
     bring(session, place)
     holds(place, **{"step-00000001": 2})
 
@@ -230,7 +230,7 @@ def test_who_has_lost_the_mirror_commits_nothing_there(session: Session, place: 
                 other.begin()
 
     with mirror(session, place, overtake) as uploader:
-        (step,) = uploader.begin()
+        ((step,), _) = uploader.begin()
         with pytest.raises(WriteError):
             uploader.upload(step)
     holds(place)
@@ -241,10 +241,11 @@ def test_who_has_lost_the_mirror_commits_nothing_there(session: Session, place: 
 def test_where_the_run_has_gone_back_is_known_before_a_later_commit(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     bring(session, place)
-    rollback.write_in(str(session.root), rollback.Rollbacks(((1, 5),)))
+    body = {"format": "sidesave-rollback", "version": 1, "rollbacks": [(1, 5)]}
+    session.storage.replace(rollback.ROLLBACK_FILE, sealed_json.seal(body))
     session.save(2, a_state(2), sequence=6)
     with mirror(session, place) as uploader:
-        uploader.upload(*uploader.begin())
+        uploader.upload(*uploader.begin()[0])
         assert rollback.read(uploader.target).pairs == ((1, 5),)
 
 
@@ -252,7 +253,7 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
     session.save(1, a_state(1), sequence=1)
     session.save(2, a_state(2), sequence=2)
     with mirror(session, place) as uploader:
-        for step in uploader.begin():
+        for step in uploader.begin()[0]:
             uploader.upload(step)
         uploader.delete(1, 2, spare_read=True)
     holds(place, **{"step-00000002": 2})

@@ -34,7 +34,7 @@ from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror.throttle import Throttle
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target
 from sidesave.writer_daemon.protocol import Boot, Delete, Message
-from sidesave.writer_daemon.storage import urls
+from sidesave.writer_daemon.storage import Storage, urls
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,7 @@ class Mirror:
                 if not self._compared:
                     self._compare(self._uploader)
                 if self._work(self._uploader):
-                    pause_s, self._failing_since = FIRST_PAUSE_S, math.inf
-                    self._recovered()
+                    pause_s, self._failing_since, self._troubled = FIRST_PAUSE_S, math.inf, ""
                     continue
             except (DirectoryInUseError, InvalidArgumentError):
                 raise
@@ -160,13 +159,23 @@ class Mirror:
 
     def _open(self) -> Uploader:
         target = open_target(self._boot.options.mirror)
+        try:
+            lease = self._take_lease(target)
+        except BaseException:
+            target.close()
+            raise
+        self._lease = lease
+        if self._trainer_gone:
+            lease.tell_trainer_gone()
+        return Uploader(self._boot.directory, target, lease, self._throttle.take)
+
+    def _take_lease(self, target: Storage) -> Lease:
         holder = LeaseRecord.current(self._boot.session, self._boot.trainer_pid)
         timeout_s = self._boot.options.takeover_timeout_s
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                lease = self._lease = Lease(target, holder, timeout_s, lambda: not self._stopping, kills=False)
-                break
+                return Lease(target, holder, timeout_s, lambda: not self._stopping, kills=False)
             except DirectoryInUseError:
                 self._halt()
                 if self._leaves_when_done:  # the next session has it
@@ -175,15 +184,13 @@ class Mirror:
                 if time.monotonic() >= deadline:
                     raise
             self._pause(FIRST_PAUSE_S)
-        if self._trainer_gone:
-            lease.tell_trainer_gone()
-        return Uploader(self._boot.directory, target, lease, self._throttle.take)
 
     def _compare(self, uploader: Uploader) -> None:
         """Find out what is missing, and tell the trainer what is there."""
-        for step in uploader.begin():
+        missing, there = uploader.begin()
+        for step in missing:
             self._backlog[step.key] = step
-        for step in uploader.have(self._boot.session):
+        for step in there:
             self._say_mirrored(step)
         self._compared = True
         self._say_state()
@@ -316,9 +323,6 @@ class Mirror:
             self._troubled = text
             logger.warning("the mirror %s is tried again: %s", self._boot.options.mirror, error)
             self._say_state(protocol.failure(self._boot.attempt, None, error))
-
-    def _recovered(self) -> None:
-        self._troubled = ""
 
     def _say_state(self, error: protocol.Failed | None = None) -> None:
         steps = [*self._backlog.values()]

@@ -110,8 +110,8 @@ class Uploader:
 
     # The start -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> list[Step]:
-        """Take the place over; what of the run directory is not there yet, in order.
+    def begin(self) -> tuple[list[Step], list[Step]]:
+        """Take the place over; what of the run directory is not there yet, in order, and what is there.
 
         Raises:
             WriteError: One of the two places does not answer, or refuses.
@@ -126,11 +126,7 @@ class Uploader:
             self.target.remove_tree(self._partials.pop(attempt))
         if not self._partials:
             self.target.settle()
-        return sorted(missing)
-
-    def have(self, session: str) -> list[Step]:
-        """The checkpoints of a session that are there."""
-        return [each for each in steps_in(self.target) if each.session == session]
+        return sorted(missing), sorted(there.values())
 
     def _rename_leftovers(self) -> None:
         self.target.sync_directory("")  # what a dead daemon has renamed counts from here on

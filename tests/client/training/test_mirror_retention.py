@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mirrors import committed_in
@@ -92,3 +93,15 @@ def test_of_what_waits_for_the_mirror_the_oldest_goes_where_it_is_too_much(run: 
 def test_an_odd_backlog_is_refused(run: Path, backlog: int):
     with pytest.raises(InvalidArgumentError, match="mirror_backlog takes an int"):
         CheckpointManager(run, a_state(0), mirror_backlog=backlog)
+
+
+@pytest.mark.parametrize("rules", [{"mirror_keep": KeepLatest(1)}, {"mirror_backlog": 1}, {"mirror_bandwidth": 1}])
+def test_rules_for_a_mirror_need_one(run: Path, rules: dict[str, Any]):
+    with pytest.raises(InvalidArgumentError, match="mirror="):
+        CheckpointManager(run, a_state(0), **rules)
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1, 1.5, True, "fast"])
+def test_an_odd_bandwidth_is_refused(run: Path, tmp_path: Path, bandwidth: Any):
+    with pytest.raises(InvalidArgumentError, match="mirror_bandwidth must be an int"):
+        sidesave.Checkpointer(run, mirror=tmp_path / "mirror", mirror_bandwidth=bandwidth)
