@@ -231,7 +231,7 @@ except sidesave.errors.WriteError as error:
 def test_what_is_no_url_is_copied_otherwise(buckets: Path, tmp_path: Path):
     with pytest.raises(InvalidArgumentError, match="is no URL"):
         sidesave.fetch(buckets / "bucket" / "run", tmp_path)
-    with pytest.raises(InvalidArgumentError, match="not written to"):
+    with pytest.raises(InvalidArgumentError, match="for local and mounted directories"):
         sidesave.fetch(STEP, "s3://bucket/copy")
 
 
