@@ -347,7 +347,7 @@ def test_option_that_makes_no_sense_is_refused_before_anything_is_done(run: Path
 
 @pytest.mark.parametrize(
     "directory",
-    ["", "s3://bucket/run", Path("gs://bucket"), b"bytes", 7, None, "nul\0byte", "odd\udcff name"],
+    ["", "https://host/run", Path("http://host/run"), b"bytes", 7, None, "nul\0byte", "odd\udcff name"],
     ids=repr,
 )
 def test_directory_that_is_no_path_is_refused(directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

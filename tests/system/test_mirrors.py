@@ -175,16 +175,14 @@ def test_a_signal_ends_a_daemon_that_mirrors_alone(run: Path, place: str):
 
 
 def test_another_job_is_refused_the_mirror_and_saves_without(tmp_path: Path, place: str):
-    with (
-        sidesave.Checkpointer(tmp_path / "one", mirror=place) as one,
-        sidesave.Checkpointer(tmp_path / "other", mirror=place, takeover_timeout_s=0.2) as other,
-    ):
-        one.save(1, a_state(1)).mirrored.result(DEADLINE_S)
-        handle = other.save(2, a_state(2), blocking=True)
-        with pytest.raises(DirectoryInUseError):
-            handle.mirrored.result(DEADLINE_S)
-        with pytest.raises(DirectoryInUseError):
-            other.save(3, a_state(3), blocking=True).mirrored.result(DEADLINE_S)
+    with sidesave.Checkpointer(tmp_path / "one", mirror=place) as one:
+        one.save(1, a_state(1)).mirrored.result(DEADLINE_S)  # from here on it has the mirror
+        with sidesave.Checkpointer(tmp_path / "other", mirror=place, takeover_timeout_s=0.2) as other:
+            handle = other.save(2, a_state(2), blocking=True)
+            with pytest.raises(DirectoryInUseError):
+                handle.mirrored.result(DEADLINE_S)
+            with pytest.raises(DirectoryInUseError):
+                other.save(3, a_state(3), blocking=True).mirrored.result(DEADLINE_S)
         one.save(4, a_state(4)).mirrored.result(DEADLINE_S)
     check(tmp_path / "other", 2, 3)
     assert sorted(committed_in(place)) == [1, 4]
