@@ -133,6 +133,10 @@ class Checkpointer:
         world = find_world(path, distributed, process_group, node_local=node_local)
         with world.raise_together("cannot use the run directory"):  # before anybody waits for anybody
             encoded_options = urls.encode_options(storage_options)
+            mirror_place = check_mirror(mirror, path, node_local=node_local)
+            if storage_options and not any(map(urls.is_url, (path, mirror_place))):
+                text = "storage_options are for a URL, and neither the run directory nor the mirror is one"
+                raise InvalidArgumentError(f"{text}: leave them out, or give the URL in the place of {path}")
             options = Options(
                 slots=slots,
                 max_host_memory_bytes=max_host_memory_bytes,
@@ -152,7 +156,7 @@ class Checkpointer:
                     nice=nice,
                     io_class=io_class,
                     cpus=check_cores(cpus),
-                    mirror=check_mirror(mirror, path, node_local=node_local),
+                    mirror=mirror_place,
                     mirror_bandwidth=check_bandwidth(mirror_bandwidth, mirror),
                 ),
             )

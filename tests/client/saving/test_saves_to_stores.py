@@ -32,6 +32,16 @@ def files(url: str) -> list[Path]:
     return [path for path in Path(url.removeprefix("file://")).rglob("*") if path.is_file()]
 
 
+def test_options_of_a_store_are_refused_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="storage_options are for a URL"):
+        Checkpointer(tmp_path / "run", storage_options={"aws_region": "eu-west-1"})
+    with pytest.raises(InvalidArgumentError, match="storage_options are for a URL"):
+        Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror", storage_options={"aws_region": "eu-west-1"})
+    assert not (tmp_path / "run").exists()
+    with Checkpointer(tmp_path / "run", mirror=f"file://{tmp_path}/mirror", storage_options={"aws_region": "x"}):
+        pass
+
+
 # What is on a disk is in a store ------------------------------------------------------------------------------------
 
 
