@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -65,15 +64,10 @@ class ObjectServer:
         self.most_at_once = 0
         self.ignores_conditions = False
         """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores have it."""
-        self.latency_s = 0.0
-        """Between a request and its answer."""
-        self.bandwidth: float | None = None
-        """Bytes a second, of all connections and both ways together."""
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         """Of each unfinished upload in parts its key and its parts."""
         self._upload_ids = map(str, itertools.count(1))
         self._busy = 0
-        self._free_at = 0.0
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -105,14 +99,6 @@ class ObjectServer:
             number = sum(other.key == request.key for other in self.requests)
             self.requests.append(request)
         return self.fault(request, number)
-
-    def _hold_back(self, nbytes: int) -> None:
-        """Wait until so many bytes may have passed."""
-        if self.bandwidth is not None:
-            with self._lock:
-                self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.bandwidth
-                wait_s = self._free_at - time.monotonic()
-            time.sleep(max(0.0, wait_s))
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -148,7 +134,6 @@ class ObjectServer:
                     if not piece:
                         raise ConnectionError
                     body += piece
-                    server._hold_back(len(piece))
                 return bytes(body)
 
             def _request(self, key: str, query: dict[str, str]) -> Request:
@@ -171,7 +156,6 @@ class ObjectServer:
                         return Request(self.command, key, span)
 
             def _respond(self, request: Request, query: dict[str, str], body: bytes, fault: Fault) -> None:
-                time.sleep(server.latency_s)
                 if isinstance(fault, int):
                     self._answer(_Answer(fault, b"<Error><Code>Told</Code></Error>"))
                     return
@@ -205,7 +189,6 @@ class ObjectServer:
                 if self.command != "HEAD":
                     data = data[: len(data) // 2] if fault == "cut" else data
                     for begin in range(0, len(data), _PIECE_NBYTES):
-                        server._hold_back(len(data[begin : begin + _PIECE_NBYTES]))
                         self.wfile.write(data[begin : begin + _PIECE_NBYTES])
                 if fault == "cut":
                     self.wfile.flush()
