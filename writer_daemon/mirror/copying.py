@@ -151,7 +151,7 @@ class _Copy:
             try:
                 with self._target.creating(temporary, entry.nbytes, final) as output:
                     copy_into(output)
-            except BaseException:
+            except BaseException:  # also where it is stopped: what is half copied goes
                 with contextlib.suppress(WriteError):  # the room that it takes may be what is missing
                     self._target.remove(temporary)
                 raise

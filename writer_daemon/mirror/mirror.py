@@ -161,7 +161,7 @@ class Mirror:
         target = open_target(self._boot.options.mirror)
         try:
             lease = self._take_lease(target)
-        except BaseException:
+        except BaseException:  # the next try opens it anew
             target.close()
             raise
         self._lease = lease

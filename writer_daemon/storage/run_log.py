@@ -211,7 +211,7 @@ class RunLog:
                     self._append(whole=lambda before: _taken_over(before, session, token))
                 except _Overtaken:
                     continue  # another entry came first
-                except BaseException:
+                except BaseException:  # whatever it was, nothing has been taken over for sure
                     self._token = ""
                     raise
                 self._require_writer()
