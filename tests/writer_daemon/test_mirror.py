@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sessions import NEW, OLD, Session, a_state, same
+from trainers import DEADLINE_S
 
 from sidesave.client.loading import load as loader
 from sidesave.client.reading.verify import verify
@@ -17,7 +18,9 @@ from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import copying
+from sidesave.writer_daemon.mirror.mirror import Mirror
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target, steps_in
+from sidesave.writer_daemon.protocol import Boot, DaemonOptions
 from sidesave.writer_daemon.storage import sealed_json, urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
@@ -258,3 +261,30 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
         uploader.delete(1, 2, spare_read=True)
     holds(place, **{"step-00000002": 2})
     assert (Path(session.root) / "step-00000001").exists()
+
+
+def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: Path):
+    options = DaemonOptions(
+        fallback_directory="",
+        retries=0,
+        stall_timeout_s=300.0,
+        takeover_timeout_s=1.0,
+        commit_timeout_s=60.0,
+        nice=0,
+        io_class="none",
+        cpus=(),
+        mirror=str(tmp_path / "mirror"),
+    )
+    boot = Boot(
+        attempt=1,
+        directory=str(tmp_path / "removed"),
+        session=NEW,
+        rank=0,
+        world_size=1,
+        trainer_pid=os.getpid(),
+        options=options,
+    )
+    mirror = Mirror(boot, lambda: None)
+    mirror.start()
+    mirror.finish()
+    assert mirror.ended.wait(DEADLINE_S)  # the patience with a mirror is longer

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -269,7 +270,10 @@ class Mirror:
             if self._lease.lost:
                 raise error
         self._failing_since = min(self._failing_since, time.monotonic())
-        if self._trainer_gone and time.monotonic() - self._failing_since > _PATIENCE_S:
+        if not self._trainer_gone:
+            return
+        gone = not os.path.exists(self._boot.directory)  # and with it all that was to be copied
+        if gone or time.monotonic() - self._failing_since > _PATIENCE_S:
             raise error
 
     def _end_with(self, error: Exception) -> None:
