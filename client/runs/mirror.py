@@ -24,6 +24,7 @@ from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
 from sidesave.writer_daemon.storage import PosixStorage, sealed_json, urls
 from sidesave.writer_daemon.storage.atomic import replace_file
+from sidesave.writer_daemon.storage.posix import UNMOUNTED, may_be_unmounted
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +110,14 @@ class MirrorView:
             raise
         except (WriteError, CheckpointError) as error:
             if isinstance(error, CheckpointNotFoundError) and error.errno == errno.ENOENT:
-                self._checkpoints = []  # a directory that is still to be made
-                return True
+                if urls.is_url(self.place) or not may_be_unmounted(self.place):
+                    self._checkpoints = []  # a directory that is still to be made
+                    return True
+                error = WriteError(errno.ENOENT, f"there is no such mirror: {UNMOUNTED}", self.place)
             if needed:
                 text = "the run directory has no checkpoint, and its mirror cannot be read: where to go on is not known"
                 error.add_note(f"{text}; to begin anew all the same, leave mirror= out")
-                raise
+                raise error
             logger.warning("the mirror %s cannot be read now: %s", self.place, error)
             return False
         self._checkpoints = [dataclasses.replace(info, in_mirror=True) for info in found]

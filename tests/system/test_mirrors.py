@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from sidesave.errors import (
     DirectoryInUseError,
     InvalidArgumentError,
     SidesaveError,
+    WriteError,
     WriteStalledError,
 )
 
@@ -200,6 +202,7 @@ def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_
             ckpt.wait(0.01, mirrored=True)
         ckpt.delete(1).result(DEADLINE_S)
         place.parent.unlink()
+        place.mkdir(parents=True)
         second.mirrored.result(DEADLINE_S)
         with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
             first.mirrored.result(DEADLINE_S)
@@ -275,3 +278,48 @@ def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
         after = ckpt.save(2, a_state(2)).committed.result(DEADLINE_S)
         assert after.sequence > before.sequence + 1  # places that the mirror may have given away stay free
     assert "cannot be read now" in caplog.text
+
+
+@pytest.fixture(params=["missing", "empty"])
+def unmounted(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where a file system is not mounted, the run's directory apart."""
+    point = tmp_path / "shared"
+    if request.param == "empty":
+        point.mkdir()
+    return point
+
+
+def test_an_empty_run_does_not_begin_anew_where_its_mirror_may_be_unmounted(run: Path, unmounted: Path):
+    with pytest.raises(WriteError, match="Mount its file system, or make the directory") as caught:
+        sidesave.Checkpointer(run, mirror=unmounted / "exp1")
+    assert "leave mirror= out" in str(caught.value.__notes__)
+    assert not (unmounted / "exp1").exists()
+    (unmounted / "exp1").mkdir(parents=True)
+    with sidesave.Checkpointer(run, mirror=unmounted / "exp1") as ckpt:
+        ckpt.save(1, a_state(1)).mirrored.result(DEADLINE_S)
+
+
+def test_nothing_is_mirrored_to_a_mount_point_without_its_file_system(
+    run: Path, unmounted: Path, caplog: pytest.LogCaptureFixture
+):
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, a_state(1), blocking=True)
+    with sidesave.Checkpointer(run, mirror=unmounted / "exp1") as ckpt:
+        handle = ckpt.save(2, a_state(2))
+        handle.committed.result(DEADLINE_S)
+        wait_until(lambda: "does not work now" in caplog.text)
+        assert "Mount its file system" in caplog.text
+        assert not (unmounted / "exp1").exists()
+        (unmounted / "exp1").mkdir(parents=True)
+        handle.mirrored.result(DEADLINE_S)
+    check_mirror(str(unmounted / "exp1"), 1, 2)
+
+
+@pytest.mark.root
+def test_an_empty_file_system_that_is_mounted_is_no_doubt(run: Path, mount: Callable[..., Path]):
+    place = mount("-t", "tmpfs", "none") / "exp1"
+    with contextlib.ExitStack() as stack:
+        with sidesave.Checkpointer(run, mirror=place) as ckpt:
+            ckpt.save(1, a_state(1)).mirrored.result(DEADLINE_S)
+            ending = stack.enter_context(pidfd_of(daemon(ckpt)))
+        await_end(ending)  # before the file system goes

@@ -20,7 +20,7 @@ from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import copying
 from sidesave.writer_daemon.mirror.mirror import Mirror
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target, steps_in
-from sidesave.writer_daemon.protocol import Boot, DaemonOptions
+from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Mirrored
 from sidesave.writer_daemon.storage import sealed_json, urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
@@ -263,7 +263,8 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
     assert (Path(session.root) / "step-00000001").exists()
 
 
-def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: Path):
+def thread_of(run: Path) -> Mirror:
+    """The mirror of a daemon, which is not started yet."""
     options = DaemonOptions(
         fallback_directory="",
         retries=0,
@@ -273,18 +274,26 @@ def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: P
         nice=0,
         io_class="none",
         cpus=(),
-        mirror=str(tmp_path / "mirror"),
+        mirror=f"{run}-mirror",
     )
     boot = Boot(
-        attempt=1,
-        directory=str(tmp_path / "removed"),
-        session=NEW,
-        rank=0,
-        world_size=1,
-        trainer_pid=os.getpid(),
-        options=options,
+        attempt=1, directory=str(run), session=NEW, rank=0, world_size=1, trainer_pid=os.getpid(), options=options
     )
-    mirror = Mirror(boot, lambda: None)
+    return Mirror(boot, lambda: None)
+
+
+def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: Path):
+    mirror = thread_of(tmp_path / "removed")
     mirror.start()
     mirror.finish()
-    assert mirror.ended.wait(DEADLINE_S)  # the patience with a mirror is longer
+    assert mirror.ended.wait(DEADLINE_S)  # the patience with a mirror that does not answer is longer
+
+
+def test_a_save_of_the_fallback_directory_is_told_of_by_its_step(session: Session):
+    mirror = thread_of(Path(session.root))
+    mirror.committed(3, "/elsewhere/step-00000007", 100)
+    message = mirror.messages.get(timeout=DEADLINE_S)
+    assert isinstance(message, Mirrored)
+    assert (message.sequence, message.name) == (3, "step-00000007")
+    assert message.error is not None
+    assert "is not mirrored" in message.error.message

@@ -86,13 +86,15 @@ class Mirror:
 
     def committed(self, sequence: int, name: str, nbytes: int) -> None:
         """A save of this session was committed as ``name``."""
-        step = manifest.parse_step_directory(name)
-        if step is not None:
-            self._news.append(Step(sequence, self._boot.session, step, nbytes))
+        step = manifest.parse_step_directory(os.path.basename(name))
+        assert step is not None, name
+        saved = Step(sequence, self._boot.session, step, nbytes)
+        if name == saved.name:
+            self._news.append(saved)
             self._changed.set()
             return
         text = "it was committed in the fallback directory, which is not mirrored"
-        self._say_failed(Step(sequence, self._boot.session, 0, nbytes), WriteError(errno.EXDEV, text, name))
+        self._say_failed(saved, WriteError(errno.EXDEV, text, name))
 
     def delete(self, request: Delete) -> None:
         """Delete a step of the mirror, after what is being copied; DELETED or FAILED follows."""

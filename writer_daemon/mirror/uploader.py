@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, He
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.mirror.copying import copy_checkpoint
 from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, Storage, urls
-from sidesave.writer_daemon.storage.posix import make_run_directory
+from sidesave.writer_daemon.storage.posix import UNMOUNTED, make_run_directory, may_be_unmounted
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +84,15 @@ def read_step(storage: ReadStorage, name: str) -> Step | None:
 
 
 def open_target(root: str) -> Storage:
-    """The place of a mirror, made if it is a directory; blocking. Raises ``WriteError``."""
+    """The place of a mirror, made if it is a directory; blocking.
+
+    Raises:
+        WriteError: It cannot be opened or made. ENOENT: its file system may not be mounted.
+    """
     if not urls.is_url(root):
         try:
+            if not os.path.isdir(root) and may_be_unmounted(root):
+                raise FileNotFoundError(errno.ENOENT, UNMOUNTED)
             make_run_directory(root)
         except OSError as error:
             raise write_error(error, "cannot create the mirror", root) from error
