@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from sidesave.client.reporting.mirror_stats import MirrorStats, MirrorSummary
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.errors import CommitUnknownError, DaemonDiedError
 from sidesave.writer_daemon.log import describe_error, wall_clock_s
@@ -108,6 +109,7 @@ class SaveSummary:
         bandwidth: Median, over the last thousand saves, of this rank's bytes per second from the call until durable.
         last_committed_step: The step that was committed last.
         last_commit_s: When that was, in seconds since the epoch.
+        mirror: What has become of the checkpoints in the mirror; None without one, and on other ranks than 0.
     """
 
     counts: dict[SaveOutcome, int]
@@ -122,6 +124,7 @@ class SaveSummary:
     bandwidth: float | None
     last_committed_step: int | None
     last_commit_s: float | None
+    mirror: MirrorSummary | None
 
     @property
     def stall_s(self) -> float:
@@ -136,7 +139,8 @@ class SaveSummary:
         counts = [f"{count:,} {outcome}" for outcome, count in self.counts.items() if count]
         text = f"{', '.join(counts) or 'no saves'}; {format_bytes(self.nbytes)}"
         text += f", stall {format_seconds(self.stall_s)} ({self.stall_share:.2%} of {format_seconds(self.wall_s)})"
-        return text + (f", {format_bytes(round(self.bandwidth))}/s" if self.bandwidth else "")
+        text += f", {format_bytes(round(self.bandwidth))}/s" if self.bandwidth else ""
+        return text + (f"; mirror: {self.mirror}" if self.mirror else "")
 
 
 class SaveStats:
@@ -157,6 +161,7 @@ class SaveStats:
         self._under_way = 0
         self._nbytes = 0
         self._last: tuple[int, float] | None = None
+        self._mirror = MirrorStats()
 
     def watch(self, handle: SaveHandle, called: float, returned: float) -> None:
         """Take in a save whose call has just returned; never blocks, and never raises for what becomes of the save.
@@ -179,6 +184,8 @@ class SaveStats:
             # A daemon that died may have made it durable before it did.
             unknown = isinstance(error, (CommitUnknownError, DaemonDiedError))
             outcome = "committed" if error is None else "unknown" if unknown else "failed"
+            if error is None:
+                self._mirror.committed(handle)
             self._end(_event(handle, outcome, error, called, returned))
 
         # What is written while it is copied may be committed a moment before it is known that all of it is staged.
@@ -213,6 +220,7 @@ class SaveStats:
                 bandwidth=statistics.median(rates) if rates else None,
                 last_committed_step=None if self._last is None else self._last[0],
                 last_commit_s=None if self._last is None else self._last[1],
+                mirror=self._mirror.summary(),
             )
 
     def _end(self, event: SaveEvent) -> None:

@@ -459,3 +459,57 @@ def test_watching_holds_no_state_of_the_run(tmp_path: Path):
     del checkpointer
     gc.collect()
     assert gone() is None
+
+
+# A mirror ------------------------------------------------------------------------------------------------------------
+
+
+def test_how_far_a_mirror_is_behind(tmp_path: Path):
+    stats = SaveStats()
+    mirror = tmp_path / "mirror"
+    (tmp_path / "run").mkdir()
+    mirror.touch()  # a file is in its way
+    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
+        save(stats, checkpointer, 1, blocking=True)
+    assert stats.summary().mirror is None
+    assert "mirror" not in prometheus_text(stats)
+    with sidesave.Checkpointer(tmp_path / "run", mirror=mirror) as checkpointer:
+        handles = [save(stats, checkpointer, step) for step in (2, 3)]
+        sizes = [handle.committed.result(DEADLINE_S).nbytes for handle in handles]
+        checkpointer.wait(DEADLINE_S)
+        summary = stats.summary().mirror
+        assert summary is not None
+        assert (summary.mirrored, summary.failed, summary.backlog, summary.backlog_nbytes) == (0, 0, 2, sum(sizes))
+        assert (summary.bandwidth, summary.last_mirrored_step) == (None, None)
+        assert str(stats.summary()).endswith("mirror: 0 there, 2 to be copied")
+        checkpointer.delete(2).result(DEADLINE_S)
+        mirror.unlink()
+        checkpointer.wait(DEADLINE_S)
+        handles[1].mirrored.result(DEADLINE_S)
+        assert handles[0].mirrored.peek(DEADLINE_S)
+        summary = stats.summary().mirror
+        assert summary is not None
+        assert (summary.mirrored, summary.failed, summary.backlog, summary.backlog_nbytes) == (1, 1, 0, 0)
+        assert summary.last_mirrored_step == 3
+        assert summary.bandwidth is not None
+        committed, mirrored = handles[1].committed.reached, handles[1].mirrored.reached
+        assert committed is not None
+        assert mirrored is not None
+        assert summary.bandwidth == pytest.approx(sizes[1] / (mirrored - committed))
+    families = parsed(prometheus_text(stats, {"rank": "0"}))
+    copies = families["sidesave_mirror_copies"]
+    assert [value(copies, "_total", rank="0", outcome=name) for name in ("mirrored", "failed")] == [1, 1]
+    assert value(families["sidesave_mirror_backlog"], rank="0") == 0
+    assert value(families["sidesave_mirror_backlog_bytes"], rank="0") == 0
+    assert value(families["sidesave_mirror_bytes_per_second"], rank="0") == summary.bandwidth
+    assert value(families["sidesave_last_mirrored_step"], rank="0") == 3
+
+
+def test_what_a_closed_checkpointer_leaves_to_its_daemon_has_not_failed(tmp_path: Path):
+    stats = SaveStats()
+    with sidesave.Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror", mirror_bandwidth=1) as checkpointer:
+        handle = save(stats, checkpointer, 1, blocking=True)
+    assert isinstance(handle.mirrored.peek(DEADLINE_S), CommitUnknownError)
+    summary = stats.summary().mirror
+    assert summary is not None
+    assert (summary.mirrored, summary.failed, summary.backlog) == (0, 0, 0)
