@@ -6,7 +6,9 @@ in memory until they are completed.
 
 import contextlib
 import itertools
+import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -328,3 +330,35 @@ class ObjectServer:
 def serving(root: Path) -> Iterator[ObjectServer]:
     with ObjectServer(root) as server:
         yield server
+
+
+class Killer:
+    """Kills processes when a certain request comes, which is carried out all the same, or is not."""
+
+    def __init__(self, server: ObjectServer) -> None:
+        self._pids: tuple[int, ...] = ()
+        self._left, self._fault = 0, None
+        self._lock = threading.Lock()
+        server.fault = self._come_to
+
+    def arm(self, *pids: int, after: int, fault: Fault) -> None:
+        with self._lock:
+            self._pids, self._left, self._fault = pids, after, fault
+
+    def disarm(self) -> bool:
+        """Whether it has come to that."""
+        with self._lock:
+            armed, self._pids = bool(self._pids), ()
+        return not armed
+
+    def _come_to(self, request: Request, number: int) -> Fault:
+        with self._lock:
+            if self._pids:
+                self._left -= 1
+            if not self._pids or self._left >= 0:
+                return None
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._pids = ()
+            return self._fault

@@ -1,19 +1,15 @@
 """Saves to an object store that answers with errors, loses answers, or counts what it is asked."""
 
-import contextlib
 import errno
 import itertools
 import json
-import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import campaigns
 import pytest
-from object_server import After, Fault, ObjectServer, Request, serving
+from object_server import After, Fault, Killer, ObjectServer, Request, serving
 from trainers import (
     DEADLINE_S,
     Traces,
@@ -190,38 +186,6 @@ def test_no_process_and_no_file_tells_the_credentials(server: ObjectServer) -> N
 
 
 # Deaths at each request ---------------------------------------------------------------------------------------------
-
-
-class Killer:
-    """Kills processes when a certain request comes, which is carried out all the same, or is not."""
-
-    def __init__(self, server: ObjectServer) -> None:
-        self._pids: tuple[int, ...] = ()
-        self._left, self._fault = 0, None
-        self._lock = threading.Lock()
-        server.fault = self._come_to
-
-    def arm(self, *pids: int, after: int, fault: Fault) -> None:
-        with self._lock:
-            self._pids, self._left, self._fault = pids, after, fault
-
-    def disarm(self) -> bool:
-        """Whether it has come to that."""
-        with self._lock:
-            armed, self._pids = bool(self._pids), ()
-        return not armed
-
-    def _come_to(self, request: Request, number: int) -> Fault:
-        with self._lock:
-            if self._pids:
-                self._left -= 1
-            if not self._pids or self._left >= 0:
-                return None
-            for pid in self._pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._pids = ()
-            return self._fault
 
 
 @pytest.mark.timeout(300)
