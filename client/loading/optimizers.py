@@ -17,11 +17,10 @@ from sidesave.client.loading.flat import FlatMap, LiveMap, Path, Slot, fqn_of
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.stager.state.tensor_collector import is_dtensor
+from sidesave.stager.wrappers import PARTS
 
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """Optimizer states that have the shape of their parameter."""
-_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Name parts that data parallelism, ``torch.compile`` and the like add to what they wrap."""
 
 
 # By name -----------------------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ def _match(saved: Sequence[str | None], own: Sequence[set[str]]) -> list[int | N
 
 
 def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in PARTS)
 
 
 # What does not fit -------------------------------------------------------------------------------------------------
