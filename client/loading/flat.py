@@ -237,7 +237,9 @@ class LiveMap:
             names: dict[str, str] = {}
             if wrappers := WrapperNames(target):
                 names = wrappers.keys(state)
-                names = {} if two_of_one_name(names) else names  # which no save takes; an older one kept both as they are
+                names = (
+                    {} if two_of_one_name(names) else names
+                )  # which no save takes; an older one kept both as they are
             if names:
                 modules = {key: wrappers.module(key) for key in getattr(state, "_metadata", ())}
                 self.wrapped[path] = Wrapped(names, modules)

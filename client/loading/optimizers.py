@@ -71,7 +71,7 @@ def arrange(
         return None
     sizes = [len(group["params"]) for group in target.param_groups]
     if origins == [*range(sum(sizes))] and sizes == [*map(len, state.numbers)]:
-        return Arranged(saved)
+        return Arranged(state.with_names_of(target))
     if state.is_joint():
         kind = type(target).__name__
         return Arranged(
@@ -128,6 +128,15 @@ class _State:
                 return []
             by_group.append(names)
         return by_group if len({name for group in by_group for name in group}) == sum(map(len, by_group)) else []
+
+    def with_names_of(self, target: torch.optim.Optimizer) -> FlatMap:
+        """The state as it is, with the names that the target itself keeps of its parameters, where both keep some."""
+        if not self.own_names() or not _own_names(target):
+            return self._flat
+        flat = FlatMap(dict(self._flat.leaves), dict(self._flat.containers))
+        for at, group in enumerate(target.param_groups):
+            _put_list(flat, (*self._groups, at, "param_names"), group["param_names"])
+        return flat
 
     def is_joint(self) -> bool:
         """Whether a parameter has more than numbers and tensors, as where one state serves all parameters."""

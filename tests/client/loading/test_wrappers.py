@@ -170,7 +170,9 @@ def test_patterns_speak_of_the_names_in_the_checkpoint(tmp_path: Path, monkeypat
         assert difference(before, values(target.head)) == ""
     target = Trunk(2)
     rename = {"model.module.backbone": "model.backbone", "model.module.head": "head"}
-    sidesave.load(path, into={"model": nn.ModuleDict({"backbone": target.backbone}), "head": target.head}, rename=rename)
+    sidesave.load(
+        path, into={"model": nn.ModuleDict({"backbone": target.backbone}), "head": target.head}, rename=rename
+    )
     assert_equal(source, target)
     target = Trunk(3)
     path = save(tmp_path / "new", {"model": source})
@@ -187,7 +189,9 @@ def test_state_dicts_and_files_of_others_keep_their_names_and_load_where_these_c
         target = Trunk(2)
         sidesave.load(path, into={"model": wrap(target)})
         assert_equal(source, target)
-    both = save(tmp_path / "both", {"model": {"module.weight": torch.ones(2, 2), "_orig_mod.weight": torch.zeros(2, 2)}})
+    both = save(
+        tmp_path / "both", {"model": {"module.weight": torch.ones(2, 2), "_orig_mod.weight": torch.zeros(2, 2)}}
+    )
     assert_refused(both, {"model": nn.Linear(2, 2, bias=False)}, "model.weight")
     exact = save(tmp_path / "exact", {"model": {"module.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2)}})
     assert_refused(exact, {"model": nn.Linear(2, 2, bias=False)}, "model.module.weight")
@@ -281,7 +285,7 @@ def test_what_is_remembered_follows_what_is_wrapped_between_two_saves(tmp_path: 
         if step == 3:
             model.head = compiled(head)
         elif step == 6:
-            model.head, model.backbone = head, compiled(compiled(backbone))
+            model.head, model.backbone = head, compiled(DataParallel(backbone))
         elif step == 9:
             model.backbone = backbone
             parallel.module = compiled(parallel.module)
