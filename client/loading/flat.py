@@ -237,9 +237,8 @@ class LiveMap:
             names: dict[str, str] = {}
             if wrappers := WrapperNames(target):
                 names = wrappers.keys(state)
-                names = (
-                    {} if two_of_one_name(names) else names
-                )  # which no save takes; an older one kept both as they are
+                if two_of_one_name(names):  # an older version has saved both as they are
+                    names = {}
             if names:
                 modules = {key: wrappers.module(key) for key in getattr(state, "_metadata", ())}
                 self.wrapped[path] = Wrapped(names, modules)

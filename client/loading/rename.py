@@ -182,7 +182,7 @@ def without_wrappers(places: Iterable[Path], live: LiveMap) -> dict[Path, Path]:
     """Where leaves go that are saved under the names of wrappers, by the places that these names say.
 
     What was saved of the very wrappers that are here goes to what they wrap. Of other names the parts that wrappers add
-    are dropped where the target has not the name as it is, and no other name, here or there, differs by such parts only.
+    are dropped where the target has no such name, and no other name, here or there, differs by such parts only.
     """
     moved: dict[Path, Path] = {}
     places = list(places)
