@@ -178,13 +178,16 @@ class Renamed:
                 self._metadata.setdefault(new[:-1], {}).setdefault(key, known[before])
 
 
-def without_wrappers(places: Iterable[Path], live: LiveMap) -> dict[Path, Path]:
+def without_wrappers(places: Iterable[Path], live: LiveMap) -> tuple[dict[Path, Path], dict[Path, Path]]:
     """Where leaves go that are saved under the names of wrappers, by the places that these names say.
 
     What was saved of the very wrappers that are here goes to what they wrap. Of other names the parts that wrappers add
     are dropped where the target has no such name, and no other name, here or there, differs by such parts only.
+
+    Returns what is known to go there by the types of wrappers, and what by its name only.
     """
     moved: dict[Path, Path] = {}
+    by_name: dict[Path, Path] = {}
     places = list(places)
     for path, wrapped in live.wrapped.items():
         below = [place for place in places if len(place) > len(path) and place[: len(path)] == path]
@@ -195,7 +198,7 @@ def without_wrappers(places: Iterable[Path], live: LiveMap) -> dict[Path, Path]:
     left = [place for place in places if place not in moved]
     odd = [place for place in left if place not in live.slots and not PARTS.isdisjoint(fqn_of(place).split("."))]
     if all(live.slot(place) is not None or place in live.containers for place in odd):
-        return moved
+        return moved, by_name
     alike: dict[Any, tuple[dict[Path, list[Path]], list[Path]]] = {}
     for place in left:
         alike.setdefault(_bare(place), ({}, []))[0].setdefault(_tensor_of(place), []).append(place)
@@ -207,8 +210,8 @@ def without_wrappers(places: Iterable[Path], live: LiveMap) -> dict[Path, Path]:
             (head, leaves), target = *heads.items(), targets[0]
             parts = iter(fqn_of(head).split("."))
             if head != target and all(part in parts for part in fqn_of(target).split(".")):
-                moved |= {leaf: (*target, *leaf[len(head) :]) for leaf in leaves}
-    return moved
+                by_name |= {leaf: (*target, *leaf[len(head) :]) for leaf in leaves}
+    return moved, by_name
 
 
 def _tensor_of(place: Path) -> Path:

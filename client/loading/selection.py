@@ -165,7 +165,12 @@ class Selection:
                 if path not in places and (name := self.renaming(fqn)) is not None
             }
             every = {path: new for path, new in (places | others).items() if new[0] in live.into}
-            moved = without_wrappers(every.values(), live)
+            moved, by_name = without_wrappers(every.values(), live)
+            moved |= by_name
+            guessed = [fqn_of(path) for path, new in places.items() if new in by_name]
+            if guessed:
+                odd = ", ".join(few(guessed, str, "are such"))
+                logger.warning("loading %s: what wrappers add is dropped from names: %s", self.where, odd)
             freed = {fqn_of(path): fqn_of(moved[new]) for path, new in every.items() if new in moved}
             wanted.freed = {name: fqn for fqn, name in freed.items()}
             names |= {path: freed[fqn] for path in names if (fqn := fqn_of(path)) in freed} if freed else {}
