@@ -164,7 +164,8 @@ def test_a_child_of_the_users_keeps_its_name(tmp_path: Path, monkeypatch: pytest
 def test_patterns_speak_of_the_names_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = Trunk(1)
     path = old(monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)}))
-    for options in ({"exclude": "model.module.head"}, {"include": "model.module.backbone"}):
+    choices: list[dict[str, Any]] = [{"exclude": "model.module.head"}, {"include": "model.module.backbone"}]
+    for options in choices:
         target = Trunk(2)
         before = values(target.head)
         sidesave.load(path, into={"model": target}, **options)
@@ -209,9 +210,9 @@ def test_extra_state_and_the_versions_of_submodules_go_to_their_modules(
         _version = 7
         seen: Any = None
 
-        def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-            self.seen = local_metadata.get("version")
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+            self.seen = arguments[2].get("version")
+            super()._load_from_state_dict(*arguments, **options)
 
     def make(note: Any) -> nn.ModuleDict:
         return nn.ModuleDict({"extra": Extra(note), "versioned": Versioned(2, 2)})
@@ -273,7 +274,7 @@ def test_two_names_that_are_one_without_the_wrapper_are_refused(tmp_path: Path, 
         checkpointer.save(2, {"model": model.module}, blocking=True)
     path = old(monkeypatch, lambda: save(tmp_path / "old", {"model": model}))
     target = WithOwn(nn.Linear(2, 2))
-    target.weight.fill_(3)
+    dict(target.named_buffers())["weight"].fill_(3)
     sidesave.load(path, into={"model": target})
     assert_equal(model, target)
 
