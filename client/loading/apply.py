@@ -89,7 +89,7 @@ def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, st
         grad = torch.is_grad_enabled()
         try:  # an interrupt can keep `no_grad` from ending
             torch_private.set_grad_enabled(False)
-            _fill(each, strict=strict)
+            _fill(live, each, strict=strict)
         finally:
             torch_private.set_grad_enabled(grad)
     elif isinstance(target, torch.optim.Optimizer):
@@ -112,9 +112,10 @@ def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, st
         _put(live.into, each.path, _in_place(target, value, undo, taken), undo)
 
 
-def _fill(each: Assignment, *, strict: bool) -> None:
+def _fill(live: LiveMap, each: Assignment, *, strict: bool) -> None:
     if isinstance(each.target, nn.Module):
-        each.target.load_state_dict(each.value, strict=strict)
+        wrapped = live.wrapped.get(each.path)
+        each.target.load_state_dict(wrapped.state(each.value) if wrapped else each.value, strict=strict)
         return
     value = each.flat.leaves[each.path]
     if isinstance(value, Local):

@@ -15,6 +15,7 @@ from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.tags import PLAIN
 from sidesave.stager.state.tree import Stateful
 from sidesave.stager.state.treespec import with_metadata
+from sidesave.stager.wrappers import WrapperNames, two_of_one_name
 
 DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 SEQUENCES: Final = (list, tuple, collections.deque)
@@ -186,6 +187,22 @@ class Slot:
         return FlatMap.of(self.target.state_dict() if is_stateful(self.target) else self.target, self.path)
 
 
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """How a module with wrappers in it names its state: by its own names of tensors, and of modules, those without."""
+
+    names: dict[str, str]
+    modules: dict[str, str]
+
+    def state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict for the module itself, of one with names without wrappers."""
+        own = {key: state[name] for key, name in self.names.items() if name in state}
+        metadata = getattr(state, "_metadata", None)
+        if metadata is None:
+            return own
+        return with_metadata(own, {key: metadata[name] for key, name in self.modules.items() if name in metadata})
+
+
 class LiveMap:
     """A live state as a flat map.
 
@@ -194,6 +211,7 @@ class LiveMap:
         slots: Its leaves by path.
         containers: The dicts, modules and sequences of live objects that hold them, by path.
         marks: The ``PerRank`` annotations, by path.
+        wrapped: Of modules with wrappers in them their own names, by path; slots have those without.
     """
 
     def __init__(self, into: dict[str, Any]) -> None:
@@ -202,6 +220,7 @@ class LiveMap:
         self.slots: dict[Path, Slot] = {}
         self.containers: dict[Path, Any] = {}
         self.marks: dict[Path, PerRank] = {}
+        self.wrapped: dict[Path, Wrapped] = {}
         self._names: dict[str, Path] = {}
         self._within: dict[Path, dict[str, Path]] = {}
         for name, target in into.items():
@@ -214,8 +233,18 @@ class LiveMap:
             target = target.value
         if isinstance(target, nn.Module):
             self.containers[path] = target
-            for key, value in target.state_dict(keep_vars=True).items():
-                self.slots[*path, key] = Slot((*path, key), value, target, alone, is_plain=False)
+            state = target.state_dict(keep_vars=True)
+            names: dict[str, str] = {}
+            if wrappers := WrapperNames(target):
+                names = wrappers.keys(state)
+                if two_of_one_name(names):  # an older version has saved both as they are
+                    names = {}
+            if names:
+                modules = {key: wrappers.module(key) for key in getattr(state, "_metadata", ())}
+                self.wrapped[path] = Wrapped(names, modules)
+            for key, value in state.items():
+                at = (*path, names.get(key, key))
+                self.slots[at] = Slot(at, value, target, alone, is_plain=False)
         elif children(target) and is_live(target):
             self.containers[path] = target
             for key, item in children(target):

@@ -54,7 +54,9 @@ def load(
             the URL of one of them. Only what is loaded is read of it (docs/remote.md).
         into: Live objects by the names they were saved under. Objects with ``load_state_dict`` take their state,
             tensors are filled in place, and plain data is replaced inside the existing dicts and lists. An optimizer
-            takes its state by parameter name if its modules are in ``into``. Enum members are restored where the target
+            takes its state by parameter name if its modules are in ``into``. Wrappers (``DistributedDataParallel``,
+            ``torch.compile``) are in no name, and a prefix of theirs in the checkpoint is dropped where that leaves no
+            doubt. Enum members are restored where the target
             holds a member of their class, else as values. Without ``into`` a fresh nest of state dicts is returned.
         map_location: Device for fresh tensors; None is the CPU.
         include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, with all below them; None is all.

@@ -17,11 +17,10 @@ from sidesave.client.loading.flat import FlatMap, LiveMap, Path, Slot, fqn_of
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.stager.state.tensor_collector import is_dtensor
+from sidesave.stager.wrappers import PARTS
 
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """Optimizer states that have the shape of their parameter."""
-_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Name parts that data parallelism, ``torch.compile`` and the like add to what they wrap."""
 
 
 # By name -----------------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def arrange(
         return None
     sizes = [len(group["params"]) for group in target.param_groups]
     if origins == [*range(sum(sizes))] and sizes == [*map(len, state.numbers)]:
-        return Arranged(saved)
+        return Arranged(state.with_names_of(target))
     if state.is_joint():
         kind = type(target).__name__
         return Arranged(
@@ -129,6 +128,15 @@ class _State:
                 return []
             by_group.append(names)
         return by_group if len({name for group in by_group for name in group}) == sum(map(len, by_group)) else []
+
+    def with_names_of(self, target: torch.optim.Optimizer) -> FlatMap:
+        """The state as it is, with the names that the target itself keeps of its parameters, where both keep some."""
+        if not self.own_names() or not _own_names(target):
+            return self._flat
+        flat = FlatMap(dict(self._flat.leaves), dict(self._flat.containers))
+        for at, group in enumerate(target.param_groups):
+            _put_list(flat, (*self._groups, at, "param_names"), group["param_names"])
+        return flat
 
     def is_joint(self) -> bool:
         """Whether a parameter has more than numbers and tensors, as where one state serves all parameters."""
@@ -266,7 +274,7 @@ def _match(saved: Sequence[str | None], own: Sequence[set[str]]) -> list[int | N
 
 
 def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in PARTS)
 
 
 # What does not fit -------------------------------------------------------------------------------------------------

@@ -7,14 +7,16 @@ keeps the old keys that its name still ends with, and the new part in front of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
+import torch
 from torch import nn
 
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, fqn_of, prefixes
 from sidesave.errors import InvalidArgumentError, brief
 from sidesave.stager.state.treespec import with_metadata
+from sidesave.stager.wrappers import PARTS
 
 Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 """From names in the checkpoint to those in the target, None to leave out: a dict of prefixes, or a function."""
@@ -174,6 +176,54 @@ class Renamed:
                 return
             if before in known:
                 self._metadata.setdefault(new[:-1], {}).setdefault(key, known[before])
+
+
+def without_wrappers(places: Iterable[Path], live: LiveMap) -> tuple[dict[Path, Path], dict[Path, Path]]:
+    """Where leaves go that are saved under the names of wrappers, by the places that these names say.
+
+    What was saved of the very wrappers that are here goes to what they wrap. Of other names the parts that wrappers add
+    are dropped where the target has no such name, and no other name, here or there, differs by such parts only.
+
+    Returns what is known to go there by the types of wrappers, and what by its name only.
+    """
+    moved: dict[Path, Path] = {}
+    by_name: dict[Path, Path] = {}
+    places = list(places)
+    for path, wrapped in live.wrapped.items():
+        below = [place for place in places if len(place) > len(path) and place[: len(path)] == path]
+        saved, own, free = {place[len(path)] for place in below}, wrapped.names.keys(), {*wrapped.names.values()}
+        if saved & (own - free) and not saved & (free - own):
+            names = wrapped.names
+            moved |= {at: (*path, names[at[len(path)]], *at[len(path) + 1 :]) for at in below if at[len(path)] in names}
+    left = [place for place in places if place not in moved]
+    odd = [place for place in left if place not in live.slots and not PARTS.isdisjoint(fqn_of(place).split("."))]
+    if all(live.slot(place) is not None or place in live.containers for place in odd):
+        return moved, by_name
+    alike: dict[Any, tuple[dict[Path, list[Path]], list[Path]]] = {}
+    for place in left:
+        alike.setdefault(_bare(place), ({}, []))[0].setdefault(_tensor_of(place), []).append(place)
+    for path, slot in live.slots.items():
+        if isinstance(slot.target, torch.Tensor) or slot.is_extra:
+            alike.setdefault(_bare(path), ({}, []))[1].append(path)
+    for heads, targets in alike.values():
+        if len(heads) == len(targets) == 1:
+            (head, leaves), target = *heads.items(), targets[0]
+            parts = iter(fqn_of(head).split("."))
+            if head != target and all(part in parts for part in fqn_of(target).split(".")):
+                by_name |= {leaf: (*target, *leaf[len(head) :]) for leaf in leaves}
+    return moved, by_name
+
+
+def _tensor_of(place: Path) -> Path:
+    """The place of a tensor, or of the extra state that a leaf is in."""
+    ends = (end for end, key in enumerate(place, 1) if str(key).endswith("_extra_state"))
+    return place[: next(ends, len(place))]
+
+
+def _bare(place: Path) -> tuple[Any, ...]:
+    """What the names of a tensor that differ by parts of wrappers only have in common."""
+    inner = fqn_of(_tensor_of(place)[1:]).split(".")
+    return (place[0], *(part for part in inner if part not in PARTS))
 
 
 def _alike(one: Path, other: Path) -> int:

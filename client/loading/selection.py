@@ -13,7 +13,7 @@ from sidesave.client.loading import keeping, optimizers
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, Slot, fqn_of, prefixes
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.messages import Mismatches
-from sidesave.client.loading.rename import Rename, Renamed, Renaming, refuse_two_in_one_place
+from sidesave.client.loading.rename import Rename, Renamed, Renaming, refuse_two_in_one_place, without_wrappers
 from sidesave.client.loading.tensors import EnumLoad, Pickled, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading import filters
@@ -38,6 +38,7 @@ class LoadFilter:
         cast_to: The dtype for floating-point tensors.
         patterns: The patterns and old names, each of which should match something in the checkpoint.
         is_partial: Whether there are patterns, so that the target may have more than the checkpoint.
+        freed: Names in the checkpoint by those of the target, of what is saved under the names of wrappers.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LoadFilter:
         self.selected: Callable[[str], bool] = selector(include, exclude)
         self.renaming = Renaming(rename)
         self.is_partial = include is not None or exclude is not None
+        self.freed: dict[str, str] = {}
         self._strict = strict
         self.patterns: list[Pattern] = [
             *(Pattern("include", text) for text in listed(include, "include") or ()),
@@ -67,7 +69,7 @@ class LoadFilter:
         """Whether patterns leave out what the target calls ``name``."""
         if not self.is_partial:
             return False
-        origins = self.renaming.origins(name)
+        origins = [self.freed[name]] if name in self.freed else self.renaming.origins(name)
         return origins is not None and not any(map(self.selected, origins))
 
     def refuse_unmatched(self, reader: Reader, fqns: Sequence[str], live: LiveMap | None) -> None:
@@ -155,12 +157,28 @@ class Selection:
             if wanted.selected(fqn) and (name := self.renaming(fqn)) is not None
         }
         places = {path: renamed.where(path, name) for path, name in names.items()}
+        freed: dict[str, str] = {}  # new names of what is saved under the names of wrappers
         if live is not None:
-            places = {path: new for path, new in places.items() if new[0] in live.into}
+            others = {
+                path: renamed.where(path, name)
+                for path, fqn in zip(saved.leaves, fqns, strict=True)
+                if path not in places and (name := self.renaming(fqn)) is not None
+            }
+            every = {path: new for path, new in (places | others).items() if new[0] in live.into}
+            moved, by_name = without_wrappers(every.values(), live)
+            moved |= by_name
+            guessed = [fqn_of(path) for path, new in places.items() if new in by_name]
+            if guessed:
+                odd = ", ".join(few(guessed, str, "are such"))
+                logger.warning("loading %s: what wrappers add is dropped from names: %s", self.where, odd)
+            freed = {fqn_of(path): fqn_of(moved[new]) for path, new in every.items() if new in moved}
+            wanted.freed = {name: fqn for fqn, name in freed.items()}
+            names |= {path: freed[fqn] for path in names if (fqn := fqn_of(path)) in freed} if freed else {}
+            places = {path: moved.get(new, new) for path, new in places.items() if new[0] in live.into}
         asked = {path[0] for path in places}
         unasked = (path[0] for path in names if path[0] not in asked and path[0] not in partial)
         self.unasked = dict.fromkeys(map(str, unasked))
-        if self.renaming:
+        if self.renaming or freed:
             for path in places:
                 renamed.place(path, names[path])
             refuse_two_in_one_place(names, places)
@@ -188,7 +206,9 @@ class Selection:
             starts = {slot: old[: len(old) - len(places[old]) + len(slot.path)] for old, slot in slots.items() if slot}
             for slot in whole.values():
                 if isinstance(slot.target, torch.optim.Optimizer):
-                    self._arrange(slot, parameters.get(fqn_of(starts[slot]), []), live, wanted)
+                    groups = parameters.get(fqn_of(starts[slot]), [])
+                    renamed_groups = [[freed.get(name) or self.renaming(name) for name in group] for group in groups]
+                    self._arrange(slot, renamed_groups, live, wanted)
         self.given = {path for path, slot in whole.items() if not slot.is_plain}
         self.incomplete = {slot.path for slot, _ in staying.values()} & self.given
         if wanted.patterns or self.renaming or any(leaf is KEEP_CURRENT for leaf in self.flat.leaves.values()):
@@ -205,11 +225,10 @@ class Selection:
             value.look_up(self._reader, self._cast_to)
         return value
 
-    def _arrange(self, slot: Slot, fqns: list[list[str]], live: LiveMap, wanted: LoadFilter) -> None:
+    def _arrange(self, slot: Slot, fqns: list[list[str | None]], live: LiveMap, wanted: LoadFilter) -> None:
         """Put the state of an optimizer into the order of its live parameters, if names tell it."""
         saved = self.flat.below(slot.path)
-        renamed = [[self.renaming(name) for name in group] for group in fqns]
-        arranged = optimizers.arrange(slot, saved, renamed, live, self.partial)
+        arranged = optimizers.arrange(slot, saved, fqns, live, self.partial)
         if arranged is None:
             self.by_position += [slot.fqn] if optimizers.is_ambiguous(slot, saved) else []
             return

@@ -31,6 +31,7 @@ from sidesave.stager.state.recall import KINDS, Recall
 from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Packed, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
 from sidesave.stager.state.treespec import TensorRef, rebuilt
+from sidesave.stager.wrappers import WrapperNames, two_of_one_name
 
 logger = logging.getLogger(__name__)
 
@@ -323,8 +324,15 @@ class _Flattener:
 
     def _module(self, module: nn.Module, fqn: str, depth: int) -> Any:
         state = module.state_dict(keep_vars=True)
-        tag, body = self.dict(state, fqn, depth)
         metadata = getattr(state, "_metadata", None)
+        if wrappers := WrapperNames(module):
+            names = wrappers.keys(state)
+            if two := two_of_one_name(names):
+                name = f"{fqn}.{names[two[0]]}"
+                raise UnsupportedValueError(f"{name}: without wrappers {two[0]} and {two[1]} are one name; rename one")
+            state = {names[key]: value for key, value in state.items()}
+            metadata = metadata and {wrappers.module(key): each for key, each in metadata.items()}
+        tag, body = self.dict(state, fqn, depth)
         if metadata is None:
             return [tag, body]
         about = {key: dict(each) for key, each in metadata.items()}

@@ -106,7 +106,7 @@ class Trunk(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """What DistributedDataParallel does to names."""
+    """A module of the user's that names its child as DistributedDataParallel does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

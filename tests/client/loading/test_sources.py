@@ -10,7 +10,7 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
-from loads import Loader, Trunk, Wrapped, flip_bit, sharded, values, with_manifest
+from loads import Loader, Trunk, flip_bit, sharded, values, with_manifest
 from states import difference
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -48,7 +48,7 @@ def bank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = trained(2)
     states = {
         "a": trained(1),
-        "b": {**other, "model": Wrapped(other["model"])},
+        "b": {**other, "model": nn.ModuleDict({"inner": other["model"]})},
         "c": {"table": trained(3)["model"].head, "note": "of c"},
     }
     for name, state in states.items():
@@ -79,7 +79,7 @@ def test_a_state_is_put_together_from_three_runs(bank: Path):
     found = load_sources(
         [
             Source(bank / "a"),
-            Source(bank / "b", include="model.module.backbone", rename={"model.module": "model"}),
+            Source(bank / "b", include="model.inner.backbone", rename={"model.inner": "model"}),
             Source(bank / "c" / "step-00000007", include="table", rename={"table": "model.head"}),
         ],
         into,
@@ -114,12 +114,12 @@ def test_of_what_two_have_the_later_counts_and_the_earlier_is_not_read(bank: Pat
 
     first = shutil.copytree(bank / "a" / "step-00000007", tmp_path / "first")
     flip_bit(first / "model.rank-00000.safetensors", -1)
-    whole = Source(bank / "b", rename={"model.module": "model"})
+    whole = Source(bank / "b", rename={"model.inner": "model"})
     into = trained(4)
     load_sources([Source(first), whole], into)
     assert difference(values(trained(2)), values(into)) == ""
     assert_untouched(into, IntegrityError, "model.rank-00000", of=[whole, Source(first)])
-    load_sources([Source(bank / "b", 5, rename={"model.module": "model"}), Source(bank / "a", include="epoch")], into)
+    load_sources([Source(bank / "b", 5, rename={"model.inner": "model"}), Source(bank / "a", include="epoch")], into)
     assert into["epoch"] == 1
 
 
@@ -181,7 +181,7 @@ def test_a_source_of_which_nothing_is_taken_is_an_error(bank: Path):
     into: dict[str, Any] = {"model": Trunk(4)}
     whole = Source(bank / "a")
     assert_untouched(into, StateMismatchError, "'table'", of=[whole, Source(bank / "c")])
-    hint = 'rename={"model.module": "model"}'
+    hint = 'rename={"model.inner": "model"}'
     assert_untouched(into, StateMismatchError, hint, of=[whole, Source(bank / "b", include="model")])
     load_sources([whole, Source(bank / "c", strict=False)], into)
 
@@ -302,14 +302,14 @@ def load_sharded(rank: int, world: int, bank: str, folder: str) -> None:
     mesh = dist.init_device_mesh("cpu", (world,))
     expected = {seed: whole(trained(seed)["model"]) for seed in (1, 2, 3)}
 
-    target = Wrapped(sharded(8, mesh))
-    sidesave.load(f"{bank}/a/step-00000007", into={"net": target}, rename={"model": "net.module"})
-    assert difference(expected[1], whole(target.module)) == ""
+    target = nn.ModuleDict({"inner": sharded(8, mesh)})
+    sidesave.load(f"{bank}/a/step-00000007", into={"net": target}, rename={"model": "net.inner"})
+    assert difference(expected[1], whole(target["inner"])) == ""
     assert all(isinstance(parameter, DTensor) for parameter in target.parameters())
 
     half = sharded(8, mesh, torch.bfloat16)
     sidesave.load(
-        f"{bank}/b/step-00000007", into={"model": half}, rename={"model.module": "model"}, dtype=torch.bfloat16
+        f"{bank}/b/step-00000007", into={"model": half}, rename={"model.inner": "model"}, dtype=torch.bfloat16
     )
     cast = {name: t.bfloat16() if t.is_floating_point() else t for name, t in expected[2].items()}
     assert difference(cast, whole(half)) == ""
@@ -325,7 +325,7 @@ def load_sharded(rank: int, world: int, bank: str, folder: str) -> None:
     load_sources(
         [
             Source(f"{bank}/a", include=["model", "optimizer"]),
-            Source(f"{bank}/b", include="model", exclude="*.head.*", rename={"model.module": "model"}),
+            Source(f"{bank}/b", include="model", exclude="*.head.*", rename={"model.inner": "model"}),
             Source(f"{bank}/c", include="table", rename=lambda fqn: fqn.replace("table", "model.head")),
         ],
         state,
@@ -338,7 +338,7 @@ def load_sharded(rank: int, world: int, bank: str, folder: str) -> None:
         assert isinstance(moment["exp_avg"], DTensor)
         assert difference(moments[number]["exp_avg"], moment["exp_avg"].full_tensor()) == ""
         assert moment["step"] == 1
-    with pytest.raises(StateMismatchError, match=r"rename=\{\"model.module\": \"model\"\}"):
+    with pytest.raises(StateMismatchError, match=r"rename=\{\"model.inner\": \"model\"\}"):
         sidesave.load(f"{bank}/b/step-00000007", into={"model": sharded(8, mesh)})
     dist.destroy_process_group()
 
