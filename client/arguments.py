@@ -121,7 +121,7 @@ def place_to_write(path: str | os.PathLike[str]) -> str:
     text: object = os.fspath(path) if isinstance(cast("object", path), (str, os.PathLike)) else None
     if not (isinstance(text, str) and urls.is_url(text)):
         return path_text(path)
-    url = urls.normalized(text)
+    url = urls.normalized(text, to_write=True)
     if not urls.can_write(url):
         raise InvalidArgumentError(
             f"{url}: this is read, and not written to; run directories are s3, gs, az or file URLs"

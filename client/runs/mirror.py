@@ -37,7 +37,7 @@ def check_mirror(mirror: str | os.PathLike[str] | None, directory: str, *, node_
     if mirror is None:
         return ""
     text = str(os.fspath(mirror)) if isinstance(cast("object", mirror), (str, os.PathLike)) else ""
-    place = urls.normalized(text) if urls.is_url(text) else path_text(mirror)
+    place = urls.normalized(text, to_write=True) if urls.is_url(text) else path_text(mirror)
     if node_local:
         raise InvalidArgumentError("node_local keeps a part on each node, a mirror whole checkpoints: not both")
     if urls.is_url(directory):

@@ -55,6 +55,9 @@ class Bucket:
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         """Prepare a client of ``root``; ``InvalidArgumentError`` where the options are none of its. Asks nothing."""
         self.root = root
+        if options and root.startswith("file:"):  # whose store has none, and so would refuse none
+            names = ", ".join(sorted(map(str, options)))
+            raise InvalidArgumentError(f"{root}: a directory takes no storage_options, and these are given: {names}")
         try:
             self._store, self._prefix = _connect(root, options)
         except (exceptions.BaseError, TypeError, ValueError) as error:
