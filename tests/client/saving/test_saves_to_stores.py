@@ -51,7 +51,7 @@ def test_options_that_a_directory_does_not_have_are_refused_by_name_alone(tmp_pa
         lambda: sidesave.load(url, storage_options=options),
     ]
     for call in calls:
-        with pytest.raises(InvalidArgumentError, match="no storage_options.*aws_regoin") as refused:
+        with pytest.raises(InvalidArgumentError, match=r"no storage_options.*aws_regoin") as refused:
             call()
         assert "a-secret" not in str(refused.value)
     assert not (tmp_path / "store").exists()
