@@ -9,7 +9,7 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import BinaryIO
@@ -24,9 +24,18 @@ class After:
     fault: str | int
 
 
-Fault = str | int | After | None
+@dataclass(frozen=True)
+class Refusal:
+    """A status with a code of S3's, and nothing is done."""
+
+    status: int
+    code: str
+
+
+Fault = str | int | After | Refusal | None
 """A status to answer with, and nothing is done; ``"cut"``: the connection, of an answer with content in the middle, and
-of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); or one :class:`After`."""
+of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); or one :class:`After` or
+:class:`Refusal`."""
 
 _PIECE_NBYTES = 64 << 10
 
@@ -42,6 +51,8 @@ class Request:
     method: str
     key: str
     range: tuple[int, int] | None = None
+    encryption: str | None = None
+    """What ``x-amz-server-side-encryption`` says."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +128,8 @@ class ObjectServer:
                 with contextlib.suppress(ConnectionError):
                     body = self._receive(int(self.headers.get("Content-Length") or 0))
                     request = self._request(key, query)
+                    if encryption := self.headers.get("x-amz-server-side-encryption"):
+                        request = replace(request, encryption=encryption)
                     fault = server._take(request)
                     try:
                         self._respond(request, query, body, fault)
@@ -157,7 +170,9 @@ class ObjectServer:
 
             def _respond(self, request: Request, query: dict[str, str], body: bytes, fault: Fault) -> None:
                 if isinstance(fault, int):
-                    self._answer(_Answer(fault, b"<Error><Code>Told</Code></Error>"))
+                    fault = Refusal(fault, "Told")
+                if isinstance(fault, Refusal):
+                    self._answer(_Answer(fault.status, f"<Error><Code>{fault.code}</Code></Error>".encode()))
                     return
                 if fault == "cut" and request.method != "GET":
                     self.close_connection = True

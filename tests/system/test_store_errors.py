@@ -13,7 +13,8 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from object_server import After, Fault, ObjectServer, Request, serving
+import torch
+from object_server import After, Fault, ObjectServer, Refusal, Request, serving
 from trainers import (
     DEADLINE_S,
     Traces,
@@ -29,7 +30,7 @@ from trainers import (
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.daemon_link import connection
-from sidesave.errors import SidesaveError, WriteError
+from sidesave.errors import NoSpaceError, SidesaveError, WriteError
 
 URL = "s3://bucket/runs/exp"
 WRITES = ("PUT", "PUT-NEW", "START", "PART", "COMPLETE")
@@ -137,6 +138,33 @@ def test_a_refusal_fails_the_save_and_the_next_one_is_taken(server: ObjectServer
             (3, "committed"),
         ]
     check(server, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "fault", [507, Refusal(403, "QuotaExceeded"), Refusal(507, "XMinioStorageFull"), Refusal(400, "QuotaExceeded")]
+)
+def test_a_store_that_is_full_is_told_as_a_disk_that_is_full(server: ObjectServer, fault: Fault) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        server.fault = writes_fail(fault)
+        with pytest.raises(NoSpaceError, match="the store is full|the quota is used up") as full:
+            commit(ckpt, 2)
+        assert full.value.errno in (errno.ENOSPC, errno.EDQUOT)
+        server.fault = lambda request, number: None
+        commit(ckpt, 3)
+    check(server, 1, 3)
+
+
+def test_what_is_written_is_encrypted_by_the_server_as_the_options_say(server: ObjectServer) -> None:
+    """The example of docs/remote.md: each PUT, and the start of each upload in parts, has the header."""
+    server_side = {"aws_server_side_encryption": "aws:kms", "aws_sse_kms_key_id": "a-key"}
+    with Checkpointer(URL, storage_options={**server.options, **server_side}) as ckpt:
+        ckpt.save(1, {"model": {"weight": torch.randn(3 << 20)}}, blocking=True)
+        commit(ckpt, 2)
+    sent = {request.method for request in server.requests if request.encryption == "aws:kms"}
+    assert sent == {"PUT", "PUT-NEW", "START"}
+    bare = [request for request in server.requests if request.encryption is None]
+    assert not {request.method for request in bare} & {*sent}
 
 
 def test_what_is_refused_goes_to_the_fallback_directory_meanwhile(server: ObjectServer, tmp_path: Path) -> None:

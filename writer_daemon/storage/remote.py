@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from sidesave.errors import InvalidArgumentError, WriteError, WriteStalledError
+from sidesave.errors import InvalidArgumentError, NoSpaceError, WriteError, WriteStalledError
 from sidesave.writer_daemon.storage.base import InputFile, ReadStorage
 
 try:
@@ -39,6 +39,7 @@ _MAX_PARTS: Final = 10_000
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
+_FULL: Final = re.compile(r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>")
 _INSTANCE_ROLE: Final = "//169.254.169.254/"
 """Where clouds tell their machines who they are: asked when nothing else says so."""
 _memory: Final[dict[str, MemoryStore]] = {}
@@ -199,7 +200,9 @@ class Bucket:
             raise WriteError(errno.EEXIST, f"{what}: there is such an object already", self.full(key)) from None
         except FileNotFoundError:
             raise WriteError(errno.ENOENT, f"{what}: there is no such object", self.full(key)) from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            if _FULL.search(str(error)):
+                raise NoSpaceError(errno.EDQUOT, f"{what}: the quota is used up", self.full(key)) from None
             check = "check the credentials, what they may do here, the region and the endpoint"
             raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self.full(key)) from None
         except (exceptions.BaseError, OSError, ValueError) as error:
@@ -208,6 +211,8 @@ class Bucket:
             if _INSTANCE_ROLE in str(error):
                 text = f"{what}: there are no credentials, neither in the environment nor by a role of this machine"
                 raise WriteError(errno.EACCES, text, self.full(key)) from None
+            if _FULL.search(str(error)):
+                raise NoSpaceError(errno.ENOSPC, f"{what}: the store is full", self.full(key)) from None
             stalled = "kind: Timeout" in str(error)
             kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
             raise kind(code, f"{what}: {_first_line(error)}", self.full(key)) from None
