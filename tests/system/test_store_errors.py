@@ -147,7 +147,7 @@ def test_a_store_that_is_full_is_told_as_a_disk_that_is_full(server: ObjectServe
     with opened(server) as ckpt:
         commit(ckpt, 1)
         server.fault = writes_fail(fault)
-        with pytest.raises(NoSpaceError, match="the store is full|the quota is used up") as full:
+        with pytest.raises(NoSpaceError, match=r"the store is full|the quota is used up") as full:
             commit(ckpt, 2)
         assert full.value.errno in (errno.ENOSPC, errno.EDQUOT)
         server.fault = lambda request, number: None
