@@ -97,8 +97,8 @@ def watch(
 ) -> None:
     """Print the path or URL of each new checkpoint of a run, once it is committed, beginning with the latest.
 
-    One line each, for a loop of a shell; of those that come while the loop is busy the command prints all. Ctrl-C ends
-    it.
+    One line each, for a loop of a shell. It is always the newest: of those that come close together all but the last
+    may be skipped. Ctrl-C ends it.
     """
     with contextlib.suppress(KeyboardInterrupt):
         for info in watch_run(run, timeout_s=timeout):

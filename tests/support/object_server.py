@@ -75,6 +75,8 @@ class ObjectServer:
         self.most_at_once = 0
         self.ignores_conditions = False
         """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores have it."""
+        self.ignores_offsets = False
+        """Whether lists begin at the beginning wherever they are to start, as Azurite's do."""
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         """Of each unfinished upload in parts its key and its parts."""
         self._upload_ids = map(str, itertools.count(1))
@@ -312,7 +314,8 @@ class ObjectServer:
             if key.startswith(prefix):
                 head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
                 found[prefix + head + cut if cut else key] = None if cut else sizes[key]
-        after = query.get("continuation-token") or query.get("start-after", "")
+        start = "" if self.ignores_offsets else query.get("start-after", "")
+        after = query.get("continuation-token") or start
         names = [name for name in found if name > after]
         parts = ["<ListBucketResult>", f"<Name>{bucket}</Name>"]
         for name in names[: self.page]:

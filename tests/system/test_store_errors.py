@@ -104,6 +104,14 @@ def test_a_store_that_ignores_conditions_is_refused_at_the_start(server: ObjectS
     assert refused.value.errno == errno.EOPNOTSUPP
 
 
+def test_a_store_that_lists_from_the_beginning_wherever_it_is_to_start_is_as_good(server: ObjectServer) -> None:
+    server.ignores_offsets = True
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+    check(server, 1, 2)
+
+
 @pytest.mark.parametrize("fault", [503, 500, "cut", After(503), After("cut")])
 def test_errors_that_end_are_borne(server: ObjectServer, fault: Fault) -> None:
     with opened(server) as ckpt:
