@@ -34,8 +34,8 @@ class Refusal:
 
 Fault = str | int | After | Refusal | None
 """A status to answer with, and nothing is done; ``"cut"``: the connection, of an answer with content in the middle, and
-of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); or one :class:`After` or
-:class:`Refusal`."""
+of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); ``"gone"``: the
+connection, before anything is done; or one :class:`After` or :class:`Refusal`."""
 
 _PIECE_NBYTES = 64 << 10
 
@@ -176,7 +176,7 @@ class ObjectServer:
                 if isinstance(fault, Refusal):
                     self._answer(_Answer(fault.status, f"<Error><Code>{fault.code}</Code></Error>".encode()))
                     return
-                if fault == "cut" and request.method != "GET":
+                if fault == "gone" or (fault == "cut" and request.method != "GET"):
                     self.close_connection = True
                     return
                 answer = server._carry_out(request, query, body)
