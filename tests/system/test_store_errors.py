@@ -198,6 +198,22 @@ def test_a_store_that_does_not_answer_for_long_fails_the_save_and_no_other(serve
     check(server, 1, 3)
 
 
+@pytest.mark.slow
+def test_a_minute_without_network_delays_a_save_and_fails_none(server: ObjectServer) -> None:
+    """With the retries that a session has by default; the lease is not lost by it either."""
+    with Checkpointer(URL, storage_options=server.options) as ckpt:
+        commit(ckpt, 1)
+        server.fault = lambda request, number: "gone"
+        handle = ckpt.save(2, a_state(2))
+        with pytest.raises(TimeoutError):
+            handle.committed.result(60)
+        server.fault = lambda request, number: None
+        handle.committed.result(DEADLINE_S)
+        commit(ckpt, 3)
+        assert [record.outcome for record in ckpt.history()] == 3 * ["committed"]
+    check(server, 1, 2, 3)
+
+
 def test_an_entry_whose_answers_are_all_lost_counts_once(server: ObjectServer) -> None:
     with opened(server) as ckpt:
         commit(ckpt, 1)

@@ -38,6 +38,8 @@ _MAX_PARTS: Final = 10_000
 """S3 takes no more for one object."""
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
+_RETRIES: Final[Any] = {"max_retries": 1000}
+"""Of a request, within the library's 3 minutes: its own limit of 10 is used up after seconds without a network."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
 _FULL: Final = re.compile(r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>")
 _INSTANCE_ROLE: Final = "//169.254.169.254/"
@@ -294,6 +296,8 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
     bucket, _, key = rest.partition("/")
     settings: dict[str, Any] = {name: options[name] for name in _SETTINGS if name in options}
     config: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
+    if scheme in ("s3", "gs", "az"):
+        settings.setdefault("retry_config", _RETRIES)
     match scheme:
         case "s3":
             return S3Store(bucket, config=config, **settings), key
