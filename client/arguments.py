@@ -121,7 +121,7 @@ def place_to_write(path: str | os.PathLike[str]) -> str:
     text: object = os.fspath(path) if isinstance(cast("object", path), (str, os.PathLike)) else None
     if not (isinstance(text, str) and urls.is_url(text)):
         return path_text(path)
-    url = urls.normalized(text)
+    url = urls.normalized(text, to_write=True)
     if not urls.can_write(url):
         raise InvalidArgumentError(
             f"{url}: this is read, and not written to; run directories are s3, gs, az or file URLs"
@@ -138,6 +138,6 @@ def path_text(path: str | os.PathLike[str]) -> str:
     if isinstance(text, bytes) or "\0" in text or not text:
         raise InvalidArgumentError(f"a path must be a str or an os.PathLike of one, not {brief(path)}")
     if urls.is_url(text):
-        where = "URLs are for Checkpointer and CheckpointManager, load, Source, find, latest, verify, export and fetch"
+        where = "URLs are for Checkpointer and CheckpointManager, load, Source, find, watch, verify, export and fetch"
         raise InvalidArgumentError(f"{urls.shown(text)}: this is for local and mounted directories; {where}")
     return os.path.abspath(os.path.expanduser(text))

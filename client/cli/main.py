@@ -1,20 +1,17 @@
-"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``recover``, ``doctor``, and more.
+"""The ``sidesave`` command: ``ls``, ``show``, ``verify``, ``diff``, ``export``, ``doctor``, and more.
 
-``top``, ``plot`` and ``trigger``, for running jobs, are in ``run_commands``. Only ``recover`` changes a run directory,
-as the start of a session would; ``trigger`` leaves a request there. A command imports only what it needs: only
-``show``, ``diff``, ``export`` and ``doctor`` need torch. Exit status: 0 success, 1 an error, damage or a failed check,
-2 wrong usage.
+Those for running jobs are in ``run_commands``, those that copy in ``transfers``, and those that change a run in
+``changes``. A command imports only what it needs: only ``show``, ``diff``, ``export`` and ``doctor`` need torch. Exit
+status: 0 success, 1 an error, damage or a failed check, 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fnmatch
 import logging
 import math
 import os
-import secrets
 import signal
 import sys
 import time
@@ -27,14 +24,9 @@ import sidesave
 from sidesave.client.arguments import path_text, place_to_write
 from sidesave.client.reading.verify import verify as verify_checkpoint
 from sidesave.client.runs import catalog, finding
-from sidesave.errors import (
-    DirectoryInUseError,
-    InvalidArgumentError,
-    SidesaveError,
-)
-from sidesave.writer_daemon.format.manifest import parse_hidden_directory, parse_metadata
-from sidesave.writer_daemon.log import HistoryLog, log_recovery
-from sidesave.writer_daemon.storage import PosixStorage, urls
+from sidesave.errors import InvalidArgumentError, SidesaveError
+from sidesave.writer_daemon.format.manifest import parse_metadata
+from sidesave.writer_daemon.storage import urls
 
 try:
     import rich  # noqa: F401
@@ -42,7 +34,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"the sidesave command needs {error.name}, which an extra brings: pip install 'sidesave[cli]'")
 
-from sidesave.client.cli import run_commands
+from sidesave.client.cli import changes, run_commands, transfers
 from sidesave.client.cli.console import (
     brief,
     error_text,
@@ -57,7 +49,6 @@ from sidesave.client.cli.console import (
     when,
 )
 from sidesave.client.cli.listing import Listing
-from sidesave.client.cli.transfers import fetch, mirror
 from sidesave.client.training.metadata import metrics_of
 
 if TYPE_CHECKING:
@@ -66,7 +57,6 @@ if TYPE_CHECKING:
     from sidesave.client.export.diff import Report
 
 _COLORS: Final = {"ok": "green", "warn": "yellow", "fail": "red"}
-_TAKEOVER_TIMEOUT_S: Final = 60.0
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -293,54 +283,6 @@ def _verify(path: str, title: str) -> bool:
     return not faults
 
 
-# recover ---------------------------------------------------------------------------------------------------------
-
-
-@app.command()
-@errors_told()
-def recover(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses, or its URL.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
-) -> None:
-    """Finish what dead sessions left complete, remove the rest.
-
-    The next session would do so at its start. Exit status 1 means that something could not be judged, or that a live
-    session has the directory.
-    """
-    from sidesave.client.cli.dry_run import DryRun
-    from sidesave.writer_daemon.commit import commit
-    from sidesave.writer_daemon.lease.lease import Lease, Observer
-    from sidesave.writer_daemon.lease.record import LeaseRecord
-
-    directory = finding.locate_run(run, urls_too=True)
-    with contextlib.closing(urls.open_for_writing(directory)) as storage:
-        if not any(parse_hidden_directory(name) for name in storage.list_directory("")):
-            typer.echo("there is nothing to recover")
-            return
-        view = Observer(storage).look()
-        if view.alive:  # a daemon that finishes what a dead trainer had staged included: it is left in peace
-            who = view.holder or "another session"
-            raise DirectoryInUseError(errno.EBUSY, f"{who} is using it; wait for it, or stop it", directory)
-        me = LeaseRecord.current(secrets.token_hex(8), os.getpid())
-        lease = Lease(storage, me, _TAKEOVER_TIMEOUT_S, lambda: True)
-        try:
-            place = DryRun(storage) if dry_run else storage
-            recovery = commit.recover(place, lease, f"recover-{os.getpid()}")
-            if not dry_run and isinstance(storage, PosixStorage):
-                with contextlib.closing(HistoryLog(storage)) as log:
-                    log_recovery(log, storage, me.session, recovery.committed, recovery.removed)
-        finally:
-            lease.release()
-    would = "would be " if dry_run else ""
-    for names, done in ((recovery.committed, "finished"), (recovery.removed, "removed")):
-        for name in names:
-            typer.echo(f"{name}: {would}{done}")
-    for name in recovery.left:
-        typer.echo(f"{name}: could not be judged, so it stays")
-    if recovery.left:
-        raise typer.Exit(1)
-
-
 # diff ------------------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +360,7 @@ PatternsOption = list[str] | None
 @errors_told()
 def export(
     checkpoint: CheckpointArgument,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A new directory for the files.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A new directory for the files, or its URL.")],
     step: StepOption = None,
     item: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of which item of the state, where several have weights.")
@@ -492,7 +434,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-# Runs under way --------------------------------------------------------------------------------------------------
+# Of other modules ------------------------------------------------------------------------------------------------
 
-for command in (run_commands.top, run_commands.plot, run_commands.trigger, fetch, mirror):
+_OTHERS: Final = (
+    *(changes.recover, changes.rm),
+    *(transfers.fetch, transfers.copy, transfers.mirror),
+    *(run_commands.top, run_commands.watch, run_commands.plot, run_commands.trigger),
+)
+for command in _OTHERS:
     app.command()(errors_told()(command))

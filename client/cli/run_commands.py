@@ -1,4 +1,4 @@
-"""Commands for running jobs: ``top``, ``plot`` and ``trigger``."""
+"""Commands for running jobs: ``top``, ``watch``, ``plot`` and ``trigger``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from sidesave.client.arguments import path_text
 from sidesave.client.cli.console import new_console, new_table, print_json, printable, size
 from sidesave.client.runs.finding import locate_run
+from sidesave.client.runs.watch import watch as watch_run
 from sidesave.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -86,6 +87,22 @@ def _duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / unit_s:.{digits}f} {unit}"
     return f"{seconds / 86_400:.1f} d"
+
+
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of a run.")],
+    timeout: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="End when there was nothing new for so long.")
+    ] = None,
+) -> None:
+    """Print the path or URL of each new checkpoint of a run, once it is committed, beginning with the latest.
+
+    One line each, for a loop of a shell. It is always the newest: of those that come close together all but the last
+    may be skipped. Ctrl-C ends it.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        for info in watch_run(run, timeout_s=timeout):
+            typer.echo(printable(info.path))
 
 
 def plot(

@@ -1,4 +1,4 @@
-"""``sidesave fetch`` and ``sidesave mirror``: checkpoints copied by this process from one place to another."""
+"""``sidesave fetch``, ``copy`` and ``mirror``: checkpoints copied by this process from one place to another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Annotated, Final
 
 import typer
 
+from sidesave.client.arguments import place_to_write
 from sidesave.client.cli.console import error_text, printable, progress, size
 from sidesave.client.runs import catalog, finding
-from sidesave.client.runs.mirror import check_mirror, remembered_mirror
+from sidesave.client.runs.mirror import check_mirror, lie_in_each_other, remembered_mirror
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
@@ -21,6 +22,8 @@ from sidesave.writer_daemon.mirror.throttle import Throttle
 from sidesave.writer_daemon.mirror.uploader import Uploader, open_target
 
 _TAKEOVER_TIMEOUT_S: Final = 60.0
+
+BandwidthOption = Annotated[int | None, typer.Option(min=1, help="Bytes per second, at most.")]
 
 
 def fetch(
@@ -42,12 +45,30 @@ def fetch(
     typer.echo(printable(f"{info.path}: {size(info.nbytes)} in {time.monotonic() - started:.2f} s"))
 
 
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A run directory, or the URL of a run.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Where the copy is to be: a directory, or a URL.")],
+    bandwidth: BandwidthOption = None,
+) -> None:
+    """Copy all checkpoints of a run to another place.
+
+    Either is a directory or in an object store. DST is a new place or an earlier copy, to which what is missing is
+    brought; it is a run, from which training can go on. Every byte is compared with its digest while it is copied, and
+    a damaged checkpoint is left out, with exit status 1. Interrupted, the same command goes on with the files that had
+    not arrived. Saving may go on in SRC meanwhile, and not in DST. Credentials and endpoint come from the environment.
+    """
+    run, place = finding.locate_run(source, urls_too=True), place_to_write(target)
+    if lie_in_each_other(run, place):
+        raise InvalidArgumentError(f"{run} and {place} lie in each other")
+    _copy_missing(run, place, bandwidth)
+
+
 def mirror(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
     target: Annotated[
         str | None, typer.Argument(metavar="[TARGET]", help="A directory or URL; without, the one the run has had.")
     ] = None,
-    bandwidth: Annotated[int | None, typer.Option(min=1, help="Bytes per second, at most.")] = None,
+    bandwidth: BandwidthOption = None,
 ) -> None:
     """Copy what is missing to the mirror of a run.
 
@@ -59,6 +80,10 @@ def mirror(
     place = remembered_mirror(directory) if target is None else check_mirror(target, directory, node_local=False)
     if not place:
         raise InvalidArgumentError(f"{directory} has had no mirror: say where with `sidesave mirror {run} TARGET`")
+    _copy_missing(directory, place, bandwidth)
+
+
+def _copy_missing(run: str, place: str, bandwidth: int | None) -> None:
     started, copied, failed = time.monotonic(), 0, 0
     with contextlib.ExitStack() as opened:
         storage = open_target(place)
@@ -73,7 +98,7 @@ def mirror(
             throttle.take(nbytes)
             bars[-1](nbytes)
 
-        uploader = Uploader(directory, storage, lease, before_chunk)
+        uploader = Uploader(run, storage, lease, before_chunk)
         for step in uploader.begin()[0]:
             with progress(step.nbytes, step.name) as bar:
                 bars.append(bar)

@@ -1,31 +1,26 @@
 """Exports the weights of a checkpoint of any number of ranks as safetensors files that Hugging Face's tools load.
 
 Weights are verified and streamed: a batch is read while the one before is written, a larger tensor goes slab by slab,
-and memory stays below 300 MB whatever the size of the model. Extra files, such as config.json, are copied. The
-directory gets its name once all is on disk.
+and memory stays below 300 MB whatever the size of the model. Extra files, such as config.json, are copied.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import errno
 import json
 import logging
 import os
 import re
-import secrets
-import shutil
 import struct
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 
-from sidesave.client.arguments import path_text
 from sidesave.client.export.diff import children
+from sidesave.client.export.target import Target, new_target
 from sidesave.client.messages import few
 from sidesave.client.reading import regions
 from sidesave.client.reading.checkpoint_reader import CheckpointReader, Wanted
@@ -33,11 +28,8 @@ from sidesave.client.reading.filters import selector
 from sidesave.client.runs import finding
 from sidesave.errors import (
     InvalidArgumentError,
-    NoSpaceError,
-    SidesaveError,
     StateMismatchError,
     UnsupportedValueError,
-    write_error,
 )
 from sidesave.stager.plan import MAX_HEADER_NBYTES
 from sidesave.stager.state.dtypes import NAMES, dtype_from_name, dtype_name
@@ -115,19 +107,21 @@ def export(
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Export the weights in the checkpoint ``path`` to the new directory ``target``; blocking, needs no daemon.
+    """Export the weights in the checkpoint ``path`` to the new place ``target``; blocking, needs no daemon.
 
     Args:
         path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
             the URL of one of them, of which no more is read than the weights.
-        target: Where the files go; it must not exist, or be empty.
+        target: Where the files go, a directory or the URL of a prefix; it must not exist, or be empty. A directory
+            appears once all of it is on disk. In a store files appear one after the other, each whole, the index last.
         item: Of which item of the state; by default the only one that has tensors under names, as a module has.
         include: Patterns (``"model.layers.*"``) of the FQNs to export, the item's name included; None is all.
         exclude: Patterns of FQNs to leave out.
         keep_prefix: Keep the item's name in front of the names of its tensors.
         dtype: Cast floating-point tensors to this.
         max_shard_nbytes: Begin another file before one exceeds this many bytes.
-        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Where both
+            are URLs it is that of both.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -138,9 +132,10 @@ def export(
         NoSpaceError: There is not enough room for it.
         WriteError: Storage does not take or give the bytes.
     """
-    with urls.using(storage_options):
-        chosen = Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype)
-    with chosen as weights:
+    with (
+        urls.using(storage_options),
+        Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype) as weights,
+    ):
         return weights.write(target, max_shard_nbytes=max_shard_nbytes)
 
 
@@ -271,7 +266,7 @@ class Weights:
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> Report:
-        """Write them to the new directory ``target``; blocking, errors are those of :func:`export`.
+        """Write them to the new place ``target``; blocking, errors are those of :func:`export`.
 
         Args:
             target: Where the files go.
@@ -280,37 +275,20 @@ class Weights:
         """
         if max_shard_nbytes < 1:
             raise InvalidArgumentError(f"max_shard_nbytes must be positive, not {max_shard_nbytes}")
-        directory = os.path.abspath(path_text(target))
-        parent, base = os.path.split(directory)
         shards = _divide(self._weights, max_shard_nbytes)
         extra_files = self._extra_files()
         needed = self.nbytes + sum(entry.nbytes for entry in extra_files)
-        with _writing(directory):
-            if os.path.lexists(directory) and not (os.path.isdir(directory) and not os.listdir(directory)):
-                raise InvalidArgumentError(f"{directory} is there already, and not empty")
-            os.makedirs(parent, exist_ok=True)
-            free = shutil.disk_usage(parent).free
-            if free < needed:
-                detail = f"{needed:,} bytes are needed, {free:,} are free"
-                raise NoSpaceError(errno.ENOSPC, detail, directory)
-            hidden = os.path.join(parent, f".{base}.{secrets.token_hex(4)}.partial")
-            os.mkdir(hidden)
-            try:
-                for entry in extra_files:
-                    _write_small(os.path.join(hidden, entry.name), self._reader.read_extra_file(entry))
-                for name, weights in shards.items():
-                    self._write_file(os.path.join(hidden, name), weights, on_bytes)
-                if len(shards) > 1:
-                    _write_index(os.path.join(hidden, _INDEX), shards, self.nbytes)
-                _sync_directory(hidden)
-                os.rename(hidden, directory)
-            except BaseException:  # an interrupt leaves no files either
-                shutil.rmtree(hidden, ignore_errors=True)
-                raise
-            _sync_directory(parent)
+        with new_target(target, needed) as place:
+            for entry in extra_files:
+                place.put(entry.name, entry.nbytes, [self._reader.read_extra_file(entry)])
+            for name, weights in shards.items():
+                self._put_file(place, name, weights, on_bytes)
+            if len(shards) > 1:
+                index = _index(shards, self.nbytes)
+                place.put(_INDEX, len(index), [index])
         names = tuple(entry.name for entry in extra_files)
         left_out = tuple(self._left_out)
-        return Report(directory, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
+        return Report(place.path, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
 
     def _extra_files(self) -> list[FileRecord]:
         """The files to copy; not an index, which lists other tensor files than the export's."""
@@ -319,18 +297,21 @@ class Weights:
             logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
         return [entry for entry in entries if entry.name != _INDEX]
 
-    def _write_file(self, path: str, weights: list[Weight], on_bytes: Callable[[int], None]) -> None:
+    def _put_file(self, place: Target, name: str, weights: list[Weight], on_bytes: Callable[[int], None]) -> None:
         ordered = sorted(weights, key=lambda weight: -weight.cast_to.itemsize)  # each is aligned to its elements
         wanted = ((weight, each) for weight in ordered for each in weight.slabs())
-        with open(path, "xb") as file:
-            file.write(_header(ordered))
+        header = _header(ordered)
+
+        def content() -> Iterator[bytes | memoryview]:
+            yield header
             for batch in _read_ahead(self._reader, _batches(wanted)):
                 for weight, tensor in batch:
                     for piece in _pieces(tensor, weight):
-                        on_bytes(file.write(piece))
+                        yield piece
+                        on_bytes(len(piece))
                 batch.clear()
-            file.flush()
-            os.fsync(file.fileno())
+
+        place.put(name, len(header) + sum(weight.nbytes for weight in weights), content())
 
 
 # Choosing --------------------------------------------------------------------------------------------------------
@@ -459,32 +440,7 @@ def _header(weights: Iterable[Weight]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_index(path: str, shards: dict[str, list[Weight]], nbytes: int) -> None:
+def _index(shards: dict[str, list[Weight]], nbytes: int) -> bytes:
     names = {weight.name: file for file, weights in shards.items() for weight in weights}
     body = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(names.items()))}
-    _write_small(path, (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _write_small(path: str, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _writing(path: str) -> Generator[None]:
-    try:
-        yield
-    except SidesaveError:
-        raise
-    except OSError as error:
-        raise write_error(error, "cannot export", error.filename or path) from error
+    return (json.dumps(body, indent=2, ensure_ascii=False) + "\n").encode()

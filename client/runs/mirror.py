@@ -38,19 +38,25 @@ def check_mirror(mirror: str | os.PathLike[str] | None, directory: str, *, node_
     if mirror is None:
         return ""
     text = str(os.fspath(mirror)) if isinstance(cast("object", mirror), (str, os.PathLike)) else ""
-    place = urls.normalized(text) if urls.is_url(text) else path_text(mirror)
+    place = urls.normalized(text, to_write=True) if urls.is_url(text) else path_text(mirror)
     if node_local:
         raise InvalidArgumentError("node_local keeps a part on each node, a mirror whole checkpoints: not both")
     if urls.is_url(directory):
         raise InvalidArgumentError(f"mirror={place}: a mirror is of a run directory on a disk, not of {directory}")
     if urls.is_url(place) and not urls.can_list(place):
         raise InvalidArgumentError(f"mirror={place}: nothing can be written to http")
-    where = place.removeprefix("file://")
-    if not urls.is_url(where):
-        here, there = os.path.realpath(directory), os.path.realpath(where)
-        if os.path.commonpath([here, there]) in (here, there):
-            raise InvalidArgumentError(f"mirror={place} and the run directory {directory} lie in each other")
+    if lie_in_each_other(directory, place):
+        raise InvalidArgumentError(f"mirror={place} and the run directory {directory} lie in each other")
     return place
+
+
+def lie_in_each_other(first: str, second: str) -> bool:
+    """Whether of two places of runs, paths or URLs, one is the other one, or in it."""
+    places = [place.removeprefix("file://") for place in (first, second)]
+    if any(map(urls.is_url, places)):
+        return f"{first}/".startswith(f"{second}/") or f"{second}/".startswith(f"{first}/")
+    here, there = map(os.path.realpath, places)
+    return os.path.commonpath([here, there]) in (here, there)
 
 
 def check_bandwidth(bandwidth: object, mirror: object) -> int:

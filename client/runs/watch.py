@@ -12,18 +12,20 @@ import logging
 import math
 import os
 import time
-from collections.abc import Generator, Iterator
-from typing import Final
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, Final
 
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, brief, write_error
 from sidesave.writer_daemon.format.integrity import NO_SUCH_FILE
-from sidesave.writer_daemon.format.manifest import MANIFEST
-from sidesave.writer_daemon.storage import PosixStorage
+from sidesave.writer_daemon.format.manifest import MANIFEST, parse_step_directory
+from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, urls
 
 logger = logging.getLogger(__name__)
 
+_POLL_S: Final = 1.0
+_POLL_STORE_S: Final = 10.0
 _RESCAN_S: Final = 60.0
 """A manifest that could not be read may be readable now, without a change in the directory."""
 
@@ -36,7 +38,8 @@ def watch(
     *,
     after: CheckpointInfo | None = None,
     timeout_s: float | None = None,
-    poll_s: float = 1.0,
+    poll_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Iterator[CheckpointInfo]:
     """Wait for the checkpoints of a run, in any process, and yield each once it is committed.
 
@@ -51,51 +54,82 @@ def watch(
     be deleted in the next moment; :func:`hold` raises ``CheckpointNotFoundError`` then, and else keeps it.
 
     Args:
-        run: A run directory, which may not be there yet.
+        run: A run directory, which may not be there yet; or the URL of a run.
         after: The checkpoint that was dealt with last, by an earlier process for instance.
         timeout_s: End when nothing new has come for so long after it was asked for; 0 looks once, None waits for ever.
-        poll_s: How often to look. A look lists the directory; manifests are read when something in it has changed.
+        poll_s: How often to look, by default every second, and in an object store every 10 s. A look lists the
+            directory; manifests are read when something in it has changed. In a store it is some requests.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
 
     Raises:
-        InvalidArgumentError: ``run`` is a URL, or a checkpoint; a time is none.
-        WriteError: The directory is there and cannot be read; later too, by the iterator.
+        InvalidArgumentError: ``run`` is a checkpoint, or a URL where nothing can be listed; a time is none.
+        WriteError: The directory is there and cannot be read, or the store does not answer; later too, by the iterator.
     """
-    place = finding.resolved(run)
-    if finding.is_single(place):
-        raise InvalidArgumentError(f"{place} is a checkpoint; watch the run directory that it is in")
+    place = finding.place_of(run)
+    with urls.using(storage_options):
+        if finding.is_single(place):
+            raise InvalidArgumentError(f"{place} is a checkpoint; watch the run that it is in, where it can be listed")
     if timeout_s is not None and not (type(timeout_s) in (int, float) and timeout_s >= 0):
         raise InvalidArgumentError(f"timeout_s must be a number, 0 or more, or None, not {brief(timeout_s)}")
+    if poll_s is None:
+        poll_s = _POLL_STORE_S if urls.is_url(place) else _POLL_S
     if not (type(poll_s) in (int, float) and 0 < poll_s < math.inf):
-        raise InvalidArgumentError(f"poll_s must be a positive number, not {brief(poll_s)}")
-    return _watch(place, after, math.inf if timeout_s is None else timeout_s, poll_s)
+        raise InvalidArgumentError(f"poll_s must be a positive number or None, not {brief(poll_s)}")
+    return _watch(place, after, math.inf if timeout_s is None else timeout_s, poll_s, storage_options)
 
 
-def _watch(run: str, last: CheckpointInfo | None, timeout_s: float, poll_s: float) -> Iterator[CheckpointInfo]:
+def _watch(
+    run: str, last: CheckpointInfo | None, timeout_s: float, poll_s: float, options: Mapping[str, Any] | None
+) -> Iterator[CheckpointInfo]:
     while True:
-        last = _await_newer(run, last, timeout_s, poll_s)
+        with contextlib.closing(_Look(run, options)) as look:
+            last = _await_newer(look, last, timeout_s, poll_s)
         if last is None:
             return
         yield last
 
 
-def _await_newer(run: str, last: CheckpointInfo | None, timeout_s: float, poll_s: float) -> CheckpointInfo | None:
+def _await_newer(look: _Look, last: CheckpointInfo | None, timeout_s: float, poll_s: float) -> CheckpointInfo | None:
     deadline = time.monotonic() + timeout_s
-    seen: frozenset[tuple[str, int]] = frozenset()
-    scan_at = 0.0
     while True:
-        entries = _entries(run)
-        if entries != seen or time.monotonic() >= scan_at:
-            seen, scan_at = entries, time.monotonic() + _RESCAN_S
-            newest = finding.latest(run)
-            if newest is not None and (last is None or _is_newer(newest, last)):
-                return newest
+        newest = look.newest()
+        if newest is not None and (last is None or _is_newer(newest, last)):
+            return newest
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return None
         time.sleep(min(poll_s, left_s))
 
 
-def _entries(run: str) -> frozenset[tuple[str, int]]:
+class _Look:
+    """Looks at a run again and again; manifests are read when something in it has changed, or after a while."""
+
+    def __init__(self, run: str, options: Mapping[str, Any] | None) -> None:
+        self._run, self._options = run, options
+        self._seen: frozenset[tuple[str, object]] | None = None
+        self._scan_at = 0.0
+        with urls.using(options):
+            self._store = urls.open_storage(run) if urls.is_url(run) else None
+
+    def close(self) -> None:
+        """Release the store; idempotent."""
+        if self._store is not None:
+            self._store.close()
+
+    def newest(self) -> CheckpointInfo | None:
+        """The latest checkpoint; None also where nothing has changed since the last call."""
+        with urls.using(self._options):
+            entries = _entries(self._run) if self._store is None else _entries_in(self._store)
+            if entries == self._seen and time.monotonic() < self._scan_at:
+                return None
+            self._scan_at = time.monotonic() + _RESCAN_S
+            found = finding.find(self._run)
+        # A step that is copied to a store by hand has its name there before its manifest.
+        self._seen = None if self._store is not None and len(found) < len(entries) else entries
+        return found[-1] if found else None
+
+
+def _entries(run: str) -> frozenset[tuple[str, object]]:
     """Names in a run directory, with the identities of the directories."""
     try:
         with os.scandir(run) as entries:
@@ -104,6 +138,12 @@ def _entries(run: str) -> frozenset[tuple[str, int]]:
         if error.errno in NO_SUCH_FILE:
             return frozenset()
         raise write_error(error, "cannot list the run directory", run) from error
+
+
+def _entries_in(store: ReadStorage) -> frozenset[tuple[str, object]]:
+    """Names of steps, with the places of their files: another save of a step lies in another place."""
+    names = [name for name in store.list_directory("") if parse_step_directory(name) is not None]
+    return frozenset((name, store.location_of(name)) for name in names)
 
 
 def _is_newer(info: CheckpointInfo, last: CheckpointInfo) -> bool:

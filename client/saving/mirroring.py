@@ -105,7 +105,7 @@ class Mirroring:
                     and sequence not in state.missing
                 ]
             for entry in lost:
-                text = "it was deleted or replaced before it was mirrored"
+                text = "it was deleted or replaced before it was copied"
                 self._fail(entry, errors.CheckpointNotFoundError(errno.ENOENT, text, self.mirror))
 
     def awaits(self, sequence: int) -> bool:

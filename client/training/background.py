@@ -12,10 +12,11 @@ from typing import Any, Final
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.internals import saver_of
 from sidesave.client.ranks.group import NodeWorld
+from sidesave.client.runs.pins import Pins
 from sidesave.client.runs.save_requests import TriggerWatch
 from sidesave.client.training.keep_policies import KeepEveryMinutes, KeepPolicy
 from sidesave.client.training.links import Links, Naming
-from sidesave.client.training.retention import MirrorRules, Pins, Retention
+from sidesave.client.training.retention import MirrorRules, Retention
 from sidesave.client.training.save_policies import Ephemeral, OnRequest, SavePolicy
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError

@@ -21,6 +21,7 @@ from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOpti
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.reporting.stats import SaveStats, SaveSummary
 from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.pins import Pins
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.background import AGREE_TO_END_S, Background, end_dropped
 from sidesave.client.training.intervals import Advice
@@ -28,7 +29,7 @@ from sidesave.client.training.keep_policies import KeepBest, KeepPolicy, check_c
 from sidesave.client.training.links import Naming, check_naming
 from sidesave.client.training.managed_state import RANDOM_STATE, ManagedState
 from sidesave.client.training.metadata import Metrics, is_ephemeral
-from sidesave.client.training.retention import MirrorRules, Pins
+from sidesave.client.training.retention import MirrorRules
 from sidesave.client.training.save_policies import (
     BeforeTraining,
     PolicyEvent,

@@ -10,19 +10,18 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
-import json
 import logging
-import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.pins import Pins
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.training.keep_policies import KeepPolicy, check_count, to_delete
 from sidesave.client.training.links import Links
@@ -30,57 +29,17 @@ from sidesave.errors import (
     CheckpointError,
     ClosedError,
     CommitUnknownError,
-    IntegrityError,
     SidesaveError,
     WriteError,
 )
 from sidesave.stager.signal_safe import Latch
-from sidesave.writer_daemon.storage import urls
 
 if TYPE_CHECKING:
     from sidesave.client.checkpointer import Checkpointer
 
 logger = logging.getLogger(__name__)
 
-PINS: Final = ".sidesave.pins"
-_MAX_PINS_NBYTES: Final = 16 << 20
 _DELETE_TIMEOUT_S: Final = 60.0
-
-
-# Pins ------------------------------------------------------------------------------------------------------------
-
-
-class Pins:
-    """The steps that retention never deletes: a small file in the run directory, or object, replaced atomically."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._path = os.path.join(directory, PINS)
-        self._lock = threading.Lock()
-
-    def read(self) -> frozenset[int]:
-        """The pinned steps; raises ``IntegrityError`` for a damaged file, else ``WriteError``."""
-        try:
-            with contextlib.closing(urls.open_storage(self._directory)) as storage:
-                data = storage.read(PINS, _MAX_PINS_NBYTES)
-            if data is None:
-                return frozenset()
-            steps = json.loads(data)
-        except ValueError as error:
-            raise IntegrityError(f"{self._path} is damaged: {error}") from error
-        if not isinstance(steps, list) or not all(type(step) is int for step in cast("list[Any]", steps)):
-            raise IntegrityError(f"{self._path} is damaged: it is no list of steps")
-        return frozenset(cast("list[int]", steps))
-
-    def change(self, step: int, *, pinned: bool) -> None:
-        """Pin or unpin a step, durably. Raises ``WriteError``, or what :meth:`read` raises."""
-        with self._lock:
-            before = self.read()
-            after = before | {step} if pinned else before - {step}
-            if after == before:
-                return
-            with contextlib.closing(urls.open_for_writing(self._directory)) as storage:
-                storage.replace(PINS, json.dumps(sorted(after)).encode())
 
 
 # The mirror ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def chosen(graph: changed.Graph, *files: str) -> set[str]:
     ("file", "reached", "beyond"),
     [
         ("client/cli/listing.py", {"test_cli", "test_top"}, {"test_lease", "test_manager", "test_staging"}),
-        ("client/runs/watch.py", {"test_watching"}, {"test_cli", "test_staging"}),  # sidesave.watch, by its public name
+        ("client/runs/watch.py", {"test_watching", "test_cli"}, {"test_arena", "test_staging"}),
         ("client/training/retention.py", {"test_manager"}, {"test_staging", "test_storage"}),
         ("stager/memory/arena.py", {"test_arena", "test_image", "test_daemon"}, {"test_conftest"}),
         ("writer_daemon/process/jobs.py", {"test_jobs", "test_daemon", "test_manager"}, {"test_arena", "test_storage"}),

@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import BinaryIO
@@ -26,9 +26,18 @@ class After:
     fault: str | int
 
 
-Fault = str | int | After | None
+@dataclass(frozen=True)
+class Refusal:
+    """A status with a code of S3's, and nothing is done."""
+
+    status: int
+    code: str
+
+
+Fault = str | int | After | Refusal | None
 """A status to answer with, and nothing is done; ``"cut"``: the connection, of an answer with content in the middle, and
-of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); or one :class:`After`."""
+of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); ``"gone"``: the
+connection, before anything is done; or one :class:`After` or :class:`Refusal`."""
 
 _PIECE_NBYTES = 64 << 10
 
@@ -44,6 +53,8 @@ class Request:
     method: str
     key: str
     range: tuple[int, int] | None = None
+    encryption: str | None = None
+    """What ``x-amz-server-side-encryption`` says."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,8 @@ class ObjectServer:
         self.most_at_once = 0
         self.ignores_conditions = False
         """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores have it."""
+        self.ignores_offsets = False
+        """Whether lists begin at the beginning wherever they are to start, as Azurite's do."""
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         """Of each unfinished upload in parts its key and its parts."""
         self._upload_ids = map(str, itertools.count(1))
@@ -119,6 +132,8 @@ class ObjectServer:
                 with contextlib.suppress(ConnectionError):
                     body = self._receive(int(self.headers.get("Content-Length") or 0))
                     request = self._request(key, query)
+                    if encryption := self.headers.get("x-amz-server-side-encryption"):
+                        request = replace(request, encryption=encryption)
                     fault = server._take(request)
                     try:
                         self._respond(request, query, body, fault)
@@ -159,9 +174,11 @@ class ObjectServer:
 
             def _respond(self, request: Request, query: dict[str, str], body: bytes, fault: Fault) -> None:
                 if isinstance(fault, int):
-                    self._answer(_Answer(fault, b"<Error><Code>Told</Code></Error>"))
+                    fault = Refusal(fault, "Told")
+                if isinstance(fault, Refusal):
+                    self._answer(_Answer(fault.status, f"<Error><Code>{fault.code}</Code></Error>".encode()))
                     return
-                if fault == "cut" and request.method != "GET":
+                if fault == "gone" or (fault == "cut" and request.method != "GET"):
                     self.close_connection = True
                     return
                 answer = server._carry_out(request, query, body)
@@ -299,7 +316,8 @@ class ObjectServer:
             if key.startswith(prefix):
                 head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
                 found[prefix + head + cut if cut else key] = None if cut else sizes[key]
-        after = query.get("continuation-token") or query.get("start-after", "")
+        start = "" if self.ignores_offsets else query.get("start-after", "")
+        after = query.get("continuation-token") or start
         names = [name for name in found if name > after]
         parts = ["<ListBucketResult>", f"<Name>{bucket}</Name>"]
         for name in names[: self.page]:

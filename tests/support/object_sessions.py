@@ -1,9 +1,31 @@
 """Sessions of one rank whose run is in an object store, and what a test does to that store beside them."""
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+from object_server import serving
 from sessions import NEW, Session
 
 from sidesave.writer_daemon.storage import urls
 from sidesave.writer_daemon.storage.object_run import ObjectRun
+
+_numbers = itertools.count()
+KINDS = ("memory", "file", "s3")
+
+
+@contextlib.contextmanager
+def new_place(kind: str, directory: Path) -> Iterator[str]:
+    """The URL of a run that is still to be made, in a store of one of the ``KINDS``, while that store is there."""
+    if kind == "memory":
+        yield f"memory://place-{next(_numbers)}/run"
+    elif kind == "file":
+        yield f"file://{directory}/run"
+    else:
+        (directory / "buckets").mkdir()
+        with serving(directory / "buckets") as server, urls.using(server.options):
+            yield "s3://bucket/run"
 
 
 def open_run(root: str) -> ObjectRun:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from object_server import After, Fault, Killer, ObjectServer, Request, serving
+import torch
+from object_server import After, Fault, Killer, ObjectServer, Refusal, Request, serving
 from trainers import (
     DEADLINE_S,
     Traces,
@@ -25,7 +26,7 @@ from trainers import (
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.daemon_link import connection
-from sidesave.errors import SidesaveError, WriteError
+from sidesave.errors import NoSpaceError, SidesaveError, WriteError
 
 URL = "s3://bucket/runs/exp"
 WRITES = ("PUT", "PUT-NEW", "START", "PART", "COMPLETE")
@@ -99,6 +100,14 @@ def test_a_store_that_ignores_conditions_is_refused_at_the_start(server: ObjectS
     assert refused.value.errno == errno.EOPNOTSUPP
 
 
+def test_a_store_that_lists_from_the_beginning_wherever_it_is_to_start_is_as_good(server: ObjectServer) -> None:
+    server.ignores_offsets = True
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+    check(server, 1, 2)
+
+
 @pytest.mark.parametrize("fault", [503, 500, "cut", After(503), After("cut")])
 def test_errors_that_end_are_borne(server: ObjectServer, fault: Fault) -> None:
     with opened(server) as ckpt:
@@ -135,6 +144,33 @@ def test_a_refusal_fails_the_save_and_the_next_one_is_taken(server: ObjectServer
     check(server, 1, 3)
 
 
+@pytest.mark.parametrize(
+    "fault", [507, Refusal(403, "QuotaExceeded"), Refusal(507, "XMinioStorageFull"), Refusal(400, "QuotaExceeded")]
+)
+def test_a_store_that_is_full_is_told_as_a_disk_that_is_full(server: ObjectServer, fault: Fault) -> None:
+    with opened(server) as ckpt:
+        commit(ckpt, 1)
+        server.fault = writes_fail(fault)
+        with pytest.raises(NoSpaceError, match=r"the store is full|the quota is used up") as full:
+            commit(ckpt, 2)
+        assert full.value.errno in (errno.ENOSPC, errno.EDQUOT)
+        server.fault = lambda request, number: None
+        commit(ckpt, 3)
+    check(server, 1, 3)
+
+
+def test_what_is_written_is_encrypted_by_the_server_as_the_options_say(server: ObjectServer) -> None:
+    """The example of docs/remote.md: each PUT, and the start of each upload in parts, has the header."""
+    server_side = {"aws_server_side_encryption": "aws:kms", "aws_sse_kms_key_id": "a-key"}
+    with Checkpointer(URL, storage_options={**server.options, **server_side}) as ckpt:
+        ckpt.save(1, {"model": {"weight": torch.randn(3 << 20)}}, blocking=True)
+        commit(ckpt, 2)
+    sent = {request.method for request in server.requests if request.encryption == "aws:kms"}
+    assert sent == {"PUT", "PUT-NEW", "START"}
+    bare = [request for request in server.requests if request.encryption is None]
+    assert not {request.method for request in bare} & {*sent}
+
+
 def test_what_is_refused_goes_to_the_fallback_directory_meanwhile(server: ObjectServer, tmp_path: Path) -> None:
     with opened(server, fallback_directory=tmp_path / "further") as ckpt:
         commit(ckpt, 1)
@@ -156,6 +192,22 @@ def test_a_store_that_does_not_answer_for_long_fails_the_save_and_no_other(serve
         server.fault = lambda request, number: None
         commit(ckpt, 3)
     check(server, 1, 3)
+
+
+@pytest.mark.slow
+def test_a_minute_without_network_delays_a_save_and_fails_none(server: ObjectServer) -> None:
+    """With the retries that a session has by default; the lease is not lost by it either."""
+    with Checkpointer(URL, storage_options=server.options) as ckpt:
+        commit(ckpt, 1)
+        server.fault = lambda request, number: "gone"
+        handle = ckpt.save(2, a_state(2))
+        with pytest.raises(TimeoutError):
+            handle.committed.result(60)
+        server.fault = lambda request, number: None
+        handle.committed.result(DEADLINE_S)
+        commit(ckpt, 3)
+        assert [record.outcome for record in ckpt.history()] == 3 * ["committed"]
+    check(server, 1, 2, 3)
 
 
 def test_an_entry_whose_answers_are_all_lost_counts_once(server: ObjectServer) -> None:

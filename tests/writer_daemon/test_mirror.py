@@ -188,7 +188,7 @@ def test_a_step_that_is_gone_before_its_turn_is_told_of(session: Session, place:
     with mirror(session, place) as uploader:
         ((step,), _) = uploader.begin()
         shutil.rmtree(Path(session.root) / "step-00000001")
-        with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
+        with pytest.raises(CheckpointNotFoundError, match="before it was copied"):
             uploader.upload(step)
     holds(place)
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from object_server import serving
-from object_sessions import begin, content, edit, open_run
+from object_sessions import KINDS, begin, content, edit, new_place, open_run
 from sessions import NEW, OLD, Session, State, a_state, check, same
 
 from sidesave.client.loading import load as loader
@@ -28,7 +27,6 @@ from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
-from sidesave.writer_daemon.storage import urls
 
 _numbers = itertools.count()
 _TENSORS = "model.rank-00000.safetensors"
@@ -48,16 +46,10 @@ def entries(root: str) -> list[str]:
     return sorted(name for name in names if name != ".sidesave.lease")
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "memory":
-        yield f"memory://commits-{next(_numbers)}/run"
-    elif request.param == "file":
-        yield f"file://{tmp_path}/run"
-    else:
-        (tmp_path / "buckets").mkdir()
-        with serving(tmp_path / "buckets") as server, urls.using(server.options):
-            yield "s3://bucket/run"
+    with new_place(request.param, tmp_path) as url:
+        yield url
 
 
 @pytest.fixture

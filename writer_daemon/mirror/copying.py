@@ -1,4 +1,4 @@
-"""Copies one committed checkpoint from a run directory into a hidden directory of another place.
+"""Copies one committed checkpoint of a run, on a disk or in a store, into a hidden directory of another place.
 
 Every byte is compared with its digest on the way, before it is handed on. A file has its name there once all of it is
 there, so that after an interruption, whatever it was, only the other files are copied. The manifest comes last.
@@ -37,12 +37,13 @@ def copy_checkpoint(
     """Bring the files of ``name`` into the directory ``partial`` of ``target``, durably; blocking.
 
     Args:
-        source: The run directory, which keeps ``name`` (``ReadStorage.hold``) while this runs.
+        source: The run, which keeps ``name`` (``ReadStorage.hold``) while this runs, as far as it can.
         name: The checkpoint's directory.
         target: Where it goes.
         partial: The directory there, made if need be, which may hold files of an interrupted copy of this very save.
         attempt: Tells the temporary names of this process's files from those of any other.
-        before_chunk: Called with the number of bytes before each piece; may block, and stops the copy by raising.
+        before_chunk: Called with the number of bytes before each piece is handed on; may block, and stops the copy by
+            raising.
 
     Raises:
         IntegrityError: The source is damaged. The damage has not been handed on.
@@ -134,10 +135,10 @@ class _Copy:
             comparison = _Comparison(tensor_file.digest_blocks(header), digests, path)
 
             def copy_into(output: OutputFile) -> None:
-                for offset in range(0, entry.nbytes, CHUNK_NBYTES):
-                    nbytes = min(CHUNK_NBYTES, entry.nbytes - offset)
+                offsets = range(0, entry.nbytes, CHUNK_NBYTES)
+                spans = [(offset, min(CHUNK_NBYTES, entry.nbytes - offset)) for offset in offsets]
+                for (offset, nbytes), data in zip(spans, file.read_each(spans), strict=True):
                     self._before_chunk(nbytes)
-                    data = file.read_at(offset, nbytes)
                     if len(data) != nbytes:
                         raise IntegrityError(f"{path}: the file ends at byte {offset + len(data):,}")
                     comparison.add(data)

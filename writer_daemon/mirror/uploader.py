@@ -30,7 +30,7 @@ from sidesave.writer_daemon.format import integrity, manifest, rollback
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, Head
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.mirror.copying import copy_checkpoint
-from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, Storage, urls
+from sidesave.writer_daemon.storage import ReadStorage, Storage, urls
 from sidesave.writer_daemon.storage.posix import UNMOUNTED, make_run_directory, may_be_unmounted
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,13 @@ def read_step(storage: ReadStorage, name: str) -> Step | None:
     try:
         head = Head.from_bytes(data, f"{storage.root}/{path}")
     except (IntegrityError, FormatVersionError) as error:
-        logger.warning("not mirrored: %s", error)
+        logger.warning("not copied: %s", error)
         return None
     return Step(head.sequence, head.session, head.step, head.nbytes)
 
 
 def open_target(root: str) -> Storage:
-    """The place of a mirror, made if it is a directory; blocking.
+    """The place of a mirror or a copy, made if it is a directory; blocking.
 
     Raises:
         WriteError: It cannot be opened or made. ENOENT: its file system may not be mounted.
@@ -95,15 +95,15 @@ def open_target(root: str) -> Storage:
                 raise FileNotFoundError(errno.ENOENT, UNMOUNTED)
             make_run_directory(root)
         except OSError as error:
-            raise write_error(error, "cannot create the mirror", root) from error
+            raise write_error(error, "cannot create the directory", root) from error
     return urls.open_for_writing(root)
 
 
 class Uploader:
-    """Copies checkpoints of one run directory to its mirror. All methods block, and are called by one thread."""
+    """Copies checkpoints of one run to another place. All methods block, and are called by one thread."""
 
     def __init__(self, directory: str, target: Storage, lease: Lease, before_chunk: Callable[[int], None]) -> None:
-        """Copy from ``directory`` to ``target``, of which this process has the ``lease``.
+        """Copy from ``directory``, a path or URL, to ``target``, of which this process has the ``lease``.
 
         ``before_chunk`` is called with a number of bytes before each piece; it may block, and raise to stop.
         """
@@ -126,7 +126,7 @@ class Uploader:
         self.target.take_over(self.lease.session)
         self._rename_leftovers()
         there = {each.name: each for each in steps_in(self.target)}
-        with contextlib.closing(PosixStorage(self._directory)) as source:
+        with contextlib.closing(urls.open_storage(self._directory)) as source:
             missing = [each for each in steps_in(source) if not _is_settled(each, there.get(each.name))]
         wanted = {_attempt_of(each) for each in missing}
         for attempt in self._partials.keys() - wanted:  # of what the run directory does not have any more
@@ -178,8 +178,8 @@ class Uploader:
             return
         if there is not None and there.sequence > step.sequence:
             path = f"{self.target.root}/{step.name}"
-            raise CheckpointExistsError(errno.EEXIST, "a later save of this step is in the mirror", path)
-        with contextlib.closing(PosixStorage(self._directory)) as source:
+            raise CheckpointExistsError(errno.EEXIST, "a later save of this step is there", path)
+        with contextlib.closing(urls.open_storage(self._directory)) as source:
             try:
                 source.hold(step.name, MANIFEST)
             except WriteError as error:
@@ -194,7 +194,7 @@ class Uploader:
             try:
                 copy_checkpoint(source, step.name, self.target, partial, self._attempt, self._before_chunk)
             except IntegrityError as error:
-                with contextlib.closing(PosixStorage(self._directory)) as again:
+                with contextlib.closing(urls.open_storage(self._directory)) as again:
                     if self._is_current(again, step):
                         raise
                 raise self._gone(step) from error  # replaced while it was read
@@ -206,12 +206,12 @@ class Uploader:
         return now is not None and now.key == step.key
 
     def _gone(self, step: Step) -> CheckpointNotFoundError:
-        text = "it was deleted or replaced before it was mirrored"
+        text = "it was deleted or replaced before it was copied"
         return CheckpointNotFoundError(errno.ENOENT, text, f"{self._directory}/{step.name}")
 
     def _copy_rollbacks(self) -> None:
-        """Before a later commit appears, the mirror has to know where the run has gone back."""
-        with contextlib.closing(PosixStorage(self._directory)) as source:
+        """Before a later commit appears, it has to be known there where the run has gone back."""
+        with contextlib.closing(urls.open_storage(self._directory)) as source:
             data = source.read(rollback.ROLLBACK_FILE, _MAX_ROLLBACK_NBYTES)
         # Read each time: a holder before this one may have written late.
         if data is not None and data != self.target.read(rollback.ROLLBACK_FILE, _MAX_ROLLBACK_NBYTES):

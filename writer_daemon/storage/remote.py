@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from sidesave.errors import InvalidArgumentError, WriteError, WriteStalledError
+from sidesave.errors import InvalidArgumentError, NoSpaceError, WriteError, WriteStalledError
 from sidesave.writer_daemon.storage.base import InputFile, ReadStorage
 
 try:
@@ -38,7 +38,10 @@ _MAX_PARTS: Final = 10_000
 """S3 takes no more for one object."""
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
+_RETRIES: Final[Any] = {"max_retries": 1000}
+"""Of a request, within the library's 3 minutes: its own limit of 10 is used up after seconds without a network."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
+_FULL: Final = re.compile(r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>")
 _INSTANCE_ROLE: Final = "//169.254.169.254/"
 """Where clouds tell their machines who they are: asked when nothing else says so."""
 _memory: Final[dict[str, MemoryStore]] = {}
@@ -55,6 +58,9 @@ class Bucket:
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         """Prepare a client of ``root``; ``InvalidArgumentError`` where the options are none of its. Asks nothing."""
         self.root = root
+        if options and root.startswith("file:"):  # whose store has none, and so would refuse none
+            names = ", ".join(sorted(map(str, options)))
+            raise InvalidArgumentError(f"{root}: a directory takes no storage_options, and these are given: {names}")
         try:
             self._store, self._prefix = _connect(root, options)
         except (exceptions.BaseError, TypeError, ValueError) as error:
@@ -79,7 +85,8 @@ class Bucket:
         with self._doing("cannot list", key):
             found = [each["path"] for some in obstore.list(self._store, self._key(key), offset=offset) for each in some]
         cut = len(self._prefix) + 1 if self._prefix else 0
-        return sorted(path[cut:] for path in found)
+        # Not every server knows of offsets: Azurite answers with all there is.
+        return sorted(path[cut:] for path in found if offset is None or path > offset)
 
     def has_any(self, key: str) -> bool:
         """Whether there is an object below a key; one request."""
@@ -196,7 +203,9 @@ class Bucket:
             raise WriteError(errno.EEXIST, f"{what}: there is such an object already", self.full(key)) from None
         except FileNotFoundError:
             raise WriteError(errno.ENOENT, f"{what}: there is no such object", self.full(key)) from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError):
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            if _FULL.search(str(error)):
+                raise NoSpaceError(errno.EDQUOT, f"{what}: the quota is used up", self.full(key)) from None
             check = "check the credentials, what they may do here, the region and the endpoint"
             raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self.full(key)) from None
         except (exceptions.BaseError, OSError, ValueError) as error:
@@ -205,6 +214,8 @@ class Bucket:
             if _INSTANCE_ROLE in str(error):
                 text = f"{what}: there are no credentials, neither in the environment nor by a role of this machine"
                 raise WriteError(errno.EACCES, text, self.full(key)) from None
+            if _FULL.search(str(error)):
+                raise NoSpaceError(errno.ENOSPC, f"{what}: the store is full", self.full(key)) from None
             stalled = "kind: Timeout" in str(error)
             kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
             raise kind(code, f"{what}: {_first_line(error)}", self.full(key)) from None
@@ -285,6 +296,8 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
     bucket, _, key = rest.partition("/")
     settings: dict[str, Any] = {name: options[name] for name in _SETTINGS if name in options}
     config: Any = {name: value for name, value in options.items() if name not in _SETTINGS}
+    if scheme in ("s3", "gs", "az"):
+        settings.setdefault("retry_config", _RETRIES)
     match scheme:
         case "s3":
             return S3Store(bucket, config=config, **settings), key

@@ -16,6 +16,8 @@ from sidesave.writer_daemon.storage.posix import PosixStorage
 
 SCHEMES: Final = ("s3", "gs", "az", "file", "http", "https", "memory")
 """``memory`` is for tests: its objects live in this process."""
+_WRITTEN: Final = SCHEMES[:4]
+"""Where a process of its own, as the daemon is, can write."""
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")  # of "://" an os.PathLike leaves one slash
 _options: ContextVar[Mapping[str, Any] | None] = ContextVar("_options", default=None)
 _remembered: Final[dict[str, list[Mapping[str, Any]]]] = {}
@@ -32,12 +34,17 @@ def shown(url: str) -> str:
     return f"{scheme}://{re.split('[?#]', rest.lstrip('/'))[0].rpartition('@')[2]}"
 
 
-def normalized(url: str) -> str:
-    """``scheme://bucket/key`` without a slash at the end; ``InvalidArgumentError`` says what is wrong with it."""
+def normalized(url: str, *, to_write: bool = False) -> str:
+    """``scheme://bucket/key`` without a slash at the end; ``InvalidArgumentError`` says what is wrong with it.
+
+    It is read from, unless it is ``to_write``, which is said of schemes that are not known alone: see
+    :func:`can_write`.
+    """
     scheme, _, rest = url.partition(":")
     scheme, rest = scheme.lower(), rest.strip("/")
     if scheme not in SCHEMES:
-        raise InvalidArgumentError(f"{shown(url)}: checkpoints are read from {', '.join(SCHEMES[:-1])} URLs")
+        known = f"saved to {', '.join(_WRITTEN)}" if to_write else f"read from {', '.join(SCHEMES[:-1])}"
+        raise InvalidArgumentError(f"{shown(url)}: checkpoints are {known} URLs")
     parts = rest.split("/")
     if re.search(r"[?#\0]", rest) or "@" in parts[0] or {"", ".", ".."} & {*parts}:
         text = "a URL is a scheme, a bucket and a key: no user, query or fragment, and no empty, . or .. part"
@@ -52,7 +59,7 @@ def can_list(url: str) -> bool:
 
 def can_write(url: str) -> bool:
     """Whether a process of its own, as the daemon is, can write below a URL."""
-    return not url.startswith(("http", "memory"))
+    return url.partition(":")[0] in _WRITTEN
 
 
 @contextlib.contextmanager

@@ -93,3 +93,10 @@ def test_recover_leaves_a_live_session_in_peace(url: str):
 @pytest.mark.parametrize("command", ["trigger", "plot"])
 def test_what_needs_files_beside_the_checkpoints_is_for_disks(url: str, command: str):
     assert "local and mounted directories" in output(command, url, status=2)
+
+
+def test_watch_prints_where_each_new_checkpoint_is(url: str):
+    with Checkpointer(url) as ckpt:
+        commit(ckpt, 1)
+    assert output("watch", url, "--timeout", 0) == f"{url}/step-00000001\n"
+    assert "is a checkpoint" in output("watch", f"{url}/step-00000001", status=2)

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from commands import output, sidesave_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from object_server import ObjectServer, serving
 from safetensors.torch import load_file
 from states import difference, noise
 from torch import nn
@@ -242,6 +243,49 @@ def test_tensors_of_which_ranks_have_several_are_refused(tmp_path: Path):
 
 
 # What can go wrong -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    (tmp_path / "store" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "store") as server:
+        yield server
+
+
+def test_weights_go_to_a_store_as_they_go_to_a_disk(tmp_path: Path, server: ObjectServer):
+    model = {"large": torch.randn(3000, 1000), "small": torch.randn(7), "cast": torch.randn(1000, 900)}
+    path, url = save(tmp_path / "run", {"model": model}), "s3://bucket/exports/one"
+    on_disk = export(path, tmp_path / "out", max_shard_nbytes=8_000_000, dtype=torch.bfloat16)
+    report = export(path, url, max_shard_nbytes=8_000_000, dtype=torch.bfloat16, storage_options=server.options)
+    assert (report.path, report.files, report.nbytes) == (url, on_disk.files, on_disk.nbytes)
+    there = server.root / "bucket" / "exports" / "one"
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == {
+        path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()
+    }
+    assert server.count("PART") == 2, "what is above 5 MiB is sent in parts while it is read"
+    with pytest.raises(InvalidArgumentError, match="not empty"):
+        export(path, url, storage_options=server.options)
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 1 << 40])
+def test_of_an_export_to_a_store_that_fails_nothing_is_left(tmp_path: Path, server: ObjectServer, limit: int):
+    path = save(tmp_path / "run", {"model": {"a": torch.randn(1500, 1000), "b": torch.randn(1500, 1000)}})
+    file = next(path.glob("model*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(IntegrityError, match="does not match"):
+        export(path, "s3://bucket/out", max_shard_nbytes=limit, storage_options=server.options)
+    assert [path for path in (server.root / "bucket").rglob("*") if path.is_file()] == []
+    assert not server.uploads
+
+
+def test_the_command_exports_to_a_url(tmp_path: Path):
+    save(tmp_path / "run", a_state())
+    url = f"file://{tmp_path}/store/out"
+    assert url in output("export", tmp_path / "run", url, "--item", "model")
+    assert load_as_transformers(tmp_path / "store" / "out").keys()
+    assert "not written to" in output("export", tmp_path / "run", "https://host/out", "--item", "model", status=2)
 
 
 def test_nothing_is_overwritten_and_an_empty_directory_is_taken(tmp_path: Path):

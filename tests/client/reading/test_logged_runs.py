@@ -1,6 +1,5 @@
 """Runs in a store whose names come from a log: all that reads finds them by the names that they have there."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from object_server import ObjectServer, serving
-from object_sessions import open_run
+from object_sessions import KINDS, new_place, open_run
 from sessions import NEW, Session, a_state, same
 
 import sidesave
@@ -17,8 +16,6 @@ from sidesave.client.export.diff import Contents, compare
 from sidesave.errors import CheckpointNotFoundError
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.storage import urls
-
-_numbers = itertools.count()
 
 
 def save(root: str, *steps: int, name: str = NEW, first: int = 1) -> Session:
@@ -30,16 +27,10 @@ def save(root: str, *steps: int, name: str = NEW, first: int = 1) -> Session:
     return session
 
 
-@pytest.fixture(params=["memory", "file", "s3"])
+@pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "memory":
-        yield f"memory://logged-{next(_numbers)}/run"
-    elif request.param == "file":
-        yield f"file://{tmp_path}/run"
-    else:
-        (tmp_path / "buckets").mkdir()
-        with serving(tmp_path / "buckets") as server, urls.using(server.options):
-            yield "s3://bucket/run"
+    with new_place(request.param, tmp_path) as url:
+        yield url
 
 
 @pytest.fixture

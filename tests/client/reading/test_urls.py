@@ -373,7 +373,6 @@ def test_what_takes_no_url_says_what_does(tmp_path: Path):
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: Checkpointer("https://host/run"), "read, and not written to; run directories are s3"),
         (lambda: sidesave.CheckpointManager("http://host/run", {}), "read, and not written to"),
-        (lambda: sidesave.watch("s3://bucket/run"), "load, Source, find"),
         (lambda: sidesave.hold(STEP).__enter__(), "load, Source, find"),
         (lambda: sidesave.history("s3://bucket/run"), "find"),
         (lambda: Source("s3://bucket/weights", item="model").locate(), "load, Source, find"),

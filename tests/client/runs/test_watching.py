@@ -22,11 +22,14 @@ from typing import Any
 import campaigns
 import pytest
 from manager_trainer import ManagedTrainer
+from object_server import serving
 from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, entries, same, say, wait_to_go_on
 
 import sidesave
 from sidesave.client.runs import catalog
-from sidesave.client.training.retention import PINS, Retention
+from sidesave.client.runs.pins import PINS
+from sidesave.client.runs.watch import _Look
+from sidesave.client.training.retention import Retention
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -562,6 +565,42 @@ def test_a_directory_that_cannot_be_listed_is_an_error(run: Path, monkeypatch: p
         next(watching)
 
 
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_run_in_a_store_is_watched(kind: str, tmp_path: Path):
+    """A step that is saved again is new, as its files lie elsewhere; nothing is read while nothing changes."""
+    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "buckets") as server:
+        url, options = ("s3://bucket/run", server.options) if kind == "s3" else (f"file://{tmp_path}/run", None)
+        watching = sidesave.watch(url, timeout_s=DEADLINE_S, poll_s=0.01, storage_options=options)
+        with sidesave.Checkpointer(url, storage_options=options) as ckpt:
+            for step, overwrite in ((1, False), (2, False), (2, True)):
+                ckpt.save(step, a_state(step, 0.1), overwrite=overwrite, blocking=True)
+                info = next(watching)
+                assert (info.step, info.path) == (step, f"{url}/step-{step:08d}")
+            if kind == "s3":
+                with contextlib.closing(_Look(url, options)) as look:
+                    look.newest()
+                    server.requests.clear()
+                    look.newest()
+                    assert (server.count("LIST"), server.count("GET")) == (2, 1), "docs/remote.md says so"
+        server.requests.clear()
+        assert list(sidesave.watch(url, after=info, timeout_s=0.3, poll_s=0.01, storage_options=options)) == []
+        manifests = [request for request in server.requests if request.key.endswith("manifest.json")]
+        assert sum("/step-" in request.key for request in manifests) == (2 if kind == "s3" else 0), "each once"
+
+
+def test_a_step_that_is_copied_to_a_store_by_hand_is_new_when_it_is_whole(tmp_path: Path):
+    with sidesave.Checkpointer(tmp_path / "run") as ckpt:
+        commit(ckpt, 1, mib=0.1)
+    (tmp_path / "store" / "step-00000001").mkdir(parents=True)
+    files = sorted((tmp_path / "run" / "step-00000001").iterdir(), key=lambda path: path.name == "manifest.json")
+    look = _Look(f"file://{tmp_path}/store", None)
+    for path in files:
+        assert look.newest() is None
+        shutil.copy(path, tmp_path / "store" / "step-00000001" / path.name)
+    assert look.newest() is not None
+
+
 def test_wrong_arguments_of_watch_are_refused_at_once(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1, mib=0.1)
@@ -570,12 +609,12 @@ def test_wrong_arguments_of_watch_are_refused_at_once(run: Path):
         {"timeout_s": "1"},
         {"timeout_s": float("nan")},
         {"poll_s": 0},
-        {"poll_s": None},
+        {"poll_s": "1"},
     ]
     for bad in wrong:
         with pytest.raises(InvalidArgumentError, match="_s must be"):
             sidesave.watch(run, **bad)
-    for place in ("s3://bucket/run", directory(run, 1)):
+    for place in ("http://host/run", directory(run, 1)):
         with pytest.raises(InvalidArgumentError):
             sidesave.watch(place)
 

@@ -2,11 +2,13 @@
 
 import logging
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from object_server import ObjectServer, serving
 from trainers import DEADLINE_S, a_state, check, commit, daemon, end, same
 
 import sidesave
@@ -38,8 +40,30 @@ def test_options_of_a_store_are_refused_where_there_is_none(tmp_path: Path) -> N
     with pytest.raises(InvalidArgumentError, match="storage_options are for a URL"):
         Checkpointer(tmp_path / "run", mirror=tmp_path / "mirror", storage_options={"aws_region": "eu-west-1"})
     assert not (tmp_path / "run").exists()
-    with Checkpointer(tmp_path / "run", mirror=f"file://{tmp_path}/mirror", storage_options={"aws_region": "x"}):
-        pass
+
+
+def test_options_that_a_directory_does_not_have_are_refused_by_name_alone(tmp_path: Path) -> None:
+    url, options = f"file://{tmp_path}/store", {"aws_regoin": "a-secret"}
+    calls: list[Callable[[], object]] = [
+        lambda: Checkpointer(url, storage_options=options),
+        lambda: Checkpointer(tmp_path / "run", mirror=url, storage_options=options),
+        lambda: sidesave.find(url, storage_options=options),
+        lambda: sidesave.load(url, storage_options=options),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError, match=r"no storage_options.*aws_regoin") as refused:
+            call()
+        assert "a-secret" not in str(refused.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_scheme_that_is_not_known_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="saved to s3, gs, az, file URLs"):
+        Checkpointer("s4://bucket/run")
+    with pytest.raises(InvalidArgumentError, match="saved to s3, gs, az, file URLs"):
+        Checkpointer(tmp_path / "run", mirror="s4://bucket/run")
+    with pytest.raises(InvalidArgumentError, match="read from s3, gs, az, file, http, https URLs"):
+        sidesave.find("s4://bucket/run")
 
 
 # What is on a disk is in a store ------------------------------------------------------------------------------------
@@ -172,29 +196,40 @@ def test_several_ranks_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) ->
 # Options ------------------------------------------------------------------------------------------------------------
 
 
-def test_options_are_for_the_session_and_nobody_else_sees_them(url: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ObjectServer]:
+    (tmp_path / "store" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "store") as server:
+        yield server
+
+
+def test_options_are_for_the_session_and_nobody_else_sees_them(
+    server: ObjectServer, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
-    with Checkpointer(url, storage_options={"aws_secret_access_key": SECRET}) as ckpt:
+    url, options = "s3://bucket/run", {**server.options, "aws_secret_access_key": SECRET}
+    with Checkpointer(url, storage_options=options) as ckpt:
         assert saver_of(ckpt).session.connection._boot.storage_options, "or there would be nothing to find"
         commit(ckpt, 1)
         process = Path(f"/proc/{daemon(ckpt)}")
         told = [(process / name).read_bytes() for name in ("cmdline", "environ")]
-        told += [path.read_bytes() for path in files(url)]
+        told += [path.read_bytes() for path in files(f"file://{server.root}")]
         shown = [repr(ckpt), repr(saver_of(ckpt).session.connection._boot), repr(ckpt.history()), repr(vars(ckpt))]
         shown.append(repr(saver_of(ckpt).session.options))
         with ThreadPoolExecutor(1) as pool:  # which has options of its own, that is none
-            assert pool.submit(urls._options_for, f"{url}/step-00000001").result() == {"aws_secret_access_key": SECRET}
+            assert pool.submit(urls._options_for, f"{url}/step-00000001").result() == options
         assert same(ckpt.load(), a_state(1))
     assert not any(SECRET.encode() in each for each in told)
     assert not any(SECRET in each for each in [*shown, caplog.text])
     assert urls._options_for(url) == {}, "it ends with the session"
 
 
-def test_options_of_a_session_that_is_refused_do_not_count(url: str) -> None:
-    with Checkpointer(url, storage_options={"region": "one"}) as ckpt:
+def test_options_of_a_session_that_is_refused_do_not_count(server: ObjectServer) -> None:
+    url, options = "s3://bucket/run", {**server.options, "region": "one"}
+    with Checkpointer(url, storage_options=options) as ckpt:
         with pytest.raises(DirectoryInUseError):
-            Checkpointer(url, storage_options={"region": "other"})
-        assert urls._options_for(url) == {"region": "one"}
+            Checkpointer(url, storage_options={**options, "region": "other"})
+        assert urls._options_for(url) == options
         commit(ckpt, 1)
 
 

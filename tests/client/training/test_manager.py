@@ -24,8 +24,8 @@ import sidesave
 from sidesave import KeepBest, KeepEverySteps, KeepLatest, KeepSteps
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions, Options
 from sidesave.client.runs import catalog, save_requests
+from sidesave.client.runs.pins import PINS
 from sidesave.client.training import retention
-from sidesave.client.training.retention import PINS
 from sidesave.client.training.rng_state import RandomState
 from sidesave.errors import (
     CheckpointNotFoundError,

@@ -85,7 +85,7 @@ def test_of_what_waits_for_the_mirror_the_oldest_goes_where_it_is_too_much(run: 
         away.unlink()
         for handle in handles[-3:]:
             handle.mirrored.result(DEADLINE_S)
-        with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
+        with pytest.raises(CheckpointNotFoundError, match="before it was copied"):
             handles[0].mirrored.result(DEADLINE_S)
 
 

@@ -1,0 +1,111 @@
+"""``sidesave copy``: a whole run brought from anywhere to anywhere."""
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from commands import output
+from mirrors import check_there
+from object_server import ObjectServer, serving
+from trainers import a_state, commit
+
+import sidesave
+from sidesave.errors import WriteError
+from sidesave.writer_daemon.mirror import copying
+
+_WAYS = [("directory", "s3"), ("s3", "directory"), ("s3", "file"), ("directory", "directory")]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "buckets") as server:
+        for name, value in server.options.items():
+            monkeypatch.setenv(name.upper(), value)
+        yield server
+
+
+def place(kind: str, tmp_path: Path, name: str) -> str:
+    return {"directory": f"{tmp_path}/{name}", "file": f"file://{tmp_path}/{name}", "s3": f"s3://bucket/{name}"}[kind]
+
+
+@pytest.mark.parametrize(("source", "target"), _WAYS)
+def test_a_run_is_copied_from_anywhere_to_anywhere_and_goes_on_there(
+    source: str, target: str, tmp_path: Path, server: ObjectServer
+):
+    run, copy = place(source, tmp_path, "run"), place(target, tmp_path, "copy")
+    with sidesave.Checkpointer(run) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, a_state(step), blocking=True)
+        ckpt.load(2)
+        ckpt.save(4, a_state(4), blocking=True)
+    assert copy in output("copy", run, copy)
+    check_there(copy, {1, 2, 3, 4})
+    of_both = [[(info.step, info.session, info.given_up) for info in sidesave.find(each)] for each in (run, copy)]
+    assert of_both[0] == of_both[1], "also where it has gone back"
+    assert "0 B" in output("copy", run, copy)
+    with sidesave.Checkpointer(copy) as ckpt:
+        assert ckpt.latest_step() == 4
+        ckpt.load()
+        commit(ckpt, 5)
+
+
+def test_interrupted_it_goes_on_with_the_files_that_had_not_arrived(
+    tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+):
+    run, copy = str(tmp_path / "run"), "s3://bucket/copy"
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, a_state(1, 8), blocking=True)
+    original = copying._Copy._put_small
+
+    def fail(self: copying._Copy, name: str, data: bytes) -> None:
+        if name == copying.MANIFEST:
+            raise WriteError(errno.EIO, "the machine is gone", name)
+        original(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copying._Copy, "_put_small", fail)
+        assert "the machine is gone" in output("copy", run, copy, status=1)
+    assert sidesave.find(copy) == []
+    server.requests.clear()
+    output("copy", run, copy)
+    sent = [request.key for request in server.requests if request.method in ("PUT", "PUT-NEW", "PART", "START")]
+    assert not [key for key in sent if key.endswith((".safetensors", ".xxh3", ".msgpack"))]
+    check_there(copy, {1}, mib=8)
+
+
+def test_what_is_damaged_is_left_out_and_told_of(tmp_path: Path):
+    run, copy = f"file://{tmp_path}/run", f"{tmp_path}/copy"
+    with sidesave.Checkpointer(run) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, a_state(step), blocking=True)
+    path = next((tmp_path / "run").glob("step-00000001*/model*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert "step-00000001 is left out" in output("copy", run, copy, status=1)
+    check_there(copy, {2})
+    assert [info.step for info in sidesave.find(copy)] == [2]
+
+
+def test_a_place_that_a_live_session_saves_to_is_refused_and_a_live_source_is_not(tmp_path: Path):
+    run, copy = f"file://{tmp_path}/run", f"{tmp_path}/copy"
+    with sidesave.Checkpointer(run) as ckpt, sidesave.Checkpointer(copy):
+        commit(ckpt, 1)
+        assert "is using it" in output("copy", run, copy, status=1)
+        output("copy", run, f"{tmp_path}/other")
+        commit(ckpt, 2)
+    assert [info.step for info in sidesave.find(f"{tmp_path}/other")] == [1]
+
+
+def test_places_in_each_other_are_refused(tmp_path: Path, server: ObjectServer):
+    (tmp_path / "run").mkdir()
+    for first, second in (
+        (tmp_path / "run", tmp_path / "run" / "copy"),
+        (tmp_path / "run", f"file://{tmp_path}/run"),
+        ("s3://bucket/run", "s3://bucket/run/copy"),
+        ("s3://bucket/run", "s3://bucket/run"),
+    ):
+        assert "lie in each other" in output("copy", first, second, status=2)
+    assert "not written to" in output("copy", tmp_path / "run", "http://host/run", status=2)
