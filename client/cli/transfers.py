@@ -13,12 +13,13 @@ import typer
 
 from sidesave.client.cli.console import error_text, printable, progress, size
 from sidesave.client.runs import catalog, finding
-from sidesave.client.runs.mirror import check_mirror, remembered_mirror
+from sidesave.client.runs.mirror import check_mirror
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror import identity
 from sidesave.writer_daemon.mirror.throttle import Throttle
-from sidesave.writer_daemon.mirror.uploader import Uploader, open_target
+from sidesave.writer_daemon.mirror.uploader import Uploader
 
 _TAKEOVER_TIMEOUT_S: Final = 60.0
 
@@ -56,12 +57,13 @@ def mirror(
     the command is refused. Credentials and endpoint come from the environment.
     """
     directory = finding.locate_run(run)
-    place = remembered_mirror(directory) if target is None else check_mirror(target, directory, node_local=False)
+    known = target is None
+    place = identity.remembered_mirror(directory) if known else check_mirror(target, directory, node_local=False)
     if not place:
         raise InvalidArgumentError(f"{directory} has had no mirror: say where with `sidesave mirror {run} TARGET`")
     started, copied, failed = time.monotonic(), 0, 0
     with contextlib.ExitStack() as opened:
-        storage = open_target(place)
+        storage = identity.open_known(directory, place) if known else identity.open_target(place)
         opened.callback(storage.close)
         holder = LeaseRecord.current(secrets.token_hex(8), os.getpid())
         lease = Lease(storage, holder, _TAKEOVER_TIMEOUT_S, lambda: True, kills=False)
@@ -74,7 +76,11 @@ def mirror(
             bars[-1](nbytes)
 
         uploader = Uploader(directory, storage, lease, before_chunk)
-        for step in uploader.begin()[0]:
+        missing, _ = uploader.begin()
+        which = identity.identify(storage)
+        if known or identity.has_had(directory, place):
+            identity.remember(directory, place, which)
+        for step in missing:
             with progress(step.nbytes, step.name) as bar:
                 bars.append(bar)
                 try:

@@ -132,7 +132,6 @@ class Session:
         self.run.remember_fallbacks()
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
-        self.run.mirror.remember(self.directory)
         self.run.mirror.adopt_rollbacks(self.directory)
         rollbacks = catalog.read_rollbacks(self.directory, strict=True)
         checkpoints, reached = self.run.scan_all(refuse_newer=True)

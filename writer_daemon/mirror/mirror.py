@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -31,8 +32,9 @@ from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror import identity
 from sidesave.writer_daemon.mirror.throttle import Throttle
-from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target
+from sidesave.writer_daemon.mirror.uploader import Step, Uploader
 from sidesave.writer_daemon.protocol import Boot, Delete, Message
 from sidesave.writer_daemon.storage import Storage, urls
 
@@ -85,13 +87,16 @@ class Mirror:
 
     def committed(self, sequence: int, name: str, nbytes: int) -> None:
         """A save of this session was committed as ``name``."""
-        step = manifest.parse_step_directory(name)
-        if step is not None:
-            self._news.append(Step(sequence, self._boot.session, step, nbytes))
-            self._changed.set()
+        elsewhere, own_name = os.path.split(name)
+        step = manifest.parse_step_directory(own_name)
+        assert step is not None
+        committed = Step(sequence, self._boot.session, step, nbytes)
+        if elsewhere:
+            text = "it was committed in the fallback directory, which is not mirrored"
+            self._say_failed(committed, WriteError(errno.EXDEV, text, name))
             return
-        text = "it was committed in the fallback directory, which is not mirrored"
-        self._say_failed(Step(sequence, self._boot.session, 0, nbytes), WriteError(errno.EXDEV, text, name))
+        self._news.append(committed)
+        self._changed.set()
 
     def delete(self, request: Delete) -> None:
         """Delete a step of the mirror, after what is being copied; DELETED or FAILED follows."""
@@ -121,6 +126,7 @@ class Mirror:
     def _run(self) -> None:
         try:
             with urls.using(urls.decode_options(self._boot.storage_options)):
+                self._remember()
                 self._serve()
         except _Stopped:
             pass
@@ -157,8 +163,14 @@ class Mirror:
             self._changed.wait(_IDLE_S)
             self._changed.clear()
 
+    def _remember(self, which: str = "") -> None:
+        try:
+            identity.remember(self._boot.directory, self._boot.options.mirror, which)
+        except WriteError as error:  # a full disk must not keep from the mirror what is to relieve it
+            logger.warning("`sidesave mirror` will not know where the mirror is: %s", error)
+
     def _open(self) -> Uploader:
-        target = open_target(self._boot.options.mirror)
+        target = identity.open_known(self._boot.directory, self._boot.options.mirror)
         try:
             lease = self._take_lease(target)
         except BaseException:  # the next try opens it anew
@@ -188,6 +200,7 @@ class Mirror:
     def _compare(self, uploader: Uploader) -> None:
         """Find out what is missing, and tell the trainer what is there."""
         missing, there = uploader.begin()
+        self._remember(identity.identify(uploader.target))
         for step in missing:
             self._backlog[step.key] = step
         for step in there:

@@ -22,15 +22,13 @@ from sidesave.errors import (
     FormatVersionError,
     IntegrityError,
     WriteError,
-    write_error,
 )
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import integrity, manifest, rollback
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, Head
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.mirror.copying import copy_checkpoint
-from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, Storage, urls
-from sidesave.writer_daemon.storage.posix import make_run_directory
+from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +78,6 @@ def read_step(storage: ReadStorage, name: str) -> Step | None:
         logger.warning("not mirrored: %s", error)
         return None
     return Step(head.sequence, head.session, head.step, head.nbytes)
-
-
-def open_target(root: str) -> Storage:
-    """The place of a mirror, made if it is a directory; blocking. Raises ``WriteError``."""
-    if not urls.is_url(root):
-        try:
-            make_run_directory(root)
-        except OSError as error:
-            raise write_error(error, "cannot create the mirror", root) from error
-    return urls.open_for_writing(root)
 
 
 class Uploader:
