@@ -72,6 +72,8 @@ class Session:
         self.pacer = Pacer()
         self.congestion = Congestion(run.directory, tells=urls.is_url(run.directory))
         self.ids = itertools.count(_FIRST_ID)
+        self.droppable: tuple[int, ...] = ()
+        """Steps of which a save that finds no room may delete each, the oldest first."""
         self.closed = self._stopped = self.ended = self._left = False
         self._remembers = self._remembers_mirror = False
 

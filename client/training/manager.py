@@ -28,7 +28,7 @@ from sidesave.client.training.keep_policies import KeepBest, KeepPolicy, check_c
 from sidesave.client.training.links import Naming, check_naming
 from sidesave.client.training.managed_state import RANDOM_STATE, ManagedState
 from sidesave.client.training.metadata import Metrics, is_ephemeral
-from sidesave.client.training.retention import MirrorRules, Pins
+from sidesave.client.training.retention import Backlog, MirrorRules, Pins
 from sidesave.client.training.save_policies import (
     BeforeTraining,
     PolicyEvent,
@@ -74,7 +74,7 @@ class CheckpointManager:
         save: Sequence[SavePolicy] | SavePolicy | int = (),
         keep: Sequence[KeepPolicy] | KeepPolicy = (),
         mirror_keep: Sequence[KeepPolicy] | KeepPolicy = (),
-        mirror_backlog: int | None = None,
+        mirror_backlog: Backlog = "fail",
         names: Naming | None = None,
         random_state: bool = False,
         blocking: bool = False,
@@ -93,7 +93,7 @@ class CheckpointManager:
             save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any, only :meth:`save` saves.
             keep: What to keep: policies; without any, everything but ephemeral checkpoints.
             mirror_keep: What to keep in the mirror, in the same way. What is on its way there stays here until it is.
-            mirror_backlog: The most that stays here for that alone: then the oldest goes, unmirrored. None: no limit.
+            mirror_backlog: A save that finds no room because of that fails, or drops the oldest of it, unmirrored.
             names: The user's names of checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``,
                 or a function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
                 ``directory``, made soon after the commit; of two checkpoints with one name the newer gets it.

@@ -200,6 +200,7 @@ def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_
             ckpt.wait(0.01, mirrored=True)
         ckpt.delete(1).result(DEADLINE_S)
         place.parent.unlink()
+        place.mkdir(parents=True)
         second.mirrored.result(DEADLINE_S)
         with pytest.raises(CheckpointNotFoundError, match="before it was mirrored"):
             first.mirrored.result(DEADLINE_S)
