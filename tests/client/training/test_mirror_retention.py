@@ -1,13 +1,14 @@
 """What stays in a run directory, and what in its mirror."""
 
+import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mirrors import committed_in
-from trainers import DEADLINE_S, a_state, same, wait_until
+from trainers import DEADLINE_S, a_state, await_end, daemon, pidfd_of, same, wait_until
 
 import sidesave
 from sidesave import CheckpointManager, KeepLatest
@@ -75,23 +76,29 @@ def test_a_manager_whose_disk_is_gone_resumes_from_the_mirror(run: Path, place: 
     assert sorted(committed_in(place)) == [7, 8]
 
 
+Waiting = Callable[..., contextlib.AbstractContextManager[CheckpointManager]]
+
+
 @pytest.fixture
-def waiting(mount: Callable[..., Path], tmp_path: Path) -> Callable[..., CheckpointManager]:
+def waiting(mount: Callable[..., Path], tmp_path: Path) -> Waiting:
     """A manager of a run on 8 MiB of tmpfs, of which three checkpoints of 2 MiB wait for a mirror that is away."""
     run = mount("-t", "tmpfs", "-o", "size=8m", "none") / "run"
     (tmp_path / "away").touch()
     with sidesave.Checkpointer(run) as ckpt:
         ckpt.save(0, a_state(0, 0.01), blocking=True)
 
-    def make(**rules: Any) -> CheckpointManager:
+    @contextlib.contextmanager
+    def make(**rules: Any) -> Iterator[CheckpointManager]:
         mirror = tmp_path / "away" / "mirror"
-        manager = CheckpointManager(
-            run, a_state(0, 2), keep=KeepLatest(1), mirror_keep=KeepLatest(9), mirror=mirror, **rules
-        )
-        for step in (1, 2, 3):
-            manager.save(step).committed.result(DEADLINE_S)
-        wait_until(lambda: sorted(committed_in(str(run))) == [0, 1, 2, 3])
-        return manager
+        policies = {"keep": KeepLatest(1), "mirror_keep": KeepLatest(9), "mirror": mirror, **rules}
+        with CheckpointManager(run, a_state(0, 2), **policies) as manager:
+            for step in (1, 2, 3):
+                manager.save(step).committed.result(DEADLINE_S)
+            wait_until(lambda: sorted(committed_in(str(run))) == [0, 1, 2, 3])
+            with pidfd_of(daemon(manager._checkpointer)) as pidfd:
+                yield manager
+                manager.close()
+                await_end(pidfd)  # which has a file of the mounted file system open until all is mirrored
 
     return make
 
@@ -103,9 +110,7 @@ def come_back(away: Path) -> Path:
     return away / "mirror"
 
 
-def test_a_save_that_finds_no_room_fails_rather_than_drop_what_waits(
-    waiting: Callable[..., CheckpointManager], tmp_path: Path
-):
+def test_a_save_that_finds_no_room_fails_rather_than_drop_what_waits(waiting: Waiting, tmp_path: Path):
     with waiting() as manager:
         with pytest.raises(NoSpaceError):
             manager.save(4).committed.result(DEADLINE_S)
@@ -114,9 +119,7 @@ def test_a_save_that_finds_no_room_fails_rather_than_drop_what_waits(
         manager.save(5).mirrored.result(DEADLINE_S)
 
 
-def test_a_save_that_finds_no_room_drops_the_oldest_that_waits_and_no_more(
-    waiting: Callable[..., CheckpointManager], tmp_path: Path
-):
+def test_a_save_that_finds_no_room_drops_the_oldest_that_waits_and_no_more(waiting: Waiting, tmp_path: Path):
     with waiting(mirror_backlog="drop") as manager:
         run = Path(manager._checkpointer.directory)
         wait_until(lambda: saver_of(manager._checkpointer).session.droppable == (0, 1, 2))
@@ -126,7 +129,7 @@ def test_a_save_that_finds_no_room_drops_the_oldest_that_waits_and_no_more(
         place = come_back(tmp_path / "away")
         wait_until(lambda: sorted(committed_in(str(place))) == [3, 4, 5])
         again = manager._checkpointer.save(1, a_state(1))  # a step that was dropped can be saved again
-        again.committed.result(DEADLINE_S)
+        again.mirrored.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("backlog", [0, 5, "oldest", True, None])
