@@ -1,8 +1,8 @@
 """The wire: typed messages between trainer and daemon, as msgpack maps. Nothing else knows their encoding.
 
-Every message is a frozen dataclass with a ``kind``; the map on the wire holds that kind, the protocol version and the
-fields. Decoding is strict: an unknown kind, another version, a missing or surplus field, a value of another type or
-outside its bounds is a ``ProtocolError``. Nothing on the wire is ever pickle.
+Every message is a frozen dataclass; the map on the wire holds its kind, the protocol version and the fields. Decoding is
+strict: an unknown kind, another version, a missing or surplus field, a value of another type or outside its bounds is a
+``ProtocolError``. Nothing on the wire is ever pickle.
 
 Over the inherited socket pair, with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``, and ``NOTE``, unanswered.
 Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``REFUSE``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer:
@@ -363,6 +363,7 @@ class Mirror(Message):
 
     Once both places were ``compared``, ``missing`` are the numbers in the order of commits of what is still to be
     copied, and ``nbytes`` is how much that is. ``error`` is what it fails of: for now, or for good if ``over``.
+    ``last_step`` is what this daemon has mirrored last.
     """
 
     kind: ClassVar[str] = "MIRROR"
@@ -371,6 +372,8 @@ class Mirror(Message):
     nbytes: int = 0
     over: bool = False
     error: Failed | None = None
+    nbytes_per_s: float = 0.0
+    last_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,6 +126,14 @@ def _families(summary: SaveSummary, labels: Labels) -> Iterator[_Family]:
     yield gauge("write_bytes_per_second", "Median bytes per second, from call to durable.", summary.bandwidth)
     yield gauge("last_committed_step", "Step of the checkpoint that was committed last.", summary.last_committed_step)
     yield gauge("last_commit_timestamp_seconds", "When that was, since the epoch.", summary.last_commit_s)
+    mirror = summary.mirror
+    if mirror is None:
+        return
+    yield gauge("mirror_backlog_checkpoints", "Checkpoints still to be mirrored.", mirror.checkpoints)
+    yield gauge("mirror_backlog_bytes", "Bytes of those.", None if mirror.checkpoints is None else mirror.nbytes)
+    yield gauge("mirror_bytes_per_second", "Bytes per second that go to the mirror now.", mirror.nbytes_per_s)
+    yield gauge("mirror_last_step", "Step that was mirrored last since the daemon started.", mirror.last_step)
+    yield gauge("mirror_failing", "1 while the mirror cannot be written to.", int(mirror.error is not None))
 
 
 def _histogram(spread: Spread, labels: dict[str, str]) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.mirroring import MirrorStatus
 from sidesave.errors import CommitUnknownError, DaemonDiedError
 from sidesave.writer_daemon.log import describe_error, wall_clock_s
 
@@ -108,6 +109,7 @@ class SaveSummary:
         bandwidth: Median, over the last thousand saves, of this rank's bytes per second from the call until durable.
         last_committed_step: The step that was committed last.
         last_commit_s: When that was, in seconds since the epoch.
+        mirror: How the mirror stands, where there is one.
     """
 
     counts: dict[SaveOutcome, int]
@@ -122,6 +124,7 @@ class SaveSummary:
     bandwidth: float | None
     last_committed_step: int | None
     last_commit_s: float | None
+    mirror: MirrorStatus | None = None
 
     @property
     def stall_s(self) -> float:
@@ -148,6 +151,8 @@ class SaveStats:
     """
 
     def __init__(self, callbacks: Sequence[Callable[[SaveEvent], object]] = ()) -> None:
+        self.mirror_status: Callable[[], MirrorStatus | None] = lambda: None
+        """Asked for how the mirror stands; set it to ``Checkpointer.mirror_status``, as a manager does by itself."""
         self.callbacks: list[Callable[[SaveEvent], object]] = list(callbacks)
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._began = time.monotonic()
@@ -213,6 +218,7 @@ class SaveStats:
                 bandwidth=statistics.median(rates) if rates else None,
                 last_committed_step=None if self._last is None else self._last[0],
                 last_commit_s=None if self._last is None else self._last[1],
+                mirror=self.mirror_status(),
             )
 
     def _end(self, event: SaveEvent) -> None:

@@ -134,6 +134,7 @@ class CheckpointManager:
             self._background.start(
                 self._checkpointer, state, self._policies, self._keep, self._pins, names, far, random_state=random_state
             )
+            self._stats.mirror_status = saver_of(self._checkpointer).session.saves.mirroring.status  # keeps none alive
             self._managed = ManagedState(
                 state,
                 self._checkpointer,

@@ -1,6 +1,7 @@
 """Runs with a mirror, with real daemons that are killed, trainers that are, and sessions that follow each other."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -8,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from commands import output
 from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
 from trainers import (
     DEADLINE_S,
@@ -29,8 +31,10 @@ from sidesave.errors import (
     DirectoryInUseError,
     InvalidArgumentError,
     SidesaveError,
+    WriteError,
     WriteStalledError,
 )
+from sidesave.writer_daemon import protocol
 
 SLOW = 1
 """Bytes per second: the first piece of a copy goes, and nothing after it for days."""
@@ -276,3 +280,61 @@ def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
         after = ckpt.save(2, a_state(2)).committed.result(DEADLINE_S)
         assert after.sequence > before.sequence + 1  # places that the mirror may have given away stay free
     assert "cannot be read now" in caplog.text
+
+
+def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Path, place: str):
+    rate = 1 << 20
+    stats = sidesave.reporting.SaveStats()
+    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=rate) as ckpt:
+        stats.mirror_status = ckpt.mirror_status
+        first, second = (ckpt.save(step, a_state(step, 6)) for step in (1, 2))
+        nbytes = sum(handle.committed.result(DEADLINE_S).nbytes for handle in (first, second))
+
+        def status() -> sidesave.MirrorStatus:
+            found = ckpt.mirror_status()
+            assert found is not None
+            return found
+
+        wait_until(lambda: status().checkpoints == 2 and status().nbytes_per_s > 0)
+        assert (status().nbytes, status().last_step, status().error) == (nbytes, None, None)
+        assert status().nbytes_per_s < 8 * rate  # a piece is 4 MiB, and the first one goes at once
+        [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
+        assert (view["mirror"]["checkpoints"], view["mirror"]["nbytes"]) == (2, nbytes)
+        assert f"sidesave_mirror_backlog_bytes {nbytes}" in sidesave.reporting.prometheus_text(stats)
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        wait_until(lambda: status().checkpoints == 0)
+        assert (status().nbytes, status().nbytes_per_s, status().last_step) == (0, 0.0, 2)
+        assert "last step 2" in output("top", "--once").replace("\n", " ")
+
+
+def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path):
+    (tmp_path / "away").touch()
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(0, a_state(0), blocking=True)
+    with sidesave.Checkpointer(run, mirror=tmp_path / "away" / "mirror") as ckpt:
+        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.error is not None)
+        [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
+        assert "mount its file system" in view["mirror"]["error"]
+        (tmp_path / "away").unlink()
+        (tmp_path / "away" / "mirror").mkdir(parents=True)
+        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.last_step == 0)
+        assert (status := ckpt.mirror_status()) is not None and status.error is None
+
+
+def test_a_step_that_went_to_the_fallback_is_named_by_its_number(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with sidesave.Checkpointer(run, mirror=tmp_path / "mirror", fallback_directory=tmp_path / "fallback") as ckpt:
+        ckpt.save(1, a_state(1)).mirrored.result(DEADLINE_S)
+        messages: list[protocol.Mirrored] = []
+        mirroring = ckpt._saver.session.saves.mirroring
+        receive = mirroring.receive
+        mirroring.receive = lambda message: (
+            messages.append(message) if isinstance(message, protocol.Mirrored) else None,
+            receive(message),
+        )[1]
+        (run / "step-00000007").write_text("in the way")
+        with pytest.raises(WriteError, match="fallback directory"):
+            ckpt.save(7, a_state(7)).mirrored.result(DEADLINE_S)
+        assert [message.name for message in messages] == ["step-00000007"]
+        assert "step 0 " not in caplog.text

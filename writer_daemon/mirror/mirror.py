@@ -33,6 +33,7 @@ from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import identity
+from sidesave.writer_daemon.mirror.progress import Progress
 from sidesave.writer_daemon.mirror.throttle import Throttle
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader
 from sidesave.writer_daemon.protocol import Boot, Delete, Message
@@ -79,6 +80,7 @@ class Mirror:
         self._tries = 0
         self._failing_since = math.inf
         self._throttle = Throttle(boot.options.mirror_bandwidth, self._halt)
+        self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name="sidesave-mirror", daemon=True)
 
     def start(self) -> None:
@@ -179,7 +181,12 @@ class Mirror:
         self._lease = lease
         if self._trainer_gone:
             lease.tell_trainer_gone()
-        return Uploader(self._boot.directory, target, lease, self._throttle.take)
+        return Uploader(self._boot.directory, target, lease, self._before_chunk)
+
+    def _before_chunk(self, nbytes: int) -> None:
+        self._throttle.take(nbytes)
+        if self._progress.add(nbytes):
+            self._say_state()
 
     def _take_lease(self, target: Storage) -> Lease:
         holder = LeaseRecord.current(self._boot.session, self._boot.trainer_pid)
@@ -236,6 +243,7 @@ class Mirror:
         else:
             self._tries = 0
             del self._backlog[step.key]
+            self._progress.last_step = step.step
             self._say_mirrored(step)
             self._say_state()
         return True
@@ -289,7 +297,9 @@ class Mirror:
         logger.error("the mirror %s is given up: %s", self._boot.options.mirror, error)
         failure = protocol.failure(self._boot.attempt, None, error)
         self._failure = error
-        self._say(protocol.Mirror(attempt=self._boot.attempt, over=True, error=failure))
+        state = protocol.Mirror(attempt=self._boot.attempt, over=True, error=failure)
+        self._progress.show(state)
+        self._say(state)
         self._refuse_deletions()
 
     def _refuse_deletions(self) -> None:
@@ -330,21 +340,13 @@ class Mirror:
         )
 
     def _say_trouble(self, error: Exception) -> None:
-        """Tell what is in the way, once."""
+        """Tell what is in the way, and log it once."""
         text = f"{type(error).__name__} {error}"
         if text != self._troubled:
             self._troubled = text
             logger.warning("the mirror %s is tried again: %s", self._boot.options.mirror, error)
-            self._say_state(protocol.failure(self._boot.attempt, None, error))
+        self._say_state(protocol.failure(self._boot.attempt, None, error))
 
     def _say_state(self, error: protocol.Failed | None = None) -> None:
-        steps = [*self._backlog.values()]
-        self._say(
-            protocol.Mirror(
-                attempt=self._boot.attempt,
-                missing=tuple(step.sequence for step in steps),
-                compared=self._compared,
-                nbytes=sum(step.nbytes for step in steps),
-                error=error,
-            )
-        )
+        steps = [*self._backlog.values(), *(news for news in list(self._news) if isinstance(news, Step))]
+        self._say(self._progress.state(self._boot.attempt, steps, compared=self._compared, error=error))
