@@ -320,7 +320,7 @@ class Checkpointer:
         return checkpoints[-1].step if checkpoints else None
 
     def mirror_status(self) -> MirrorStatus | None:
-        """What the mirror still lacks, and how fast it gets it; at once. None without one, and on other ranks than 0."""
+        """What the mirror still lacks, and how fast it gets it; at once. None without a mirror."""
         return self._saver.session.saves.mirroring.status()
 
     def delete(self, step: int) -> Future[None]:

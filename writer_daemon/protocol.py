@@ -1,8 +1,7 @@
 """The wire: typed messages between trainer and daemon, as msgpack maps. Nothing else knows their encoding.
 
-Every message is a frozen dataclass; the map on the wire holds its kind, the protocol version and the fields. Decoding is
-strict: an unknown kind, another version, a missing or surplus field, a value of another type or outside its bounds is a
-``ProtocolError``. Nothing on the wire is ever pickle.
+Every message is a frozen dataclass; the map on the wire holds its kind, the protocol version and the fields. Decoding
+is strict: another kind, version, field or type, or a value outside its bounds, is a ``ProtocolError``. Never pickle.
 
 Over the inherited socket pair, with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``, and ``NOTE``, unanswered.
 Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``REFUSE``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer:
@@ -362,8 +361,8 @@ class Mirror(Message):
     """How the mirror stands, whenever that changes.
 
     Once both places were ``compared``, ``missing`` are the numbers in the order of commits of what is still to be
-    copied, and ``nbytes`` is how much that is. ``error`` is what it fails of: for now, or for good if ``over``.
-    ``last_step`` is what this daemon has mirrored last.
+    copied, ``nbytes`` is how much that is, and ``last_step`` what this daemon has mirrored last. ``error`` is what it
+    fails of: for now, or for good if ``over``.
     """
 
     kind: ClassVar[str] = "MIRROR"

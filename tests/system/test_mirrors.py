@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -283,7 +284,7 @@ def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
 
 
 def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Path, place: str):
-    rate = 1 << 20
+    rate = 4 << 20
     stats = sidesave.reporting.SaveStats()
     with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=rate) as ckpt:
         stats.mirror_status = ckpt.mirror_status
@@ -321,20 +322,22 @@ def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path
         assert (status := ckpt.mirror_status()) is not None and status.error is None
 
 
-def test_a_step_that_went_to_the_fallback_is_named_by_its_number(
-    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_step_that_went_to_the_fallback_is_named_by_its_number(mount: Callable[..., Path], tmp_path: Path):
+    run = mount("-t", "tmpfs", "-o", "size=4m", "none") / "run"
     with sidesave.Checkpointer(run, mirror=tmp_path / "mirror", fallback_directory=tmp_path / "fallback") as ckpt:
-        ckpt.save(1, a_state(1)).mirrored.result(DEADLINE_S)
         messages: list[protocol.Mirrored] = []
         mirroring = ckpt._saver.session.saves.mirroring
         receive = mirroring.receive
-        mirroring.receive = lambda message: (
-            messages.append(message) if isinstance(message, protocol.Mirrored) else None,
-            receive(message),
-        )[1]
-        (run / "step-00000007").write_text("in the way")
+
+        def note(message: protocol.Message) -> None:
+            if isinstance(message, protocol.Mirrored):
+                messages.append(message)
+            receive(message)
+
+        mirroring.receive = note
         with pytest.raises(WriteError, match="fallback directory"):
-            ckpt.save(7, a_state(7)).mirrored.result(DEADLINE_S)
+            ckpt.save(7, a_state(7, 8)).mirrored.result(DEADLINE_S)
         assert [message.name for message in messages] == ["step-00000007"]
-        assert "step 0 " not in caplog.text
+        with pidfd_of(daemon(ckpt)) as pidfd:
+            ckpt.close()
+            await_end(pidfd)

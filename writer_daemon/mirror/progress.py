@@ -14,13 +14,13 @@ from sidesave.writer_daemon.mirror.uploader import Step
 
 MEMORY: Final = "mirror-sidesave"
 """The name of a memory file in which the daemon keeps its mirror's state as JSON; it is found in ``/proc``."""
-MEMORY_NBYTES: Final = 1024
+MEMORY_NBYTES: Final = 4096
 EVERY_S: Final = 1.0
 """While it copies, the state is told this often."""
 
 
 class Progress:
-    """Counts what goes to the mirror. One thread calls it, but for :meth:`close`."""
+    """Counts what goes to the mirror; for one thread."""
 
     def __init__(self) -> None:
         """Nothing has been copied yet."""
@@ -65,7 +65,7 @@ class Progress:
             "nbytes": state.nbytes,
             "nbytes_per_s": state.nbytes_per_s,
             "last_step": state.last_step,
-            "error": None if state.error is None else f"{state.error.error}: {state.error.message}"[:100],
+            "error": None if state.error is None else f"{state.error.error}: {state.error.message}"[:500],
         }
         with contextlib.suppress(OSError):  # no memory: then it is not seen
             os.pwrite(self._memory, json.dumps(body).encode().ljust(MEMORY_NBYTES), 0)

@@ -90,7 +90,7 @@ def waiting(mount: Callable[..., Path], tmp_path: Path) -> Waiting:
     @contextlib.contextmanager
     def make(**rules: Any) -> Iterator[CheckpointManager]:
         mirror = tmp_path / "away" / "mirror"
-        policies = {"keep": KeepLatest(1), "mirror_keep": KeepLatest(9), "mirror": mirror, **rules}
+        policies: dict[str, Any] = {"keep": KeepLatest(1), "mirror_keep": KeepLatest(9), "mirror": mirror, **rules}
         with CheckpointManager(run, a_state(0, 2), **policies) as manager:
             for step in (1, 2, 3):
                 manager.save(step).committed.result(DEADLINE_S)
