@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -96,7 +97,7 @@ class Mirroring:
             case protocol.Mirror():
                 before, self._state = self._state, message
                 self._hear_state(message, is_news=message.error != before.error)
-                if (before.attempt, before.missing, before.error) != (message.attempt, message.missing, message.error):
+                if dataclasses.replace(before, nbytes_per_s=0.0) != dataclasses.replace(message, nbytes_per_s=0.0):
                     self.on_mirrored()
             case _:
                 pass
