@@ -23,6 +23,7 @@ from sidesave.client.ranks.group import find_node, find_world
 from sidesave.client.runs.mirror import check_bandwidth, check_mirror
 from sidesave.client.runs.run import Run
 from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.mirroring import MirrorStatus
 from sidesave.client.saving.saver import Saver
 from sidesave.client.saving.session import Session, await_predecessors, close_at_exit, was_closed
 from sidesave.errors import InvalidArgumentError, SidesaveError
@@ -317,6 +318,10 @@ class Checkpointer:
         """The step committed last, or gone back to since; None when there is none."""
         checkpoints = self._saver.session.shared.checkpoints()
         return checkpoints[-1].step if checkpoints else None
+
+    def mirror_status(self) -> MirrorStatus | None:
+        """What the mirror still lacks, and how fast it gets it; at once. None without a mirror."""
+        return self._saver.session.saves.mirroring.status()
 
     def delete(self, step: int) -> Future[None]:
         """Delete a checkpoint, in the daemon and behind the saves issued so far; the future is done when it is gone.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sidesave.client.runs.info import CheckpointInfo
     from sidesave.client.runs.watch import hold, watch
     from sidesave.client.saving.handle import SaveHandle
+    from sidesave.client.saving.mirroring import MirrorStatus
     from sidesave.client.training.keep_policies import (
         KeepBest,
         KeepEveryMinutes,
@@ -76,6 +77,7 @@ __all__ = [
     "KeepPolicy",
     "KeepSteps",
     "LastStep",
+    "MirrorStatus",
     "OnException",
     "OnRequest",
     "OnSignal",
@@ -116,6 +118,7 @@ _MODULES = {
     "sidesave.client.runs.info": "CheckpointInfo",
     "sidesave.client.runs.watch": "hold watch",
     "sidesave.client.saving.handle": "SaveHandle",
+    "sidesave.client.saving.mirroring": "MirrorStatus",
     "sidesave.client.training.keep_policies": (
         "KeepBest KeepEveryMinutes KeepEverySteps KeepLatest KeepPolicy KeepSteps "
     ),

@@ -1,11 +1,9 @@
 """The wire: typed messages between trainer and daemon, as msgpack maps. Nothing else knows their encoding.
 
-Every message is a frozen dataclass with a ``kind``; the map on the wire holds that kind, the protocol version and the
-fields. Decoding is strict: an unknown kind, another version, a missing or surplus field, a value of another type or
-outside its bounds is a ``ProtocolError``. Nothing on the wire is ever pickle.
+Every message is a frozen dataclass; the map on the wire holds its kind, the protocol version and the fields. Decoding
+is strict: another kind, version, field or type, or a value outside its bounds, is a ``ProtocolError``. Never pickle.
 
-Over the inherited socket pair, together with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``;
-and ``NOTE``, which needs no answer.
+Over the inherited socket pair, with file descriptors: ``BOOT``, ``ATTACH``, ``DETACH``, and ``NOTE``, unanswered.
 Over ZeroMQ, trainer to daemon: ``SAVE``, ``WATCH``, ``REFUSE``, ``DELETE``, ``STATUS``, ``DRAIN``; daemon to trainer:
 ``HELLO``, ``READY``, ``PROGRESS``, ``WRITTEN``, ``COMMITTED``, ``DELETED``, ``FAILED``, ``HEARTBEAT``; and of the
 mirror, which no request asks for, ``MIRRORED``, ``MIRROR``, ``RELEASED``.
@@ -29,7 +27,7 @@ from sidesave.writer_daemon.format.names import MAX_EXTRA_FILES, MAX_EXTRA_NBYTE
 
 logger = logging.getLogger(__name__)
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_MESSAGE_NBYTES: Final = 1 << 20
 """A longer message is refused unread; a SAVE of 1,000 containers takes 100 KB."""
 EXIT_REFUSED: Final = 3
@@ -201,6 +199,7 @@ class Save(Message):
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
     without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
     ``metadata`` is the user's, as JSON; ``extra_files`` are the user's (:func:`pack_files`), which rank 0 alone has.
+    ``droppable`` are steps, the oldest first, of which each may be deleted where the save finds no room.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -224,6 +223,7 @@ class Save(Message):
     unshared: Unshared | None = None
     metadata: Extent | None = None
     extra_files: Extent | None = None
+    droppable: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -239,9 +239,8 @@ class Save(Message):
     @property
     def nbytes(self) -> int:
         """Bytes to write, as far as that is known beforehand."""
-        return sum(
-            extent.nbytes for extent in (*self.files, self.objects, *([self.extra_files] if self.extra_files else []))
-        )
+        extra = [] if self.extra_files is None else [self.extra_files]
+        return sum(extent.nbytes for extent in (*self.files, self.objects, *extra))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +361,8 @@ class Mirror(Message):
     """How the mirror stands, whenever that changes.
 
     Once both places were ``compared``, ``missing`` are the numbers in the order of commits of what is still to be
-    copied, and ``nbytes`` is how much that is. ``error`` is what it fails of: for now, or for good if ``over``.
+    copied, ``nbytes`` is how much that is, and ``last_step`` what this daemon has mirrored last. ``error`` is what it
+    fails of: for now, or for good if ``over``.
     """
 
     kind: ClassVar[str] = "MIRROR"
@@ -371,6 +371,8 @@ class Mirror(Message):
     nbytes: int = 0
     over: bool = False
     error: Failed | None = None
+    nbytes_per_s: float = 0.0
+    last_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

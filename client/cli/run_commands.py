@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -60,7 +60,19 @@ def top(
 def _table_of(daemons: list[DaemonView]) -> Table | str:
     if not daemons:
         return "no writer daemon of yours runs on this machine"
-    columns = ("run", ">rank", ">daemon", ">trainer", "saving", ">last commit", ">age", ">memory", ">CPU", ">writes")
+    columns = (
+        "run",
+        ">rank",
+        ">daemon",
+        ">trainer",
+        "saving",
+        ">last commit",
+        ">age",
+        ">memory",
+        ">CPU",
+        ">writes",
+        "mirror",
+    )
     table = new_table(*columns)
     for daemon in daemons:
         progress = "" if daemon.progress is None else f" {daemon.progress:.0%}"
@@ -77,8 +89,23 @@ def _table_of(daemons: list[DaemonView]) -> Table | str:
             "?" if daemon.uss_nbytes is None else size(daemon.uss_nbytes),
             "" if daemon.cpu is None else f"{daemon.cpu:.0%}",
             "" if rate is None else f"{size(round(rate))}/s",
+            "" if daemon.mirror is None else _mirror_text(daemon.mirror),
         )
     return table
+
+
+def _mirror_text(mirror: dict[str, Any]) -> str:
+    """``3 to copy (1.2 GB), 90 MB/s, last step 40``, or what it fails of."""
+    parts = [
+        f"{mirror['checkpoints']} to copy ({size(mirror['nbytes'])})" if mirror["compared"] else "not compared yet"
+    ]
+    if mirror["nbytes_per_s"]:
+        parts.append(f"{size(round(mirror['nbytes_per_s']))}/s")
+    if mirror["last_step"] is not None:
+        parts.append(f"last step {mirror['last_step']}")
+    if mirror["error"] is not None:
+        parts.append(printable(mirror["error"]))
+    return ", ".join(parts)
 
 
 def _duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import threading
@@ -24,6 +25,7 @@ from sidesave.errors import SidesaveError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 from sidesave.writer_daemon.log import HISTORY_FILE, SaveRecord, read_history
+from sidesave.writer_daemon.mirror.progress import MEMORY, MEMORY_NBYTES
 
 _MODULE: Final = "sidesave.writer_daemon"
 _STORAGE_TIMEOUT_S: Final = 2.0
@@ -50,6 +52,8 @@ class DaemonView:
         uss_nbytes: Memory that would be free without the daemon, without staging memory that a trainer shares.
         cpu: Cores in use since the look before.
         written_nbytes_per_s: Bytes that it had the system write per second, since the look before.
+        mirror: How its mirror stands: ``checkpoints`` and ``nbytes`` to be copied once ``compared``, ``nbytes_per_s``,
+            ``last_step`` and ``error``.
     """
 
     pid: int
@@ -64,6 +68,7 @@ class DaemonView:
     uss_nbytes: int | None
     cpu: float | None
     written_nbytes_per_s: float | None
+    mirror: dict[str, Any] | None = None
 
     @property
     def last_commit_age_s(self) -> float | None:
@@ -126,6 +131,7 @@ class Top:
             uss_nbytes=_uss_of(process),
             cpu=cpu,
             written_nbytes_per_s=rate,
+            mirror=_mirror_of(process.pid, files),
         )
 
 
@@ -233,6 +239,15 @@ def _descriptor_facts(pid: int, number: int) -> str:
 def _flags(pid: int, number: int) -> int:
     match = re.search(r"^flags:\s*([0-7]+)$", _descriptor_facts(pid, number), re.MULTILINE)
     return int(match[1], 8) if match else 0
+
+
+def _mirror_of(pid: int, files: dict[int, str]) -> dict[str, Any] | None:
+    """What the daemon keeps in a memory file for whoever looks."""
+    for number, target in files.items():
+        if target.startswith(f"/memfd:{MEMORY} "):
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{number}", "rb") as file:
+                return json.loads(file.read(MEMORY_NBYTES))
+    return None
 
 
 def _partial_files(files: dict[int, str]) -> Iterator[tuple[int, str]]:

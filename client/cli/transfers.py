@@ -14,12 +14,14 @@ import typer
 from sidesave.client.arguments import place_to_write
 from sidesave.client.cli.console import error_text, printable, progress, size
 from sidesave.client.runs import catalog, finding
-from sidesave.client.runs.mirror import check_mirror, lie_in_each_other, remembered_mirror
+from sidesave.client.runs.mirror import check_mirror, lie_in_each_other
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror import identity
 from sidesave.writer_daemon.mirror.throttle import Throttle
-from sidesave.writer_daemon.mirror.uploader import Uploader, open_target
+from sidesave.writer_daemon.mirror.uploader import Uploader
+from sidesave.writer_daemon.storage import Storage
 
 _TAKEOVER_TIMEOUT_S: Final = 60.0
 
@@ -60,7 +62,7 @@ def copy(
     run, place = finding.locate_run(source, urls_too=True), place_to_write(target)
     if lie_in_each_other(run, place):
         raise InvalidArgumentError(f"{run} and {place} lie in each other")
-    _copy_missing(run, place, bandwidth)
+    _copy_missing(run, place, bandwidth, identity.open_target(place))
 
 
 def mirror(
@@ -77,16 +79,26 @@ def mirror(
     the command is refused. Credentials and endpoint come from the environment.
     """
     directory = finding.locate_run(run)
-    place = remembered_mirror(directory) if target is None else check_mirror(target, directory, node_local=False)
+    known = target is None
+    place = identity.remembered_mirror(directory) if known else check_mirror(target, directory, node_local=False)
     if not place:
         raise InvalidArgumentError(f"{directory} has had no mirror: say where with `sidesave mirror {run} TARGET`")
-    _copy_missing(directory, place, bandwidth)
+    storage = identity.open_known(directory, place) if known else identity.open_target(place)
+
+    def identify() -> None:
+        which = identity.identify(storage)
+        if known or identity.has_had(directory, place):
+            identity.remember(directory, place, which)
+
+    _copy_missing(directory, place, bandwidth, storage, identify)
 
 
-def _copy_missing(run: str, place: str, bandwidth: int | None) -> None:
+def _copy_missing(
+    run: str, place: str, bandwidth: int | None, storage: Storage, begun: Callable[[], object] = lambda: None
+) -> None:
+    """Copy to ``storage``, which is ``place`` and is closed at the end; ``begun`` is called once it is taken over."""
     started, copied, failed = time.monotonic(), 0, 0
     with contextlib.ExitStack() as opened:
-        storage = open_target(place)
         opened.callback(storage.close)
         holder = LeaseRecord.current(secrets.token_hex(8), os.getpid())
         lease = Lease(storage, holder, _TAKEOVER_TIMEOUT_S, lambda: True, kills=False)
@@ -99,7 +111,9 @@ def _copy_missing(run: str, place: str, bandwidth: int | None) -> None:
             bars[-1](nbytes)
 
         uploader = Uploader(run, storage, lease, before_chunk)
-        for step in uploader.begin()[0]:
+        missing, _ = uploader.begin()
+        begun()
+        for step in missing:
             with progress(step.nbytes, step.name) as bar:
                 bars.append(bar)
                 try:

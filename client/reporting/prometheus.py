@@ -126,16 +126,14 @@ def _families(summary: SaveSummary, labels: Labels) -> Iterator[_Family]:
     yield gauge("write_bytes_per_second", "Median bytes per second, from call to durable.", summary.bandwidth)
     yield gauge("last_committed_step", "Step of the checkpoint that was committed last.", summary.last_committed_step)
     yield gauge("last_commit_timestamp_seconds", "When that was, since the epoch.", summary.last_commit_s)
-    if (mirror := summary.mirror) is None:
+    mirror = summary.mirror
+    if mirror is None:
         return
-    copies = _Family("sidesave_mirror_copies", "counter", "Checkpoints whose copy to the mirror has ended, by outcome.")
-    outcomes = (("mirrored", mirror.mirrored), ("failed", mirror.failed))
-    copies.samples.extend(("_total", {**about, "outcome": name}, count) for name, count in outcomes)
-    yield copies
-    yield gauge("mirror_backlog", "Checkpoints that are still to be copied to the mirror.", mirror.backlog)
-    yield gauge("mirror_backlog_bytes", "Their bytes.", mirror.backlog_nbytes)
-    yield gauge("mirror_bytes_per_second", "Median bytes per second of copies to the mirror.", mirror.bandwidth)
-    yield gauge("last_mirrored_step", "Step of the checkpoint that was mirrored last.", mirror.last_mirrored_step)
+    yield gauge("mirror_backlog_checkpoints", "Checkpoints still to be mirrored.", mirror.checkpoints)
+    yield gauge("mirror_backlog_bytes", "Bytes of those.", None if mirror.checkpoints is None else mirror.nbytes)
+    yield gauge("mirror_bytes_per_second", "Bytes per second that go to the mirror now.", mirror.nbytes_per_s)
+    yield gauge("mirror_last_step", "Step that was mirrored last since the daemon started.", mirror.last_step)
+    yield gauge("mirror_failing", "1 while the mirror cannot be written to.", int(mirror.error is not None))
 
 
 def _histogram(spread: Spread, labels: dict[str, str]) -> Iterator[tuple[str, dict[str, str], float]]:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from sidesave.client.reporting.mirror_stats import MirrorStats, MirrorSummary
 from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.mirroring import MirrorStatus
 from sidesave.errors import CommitUnknownError, DaemonDiedError
 from sidesave.writer_daemon.log import describe_error, wall_clock_s
 
@@ -109,7 +109,7 @@ class SaveSummary:
         bandwidth: Median, over the last thousand saves, of this rank's bytes per second from the call until durable.
         last_committed_step: The step that was committed last.
         last_commit_s: When that was, in seconds since the epoch.
-        mirror: What has become of the checkpoints in the mirror; None without one, and on other ranks than 0.
+        mirror: How the mirror stands, where there is one.
     """
 
     counts: dict[SaveOutcome, int]
@@ -124,7 +124,7 @@ class SaveSummary:
     bandwidth: float | None
     last_committed_step: int | None
     last_commit_s: float | None
-    mirror: MirrorSummary | None
+    mirror: MirrorStatus | None = None
 
     @property
     def stall_s(self) -> float:
@@ -139,8 +139,7 @@ class SaveSummary:
         counts = [f"{count:,} {outcome}" for outcome, count in self.counts.items() if count]
         text = f"{', '.join(counts) or 'no saves'}; {format_bytes(self.nbytes)}"
         text += f", stall {format_seconds(self.stall_s)} ({self.stall_share:.2%} of {format_seconds(self.wall_s)})"
-        text += f", {format_bytes(round(self.bandwidth))}/s" if self.bandwidth else ""
-        return text + (f"; mirror: {self.mirror}" if self.mirror else "")
+        return text + (f", {format_bytes(round(self.bandwidth))}/s" if self.bandwidth else "")
 
 
 class SaveStats:
@@ -152,6 +151,8 @@ class SaveStats:
     """
 
     def __init__(self, callbacks: Sequence[Callable[[SaveEvent], object]] = ()) -> None:
+        self.mirror_status: Callable[[], MirrorStatus | None] = lambda: None
+        """Asked for how the mirror stands; set it to ``Checkpointer.mirror_status``, as a manager does by itself."""
         self.callbacks: list[Callable[[SaveEvent], object]] = list(callbacks)
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._began = time.monotonic()
@@ -161,7 +162,6 @@ class SaveStats:
         self._under_way = 0
         self._nbytes = 0
         self._last: tuple[int, float] | None = None
-        self._mirror = MirrorStats()
 
     def watch(self, handle: SaveHandle, called: float, returned: float) -> None:
         """Take in a save whose call has just returned; never blocks, and never raises for what becomes of the save.
@@ -184,8 +184,6 @@ class SaveStats:
             # A daemon that died may have made it durable before it did.
             unknown = isinstance(error, (CommitUnknownError, DaemonDiedError))
             outcome = "committed" if error is None else "unknown" if unknown else "failed"
-            if error is None:
-                self._mirror.committed(handle)
             self._end(_event(handle, outcome, error, called, returned))
 
         # What is written while it is copied may be committed a moment before it is known that all of it is staged.
@@ -220,7 +218,7 @@ class SaveStats:
                 bandwidth=statistics.median(rates) if rates else None,
                 last_committed_step=None if self._last is None else self._last[0],
                 last_commit_s=None if self._last is None else self._last[1],
-                mirror=self._mirror.summary(),
+                mirror=self.mirror_status(),
             )
 
     def _end(self, event: SaveEvent) -> None:

@@ -22,14 +22,12 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.format.rollback import Rollbacks
-from sidesave.writer_daemon.storage import PosixStorage, sealed_json, urls
+from sidesave.writer_daemon.mirror import identity
+from sidesave.writer_daemon.storage import urls
 from sidesave.writer_daemon.storage.atomic import replace_file
-from sidesave.writer_daemon.storage.posix import UNMOUNTED, may_be_unmounted
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED: Final = ".sidesave.mirror"
-_FORMAT: Final = "sidesave-mirror"
 _MAX_NBYTES: Final = 16 << 20
 
 
@@ -70,36 +68,14 @@ def check_bandwidth(bandwidth: object, mirror: object) -> int:
     return bandwidth
 
 
-def remembered_mirror(directory: str) -> str:
-    """The last mirror of a run directory, empty if it never had one; ``IntegrityError`` where that cannot be told."""
-    path = f"{directory}/{REMEMBERED}"
-    with contextlib.closing(PosixStorage(directory)) as storage:
-        data = storage.read(REMEMBERED, _MAX_NBYTES)
-    if data is None:
-        return ""
-    sealed_json.check_digest(data, path)
-    body = sealed_json.load_json(data, path)
-    sealed_json.check_version(body, _FORMAT, path)
-    return str(sealed_json.get(body, "mirror", str, path))
-
-
 class MirrorView:
     """What the mirror of a run holds. Nothing is written there: that is the daemon's."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, directory: str, place: str) -> None:
         """Look at nothing yet; an empty ``place`` is no mirror, and holds nothing."""
         self.place = place
+        self._directory = directory
         self._checkpoints: list[CheckpointInfo] = []
-
-    def remember(self, directory: str) -> None:
-        """Write down where the mirror is, for ``sidesave mirror``; of its options nothing."""
-        if not self.place:
-            return
-        with contextlib.suppress(CheckpointError):
-            if remembered_mirror(directory) == self.place:
-                return
-        body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "mirror": self.place}
-        replace_file(f"{directory}/{REMEMBERED}", sealed_json.seal(body), "cannot write down where the mirror is")
 
     def look(self, *, needed: bool, refuse_newer: bool = False) -> bool:
         """List what is there, blocking; whether that was possible.
@@ -111,15 +87,10 @@ class MirrorView:
         if not self.place:
             return True
         try:
-            found = catalog.scan(self.place, refuse_newer=refuse_newer)
+            found = self._list(refuse_newer=refuse_newer)
         except FormatVersionError:
             raise
         except (WriteError, CheckpointError) as error:
-            if isinstance(error, CheckpointNotFoundError) and error.errno == errno.ENOENT:
-                if urls.is_url(self.place) or not may_be_unmounted(self.place):
-                    self._checkpoints = []  # a directory that is still to be made
-                    return True
-                error = WriteError(errno.ENOENT, f"there is no such mirror: {UNMOUNTED}", self.place)
             if needed:
                 text = "the run directory has no checkpoint, and its mirror cannot be read: where to go on is not known"
                 error.add_note(f"{text}; to begin anew all the same, leave mirror= out")
@@ -128,6 +99,23 @@ class MirrorView:
             return False
         self._checkpoints = [dataclasses.replace(info, in_mirror=True) for info in found]
         return True
+
+    def _list(self, *, refuse_newer: bool) -> list[CheckpointInfo]:
+        """The checkpoints of the mirror that the run has had, or of one that may be begun."""
+        try:
+            found = catalog.scan(self.place, refuse_newer=refuse_newer)
+        except CheckpointNotFoundError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            identity.check_identity(self._directory, self.place, None)
+            identity.refuse_unmounted(self.place)
+            return []  # a directory that is still to be made
+        if refuse_newer or not found:  # at the start of a session, or where it may have begun anew
+            with contextlib.closing(urls.open_storage(self.place)) as storage:
+                identity.check_identity(self._directory, self.place, storage)
+        if not found:
+            identity.refuse_unmounted(self.place)
+        return found
 
     def scan(self) -> list[CheckpointInfo]:
         """All checkpoints that are there, read afresh; nothing where that is not possible, which is logged."""

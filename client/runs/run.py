@@ -28,7 +28,7 @@ class Run:
     def __init__(self, directory: str, fallback: str, mirror: str = "") -> None:
         """Read nothing yet; an empty ``fallback`` or ``mirror`` is none."""
         self.directory = directory
-        self.mirror = MirrorView(mirror)
+        self.mirror = MirrorView(directory, mirror)
         self._fallback = fallback
         self._elsewhere: list[str] = []  # fallback directories of earlier sessions
         self._lost: list[str] = []  # those that are not there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -29,6 +30,27 @@ class _Open:
     """The number of the daemon that has committed it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """How a mirror stands, as its daemon has last told; while it copies that is at most some seconds ago.
+
+    Attributes:
+        mirror: Where it is.
+        checkpoints: How many are still to be copied; None before both places were compared.
+        nbytes: Bytes of those; one that is being copied counts whole.
+        nbytes_per_s: Bytes per second that go there now, also those of a file that is sent once more.
+        last_step: What was mirrored last since the daemon started.
+        error: What it fails of now; None while it works.
+    """
+
+    mirror: str
+    checkpoints: int | None
+    nbytes: int
+    nbytes_per_s: float
+    last_step: int | None
+    error: SidesaveError | None
+
+
 class Mirroring:
     """The ``mirrored`` futures of a session. Thread-safe: the daemon's messages come in the connection's thread."""
 
@@ -42,8 +64,7 @@ class Mirroring:
         self._failures: list[SidesaveError] = []
         self._over: SidesaveError | None = None
         self._missing: frozenset[int] | None = None
-        self.nbytes = 0
-        """How much is still to be copied, as the daemon has last told."""
+        self._state = protocol.Mirror(attempt=0)
         self.on_mirrored: Callable[[], object] = lambda: None
         """Called when that has changed."""
 
@@ -74,16 +95,17 @@ class Mirroring:
                 elif entry is not None:
                     entry.handle.mirrored.resolve(os.path.join(self.mirror, name))
             case protocol.Mirror():
-                self._hear_state(message)
-                self.on_mirrored()
+                before, self._state = self._state, message
+                self._hear_state(message, is_news=message.error != before.error)
+                if dataclasses.replace(before, nbytes_per_s=0.0) != dataclasses.replace(message, nbytes_per_s=0.0):
+                    self.on_mirrored()
             case _:
                 pass
 
-    def _hear_state(self, state: protocol.Mirror) -> None:
+    def _hear_state(self, state: protocol.Mirror, *, is_news: bool) -> None:
         if state.compared:
             self._missing = frozenset(state.missing)
             self._over = None  # of a daemon before this one
-        self.nbytes = state.nbytes
         error = None if state.error is None else _from_wire(state.error)
         if error is not None and state.over:
             logger.error("the mirror %s is given up, and saves go on without it: %s", self.mirror, error)
@@ -92,9 +114,9 @@ class Mirroring:
                 entries = list(self._open.values())
             for entry in entries:
                 self._fail(entry, error)
-        elif error is not None:
+        elif error is not None and is_news:
             logger.warning("the mirror %s does not work now, and is tried again: %s", self.mirror, error)
-        elif state.compared:
+        elif error is None and state.compared:
             # What an earlier daemon has committed is in one place or the other, or was deleted before it was copied.
             with self._changed:
                 lost = [
@@ -107,6 +129,20 @@ class Mirroring:
             for entry in lost:
                 text = "it was deleted or replaced before it was copied"
                 self._fail(entry, errors.CheckpointNotFoundError(errno.ENOENT, text, self.mirror))
+
+    def status(self) -> MirrorStatus | None:
+        """How the mirror stands; None where there is none, and on other ranks than 0."""
+        state = self._state
+        if not self.mirror or not self._leads:
+            return None
+        return MirrorStatus(
+            mirror=self.mirror,
+            checkpoints=len(state.missing) if state.compared else None,
+            nbytes=state.nbytes,
+            nbytes_per_s=state.nbytes_per_s,
+            last_step=state.last_step,
+            error=None if state.error is None else _from_wire(state.error),
+        )
 
     def awaits(self, sequence: int) -> bool:
         """Whether the checkpoint of that place in the order of commits is still to be copied, or may be."""
@@ -140,7 +176,9 @@ class Mirroring:
         if not self._changed.wait_for(lambda: not waiting & self._open.keys(), timeout_s):
             with self._changed:
                 steps = sorted(entry.handle.step for key, entry in self._open.items() if key in waiting)
-            text = f"steps {steps} were not mirrored within {timeout_s:g} s; {self.nbytes:,} bytes are to be copied"
+            text = (
+                f"steps {steps} were not mirrored within {timeout_s:g} s; {self._state.nbytes:,} bytes are to be copied"
+            )
             raise WriteStalledError(text)
         with self._changed:
             failures, self._failures = self._failures, []

@@ -288,6 +288,7 @@ class Submission:
             unshared=unshared,
             metadata=small.get("metadata"),
             extra_files=small.get("extra_files"),
+            droppable=self._session.droppable,
         )
 
 

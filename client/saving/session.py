@@ -72,6 +72,8 @@ class Session:
         self.pacer = Pacer()
         self.congestion = Congestion(run.directory, tells=urls.is_url(run.directory))
         self.ids = itertools.count(_FIRST_ID)
+        self.droppable: tuple[int, ...] = ()
+        """Steps of which a save that finds no room may delete each, the oldest first."""
         self.closed = self._stopped = self.ended = self._left = False
         self._remembers = self._remembers_mirror = False
 
@@ -132,7 +134,6 @@ class Session:
         self.run.remember_fallbacks()
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
-        self.run.mirror.remember(self.directory)
         self.run.mirror.adopt_rollbacks(self.directory)
         rollbacks = catalog.read_rollbacks(self.directory, strict=True)
         checkpoints, reached = self.run.scan_all(refuse_newer=True)

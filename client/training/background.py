@@ -57,7 +57,7 @@ class Background:
         If this raises, call :meth:`stop`.
         """
         session = saver_of(checkpointer).session
-        if (mirror.keep or mirror.backlog) and not session.saves.mirroring.mirror:
+        if (mirror.keep or mirror.backlog != "fail") and not session.saves.mirroring.mirror:
             raise InvalidArgumentError("mirror_keep and mirror_backlog are of a mirror: name it with mirror=")
         if session.world.size > 1:
             session.world.require_alike(

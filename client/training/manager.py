@@ -29,7 +29,7 @@ from sidesave.client.training.keep_policies import KeepBest, KeepPolicy, check_c
 from sidesave.client.training.links import Naming, check_naming
 from sidesave.client.training.managed_state import RANDOM_STATE, ManagedState
 from sidesave.client.training.metadata import Metrics, is_ephemeral
-from sidesave.client.training.retention import MirrorRules
+from sidesave.client.training.retention import Backlog, MirrorRules
 from sidesave.client.training.save_policies import (
     BeforeTraining,
     PolicyEvent,
@@ -75,7 +75,7 @@ class CheckpointManager:
         save: Sequence[SavePolicy] | SavePolicy | int = (),
         keep: Sequence[KeepPolicy] | KeepPolicy = (),
         mirror_keep: Sequence[KeepPolicy] | KeepPolicy = (),
-        mirror_backlog: int | None = None,
+        mirror_backlog: Backlog = "fail",
         names: Naming | None = None,
         random_state: bool = False,
         blocking: bool = False,
@@ -94,7 +94,7 @@ class CheckpointManager:
             save: When to save: policies, or a number ``n`` for ``EverySteps(n)``; without any, only :meth:`save` saves.
             keep: What to keep: policies; without any, everything but ephemeral checkpoints.
             mirror_keep: What to keep in the mirror, in the same way. What is on its way there stays here until it is.
-            mirror_backlog: The most that stays here for that alone: then the oldest goes, unmirrored. None: no limit.
+            mirror_backlog: A save that finds no room because of that fails, or drops the oldest of it, unmirrored.
             names: The user's names of checkpoints beside ``step-00000500``: a template such as ``"checkpoint-{step}"``,
                 or a function of a ``CheckpointInfo``, called in a thread, that may return None. Each name is a link in
                 ``directory``, made soon after the commit; of two checkpoints with one name the newer gets it.
@@ -135,6 +135,7 @@ class CheckpointManager:
             self._background.start(
                 self._checkpointer, state, self._policies, self._keep, self._pins, names, far, random_state=random_state
             )
+            self._stats.mirror_status = saver_of(self._checkpointer).session.saves.mirroring.status  # keeps none alive
             self._managed = ManagedState(
                 state,
                 self._checkpointer,

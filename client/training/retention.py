@@ -17,20 +17,22 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.pins import Pins
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.client.training.keep_policies import KeepPolicy, check_count, to_delete
+from sidesave.client.training.keep_policies import KeepPolicy, to_delete
 from sidesave.client.training.links import Links
 from sidesave.errors import (
     CheckpointError,
     ClosedError,
     CommitUnknownError,
+    InvalidArgumentError,
     SidesaveError,
     WriteError,
+    brief,
 )
 from sidesave.stager.signal_safe import Latch
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DELETE_TIMEOUT_S: Final = 60.0
+Backlog = Literal["fail", "drop"]
 
 
 # The mirror ------------------------------------------------------------------------------------------------------
@@ -47,14 +50,14 @@ _DELETE_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class MirrorRules:
-    """What stays in the mirror, without policies all that is not ephemeral; and how much may wait for it here."""
+    """What stays in the mirror, without policies all that is not ephemeral; and what gives way to a save here."""
 
     keep: Sequence[KeepPolicy] = ()
-    backlog: int | None = None
+    backlog: Backlog = "fail"
 
     def __post_init__(self) -> None:
-        if self.backlog is not None:
-            check_count("mirror_backlog", self.backlog)
+        if self.backlog not in ("fail", "drop"):
+            raise InvalidArgumentError(f"mirror_backlog must be 'fail' or 'drop', not {brief(self.backlog)}")
 
 
 def _by_sequence(info: CheckpointInfo) -> int:
@@ -199,8 +202,11 @@ class Retention:
         not_wanted = to_delete(checkpoints, self._mirror.keep, pinned)
         surplus = to_delete(checkpoints, self._policies, pinned, self._loading)
         on_their_way = [info for info in checkpoints if info.step in surplus and awaits(info.sequence)]
-        wanted = [info.step for info in sorted(on_their_way, key=_by_sequence) if info.step not in not_wanted]
-        held = wanted if self._mirror.backlog is None else wanted[-self._mirror.backlog :]
+        held = [info.step for info in sorted(on_their_way, key=_by_sequence) if info.step not in not_wanted]
+        session = saver_of(self._checkpointer).session
+        for step in {*session.droppable} - {info.step for info in checkpoints}:
+            session.lineage.remove(step)  # a save has dropped it
+        session.droppable = tuple(held) if self._mirror.backlog == "drop" else ()
         return [step for step in surplus if step not in held]
 
     def _run_mirror(self, pinned: frozenset[int]) -> None:

@@ -1,6 +1,7 @@
 """Runs with a mirror, with real daemons that are killed, trainers that are, and sessions that follow each other."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import output
 from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
 from trainers import (
     DEADLINE_S,
@@ -33,6 +35,7 @@ from sidesave.errors import (
     WriteError,
     WriteStalledError,
 )
+from sidesave.writer_daemon import protocol
 
 SLOW = 1
 """Bytes per second: the first piece of a copy goes, and nothing after it for days."""
@@ -280,46 +283,62 @@ def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
     assert "cannot be read now" in caplog.text
 
 
-@pytest.fixture(params=["missing", "empty"])
-def unmounted(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where a file system is not mounted, the run's directory apart."""
-    point = tmp_path / "shared"
-    if request.param == "empty":
-        point.mkdir()
-    return point
+def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Path, place: str):
+    rate = 4 << 20
+    stats = sidesave.reporting.SaveStats()
+    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=rate) as ckpt:
+        stats.mirror_status = ckpt.mirror_status
+        first, second = (ckpt.save(step, a_state(step, 6)) for step in (1, 2))
+        nbytes, _ = (handle.committed.result(DEADLINE_S).nbytes for handle in (first, second))  # of each
+
+        def status() -> sidesave.MirrorStatus:
+            found = ckpt.mirror_status()
+            assert found is not None
+            return found
+
+        wait_until(lambda: status().nbytes_per_s > 0)
+        now = status()
+        assert now.checkpoints in (1, 2) and now.nbytes == now.checkpoints * nbytes and now.error is None
+        assert now.nbytes_per_s < 8 * rate  # a piece is 4 MiB, and the first one goes at once
+        assert "sidesave_mirror_backlog_bytes" in sidesave.reporting.prometheus_text(stats)
+        [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
+        assert view["mirror"]["nbytes"] == view["mirror"]["checkpoints"] * nbytes
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        wait_until(lambda: status().checkpoints == 0)
+        assert (status().nbytes, status().nbytes_per_s, status().last_step) == (0, 0.0, 2)
+        assert "last step 2" in output("top", "--once").replace("\n", " ")
 
 
-def test_an_empty_run_does_not_begin_anew_where_its_mirror_may_be_unmounted(run: Path, unmounted: Path):
-    with pytest.raises(WriteError, match="Mount its file system, or make the directory") as caught:
-        sidesave.Checkpointer(run, mirror=unmounted / "exp1")
-    assert "leave mirror= out" in str(caught.value.__notes__)
-    assert not (unmounted / "exp1").exists()
-    (unmounted / "exp1").mkdir(parents=True)
-    with sidesave.Checkpointer(run, mirror=unmounted / "exp1") as ckpt:
-        ckpt.save(1, a_state(1)).mirrored.result(DEADLINE_S)
-
-
-def test_nothing_is_mirrored_to_a_mount_point_without_its_file_system(
-    run: Path, unmounted: Path, caplog: pytest.LogCaptureFixture
-):
+def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path):
+    (tmp_path / "away").touch()
     with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(1, a_state(1), blocking=True)
-    with sidesave.Checkpointer(run, mirror=unmounted / "exp1") as ckpt:
-        handle = ckpt.save(2, a_state(2))
-        handle.committed.result(DEADLINE_S)
-        wait_until(lambda: "does not work now" in caplog.text)
-        assert "Mount its file system" in caplog.text
-        assert not (unmounted / "exp1").exists()
-        (unmounted / "exp1").mkdir(parents=True)
-        handle.mirrored.result(DEADLINE_S)
-    check_mirror(str(unmounted / "exp1"), 1, 2)
+        ckpt.save(0, a_state(0), blocking=True)
+    with sidesave.Checkpointer(run, mirror=tmp_path / "away" / "mirror") as ckpt:
+        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.error is not None)
+        [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
+        assert "mount its file system" in view["mirror"]["error"]
+        (tmp_path / "away").unlink()
+        (tmp_path / "away" / "mirror").mkdir(parents=True)
+        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.last_step == 0)
+        assert (status := ckpt.mirror_status()) is not None and status.error is None
 
 
-@pytest.mark.root
-def test_an_empty_file_system_that_is_mounted_is_no_doubt(run: Path, mount: Callable[..., Path]):
-    place = mount("-t", "tmpfs", "none") / "exp1"
-    with contextlib.ExitStack() as stack:
-        with sidesave.Checkpointer(run, mirror=place) as ckpt:
-            ckpt.save(1, a_state(1)).mirrored.result(DEADLINE_S)
-            ending = stack.enter_context(pidfd_of(daemon(ckpt)))
-        await_end(ending)  # before the file system goes
+def test_a_step_that_went_to_the_fallback_is_named_by_its_number(mount: Callable[..., Path], tmp_path: Path):
+    run = mount("-t", "tmpfs", "-o", "size=4m", "none") / "run"
+    with sidesave.Checkpointer(run, mirror=tmp_path / "mirror", fallback_directory=tmp_path / "fallback") as ckpt:
+        messages: list[protocol.Mirrored] = []
+        mirroring = ckpt._saver.session.saves.mirroring
+        receive = mirroring.receive
+
+        def note(message: protocol.Message) -> None:
+            if isinstance(message, protocol.Mirrored):
+                messages.append(message)
+            receive(message)
+
+        mirroring.receive = note
+        with pytest.raises(WriteError, match="fallback directory"):
+            ckpt.save(7, a_state(7, 8)).mirrored.result(DEADLINE_S)
+        assert [message.name for message in messages] == ["step-00000007"]
+        with pidfd_of(daemon(ckpt)) as pidfd:
+            ckpt.close()
+            await_end(pidfd)

@@ -18,8 +18,9 @@ from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import copying
+from sidesave.writer_daemon.mirror.identity import open_target
 from sidesave.writer_daemon.mirror.mirror import Mirror
-from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target, steps_in
+from sidesave.writer_daemon.mirror.uploader import Step, Uploader, steps_in
 from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Mirrored
 from sidesave.writer_daemon.storage import sealed_json, urls
 

@@ -223,7 +223,7 @@ def test_any_other_msgpack_value_is_refused(value: Any):
         b"\xc6\xff\xff\xff\xff",  # 4 GiB of bytes
         b"\xc7\x00\x7f",  # an extension type
         b"\x81\x01\x01",  # a key that is no text
-        pack({"kind": "DRAIN", "version": 1, "attempt": 1}) + b"\xc0",  # something behind the message
+        pack({"kind": "DRAIN", "version": protocol.VERSION, "attempt": 1}) + b"\xc0",  # something behind the message
         b"",
     ],
 )

@@ -32,8 +32,10 @@ from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.mirror import identity
+from sidesave.writer_daemon.mirror.progress import Progress
 from sidesave.writer_daemon.mirror.throttle import Throttle
-from sidesave.writer_daemon.mirror.uploader import Step, Uploader, open_target
+from sidesave.writer_daemon.mirror.uploader import Step, Uploader
 from sidesave.writer_daemon.protocol import Boot, Delete, Message
 from sidesave.writer_daemon.storage import Storage, urls
 
@@ -78,6 +80,7 @@ class Mirror:
         self._tries = 0
         self._failing_since = math.inf
         self._throttle = Throttle(boot.options.mirror_bandwidth, self._halt)
+        self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name="sidesave-mirror", daemon=True)
 
     def start(self) -> None:
@@ -86,15 +89,16 @@ class Mirror:
 
     def committed(self, sequence: int, name: str, nbytes: int) -> None:
         """A save of this session was committed as ``name``."""
-        step = manifest.parse_step_directory(os.path.basename(name))
-        assert step is not None, name
-        saved = Step(sequence, self._boot.session, step, nbytes)
-        if name == saved.name:
-            self._news.append(saved)
-            self._changed.set()
+        elsewhere, own_name = os.path.split(name)
+        step = manifest.parse_step_directory(own_name)
+        assert step is not None
+        committed = Step(sequence, self._boot.session, step, nbytes)
+        if elsewhere:
+            text = "it was committed in the fallback directory, which is not mirrored"
+            self._say_failed(committed, WriteError(errno.EXDEV, text, name))
             return
-        text = "it was committed in the fallback directory, which is not mirrored"
-        self._say_failed(saved, WriteError(errno.EXDEV, text, name))
+        self._news.append(committed)
+        self._changed.set()
 
     def delete(self, request: Delete) -> None:
         """Delete a step of the mirror, after what is being copied; DELETED or FAILED follows."""
@@ -124,6 +128,7 @@ class Mirror:
     def _run(self) -> None:
         try:
             with urls.using(urls.decode_options(self._boot.storage_options)):
+                self._remember()
                 self._serve()
         except _Stopped:
             pass
@@ -160,8 +165,14 @@ class Mirror:
             self._changed.wait(_IDLE_S)
             self._changed.clear()
 
+    def _remember(self, which: str = "") -> None:
+        try:
+            identity.remember(self._boot.directory, self._boot.options.mirror, which)
+        except WriteError as error:  # a full disk must not keep from the mirror what is to relieve it
+            logger.warning("`sidesave mirror` will not know where the mirror is: %s", error)
+
     def _open(self) -> Uploader:
-        target = open_target(self._boot.options.mirror)
+        target = identity.open_known(self._boot.directory, self._boot.options.mirror)
         try:
             lease = self._take_lease(target)
         except BaseException:  # the next try opens it anew
@@ -170,7 +181,12 @@ class Mirror:
         self._lease = lease
         if self._trainer_gone:
             lease.tell_trainer_gone()
-        return Uploader(self._boot.directory, target, lease, self._throttle.take)
+        return Uploader(self._boot.directory, target, lease, self._before_chunk)
+
+    def _before_chunk(self, nbytes: int) -> None:
+        self._throttle.take(nbytes)
+        if self._progress.add(nbytes):
+            self._say_state()
 
     def _take_lease(self, target: Storage) -> Lease:
         holder = LeaseRecord.current(self._boot.session, self._boot.trainer_pid)
@@ -191,6 +207,7 @@ class Mirror:
     def _compare(self, uploader: Uploader) -> None:
         """Find out what is missing, and tell the trainer what is there."""
         missing, there = uploader.begin()
+        self._remember(identity.identify(uploader.target))
         for step in missing:
             self._backlog[step.key] = step
         for step in there:
@@ -226,6 +243,7 @@ class Mirror:
         else:
             self._tries = 0
             del self._backlog[step.key]
+            self._progress.last_step = step.step
             self._say_mirrored(step)
             self._say_state()
         return True
@@ -282,7 +300,9 @@ class Mirror:
         logger.error("the mirror %s is given up: %s", self._boot.options.mirror, error)
         failure = protocol.failure(self._boot.attempt, None, error)
         self._failure = error
-        self._say(protocol.Mirror(attempt=self._boot.attempt, over=True, error=failure))
+        state = protocol.Mirror(attempt=self._boot.attempt, over=True, error=failure)
+        self._progress.show(state)
+        self._say(state)
         self._refuse_deletions()
 
     def _refuse_deletions(self) -> None:
@@ -323,21 +343,13 @@ class Mirror:
         )
 
     def _say_trouble(self, error: Exception) -> None:
-        """Tell what is in the way, once."""
+        """Tell what is in the way, and log it once."""
         text = f"{type(error).__name__} {error}"
         if text != self._troubled:
             self._troubled = text
             logger.warning("the mirror %s is tried again: %s", self._boot.options.mirror, error)
-            self._say_state(protocol.failure(self._boot.attempt, None, error))
+        self._say_state(protocol.failure(self._boot.attempt, None, error))
 
     def _say_state(self, error: protocol.Failed | None = None) -> None:
-        steps = [*self._backlog.values()]
-        self._say(
-            protocol.Mirror(
-                attempt=self._boot.attempt,
-                missing=tuple(step.sequence for step in steps),
-                compared=self._compared,
-                nbytes=sum(step.nbytes for step in steps),
-                error=error,
-            )
-        )
+        steps = [*self._backlog.values(), *(news for news in list(self._news) if isinstance(news, Step))]
+        self._say(self._progress.state(self._boot.attempt, steps, compared=self._compared, error=error))

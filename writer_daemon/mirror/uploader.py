@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from sidesave.errors import (
     FormatVersionError,
     IntegrityError,
     WriteError,
-    write_error,
 )
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import integrity, manifest, rollback
@@ -31,7 +29,6 @@ from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, He
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.mirror.copying import copy_checkpoint
 from sidesave.writer_daemon.storage import ReadStorage, Storage, urls
-from sidesave.writer_daemon.storage.posix import UNMOUNTED, make_run_directory, may_be_unmounted
 
 logger = logging.getLogger(__name__)
 
@@ -81,22 +78,6 @@ def read_step(storage: ReadStorage, name: str) -> Step | None:
         logger.warning("not copied: %s", error)
         return None
     return Step(head.sequence, head.session, head.step, head.nbytes)
-
-
-def open_target(root: str) -> Storage:
-    """The place of a mirror or a copy, made if it is a directory; blocking.
-
-    Raises:
-        WriteError: It cannot be opened or made. ENOENT: its file system may not be mounted.
-    """
-    if not urls.is_url(root):
-        try:
-            if not os.path.isdir(root) and may_be_unmounted(root):
-                raise FileNotFoundError(errno.ENOENT, UNMOUNTED)
-            make_run_directory(root)
-        except OSError as error:
-            raise write_error(error, "cannot create the directory", root) from error
-    return urls.open_for_writing(root)
 
 
 class Uploader:

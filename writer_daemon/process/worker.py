@@ -24,6 +24,7 @@ from sidesave.errors import (
     CommitUnknownError,
     NoSpaceError,
     ProtocolError,
+    SidesaveError,
     WriteError,
 )
 from sidesave.stager.memory.arena import Arena
@@ -314,7 +315,7 @@ class Worker:
             except CommitUnknownError:
                 raise
             except NoSpaceError:
-                if not self.empty_trash(everything=True):
+                if not (self.empty_trash(everything=True) or self._drop_one(save)):
                     raise
             except WriteError as error:
                 if tries >= self._retries or error.errno not in TRANSIENT or self._primary.lease.lost:
@@ -384,6 +385,21 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - as above
             failure = protocol.failure(self._attempt, request.save_id, error)
         self._post(jobs.DeleteEnded(request.save_id, failure))
+
+    def _drop_one(self, save: Save) -> bool:
+        """Make room by the oldest checkpoint that the save may drop and nobody reads; whether there was one."""
+        storage, lease = self._primary.storage, self._primary.lease
+        if not isinstance(lease, Lease):  # rank 0's daemon deletes for all
+            return False
+        rollbacks = rollback.read(storage)
+        for step in save.droppable:
+            with contextlib.suppress(SidesaveError):  # it is gone, or being copied to the mirror
+                trash = commit.delete(storage, lease, step, save.sequence, spare_read=True, rollbacks=rollbacks)
+                if trash is not None:
+                    storage.remove_tree(trash)
+                    logger.warning("step %d is dropped unmirrored: step %d found no room", step, save.step)
+                    return True
+        return False
 
     def _take_over_trash(self, place: Place, names: Iterable[str]) -> None:
         """Schedule what an earlier session deleted while it was read, like this session's own."""

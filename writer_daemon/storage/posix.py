@@ -58,9 +58,6 @@ _UNKNOWN_NBYTES: Final = 1 << 62
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
-UNMOUNTED: Final = "it is missing, and its parent is missing or empty. Mount its file system, or make the directory"
-"""What to do where :func:`may_be_unmounted`."""
-
 
 def make_run_directory(path: str) -> None:
     """Make a directory and what leads to it, durably; plain ``OSError``. Nothing is asked of one that is there.
@@ -81,22 +78,6 @@ def make_run_directory(path: str) -> None:
         # One that may be passed through and not be read cannot be synced.
         with contextlib.suppress(PermissionError), Descriptor(os.path.dirname(each), DIRECTORY) as parent:
             os.fsync(parent.fileno())
-
-
-def may_be_unmounted(path: str) -> bool:
-    """Whether a directory that is missing may be one of a file system that is not mounted now; blocking.
-
-    A mount point without its file system is empty, or missing. So it may be, unless its parent holds something or is
-    itself where something is mounted.
-    """
-    parent = os.path.dirname(os.path.abspath(path))
-    try:
-        with os.scandir(parent) as entries:
-            return next(entries, None) is None and not os.path.ismount(parent)
-    except PermissionError:
-        return False  # a parent that may be passed through and not be read
-    except OSError:
-        return True
 
 
 class PosixStorage(Storage):

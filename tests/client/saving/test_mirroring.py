@@ -1,5 +1,6 @@
 """What a client makes of what daemons tell of the mirror."""
 
+import dataclasses
 import errno
 
 import pytest
@@ -88,3 +89,21 @@ def test_what_is_open_at_the_end_is_not_known(mirroring: Mirroring):
     mirroring.abandon()
     with pytest.raises(CommitUnknownError, match="its daemon goes on"):
         handle.mirrored.result(0)
+
+
+def test_the_status_is_what_the_daemon_has_last_told(mirroring: Mirroring):
+    failure = Failed(attempt=1, save_id=None, error="WriteError", message="it is away", errno=errno.EIO, path="/mirror")
+    told: list[bool] = []
+    mirroring.on_mirrored = lambda: told.append(True)
+    status = mirroring.status()
+    assert status is not None and status.checkpoints is None
+    state = Mirror(attempt=1, compared=True, missing=(3, 4), nbytes=7, nbytes_per_s=2.5, last_step=9)
+    for message in (state, dataclasses.replace(state, nbytes_per_s=3.5), dataclasses.replace(state, error=failure)):
+        mirroring.receive(message)
+    status = mirroring.status()
+    assert status is not None
+    assert (status.checkpoints, status.nbytes, status.nbytes_per_s, status.last_step) == (2, 7, 2.5, 9)
+    assert isinstance(status.error, WriteError)
+    assert len(told) == 2  # a rate alone is no news: who is told lists both places
+    assert Mirroring().status() is None
+    assert Mirroring("/mirror", SESSION, leads=False).status() is None

@@ -1,16 +1,19 @@
 """What stays in a run directory, and what in its mirror."""
 
+import contextlib
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mirrors import committed_in
-from trainers import DEADLINE_S, a_state, same, wait_until
+from trainers import DEADLINE_S, a_state, await_end, daemon, pidfd_of, same, wait_until
 
 import sidesave
 from sidesave import CheckpointManager, KeepLatest
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
+from sidesave.client.internals import saver_of
+from sidesave.errors import InvalidArgumentError, NoSpaceError
 
 
 @pytest.fixture(params=["directory", "file"])
@@ -37,6 +40,7 @@ def test_what_is_to_be_mirrored_stays_until_it_is(run: Path, tmp_path: Path):
         handles[-1].committed.result(DEADLINE_S)
         wait_until(lambda: sorted(committed_in(str(run))) == [3, 4, 5])  # neither list wants the others
         away.unlink()
+        (away / "mirror").mkdir(parents=True)
         for handle in handles[-3:]:
             handle.mirrored.result(DEADLINE_S)
         wait_until(lambda: sorted(committed_in(str(run))) == [5])
@@ -72,30 +76,69 @@ def test_a_manager_whose_disk_is_gone_resumes_from_the_mirror(run: Path, place: 
     assert sorted(committed_in(place)) == [7, 8]
 
 
-def test_of_what_waits_for_the_mirror_the_oldest_goes_where_it_is_too_much(run: Path, tmp_path: Path):
+Waiting = Callable[..., contextlib.AbstractContextManager[CheckpointManager]]
+
+
+@pytest.fixture
+def waiting(mount: Callable[..., Path], tmp_path: Path) -> Waiting:
+    """A manager of a run on 8 MiB of tmpfs, of which three checkpoints of 2 MiB wait for a mirror that is away."""
+    run = mount("-t", "tmpfs", "-o", "size=8m", "none") / "run"
+    (tmp_path / "away").touch()
     with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(0, a_state(0), blocking=True)
-    away = tmp_path / "away"
-    away.touch()
-    rules = {"keep": KeepLatest(1), "mirror_keep": KeepLatest(9), "mirror_backlog": 2, "mirror": away / "mirror"}
-    with CheckpointManager(run, a_state(0), **rules) as manager:  # pyright: ignore[reportArgumentType]
-        handles = [manager.save(step) for step in range(1, 6)]
-        handles[-1].committed.result(DEADLINE_S)
-        wait_until(lambda: sorted(committed_in(str(run))) == [3, 4, 5])
-        away.unlink()
-        for handle in handles[-3:]:
-            handle.mirrored.result(DEADLINE_S)
-        with pytest.raises(CheckpointNotFoundError, match="before it was copied"):
-            handles[0].mirrored.result(DEADLINE_S)
+        ckpt.save(0, a_state(0, 0.01), blocking=True)
+
+    @contextlib.contextmanager
+    def make(**rules: Any) -> Iterator[CheckpointManager]:
+        mirror = tmp_path / "away" / "mirror"
+        policies: dict[str, Any] = {"keep": KeepLatest(1), "mirror_keep": KeepLatest(9), "mirror": mirror, **rules}
+        with CheckpointManager(run, a_state(0, 2), **policies) as manager:
+            for step in (1, 2, 3):
+                manager.save(step).committed.result(DEADLINE_S)
+            wait_until(lambda: sorted(committed_in(str(run))) == [0, 1, 2, 3])
+            with pidfd_of(daemon(manager._checkpointer)) as pidfd:
+                yield manager
+                manager.close()
+                await_end(pidfd)  # which has a file of the mounted file system open until all is mirrored
+
+    return make
 
 
-@pytest.mark.parametrize("backlog", [0, -1, 1.5, True])
-def test_an_odd_backlog_is_refused(run: Path, backlog: int):
-    with pytest.raises(InvalidArgumentError, match="mirror_backlog takes an int"):
+def come_back(away: Path) -> Path:
+    """The mirror's file system is mounted."""
+    away.unlink()
+    (away / "mirror").mkdir(parents=True)
+    return away / "mirror"
+
+
+def test_a_save_that_finds_no_room_fails_rather_than_drop_what_waits(waiting: Waiting, tmp_path: Path):
+    with waiting() as manager:
+        with pytest.raises(NoSpaceError):
+            manager.save(4).committed.result(DEADLINE_S)
+        place = come_back(tmp_path / "away")
+        wait_until(lambda: sorted(committed_in(str(place))) == [0, 1, 2, 3])
+        manager.save(5).mirrored.result(DEADLINE_S)
+
+
+def test_a_save_that_finds_no_room_drops_the_oldest_that_waits_and_no_more(waiting: Waiting, tmp_path: Path):
+    with waiting(mirror_backlog="drop") as manager:
+        run = Path(manager._checkpointer.directory)
+        wait_until(lambda: saver_of(manager._checkpointer).session.droppable == (0, 1, 2))
+        manager.save(4).committed.result(DEADLINE_S)
+        wait_until(lambda: sorted(committed_in(str(run))) == [2, 3, 4])  # the first one was not room enough
+        manager.save(5).committed.result(DEADLINE_S)
+        place = come_back(tmp_path / "away")
+        wait_until(lambda: sorted(committed_in(str(place))) == [3, 4, 5])
+        again = manager._checkpointer.save(1, a_state(1))  # a step that was dropped can be saved again
+        again.mirrored.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("backlog", [0, 5, "oldest", True, None])
+def test_an_odd_backlog_is_refused(run: Path, backlog: Any):
+    with pytest.raises(InvalidArgumentError, match="mirror_backlog must be 'fail' or 'drop'"):
         CheckpointManager(run, a_state(0), mirror_backlog=backlog)
 
 
-@pytest.mark.parametrize("rules", [{"mirror_keep": KeepLatest(1)}, {"mirror_backlog": 1}, {"mirror_bandwidth": 1}])
+@pytest.mark.parametrize("rules", [{"mirror_keep": KeepLatest(1)}, {"mirror_backlog": "drop"}, {"mirror_bandwidth": 1}])
 def test_rules_for_a_mirror_need_one(run: Path, rules: dict[str, Any]):
     with pytest.raises(InvalidArgumentError, match="mirror="):
         CheckpointManager(run, a_state(0), **rules)
