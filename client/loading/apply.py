@@ -15,6 +15,7 @@ from torch import nn
 
 from sidesave.client.loading.flat import DICTS, FlatMap, LiveMap, Path, fqn_of, is_stateful, unwrap
 from sidesave.client.loading.plan import LoadPlan
+from sidesave.client.loading.rename import as_named_by
 from sidesave.client.loading.tensors import Local
 from sidesave.client.messages import few
 from sidesave.stager import torch_private
@@ -89,7 +90,7 @@ def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, st
         grad = torch.is_grad_enabled()
         try:  # an interrupt can keep `no_grad` from ending
             torch_private.set_grad_enabled(False)
-            _fill(each, strict=strict)
+            _fill(each, live.plain.get(each.path, {}), strict=strict)
         finally:
             torch_private.set_grad_enabled(grad)
     elif isinstance(target, torch.optim.Optimizer):
@@ -112,9 +113,10 @@ def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, st
         _put(live.into, each.path, _in_place(target, value, undo, taken), undo)
 
 
-def _fill(each: Assignment, *, strict: bool) -> None:
+def _fill(each: Assignment, plain: dict[Any, Any], *, strict: bool) -> None:
     if isinstance(each.target, nn.Module):
-        each.target.load_state_dict(each.value, strict=strict)
+        state = as_named_by(each.target, each.value, plain)
+        each.target.load_state_dict(state, strict=strict)
         return
     value = each.flat.leaves[each.path]
     if isinstance(value, Local):

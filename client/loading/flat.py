@@ -15,6 +15,7 @@ from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.tags import PLAIN
 from sidesave.stager.state.tree import Stateful
 from sidesave.stager.state.treespec import with_metadata
+from sidesave.stager.wrappers import plain_keys
 
 DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 SEQUENCES: Final = (list, tuple, collections.deque)
@@ -194,6 +195,7 @@ class LiveMap:
         slots: Its leaves by path.
         containers: The dicts, modules and sequences of live objects that hold them, by path.
         marks: The ``PerRank`` annotations, by path.
+        plain: By the path of each module, its own names that wrappers have added to, and what they are without that.
     """
 
     def __init__(self, into: dict[str, Any]) -> None:
@@ -202,6 +204,7 @@ class LiveMap:
         self.slots: dict[Path, Slot] = {}
         self.containers: dict[Path, Any] = {}
         self.marks: dict[Path, PerRank] = {}
+        self.plain: dict[Path, dict[Any, Any]] = {}
         self._names: dict[str, Path] = {}
         self._within: dict[Path, dict[str, Path]] = {}
         for name, target in into.items():
@@ -214,7 +217,9 @@ class LiveMap:
             target = target.value
         if isinstance(target, nn.Module):
             self.containers[path] = target
-            for key, value in target.state_dict(keep_vars=True).items():
+            state = target.state_dict(keep_vars=True)
+            plain = self.plain[path] = plain_keys(target, state, fqn_of(path))
+            for key, value in ((plain.get(key, key), value) for key, value in state.items()):
                 self.slots[*path, key] = Slot((*path, key), value, target, alone, is_plain=False)
         elif children(target) and is_live(target):
             self.containers[path] = target

@@ -17,11 +17,10 @@ from sidesave.client.loading.flat import FlatMap, LiveMap, Path, Slot, fqn_of
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.stager.state.tensor_collector import is_dtensor
+from sidesave.stager.wrappers import without_parts
 
 _LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 """Optimizer states that have the shape of their parameter."""
-_WRAPPERS: Final = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Name parts that data parallelism, ``torch.compile`` and the like add to what they wrap."""
 
 
 # By name -----------------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def arrange(
         return None
     sizes = [len(group["params"]) for group in target.param_groups]
     if origins == [*range(sum(sizes))] and sizes == [*map(len, state.numbers)]:
-        return Arranged(saved)
+        return Arranged(state.with_names_of(target))
     if state.is_joint():
         kind = type(target).__name__
         return Arranged(
@@ -176,6 +175,16 @@ class _State:
                 _put_list(flat, (*self._groups, at, "param_names"), group["param_names"])
         return flat, problems
 
+    def with_names_of(self, target: torch.optim.Optimizer) -> FlatMap:
+        """The state, with the names that the target keeps for its parameters: what is saved may tell of wrappers."""
+        flat = FlatMap({**self._flat.leaves}, {**self._flat.containers})
+        for at, group in enumerate(target.param_groups):
+            place = (*self._groups, at, "param_names")
+            if "param_names" in group and any(path[: len(place)] == place for path in self._flat.leaves):
+                flat.leaves = {path: leaf for path, leaf in flat.leaves.items() if path[: len(place)] != place}
+                _put_list(flat, place, group["param_names"])
+        return flat
+
     def _take_group(self, place: Path, sources: Sequence[int], group: dict[str, Any], flat: FlatMap) -> list[str]:
         """Give a group the options on which all its ``sources`` in the checkpoint agree; without sources, its own."""
         flat.containers[place] = {}
@@ -253,7 +262,7 @@ def _own_names(optimizer: torch.optim.Optimizer) -> list[set[str]]:
 def _match(saved: Sequence[str | None], own: Sequence[set[str]]) -> list[int | None]:
     """The position in the checkpoint of each live parameter, by its own names; wrappers are ignored."""
     best: list[int | None] = [None] * len(own)
-    for form in (str, _without_wrappers):
+    for form in (str, without_parts):
         known = {form(name): at for at, name in enumerate(saved) if name is not None}
         places = [{form(name) for name in names} for names in own]
         is_unique = len(known) == sum(name is not None for name in saved) and len(set[str]().union(*places)) == sum(
@@ -263,10 +272,6 @@ def _match(saved: Sequence[str | None], own: Sequence[set[str]]) -> list[int | N
             origins = [next((known[name] for name in sorted(names) if name in known), None) for names in places]
             best = min(best, origins, key=lambda each: each.count(None))
     return best
-
-
-def _without_wrappers(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 # What does not fit -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import nn
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, fqn_of, prefixes
 from sidesave.errors import InvalidArgumentError, brief
 from sidesave.stager.state.treespec import with_metadata
+from sidesave.stager.wrappers import plain_names, without_parts
 
 Rename = Mapping[str, "str | None"] | Callable[[str], "str | None"]
 """From names in the checkpoint to those in the target, None to leave out: a dict of prefixes, or a function."""
@@ -200,3 +201,51 @@ def refuse_two_in_one_place(names: Mapping[Path, str], places: Mapping[Path, Pat
                 raise InvalidArgumentError(
                     f"rename puts both {fqn_of(taken[node])} and {fqn_of(old)} in one place, {names[taken[node]]}"
                 )
+
+
+# What wraps a module -----------------------------------------------------------------------------------------------
+
+
+def moves(places: Collection[Path], live: LiveMap, *, foreign: bool) -> dict[Path, Path]:
+    """Names at ``places`` that only wrappers make other ones than a module has; with those that it has.
+
+    Earlier versions saved the names of wrappers: those that the module itself has are known. In ``foreign`` files, of
+    which no module is known, the parts that wrappers add are. A name that the module has stays, and so does one where
+    two would fall together.
+    """
+    taken = {*places}
+    origins: dict[Path, list[Path]] = {}
+    for place in dict.fromkeys(places):
+        module = next((node for node in prefixes(place[:-1]) if node in live.plain), None)
+        if module is None or place in live.slots:
+            continue
+        end = len(module)
+        if not isinstance(place[end], str) or place[: end + 1] in live.slots:
+            continue
+        without = without_parts(place[end]) if foreign else place[end]
+        name = (*module, live.plain[module].get(place[end], without))
+        if name in live.slots and name not in taken:
+            known = origins.setdefault(name, [])
+            known += [place[: end + 1]] if place[: end + 1] not in known else []
+    return {keys[0]: name for name, keys in origins.items() if len(keys) == 1}
+
+
+def move(path: Path, moved: Mapping[Path, Path]) -> Path:
+    """Where ``path`` is when what :func:`moves` has found has moved."""
+    node = next((node for node in prefixes(path) if node in moved), None)
+    return path if node is None else (*moved[node], *path[len(node) :])
+
+
+def as_named_by(module: nn.Module, state: dict[Any, Any], plain: Mapping[Any, Any]) -> Any:
+    """The state of a module by the names that it has itself, those of its wrappers included."""
+    own = {name: key for key, name in plain.items()}
+    named = {own.get(name, name): value for name, value in state.items()}
+    metadata: dict[str, Any] | None = getattr(state, "_metadata", None)
+    if metadata is None:
+        return named
+    paths = [path for path, _ in cast("Any", module).named_modules(remove_duplicate=False)]
+    if not all(path in metadata for path in paths):  # else it was saved with the names of wrappers
+        without: dict[str, str] = plain_names(module, paths)
+        plain_path = {path: without.get(path, path) for path in paths}
+        metadata = {**metadata, **{path: metadata[old] for path, old in plain_path.items() if old in metadata}}
+    return with_metadata(named, metadata)

@@ -13,7 +13,7 @@ from sidesave.client.loading import keeping, optimizers
 from sidesave.client.loading.flat import SEQUENCES, FlatMap, LiveMap, Path, Slot, fqn_of, prefixes
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.messages import Mismatches
-from sidesave.client.loading.rename import Rename, Renamed, Renaming, refuse_two_in_one_place
+from sidesave.client.loading.rename import Rename, Renamed, Renaming, move, moves, refuse_two_in_one_place
 from sidesave.client.loading.tensors import EnumLoad, Pickled, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading import filters
@@ -165,6 +165,13 @@ class Selection:
                 renamed.place(path, names[path])
             refuse_two_in_one_place(names, places)
             saved.containers, partial = renamed.finished(), renamed.partial
+        moved = (
+            moves(places.values(), live, foreign=not isinstance(reader, CheckpointReader)) if live is not None else {}
+        )
+        if moved:
+            places = {path: move(new, moved) for path, new in places.items()}
+            saved.containers |= {move(path, moved): like for path, like in saved.containers.items()}
+            partial |= {fqn_of(new) for old, new in moved.items() if fqn_of(old) in partial}
         self.partial: Collection[str] = partial
         if live is not None and wanted.patterns:
             everywhere = (

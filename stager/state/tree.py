@@ -31,6 +31,7 @@ from sidesave.stager.state.recall import KINDS, Recall
 from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Packed, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
 from sidesave.stager.state.treespec import TensorRef, rebuilt
+from sidesave.stager.wrappers import plain_keys, plain_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -323,11 +324,12 @@ class _Flattener:
 
     def _module(self, module: nn.Module, fqn: str, depth: int) -> Any:
         state = module.state_dict(keep_vars=True)
-        tag, body = self.dict(state, fqn, depth)
+        plain = plain_keys(module, state, fqn)
+        tag, body = self.dict({plain.get(key, key): each for key, each in state.items()}, fqn, depth)
         metadata = getattr(state, "_metadata", None)
         if metadata is None:
             return [tag, body]
-        about = {key: dict(each) for key, each in metadata.items()}
+        about = {key: dict(each) for key, each in plain_metadata(module, metadata).items()}
         return [Tag.MODULE, self.encode(about, f"{fqn}.<metadata>", depth + 1), body]
 
     def items(self, value: dict[Any, Any], fqn: str, depth: int) -> list[Any]:

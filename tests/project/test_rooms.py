@@ -14,7 +14,7 @@ from scripts import rooms
 
 # Each room may import from those before it.
 FLOORS: Sequence[str] = """
-    stager.system_calls stager.torch_private stager.signal_safe
+    stager.system_calls stager.torch_private stager.wrappers stager.signal_safe
     stager.state stager.devices stager.memory stager.plan stager.copy
     writer_daemon.storage writer_daemon.format writer_daemon.protocol writer_daemon.log writer_daemon.lease
     writer_daemon.commit writer_daemon.writing writer_daemon.mirror writer_daemon.process writer_daemon.__main__
