@@ -147,10 +147,11 @@ def load(
         is_stock = not urls.is_url(place) and os.path.exists(os.path.join(place, _STOCK))
         if not is_stock:
             _refuse_others(planner=planner)
+    world.require_alike(of_torch=is_stock)
     if is_stock:
         torch_dcp.load(state_dict, checkpoint_id=place, planner=planner, process_group=process_group, no_dist=no_dist)
         return
-    with world.raise_together(f"cannot load {place}"):
+    with world.raise_together("cannot load the checkpoint"):
         into = {key: _target(value) for key, value in state_dict.items()}
         request = LoadRequest(into=into, strict=False, allow_pickle=allow_pickle, rank=world.rank, size=world.size)
         loaded = request.read(place)
@@ -159,7 +160,7 @@ def load(
         if missing:
             names = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
             raise StateMismatchError(f"{place} does not fit, and nothing was loaded: it does not have {names}")
-    with world.raise_together(f"cannot give its objects what it has loaded of {place}"):
+    with world.raise_together("cannot give its objects what it has loaded"):
         loaded.apply()
         for key, value in state_dict.items():
             if _is_unknown_stateful(value):
