@@ -88,14 +88,15 @@ def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, 
     join(rank, meeting)
     app = an_app(1, kind)
     begin = 0
+    group = torch.distributed.new_group(backend="gloo")  # torch saves in a thread, beside what training exchanges
     if api == "ours":
-        ours.open_run(run)
+        ours.open_run(run, process_group=group)
     torch.distributed.barrier()
     last = newest(Path(run))
     torch.distributed.barrier()
     if last is not None:
         state = {"app": app, "step": 0}
-        dcp.load(state, checkpoint_id=str(last))
+        dcp.load(state, checkpoint_id=str(last), process_group=group)
         begin = state["step"] + 1
     saved = None
     for step in range(begin, until):
@@ -103,9 +104,12 @@ def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, 
             file.write(f"{step} {train(app, step)!r}\n")
         if saved is not None:
             saved.result()
-        saved = dcp.async_save({"app": app, "step": step}, checkpoint_id=f"{run}/at_{step}")
+        saved = dcp.async_save({"app": app, "step": step}, checkpoint_id=f"{run}/at_{step}", process_group=group)
         if step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                torch.distributed.barrier()
+            finally:  # also where the other rank is dead already
+                os.kill(os.getpid(), signal.SIGKILL)
     if saved is not None:
         saved.result()
     torch.distributed.barrier()

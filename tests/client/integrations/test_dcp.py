@@ -214,7 +214,7 @@ def start(folder: Path, *arguments: Any, died: bool) -> None:
     folder.mkdir()
     call = f"import dcp_trainers; dcp_trainers.run_job(%d, {str(folder)!r}, *{arguments!r})"
     ranks = [forks.popen([sys.executable, "-c", call % rank]) for rank in range(2)]
-    assert [each.wait(120) for each in ranks] == [-signal.SIGKILL if died else 0] * 2
+    assert [each.wait(280) for each in ranks] == [-signal.SIGKILL if died else 0] * 2
 
 
 def losses(run: Path) -> list[dict[str, str]]:
