@@ -88,7 +88,7 @@ def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, 
     join(rank, meeting)
     app = an_app(1, kind)
     begin = 0
-    group = torch.distributed.new_group(backend="gloo")  # torch saves in a thread, beside what training exchanges
+    group: Any = torch.distributed.new_group(backend="gloo")  # torch saves in a thread, beside what training exchanges
     if api == "ours":
         ours.open_run(run, process_group=group)
     torch.distributed.barrier()
@@ -123,7 +123,8 @@ def divided(rank: int, folder: str) -> None:
     join(rank, folder)
     app = an_app(1, "fsdp", steps=2)
     path = f"{folder}/run/at-7"
-    ours.async_save({"app": app, "rank": rank, "step": 7}, checkpoint_id=path).result()
+    saved: Any = ours.async_save({"app": app, "rank": rank, "step": 7}, checkpoint_id=path)
+    saved.result()
     torch.distributed.barrier()
     expected = tensors(app)
     for loader in ("ours", "reader"):
