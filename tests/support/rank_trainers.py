@@ -780,6 +780,8 @@ def _tensors(value: Any, prefix: str = "") -> Iterable[tuple[str, torch.Tensor]]
 
     if isinstance(value, (PerRank, Replicated)):
         value = value.value
+    if isinstance(value, nn.parallel.DistributedDataParallel):
+        value = value.module
     if isinstance(value, nn.Module):
         value = value.state_dict(keep_vars=True)
     elif isinstance(value, torch.optim.Optimizer):
