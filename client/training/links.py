@@ -53,6 +53,12 @@ class Links:
             if present.get(name) != target:
                 self._try(name, lambda name=name, target=target: self._link(name, target))
 
+    def add(self, info: CheckpointInfo) -> None:
+        """Link to one checkpoint more; failures are logged."""
+        name = self._name_of(info)
+        if name is not None:
+            self._try(name, lambda: self._link(name, step_directory(info.step)))
+
     def _name_of(self, info: CheckpointInfo) -> str | None:
         try:
             name = self._naming(info) if callable(self._naming) else self._naming.format(step=info.step)

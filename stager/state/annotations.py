@@ -20,6 +20,11 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared(Replicated):
+    """All ranks may hold this alike: plain tensors in it are compared in each save, as those of modules are."""
+
+
+@dataclass(frozen=True, slots=True)
 class PerRank:
     """Each rank holds its own: all of it is written by every rank, and comes back to the same rank.
 

@@ -20,7 +20,7 @@ FLOORS: Sequence[str] = """
     writer_daemon.commit writer_daemon.writing writer_daemon.mirror writer_daemon.process writer_daemon.__main__
     client.arguments client.messages client.runs client.reading client.loading client.options
     client.daemon_link client.ranks client.saving client.reporting client.export
-    client.checkpointer client.internals client.training client.cli
+    client.checkpointer client.internals client.training client.integrations client.cli
 """.split()  # noqa: SIM905 - floor by floor
 
 # Of its own house it may import from these alone, where they are named here.

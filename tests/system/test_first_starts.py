@@ -1,5 +1,6 @@
 """Whether a run begins anew where its disk is empty and its mirror is, or seems to be: never by mistake."""
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from commands import output
 from mirrors import check_mirror, committed_in
 from object_server import serving
-from trainers import DEADLINE_S, a_state, wait_until
+from trainers import DEADLINE_S, a_state, await_end, daemon, pidfd_of, wait_until
 
 import sidesave
 from sidesave.errors import SidesaveError, WriteError
@@ -16,8 +17,12 @@ from sidesave.writer_daemon.mirror import identity
 
 
 def save(run: Path, place: str | Path, step: int) -> None:
-    with sidesave.Checkpointer(run, mirror=place) as ckpt:
-        ckpt.save(step, a_state(step)).mirrored.result(DEADLINE_S)
+    """Save, and wait for the daemon's end: to the very last it writes to the mirror's lease."""
+    with contextlib.ExitStack() as stack:
+        with sidesave.Checkpointer(run, mirror=place) as ckpt:
+            ckpt.save(step, a_state(step)).mirrored.result(DEADLINE_S)
+            ending = stack.enter_context(pidfd_of(daemon(ckpt)))
+        await_end(ending)
 
 
 def refused(run: Path, place: str | Path, match: str) -> None:
