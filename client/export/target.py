@@ -128,13 +128,13 @@ class _Prefix(Target):
                 for piece in content:
                     for begin in range(0, len(piece), PART_NBYTES):
                         yield memoryview(bytes(piece[begin : begin + PART_NBYTES]))  # which is sent after the next came
-            except BaseException as error:
+            except BaseException as error:  # an interrupt too: told below
                 failures.append(error)
                 raise
 
         try:
             self._bucket.put_parts(name, nbytes, parts(), _PARTS_AT_ONCE)
-        except BaseException:
+        except BaseException:  # the library's own, of whatever the parts have raised
             if failures:  # what the library makes of it says less
                 raise failures[0] from None
             raise

@@ -2,43 +2,21 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_server import After, Fault, Killer, ObjectServer, Request, serving
+from object_server import After, Fault, Killer, ObjectServer, Request
+from object_stores import URL, WRITES, check_store
 from trainers import DEADLINE_S, a_state, check, daemon, same, wait_until
 
-import sidesave
 from sidesave import Checkpointer
 from sidesave.client.daemon_link import connection
-
-URL = "s3://bucket/runs/exp"
-WRITES = ("PUT", "PUT-NEW", "START", "PART", "COMPLETE")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    (tmp_path / "store" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "store") as server:
-        yield server
 
 
 def opened(server: ObjectServer, run: Path, **options: object) -> Checkpointer:
     """A checkpointer whose daemon copies to this server, and tries a request once more at most by itself."""
     store = {**server.options, "retry_config": {"max_retries": 1}}
     return Checkpointer(run, mirror=URL, storage_options=store, **options)  # pyright: ignore[reportArgumentType]
-
-
-def check_mirror(server: ObjectServer, *steps: int) -> None:
-    """These steps are all there is, whole and bit for bit."""
-    server.fault = lambda request, number: None
-    options = server.options
-    found = sidesave.find(URL, storage_options=options)
-    assert sorted(info.step for info in found) == [*steps]
-    for info in found:
-        assert sidesave.verify(info, storage_options=options).ok
-        assert same(sidesave.load(info, storage_options=options), a_state(info.step))
 
 
 @pytest.mark.parametrize("fault", [503, "cut", After(503), After("cut")])
@@ -57,7 +35,7 @@ def test_what_fails_once_is_copied_all_the_same(server: ObjectServer, run: Path,
         ckpt.save(2, a_state(2)).mirrored.result(DEADLINE_S)
         assert len(failed) >= 6
     check(run, 1, 2)
-    check_mirror(server, 1, 2)
+    check_store(server, 1, 2)
 
 
 @pytest.mark.parametrize("fault", [503, 403, "cut"])
@@ -75,7 +53,7 @@ def test_saves_go_on_while_the_store_is_away(
         server.fault = lambda request, number: None
         ckpt.wait(DEADLINE_S, mirrored=True)
     check(run, 1, 2, 3, 4)
-    check_mirror(server, 1, 2, 3, 4)
+    check_store(server, 1, 2, 3, 4)
 
 
 @pytest.mark.slow
@@ -98,4 +76,4 @@ def test_no_copy_is_lost_by_a_death_at_any_of_its_requests(
             wait_until(lambda killed=killed: ckpt.daemon_pid not in (None, killed))
     assert step > 10
     check(run, *range(step + 1))
-    check_mirror(server, *range(step + 1))
+    check_store(server, *range(step + 1))

@@ -4,13 +4,14 @@ import errno
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import campaigns
 import pytest
 import torch
-from object_server import After, Fault, Killer, ObjectServer, Refusal, Request, serving
+from object_server import After, Fault, Killer, ObjectServer, Refusal, Request
+from object_stores import URL, WRITES, check_store
 from trainers import (
     DEADLINE_S,
     Traces,
@@ -28,31 +29,11 @@ from sidesave import Checkpointer
 from sidesave.client.daemon_link import connection
 from sidesave.errors import NoSpaceError, SidesaveError, WriteError
 
-URL = "s3://bucket/runs/exp"
-WRITES = ("PUT", "PUT-NEW", "START", "PART", "COMPLETE")
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    (tmp_path / "store" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "store") as server:
-        yield server
-
 
 def opened(server: ObjectServer, url: str = URL, **options: object) -> Checkpointer:
     """A checkpointer whose daemon asks this server, and tries a request once more at most."""
     store = {**server.options, "retry_config": {"max_retries": 1}}
     return Checkpointer(url, storage_options=store, **options)  # pyright: ignore[reportArgumentType]
-
-
-def check(server: ObjectServer, *steps: int) -> None:
-    """These steps are all there is, whole and bit for bit."""
-    options = server.options
-    found = sidesave.find(URL, storage_options=options)
-    assert sorted(info.step for info in found) == [*steps]
-    for info in found:
-        assert sidesave.verify(info, storage_options=options).ok
-        assert same(sidesave.load(info, storage_options=options), a_state(info.step))
 
 
 def writes_fail(fault: Fault) -> Callable[[Request, int], Fault]:
@@ -105,7 +86,7 @@ def test_a_store_that_lists_from_the_beginning_wherever_it_is_to_start_is_as_goo
     with opened(server) as ckpt:
         commit(ckpt, 1)
         commit(ckpt, 2)
-    check(server, 1, 2)
+    check_store(server, 1, 2)
 
 
 @pytest.mark.parametrize("fault", [503, 500, "cut", After(503), After("cut")])
@@ -124,7 +105,7 @@ def test_errors_that_end_are_borne(server: ObjectServer, fault: Fault) -> None:
         commit(ckpt, 2)
         assert len(failed) >= 6
     server.fault = lambda request, number: None
-    check(server, 1, 2)
+    check_store(server, 1, 2)
 
 
 def test_a_refusal_fails_the_save_and_the_next_one_is_taken(server: ObjectServer) -> None:
@@ -141,7 +122,7 @@ def test_a_refusal_fails_the_save_and_the_next_one_is_taken(server: ObjectServer
             (2, "failed"),
             (3, "committed"),
         ]
-    check(server, 1, 3)
+    check_store(server, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +137,7 @@ def test_a_store_that_is_full_is_told_as_a_disk_that_is_full(server: ObjectServe
         assert full.value.errno in (errno.ENOSPC, errno.EDQUOT)
         server.fault = lambda request, number: None
         commit(ckpt, 3)
-    check(server, 1, 3)
+    check_store(server, 1, 3)
 
 
 def test_what_is_written_is_encrypted_by_the_server_as_the_options_say(server: ObjectServer) -> None:
@@ -180,7 +161,7 @@ def test_what_is_refused_goes_to_the_fallback_directory_meanwhile(server: Object
         assert commit(ckpt, 3).path == f"{URL}/step-00000003"
         assert ckpt.steps() == [1, 2, 3]
         assert same(ckpt.load(2), a_state(2))
-    check(server, 1, 3)
+    check_store(server, 1, 3)
 
 
 def test_a_store_that_does_not_answer_for_long_fails_the_save_and_no_other(server: ObjectServer) -> None:
@@ -191,7 +172,7 @@ def test_a_store_that_does_not_answer_for_long_fails_the_save_and_no_other(serve
             commit(ckpt, 2)
         server.fault = lambda request, number: None
         commit(ckpt, 3)
-    check(server, 1, 3)
+    check_store(server, 1, 3)
 
 
 @pytest.mark.slow
@@ -207,7 +188,7 @@ def test_a_minute_without_network_delays_a_save_and_fails_none(server: ObjectSer
         handle.committed.result(DEADLINE_S)
         commit(ckpt, 3)
         assert [record.outcome for record in ckpt.history()] == 3 * ["committed"]
-    check(server, 1, 2, 3)
+    check_store(server, 1, 2, 3)
 
 
 def test_an_entry_whose_answers_are_all_lost_counts_once(server: ObjectServer) -> None:
@@ -258,7 +239,7 @@ def test_no_save_is_lost_by_a_death_at_any_of_its_requests(
                 break  # a save has not so many requests
             wait_until(lambda killed=killed: ckpt.daemon_pid not in (None, killed))
     assert step > 10
-    check(server, *range(1, step))
+    check_store(server, *range(1, step))
 
 
 @pytest.mark.slow
