@@ -284,8 +284,8 @@ class Recovery:
     """What storage would not let it read, finish or remove: the next start tries again."""
 
 
-def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
-    """Finish what is complete and remove what is not; blocking, under the lease.
+def recover(storage: Storage, lease: Lease, attempt: str, *, alone: bool = True) -> Recovery:
+    """Finish what is complete and remove what is not; blocking, under the lease. Of several ranks none is ``alone``.
 
     A partial directory whose records and bytes are all there and verify (read back from the medium) becomes a
     checkpoint: its ranks were told that their bytes are durable. Everything else of dead sessions goes, except deleted
@@ -350,7 +350,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
             left.append(place)
     lease.check()
     if not left:
-        storage.settle()
+        storage.settle(alone=alone)
     return Recovery(tuple(committed), tuple(removed), tuple(left))
 
 
