@@ -169,6 +169,9 @@ class ObjectRun(NamedObjects, Storage):
         if name in names.prefixes:
             return False
         prefix = self.key_of(name)
+        if prefix == _NOWHERE and not self._taken_over:
+            text = "this save was given up: its rank 0 has told so, or another session has the run"
+            raise WriteError(errno.ECONNABORTED, text, self.bucket.full(name))
         if prefix == _NOWHERE:  # of what had this name before
             prefix = f"{_native(name)}.{names.number + 1}"
             self.log.change({name: prefix})
@@ -216,13 +219,13 @@ class ObjectRun(NamedObjects, Storage):
 
     def remove_tree(self, name: str) -> None:
         names = self._look()
-        prefix = self.key_of(name)
+        prefix = self.key_of(name) if self._taken_over else _native(name)
         if prefix not in self._garbage and self._is_absent(name):
             return
-        # Before its objects go: who has been away may mean what is another's checkpoint by now. Another rank, which
-        # changes no names, removes what cannot become one, as its own record will never be there.
-        is_named = name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._is_directory(name))
-        if is_named and (self._taken_over or name in names.prefixes):
+        if not self._taken_over and (name in names.prefixes or names.lead_to(prefix)):
+            return  # it is rank 0's by now; what no name leads to, and lacks this rank's record, becomes nothing
+        if name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._taken_over and self._is_directory(name)):
+            # Before its objects go: who has been away may mean what is another's checkpoint by now.
             self.log.change({name: None}, [prefix])
             self._look()
         with self._lock:
