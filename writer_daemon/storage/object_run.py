@@ -219,12 +219,15 @@ class ObjectRun(NamedObjects, Storage):
 
     def remove_tree(self, name: str) -> None:
         names = self._look()
-        prefix = self.key_of(name) if self._taken_over else _native(name)
+        prefix = self.key_of(name)
         if prefix not in self._garbage and self._is_absent(name):
             return
-        if not self._taken_over and (name in names.prefixes or names.lead_to(prefix)):
-            return  # it is rank 0's by now; what no name leads to, and lacks this rank's record, becomes nothing
-        if name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._taken_over and self._is_directory(name)):
+        if not self.log.holds and not (self._taken_over and names.counts(_native(name))):
+            # What another rank removes lacks its record, and what has been away counts no more: it becomes nothing.
+            prefix = _native(name)
+            if name in names.prefixes or names.lead_to(prefix):
+                return
+        elif name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._is_directory(name)):
             # Before its objects go: who has been away may mean what is another's checkpoint by now.
             self.log.change({name: None}, [prefix])
             self._look()
