@@ -266,12 +266,14 @@ def reclaim(storage: Storage, save: Save) -> None:
     partial = manifest.hidden_directory(save.step, save.session, "partial")
     aborted = manifest.hidden_directory(save.step, save.session, "aborted")
     try:
-        storage.remove_tree(aborted)
-        if partial in storage.list_directory(""):
-            storage.rename_directory(partial, aborted)
+        try:
             storage.remove_tree(aborted)
-        elif storage.has_passed_on():  # nobody would look for what has come since the next session began
-            storage.remove_tree(partial)
+            if partial in storage.list_directory(""):
+                storage.rename_directory(partial, aborted)
+                storage.remove_tree(aborted)
+        finally:
+            if storage.has_passed_on():  # nobody would look for what has come since the next session began
+                storage.remove_tree(partial)
     except OSError as error:
         logger.warning("left for the next start to clean: %s", error)
 

@@ -181,7 +181,7 @@ class Worker:
             if isinstance(self._primary.lease, LeaseFollower):
                 if isinstance(error, WriteError):  # its part is there, so rank 0 may commit it all the same
                     failure = dataclasses.replace(failure, error=CommitUnknownError.__name__)
-            elif not self._primary.lease.lost or self._primary.storage.has_passed_on():  # else it is not ours
+            elif not self._primary.lease.lost or self._primary.storage.fences:  # else it is not ours
                 if not isinstance(error, CommitUnknownError):
                     self.reclaim(save, failure)
                 elif save.world_size > 1:  # it has its name
