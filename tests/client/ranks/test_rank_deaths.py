@@ -78,17 +78,25 @@ def test_daemons_that_a_signal_has_ended_are_replaced_and_nobody_takes_their_ran
     finish(ranks, run, traces)
 
 
+def test_daemons_that_end_at_some_moments_of_overlapping_saves_lose_none(start: Start, place: Place, traces: Traces):
+    end_daemons(start, place, traces, signal.SIGKILL, rounds=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
-    start: Start, run: Path, traces: Traces, number: signal.Signals
+    start: Start, place: Place, traces: Traces, number: signal.Signals
 ):
+    end_daemons(start, place, traces, number, rounds=campaigns.length(12))
+
+
+def end_daemons(start: Start, place: Place, traces: Traces, number: signal.Signals, rounds: int) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    ranks = start(3).begin("small", run)
+    ranks = start(3).begin("small", place)
     step = 0
-    for attempt in range(campaigns.length(12)):
+    for attempt in range(rounds):
         ranks.do("restructure", attempt // 2)
         steps = range(step + 1, step + 1 + chance.randrange(2, 5))
         for step in steps:
@@ -103,8 +111,8 @@ def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
                 answer.get()
         for step in steps:
             ranks.do("committed", step)
-            read(run, step)
-    finish(ranks, run, traces)
+            read(place, step)
+    finish(ranks, place, traces)
 
 
 def children(pid: int) -> list[int]:
