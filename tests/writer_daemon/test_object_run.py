@@ -84,7 +84,7 @@ def server(tmp_path: Path) -> Iterator[ObjectServer]:
         yield server
 
 
-# Daemons of other ranks, which put files and do not take over ----------------------------------------------------------
+# Daemons of other ranks, which put files and do not take over -------------------------------------------------------
 
 SAVE, STEP = f".step-00000001.{SESSION}-1.partial", "step-00000001"
 ABORTED = f".step-00000001.{SESSION}-1.aborted"
