@@ -364,6 +364,7 @@ def await_commit(
                 return 0
             raise CommitUnknownError(errno.ENOENT, f"what became of step {save.step} was not seen in time", path)
         if orphaned_at is not None and not any(attempt_of(save) in name for name in names):
+            _tidy(lambda: storage.remove_tree(partial))  # in a store what came late may be there, and be nothing
             raise CommitUnknownError(errno.ESTALE, "the run has passed to another session without this step", path)
         if orphaned_at is not None and now - orphaned_at > _ORPHAN_S and partial in names:
             left = storage.list_directory(partial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from object_server import Fault, Killer, ObjectServer, Request, serving
 from rank_checks import Start, finish, read, visible
 from rank_trainers import same_tensors
 from seaweed import seaweed
-from trainers import Orders, Traces, await_end, pidfd_of, wait_until
+from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
 
 import sidesave
 
@@ -251,6 +252,34 @@ def test_a_rank_that_hangs_is_named_and_is_told_when_it_goes_on(
     ranks.save(3)
     assert visible(url) == [1, 3]
     finish(ranks, url, traces)
+
+
+def test_what_a_rank_sends_after_the_run_has_passed_on_is_nothing_and_is_removed(
+    start: Start, server: ObjectServer, traces: Traces
+):
+    arrived, gate = threading.Event(), threading.Event()
+
+    def delay(request: Request, number: int) -> None:
+        if request.method == "PUT-NEW" and request.key.endswith("-2/rank-00001.json"):
+            arrived.set()
+            assert gate.wait(DEADLINE_S)
+
+    ranks = start(2).begin("small", S3)
+    ranks.save(1)
+    server.fault = delay
+    ranks.do("save", 2)
+    assert arrived.wait(DEADLINE_S)
+    ranks.kill()
+    with pidfd_of(ranks.daemons[1]) as late:
+        ranks = start(2)
+        ranks.do("build", "small", mark=2)
+        ranks.open(S3, takeover_timeout_s=1.0)
+        assert visible(S3) == [1]
+        gate.set()
+        await_end(late)
+        ranks.save(2)
+    read(S3, 2)
+    finish(ranks, S3, traces)
 
 
 @pytest.fixture
