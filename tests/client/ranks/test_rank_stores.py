@@ -14,8 +14,9 @@ import campaigns
 import pytest
 import torch
 from elsewhere import OrdersElsewhere
+from managed_ranks import ManagedRank
 from object_server import Fault, Killer, ObjectServer, Request, serving
-from rank_checks import Start, finish, read, visible
+from rank_checks import Start, finish, left, read, visible
 from rank_trainers import same_tensors
 from seaweed import seaweed
 from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
@@ -321,3 +322,52 @@ def test_a_daemon_of_an_earlier_session_adds_nothing_to_the_saves_of_the_next(
         [own] = [tensor for fqn, tensor in found.of_rank(rank).items() if fqn.startswith("rng")]
         assert own.tolist() == [20 + rank] * 3
     finish(ranks, url, traces)
+
+
+# A manager -------------------------------------------------------------------------------------------------------
+
+
+def test_managers_of_ranks_keep_what_they_are_told_to_and_go_on(start: Start, url: str, traces: Traces):
+    ranks = start(2, kind=ManagedRank)
+    ranks.do("build", "fsdp")
+    assert ranks.do("manage", url, "[EverySteps(1)]", "[KeepLatest(2)]") == [0, 0]
+    for step in range(4):
+        ranks.do("train")
+        assert ranks.do("step", step) == ["saved"] * 2
+        ranks.do("committed", step)
+    ranks.do("leave")
+    assert visible(url) == [2, 3]
+    ranks = start(3, kind=ManagedRank)
+    ranks.do("build", "fsdp")
+    assert ranks.do("manage", url, "[EverySteps(1)]", "[KeepLatest(2)]") == [4] * 3
+    ranks.do("leave")
+    assert left(url) == []
+    traces.check()
+
+
+def test_what_one_rank_has_no_slot_for_is_skipped_by_all(start: Start, server: ObjectServer, traces: Traces):
+    gate = threading.Event()
+
+    def delay(request: Request, number: int) -> None:
+        if request.method == "PUT-NEW" and request.key.endswith("/objects.rank-00001.msgpack"):
+            assert gate.wait(DEADLINE_S)
+
+    ranks = start(2, kind=ManagedRank)
+    ranks.do("build", "plain", 0.1, True)  # of which each rank writes its part without asking
+    ranks.do("manage", S3, "[EverySteps(3)]", on_busy="skip", slots=1)
+    server.fault = delay
+    assert ranks.do("step", 3) == ["saved"] * 2
+    ranks[0].do("written", 3)
+    ranks.do("await_word", True, 6)
+    told = [ranks.do("step", step) for step in range(4, 10)]
+    assert told == [*[[None] * 2] * 2, ["skipped"] * 2] * 2
+    gate.set()
+    ranks.do("committed", 3)
+    ranks.do("await_word", False, 12)
+    told = [ranks.do("step", step) for step in range(10, 13)]
+    assert told == [*[[None] * 2] * 2, ["saved"] * 2]
+    ranks.do("committed", 12)
+    expected = [[3, "committed", None], [6, "skipped", None], [9, "skipped", None], [12, "committed", None]]
+    assert ranks.do("leave") == [expected] * 2
+    assert visible(S3) == [3, 12]
+    traces.check()
