@@ -77,8 +77,8 @@ class Checkpointer:
         on every rank saves the same steps in the same order, and no rank waits for another in :meth:`save`.
 
         Args:
-            directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each; or a URL, for a process that
-                saves alone: then they go to an object store as they are written (docs/remote.md).
+            directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each; or a URL: then they go
+                to an object store as they are written (docs/remote.md).
             slots: Staging slots: how many saves can be under way. Each takes host memory of the state's size.
             max_host_memory_bytes: Most host memory for all slots together; None leaves it to what the machine has.
             overlap: Copy owned tensors beside training. None does so for CUDA tensors, where it pays; True for CPU
@@ -131,7 +131,7 @@ class Checkpointer:
         further = "" if fallback_directory is None else path_text(fallback_directory)
         for each in filter(None, (path, further)):
             arguments.check_path(each)
-        world = find_world(path, distributed, process_group, node_local=node_local)
+        world = find_world(path, distributed, process_group, node_local=node_local, storage_options=storage_options)
         with world.raise_together("cannot use the run directory"):  # before anybody waits for anybody
             encoded_options = urls.encode_options(storage_options)
             mirror_place = check_mirror(mirror, path, node_local=node_local)
@@ -167,7 +167,8 @@ class Checkpointer:
                 raise InvalidArgumentError(f"fallback_directory is the run directory itself: {further}")
             arguments.make_directory(path)
             await_predecessors(path, takeover_timeout_s)
-        node = find_node(world, path, node_local=node_local)
+        with urls.using(storage_options):
+            node = find_node(world, path, node_local=node_local)
         session = Session(world, node, Run(path, further, options.daemon.mirror), options, encoded_options)
         self._dropped = weakref.finalize(self, session.drop)
         self._dropped.atexit = False  # close_at_exit comes first, and waits

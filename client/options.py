@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
@@ -62,8 +64,22 @@ class Options:
         if self.daemon.fallback_directory:
             text = "fallback_directory is for a process that saves alone; ranks share one directory"
             raise InvalidArgumentError(text)
-        if self.on_busy == "skip":
-            raise InvalidArgumentError('on_busy="skip" is for a process that saves alone; a save takes all ranks')
+        if self.on_busy == "skip" and not _managed.get():
+            text = "a save takes all ranks, which CheckpointManager has agree on what is skipped"
+            raise InvalidArgumentError(f'on_busy="skip" is for a process that saves alone: {text}')
+
+
+@contextmanager
+def of_manager() -> Generator[None]:
+    """Checkpointers that are made in the block have a manager, which skips on all ranks or on none."""
+    token = _managed.set(True)
+    try:
+        yield
+    finally:
+        _managed.reset(token)
+
+
+_managed: ContextVar[bool] = ContextVar("_managed", default=False)
 
 
 def default_stall_timeout_s(directory: str) -> float:

@@ -20,6 +20,10 @@ unusually long. Steps that are longer than that need no margin at all: the end o
 A rank that closes says so in its last round, which ends the thread on all ranks. What was agreed and not reached, in
 that round too, every rank learns from :meth:`Agreement.close`, and saves the last step for it. Not so when a rank
 closes because it has failed: then nobody can count on it, and all that was agreed is off.
+
+A round also tells whether any rank has no staging slot left. That holds for the steps from P on, until a later round
+says otherwise, and so it is the same at each step on all ranks. What a later round says of a lower P is said instead:
+nobody has passed that P, hence nobody has made use of what was said of the higher one.
 """
 
 from __future__ import annotations
@@ -84,14 +88,24 @@ _NOTHING: Final = PendingRequest()
 class Agreement:
     """One rank's part in the agreement. The training thread calls :meth:`pass_step`; any thread the rest."""
 
-    def __init__(self, ranks: Sequence[int], wish: Callable[[int, PendingRequest], PendingRequest]) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        wish: Callable[[int, PendingRequest], PendingRequest],
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Make the group, which blocks until all ``ranks`` do, and start the thread.
 
         Args:
             ranks: Global ranks.
             wish: Called in the thread before each round, with the last step passed and with what is agreed for steps
                 that are still to come: what this rank wants beyond that.
+            is_busy: The same, whether this rank has no staging slot left.
         """
+        self.busy = False
+        """Whether a rank had no slot left, as far as the last step that was passed goes."""
+        self._is_busy = is_busy
+        self._busy: list[tuple[int, bool]] = []
         self._wish = wish
         self._changed = threading.Condition()
         self._passed = -1
@@ -144,6 +158,8 @@ class Agreement:
             due = PendingRequest()
             while self._agreed and self._agreed[0][0] <= step:
                 due |= self._agreed.pop(0)[1]
+            while self._busy and self._busy[0][0] <= step:
+                self.busy = self._busy.pop(0)[1]
             return due
 
     def close(self, timeout_s: float, *, failing: bool = False) -> PendingRequest:
@@ -175,7 +191,7 @@ class Agreement:
             with self._changed:
                 self._promise = None
                 self._ending = _FAILING
-                self._agreed.clear()
+                self._forget()
                 self._changed.notify_all()
             log = logger.debug if self._closing else logger.warning
             log("ranks cannot agree on saves any more, those by time, signal or request end: %s", error)
@@ -196,20 +212,28 @@ class Agreement:
         wish = PendingRequest() if closing else self._wish(passed, pending)
         with self._changed:
             self._promise = self._passed + self._pace.margin(self._passed)
-            words = [self._promise, wish.persistent, wish.ephemeral, wish.signal, wish.stop, closing]
+            busy = self._is_busy()
+            words = [self._promise, wish.persistent, wish.ephemeral, wish.signal, wish.stop, closing, busy]
         agreed = torch.tensor(words, dtype=torch.int64)
         torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        step, persistent, ephemeral, signal, stop, ending = cast("list[int]", agreed.tolist())
+        step, persistent, ephemeral, signal, stop, ending, busy = cast("list[int]", agreed.tolist())
         wish = PendingRequest(bool(persistent), bool(ephemeral), signal, bool(stop))
         with self._changed:
             self._promise = None
             self._ending = ending
+            self._busy = [*(said for said in self._busy if said[0] < step), (step, bool(busy) and ending == _GOING_ON)]
             if ending == _FAILING:
-                self._agreed.clear()
+                self._forget()
             elif wish:
                 self._agreed.append((step, wish))
                 self._agreed.sort(key=lambda each: each[0])
             self._changed.notify_all()
+
+    def _forget(self) -> None:
+        """Take back all that was agreed."""
+        self._agreed.clear()
+        self._busy.clear()
+        self.busy = False
 
 
 class _Pace:

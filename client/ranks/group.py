@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest
-from sidesave.writer_daemon.storage import PosixStorage, urls
+from sidesave.writer_daemon.storage import urls
 
 RENDEZVOUS: Final = ".sidesave.rendezvous"
 HERE: Final = "here."
@@ -43,6 +43,7 @@ AGREE_TIMEOUT_S: Final = 300.0
 TOLD_AFTER_S: Final = 5.0
 """After this long a rank says whom it waits for, as it may be that nobody else is to come."""
 _MAX_POLL_S: Final = 0.25
+_MAX_POLL_STORE_S: Final = 1.0
 _VISIBLE_WITHIN_S: Final = 20.0
 """How long a network file system may take to show to one rank what another has written."""
 
@@ -177,7 +178,7 @@ class GroupWorld(World):
 
 
 class StorageWorld(World):
-    """Ranks of a launcher without a process group: they meet in the run directory.
+    """Ranks of a launcher without a process group: they meet in the run directory, on a disk or in an object store.
 
     Rank 0 answers each ``join.<rank>.<nonce>`` with ``met.<rank>.<nonce>.<its own nonce>``. A rank trusts only files
     with its own nonce. No leftover of an earlier run has it, and it proves that storage is shared.
@@ -187,7 +188,7 @@ class StorageWorld(World):
         """Meet the other ranks; blocks for up to five minutes."""
         self.rank, self.ranks = rank, tuple(range(size))
         arguments.make_directory(directory)
-        self._storage = PosixStorage(directory)
+        self._storage = urls.open_for_writing(directory)
         self._storage.make_directory(RENDEZVOUS, 0o770)
         self._round = 0
         self._nonce = secrets.token_hex(8)
@@ -240,7 +241,9 @@ class StorageWorld(World):
 
     def _until(self, missing: Callable[[list[str]], list[int]]) -> list[str]:
         """The names in storage once nobody is ``missing`` in them."""
-        start, delay_s, is_reported = time.monotonic(), 0.002, self._round > 1
+        start, is_reported = time.monotonic(), self._round > 1
+        delay_s = max(0.002, self._storage.round_trip_s)
+        max_delay_s = _MAX_POLL_STORE_S if self._storage.round_trip_s else _MAX_POLL_S
         while ranks := missing(names := self._storage.list_directory(RENDEZVOUS)):
             waited_s = time.monotonic() - start
             whom = f"ranks {', '.join(map(str, ranks[:8]))}" + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
@@ -254,7 +257,7 @@ class StorageWorld(World):
                 is_reported = True
                 _tell_waiting(f"{whom} of {self.size} that the launcher has told of, in {self._storage.root}")
             time.sleep(random.uniform(0.5, 1) * delay_s)
-            delay_s = min(_MAX_POLL_S, 1.5 * delay_s)
+            delay_s = min(max_delay_s, 1.5 * delay_s)
         return names
 
     def _put(self, name: str, data: bytes) -> None:
@@ -299,7 +302,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
     if not isinstance(world, GroupWorld):
         return world
     world.require_alike(node_local=node_local)
-    storage = PosixStorage(directory)
+    storage = urls.open_for_writing(directory)
     nonce = secrets.token_hex(8)
     seen: list[int] = []
     try:
@@ -342,7 +345,7 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
 
 def tidy(directory: str) -> None:
     """Remove leftovers of ranks that were killed while they looked for each other; for the holder of the directory."""
-    storage = PosixStorage(directory)
+    storage = urls.open_for_writing(directory)
     try:
         with contextlib.suppress(WriteError):
             for name in storage.list_directory(RENDEZVOUS):
@@ -370,6 +373,7 @@ def find_world(
     process_group: torch.distributed.ProcessGroup | None,
     *,
     node_local: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> World:
     """The ranks that this process saves with: those of the process group, else those the launcher names.
 
@@ -386,29 +390,19 @@ def find_world(
         return Alone()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         group = GroupWorld(process_group)
-        if group.size > 1:
-            _refuse_store(directory, group.size)
         return group if group.size > 1 else Alone()
     rank, size = (_from_environment(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < size:
         raise InvalidArgumentError(f"the environment says RANK={rank} and WORLD_SIZE={size}")
     if size == 1:
         return Alone()
-    _refuse_store(directory, size)
     if node_local:
         raise InvalidArgumentError(
             f"node_local needs a process group, for nodes without a common disk cannot meet, and rank {rank} has none: "
             "call torch.distributed.init_process_group first"
         )
-    return StorageWorld(directory, rank, size)
-
-
-def _refuse_store(directory: str, size: int) -> None:
-    if urls.is_url(directory):
-        raise InvalidArgumentError(
-            f"{directory}: an object store takes the saves of a process that saves alone, and these are {size} ranks: "
-            "save on one of them with distributed=False, or to a directory that all of them see"
-        )
+    with urls.using(storage_options):  # what is opened keeps them
+        return StorageWorld(directory, rank, size)
 
 
 def _from_environment(name: str, default: int) -> int:

@@ -76,7 +76,7 @@ class Saver:
                     replace = session.lineage.may_replace(step, overwrite=overwrite, pending=pending)
                     flat = self.submission.flatten(state, self._recall)
                     entry.slot = session.pool.try_acquire(entry)
-                    if entry.slot is None and session.options.on_busy == "skip":
+                    if entry.slot is None and session.options.on_busy == "skip" and session.world.size == 1:
                         session.history.came_to_nothing(entry)
                         self._entry = None
                         return SaveHandle(step, skipped=True)
@@ -133,6 +133,15 @@ class Saver:
             entry = SaveInFlight(step, SaveHandle(step), self.session.copier.new_copy())
             self._entry = entry
             self._undo(entry, error)
+
+    def skip(self, step: int) -> SaveHandle:
+        """Take a turn for a save that all ranks have agreed to skip, each by this call; daemons do not hear of it."""
+        with self._call:
+            self.undo_interrupted()
+            entry = SaveInFlight(step, SaveHandle(step), self.session.copier.new_copy())
+            self.session.lineage.give_place(entry)
+            self.session.history.came_to_nothing(entry)
+        return SaveHandle(step, skipped=True)
 
     def delete(self, step: int, *, spare_read: bool = False, mirror: bool = False) -> Future[None]:
         """See :meth:`Checkpointer.delete`; with ``spare_read`` it is refused, with EBUSY, while somebody reads it.

@@ -128,8 +128,8 @@ class Session:
 
     def _look_around(self) -> tuple[bool, Rollbacks, list[CheckpointInfo]]:
         """Whether something may still be finished, where the run has gone back, and what is there."""
-        if not urls.is_url(self.directory):  # there are no files beside the checkpoints in a store
-            tidy(self.directory)
+        tidy(self.directory)
+        if not urls.is_url(self.directory):  # where requests are files
             forget_requests(self.directory)
         self.run.remember_fallbacks()
         leftovers = bool(self.connection.left)

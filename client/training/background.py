@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.internals import saver_of
+from sidesave.client.options import CheckpointerOptions, of_manager
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.runs.pins import Pins
 from sidesave.client.runs.save_requests import TriggerWatch
@@ -24,6 +25,12 @@ from sidesave.stager import signal_safe
 from sidesave.writer_daemon.storage import urls
 
 AGREE_TO_END_S: Final = 30.0
+
+
+def open_managed(directory: str | os.PathLike[str], **options: Unpack[CheckpointerOptions]) -> Checkpointer:
+    """The checkpointer of a manager."""
+    with of_manager():
+        return Checkpointer(directory, **options)
 
 
 class Background:
@@ -65,6 +72,7 @@ class Background:
                 keep=sorted(map(_name, keep)),
                 mirror_keep=sorted(map(_name, mirror.keep)),
                 random=random_state,
+                on_busy=session.options.on_busy,
             )
         with session.world.raise_together("cannot save its state"):
             saver_of(checkpointer).submission.check(state)
@@ -73,7 +81,8 @@ class Background:
                 "KeepEveryMinutes cannot be combined with node_local=True: all nodes have to delete the same steps, "
                 "and their clocks differ; take KeepEverySteps"
             )
-        self._schedule.start(session.world)
+        skips = session.options.on_busy == "skip"
+        self._schedule.start(session.world, session.pool.is_busy if skips else None)
         if session.node.rank:
             return
         deleting = bool(keep or mirror.keep) or any(isinstance(policy, Ephemeral) for policy in save)

@@ -103,8 +103,16 @@ class ManagedState:
         metadata: Mapping[str, Any] | None = None,
         seed: bool = False,
         exception: BaseException | None = None,
+        skips: bool = False,
     ) -> SaveHandle:
-        """Save, and note the save in statistics, schedule and retention. All saves of a manager pass here."""
+        """Save, and note the save in statistics, schedule and retention. All saves of a manager pass here.
+
+        With ``skips`` all ranks have agreed that it is left out, which is noted too.
+        """
+        if skips:
+            handle, now = saver_of(self._checkpointer).skip(step), time.monotonic()
+            self._stats.watch(handle, now, now)
+            return handle
         try:
             facts = encode_metadata(
                 as_numbers(step, metrics, self._metric_names),

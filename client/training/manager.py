@@ -23,7 +23,7 @@ from sidesave.client.reporting.stats import SaveStats, SaveSummary
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.pins import Pins
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.client.training.background import AGREE_TO_END_S, Background, end_dropped
+from sidesave.client.training.background import AGREE_TO_END_S, Background, end_dropped, open_managed
 from sidesave.client.training.intervals import Advice
 from sidesave.client.training.keep_policies import KeepBest, KeepPolicy, check_count, check_keep_policies
 from sidesave.client.training.links import Naming, check_naming
@@ -130,7 +130,7 @@ class CheckpointManager:
         self._schedule = Schedule(self._policies)
         self._background = Background(self._schedule)
         try:
-            self._checkpointer = Checkpointer(directory, **options)
+            self._checkpointer = open_managed(directory, **options)
             self._pins = Pins(self._checkpointer.directory)
             self._background.start(
                 self._checkpointer, state, self._policies, self._keep, self._pins, names, far, random_state=random_state
@@ -198,7 +198,7 @@ class CheckpointManager:
             return None
         if due.stop:  # there may be no other save
             return self._managed.save_at_last(ephemeral=not due.persistent)
-        return self._managed.save(self._schedule.stepped, metrics, ephemeral=not due.persistent)
+        return self._managed.save(self._schedule.stepped, metrics, ephemeral=not due.persistent, skips=due.skips)
 
     def save(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -36,6 +36,7 @@ class SaveDecision:
         stop: Ask the loop to end with this step.
         signal: Exit after this step, since this signal came; 0 stays.
         together: Whether all ranks exit, so that they may save first.
+        skips: Whether no rank saves it, as one has no staging slot left.
     """
 
     persistent: bool = False
@@ -43,6 +44,7 @@ class SaveDecision:
     stop: bool = False
     signal: int = 0
     together: bool = True
+    skips: bool = False
 
 
 _NOTHING: Final = SaveDecision()
@@ -84,10 +86,13 @@ class Schedule:
         self._at_step = self._in_rounds = self._policies
         self._world: World | None = None
         self._agreement: Agreement | None = None
+        self._is_busy: Callable[[], bool] = lambda: False
         self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
 
-    def start(self, world: World) -> None:
+    def start(self, world: World, is_busy: Callable[[], bool] | None = None) -> None:
         """Start to agree with the other ranks of ``world``, if the policies need that.
+
+        With ``is_busy``, which tells of this rank, what is due is skipped while it is true of any.
 
         Raises:
             InvalidArgumentError: Ranks cannot follow a policy together, or not without a process group.
@@ -98,14 +103,16 @@ class Schedule:
         check_save_policies_for_ranks(self._policies)
         self._at_step = tuple(policy for policy in self._policies if not policy.is_local)
         self._in_rounds = tuple(policy for policy in self._policies if policy.is_local)
-        if not self._in_rounds:
+        if not self._in_rounds and is_busy is None:
             return
         if not isinstance(world, GroupWorld):
+            what = f"when {self._in_rounds[0]!r} is due" if self._in_rounds else 'what on_busy="skip" skips'
             raise InvalidArgumentError(
-                f"ranks have to agree when {self._in_rounds[0]!r} is due, and need a process group for it: call "
+                f"ranks have to agree {what}, and need a process group for it: call "
                 "torch.distributed.init_process_group first (backend='gloo' does)"
             )
-        self._agreement = Agreement(world.ranks, self._wish)
+        self._is_busy = is_busy or self._is_busy
+        self._agreement = Agreement(world.ranks, self._wish, self._is_busy)
 
     # Step by step ----------------------------------------------------------------------------------------------
 
@@ -143,6 +150,8 @@ class Schedule:
             return SaveDecision(persistent, ephemeral, signal=ending, together=together)
         if not (persistent or ephemeral) or step == self.saved_step:
             return _NOTHING
+        if agreement is not None and agreement.busy and not (agreed or self.stopping):
+            return SaveDecision(persistent, ephemeral, skips=True)
         if agreed is None:
             self.requested, self._signals.asking = False, 0
             stop, self._stop_asked = self._stop_asked, False  # a request that came just now is answered too
@@ -223,7 +232,8 @@ class Schedule:
         if pending and not (signal or asking or requested):
             return PendingRequest()  # policies by time stay due until the agreed save is made
         context = self._context("step", passed)
-        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if policy.due(context)]
+        busy = self._is_busy() or (self._agreement is not None and self._agreement.busy)  # then it stays due
+        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if not busy and policy.due(context)]
         persistent = bool(signal or asking or requested) or not all(due)
         stop = requested and self._stop_asked
         self._stop_asked = self._stop_asked and not stop

@@ -146,6 +146,10 @@ class SlotPool:
         """Host memory that the slots take now, in bytes."""
         return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
 
+    def is_busy(self) -> bool:
+        """Whether each slot is taken."""
+        return bool(self._slots) and all(slot.owner is not None for slot in self._slots)
+
     def try_acquire(self, owner: object) -> Slot | None:
         """Give a free slot to ``owner``; returns None if all are busy."""
         with self._changed:

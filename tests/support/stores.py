@@ -11,11 +11,22 @@ import obstore
 from object_server import serving
 from seaweed import upload
 
-from sidesave.writer_daemon.storage import remote
+from sidesave.writer_daemon.storage import remote, urls
+from sidesave.writer_daemon.storage.object_run import NamedObjects
 
 Place = tuple[str, dict[str, Any]]
 """A path or URL, and storage options."""
 _numbers = itertools.count()
+
+
+def strays(url: str) -> list[str]:
+    """Objects of a run that belong to no checkpoint, but for what every run has."""
+    with contextlib.closing(urls.open_storage(url)) as storage:
+        assert isinstance(storage, NamedObjects)
+        steps = [name for name in storage.list_directory("") if name.startswith("step-")]
+        own = [storage.location_of(name).rpartition("/")[2] for name in steps]
+        own += [".sidesave.lease", ".sidesave.log", ".sidesave.rendezvous", ".sidesave.rollback"]
+        return [key for key in storage.bucket.list_all("") if key.partition("/")[0] not in own]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Runs in an object store through deaths: of the daemon at any moment, of the trainer, of both, and late awakenings."""
 
-import contextlib
 import json
 import os
 import random
@@ -14,6 +13,7 @@ import pytest
 from elsewhere import OrdersElsewhere
 from hostile_bytes import SEED
 from store_trainers import StoreTrainer
+from stores import strays
 from trainers import (
     DEADLINE_S,
     Orders,
@@ -35,7 +35,6 @@ from trainers import (
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.daemon_link import connection
-from sidesave.writer_daemon.storage import urls
 
 KILLS, MANY_KILLS = 30, 200
 SMALL = 0.2
@@ -49,17 +48,6 @@ def url(tmp_path: Path) -> str:
 @pytest.fixture
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_MAX_BACKOFF_S", 0.05)
-
-
-def leftovers(url: str) -> list[str]:
-    """Objects in the store that belong to no checkpoint, but for what every run has."""
-    root = Path(url.removeprefix("file://"))
-    with contextlib.closing(urls.open_storage(url)) as storage:
-        led_to = [storage.location_of(name) for name in storage.list_directory("") if name.startswith("step-")]
-    own = [location.rpartition("/")[2] for location in led_to] + [".sidesave.lease", ".sidesave.log"]
-    files = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    finished = [path for path in files if "#" not in path.name]  # else it is an upload that was cut, which nobody sees
-    return sorted(str(path) for path in finished if path.parts[0] not in own)
 
 
 # The daemon ---------------------------------------------------------------------------------------------------------
@@ -83,7 +71,7 @@ def kill_at_random(url: str, kills: int) -> None:
             if step <= 3:
                 longest_s = max(longest_s, time.monotonic() - began)
     check(url, *range(1, kills + 1), mib=SMALL)
-    assert leftovers(url) == []
+    assert strays(url) == []
 
 
 @pytest.mark.usefixtures("quick_restarts", "seed")
@@ -110,7 +98,7 @@ def test_what_a_dead_trainer_had_staged_is_committed_by_its_daemon(
         os.kill(pid, signal.SIGCONT)
         await_end(pidfd)
     check(url, 5)
-    assert leftovers(url) == []
+    assert strays(url) == []
     traces.check()
 
 
@@ -126,7 +114,7 @@ def test_what_both_have_left_is_finished_or_removed_by_the_next_session(
         assert ckpt.latest_step() == (5 if saved else None)
         commit(ckpt, 6)
     check(url, *([5] if saved else []), 6)
-    assert leftovers(url) == []
+    assert strays(url) == []
     traces.check()
 
 
@@ -155,7 +143,7 @@ def test_nothing_that_was_committed_is_lost_where_both_are_killed_at_any_moment(
         for step, info in found.items():
             assert sidesave.verify(info).ok
             assert same(sidesave.load(info), a_state(step, size_of(step)))
-        assert leftovers(url) == []
+        assert strays(url) == []
     traces.check()
 
 
@@ -217,4 +205,5 @@ def test_a_job_that_was_away_commits_nothing_when_it_wakes_and_is_told_so(
     assert [info.step for info in sidesave.find(url)][-1] == 5, "the run has gone back there"
     assert all(sidesave.verify(info).ok for info in sidesave.find(url))
     assert sorted(info.step for info in sidesave.find(url)) == [1, 5, 7]
+    assert strays(url) == []
     traces.check()

@@ -266,10 +266,14 @@ def reclaim(storage: Storage, save: Save) -> None:
     partial = manifest.hidden_directory(save.step, save.session, "partial")
     aborted = manifest.hidden_directory(save.step, save.session, "aborted")
     try:
-        storage.remove_tree(aborted)
-        if partial in storage.list_directory(""):
-            storage.rename_directory(partial, aborted)
+        try:
             storage.remove_tree(aborted)
+            if partial in storage.list_directory(""):
+                storage.rename_directory(partial, aborted)
+                storage.remove_tree(aborted)
+        finally:
+            if storage.has_passed_on():  # nobody would look for what has come since the next session began
+                storage.remove_tree(partial)
     except OSError as error:
         logger.warning("left for the next start to clean: %s", error)
 
@@ -284,8 +288,8 @@ class Recovery:
     """What storage would not let it read, finish or remove: the next start tries again."""
 
 
-def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
-    """Finish what is complete and remove what is not; blocking, under the lease.
+def recover(storage: Storage, lease: Lease, attempt: str, *, alone: bool = True) -> Recovery:
+    """Finish what is complete and remove what is not; blocking, under the lease. Of several ranks none is ``alone``.
 
     A partial directory whose records and bytes are all there and verify (read back from the medium) becomes a
     checkpoint: its ranks were told that their bytes are durable. Everything else of dead sessions goes, except deleted
@@ -350,7 +354,7 @@ def recover(storage: Storage, lease: Lease, attempt: str) -> Recovery:
             left.append(place)
     lease.check()
     if not left:
-        storage.settle()
+        storage.settle(alone=alone)
     return Recovery(tuple(committed), tuple(removed), tuple(left))
 
 

@@ -54,6 +54,13 @@ _LOOKS: Final = 3
 """A listing may lack what is being renamed at that moment, but not so many in a row."""
 _RANKS_PER_SECOND: Final = 10_000
 """More ranks than this look less often: a metadata server has other things to do as well."""
+_RANKS_PER_SECOND_OF_STORE: Final = 16
+"""The same where each look is some requests, which are paid for."""
+_FIRST_POLL_TRIPS: Final = 2
+_MAX_POLL_TRIPS: Final = 10
+_LOOKOUT_TRIPS: Final = 40
+"""Pauses where a look is a request, in round trips: before the second look, the longest one of rank 0, and between two
+looks for ranks that have left."""
 _HEAD_NBYTES: Final = 4096
 _READERS: Final = 32
 """So many records are read at once. A server that takes a millisecond for each takes 100 s for 100,000 otherwise."""
@@ -140,7 +147,7 @@ def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiti
     missing = set(range(save.world_size))
     lookout = _Lookout(storage, save, waiting)
     answered = False
-    for _ in _polls(timeout_s, _MAX_POLL_S):
+    for _ in _polls(storage, timeout_s, _MAX_POLL_S):
         names = set(storage.list_directory(directory))
         records |= _read_records(storage, save, [rank for rank in missing if manifest.record_file(rank) in names])
         missing -= records.keys()
@@ -160,7 +167,7 @@ class _Lookout:
     def __init__(self, storage: Storage, save: Save, waiting: Waiting) -> None:
         self._storage, self._save, self._waiting = storage, save, waiting
         self._left: frozenset[int] = frozenset()
-        self._next = 0.0
+        self._next = time.monotonic() + _LOOKOUT_TRIPS * storage.round_trip_s
 
     def look(self, missing: Iterable[int]) -> None:
         """``missing`` are the ranks that had left nothing a moment ago."""
@@ -169,7 +176,7 @@ class _Lookout:
             text = f"rank {min(ended)} has ended without writing its part of step {self._save.step}"
             raise GivenUp(DaemonDiedError(text))
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _MAX_SLOW_POLL_S / 2
+            self._next = time.monotonic() + max(_MAX_SLOW_POLL_S / 2, _LOOKOUT_TRIPS * self._storage.round_trip_s)
             self._waiting()
             _refuse_misaligned(self._storage, self._save)
             self._left = closed_ranks(self._storage, self._save.session)
@@ -182,7 +189,7 @@ def _late(storage: Storage, save: Save, what: str, timeout_s: float) -> GivenUp:
 
 def _read_records(storage: Storage, save: Save, ranks: list[int]) -> dict[int, RankRecord]:
     """Read the records of ``ranks`` in parallel: on a network file system each open is a round trip."""
-    if len(ranks) < _READERS:
+    if len(ranks) < (2 if storage.round_trip_s else _READERS):
         return {rank: _read_record(storage, save, rank) for rank in ranks}
     with ThreadPoolExecutor(_READERS, "sidesave-records") as readers:
         futures = {rank: readers.submit(_read_record, storage, save, rank) for rank in ranks}
@@ -331,7 +338,7 @@ def await_commit(
     path = f"{storage.root}/{target}"
     orphaned_at: float | None = None
     gone, in_time = 0, False
-    for _ in _polls(timeout_s + _GRACE_S, _slowed(_MAX_SLOW_POLL_S, save)):
+    for _ in _polls(storage, timeout_s + _GRACE_S, _slowed(_MAX_SLOW_POLL_S, storage, save)):
         names = storage.list_directory("")
         reason = _reason(storage, save, names)
         if reason is not None:
@@ -357,6 +364,7 @@ def await_commit(
                 return 0
             raise CommitUnknownError(errno.ENOENT, f"what became of step {save.step} was not seen in time", path)
         if orphaned_at is not None and not any(attempt_of(save) in name for name in names):
+            _tidy(lambda: storage.remove_tree(partial))  # in a store what came late may be there, and be nothing
             raise CommitUnknownError(errno.ESTALE, "the run has passed to another session without this step", path)
         if orphaned_at is not None and now - orphaned_at > _ORPHAN_S and partial in names:
             left = storage.list_directory(partial)
@@ -396,8 +404,8 @@ def are_alike(storage: Storage, save: Save, digest: str, timeout_s: float, waiti
     recorded: dict[int, str] = {}
     lookout = _Lookout(storage, save, waiting)
     what = "rank 0 has not said what to write"
-    max_delay_s, grace_s = (_slowed(_MAX_ASKING_POLL_S, save), _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
-    for _ in _polls(timeout_s + grace_s, max_delay_s):
+    max_delay_s, grace_s = (_slowed(_MAX_ASKING_POLL_S, storage, save), _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
+    for _ in _polls(storage, timeout_s + grace_s, max_delay_s):
         beside = storage.list_directory("")
         for alike in (True, False):
             if _verdict(save, alike=alike) in beside:
@@ -426,8 +434,9 @@ def are_alike(storage: Storage, save: Save, digest: str, timeout_s: float, waiti
     raise _late(storage, save, what, timeout_s)
 
 
-def _slowed(delay_s: float, save: Save) -> float:
-    return delay_s * max(1.0, save.world_size / _RANKS_PER_SECOND)
+def _slowed(delay_s: float, storage: Storage, save: Save) -> float:
+    at_once = _RANKS_PER_SECOND_OF_STORE if storage.round_trip_s else _RANKS_PER_SECOND
+    return min(_MAX_GAP_S / 2, delay_s * max(1.0, save.world_size / at_once))
 
 
 def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
@@ -467,10 +476,11 @@ def _write_refusal(
     storage.publish_bytes(directory, name, content.to_bytes(), attempt)
 
 
-def _polls(timeout_s: float, max_delay_s: float) -> Iterator[None]:
+def _polls(storage: Storage, timeout_s: float, max_delay_s: float) -> Iterator[None]:
     """Iterations of a polling loop, with growing, jittered pauses, until ``timeout_s`` have passed."""
     deadline = time.monotonic() + timeout_s
-    delay_s = _FIRST_POLL_S
+    delay_s = max(_FIRST_POLL_S, _FIRST_POLL_TRIPS * storage.round_trip_s)
+    max_delay_s = max(max_delay_s, _MAX_POLL_TRIPS * storage.round_trip_s)
     while True:
         began = time.monotonic()
         yield

@@ -105,7 +105,7 @@ class Server:
             if boot.rank == 0:
                 holder = LeaseRecord.current(boot.session, boot.trainer_pid)
                 lease = Lease(storage, holder, options.takeover_timeout_s, self._trainer_is_there, resumes=boot.resumes)
-                recovery = commit.recover(storage, lease, name)
+                recovery = commit.recover(storage, lease, name, alone=boot.world_size == 1)
             else:
                 lease = LeaseFollower(storage, boot.session, boot.rank)
         except SidesaveError as error:

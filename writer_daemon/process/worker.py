@@ -56,7 +56,8 @@ FIRST_BACKOFF_S: Final = 0.25
 MAX_BACKOFF_S: Final = 30.0
 """And no longer than this: the saves behind it wait as well."""
 _CHECK_LEASE_S: Final = 2.0
-"""While other ranks are waited for, the lease is looked at this often: each look takes several requests."""
+"""While other ranks are waited for, the lease is looked at this often: each look takes several requests.
+Less often where these are paid for."""
 _FAREWELL_S: Final = 3.0
 """Time for other ranks that are still there to see what was given up last, before this daemon leaves."""
 _FAREWELL_POLL_S: Final = 0.05
@@ -180,7 +181,7 @@ class Worker:
             if isinstance(self._primary.lease, LeaseFollower):
                 if isinstance(error, WriteError):  # its part is there, so rank 0 may commit it all the same
                     failure = dataclasses.replace(failure, error=CommitUnknownError.__name__)
-            elif not self._primary.lease.lost:  # else it is not ours
+            elif not self._primary.lease.lost or self._primary.storage.fences:  # else it is not ours
                 if not isinstance(error, CommitUnknownError):
                     self.reclaim(save, failure)
                 elif save.world_size > 1:  # it has its name
@@ -209,13 +210,14 @@ class Worker:
         return coordination.await_records(place.storage, save, self._commit_timeout_s, self._waiting(place, save))
 
     def _waiting(self, place: Place, save: Save) -> Callable[[], None]:
-        next_check = time.monotonic() + _CHECK_LEASE_S
+        pause_s = max(_CHECK_LEASE_S, 100 * place.storage.round_trip_s)
+        next_check = time.monotonic() + pause_s
 
         def waiting() -> None:
             nonlocal next_check
             self._post(jobs.Waited(save.save_id))  # storage answers: this is no stall
             if time.monotonic() >= next_check:
-                next_check = time.monotonic() + _CHECK_LEASE_S
+                next_check = time.monotonic() + pause_s
                 place.lease.check()
 
         return waiting
@@ -301,7 +303,7 @@ class Worker:
         deadline = time.monotonic() + _FAREWELL_S * bool(self._tombstones)
         with contextlib.suppress(WriteError):
             while time.monotonic() < deadline and not self._others <= closed_ranks(storage, session):
-                time.sleep(_FAREWELL_POLL_S)
+                time.sleep(max(_FAREWELL_POLL_S, 5 * storage.round_trip_s))
             for name in storage.list_directory(""):
                 parsed = manifest.parse_hidden_directory(name)
                 if parsed and parsed[1].startswith(f"{session}-") and parsed[2] == "aborted":

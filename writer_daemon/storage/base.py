@@ -87,6 +87,8 @@ class ReadStorage(ABC):
 class Storage(ReadStorage):
     """One run directory, for who writes."""
 
+    round_trip_s = 0.0
+    """About how long an answer takes, where each is a request that has its price; 0 where it is a system call."""
     fences = False
     """Whether :meth:`take_over` keeps out who has taken over before, so that no look at a lease has to."""
 
@@ -101,8 +103,11 @@ class Storage(ReadStorage):
         """
         return
 
-    def settle(self) -> None:
-        """What other sessions have left and is not here under a new name by now counts as removed."""
+    def settle(self, *, alone: bool = True) -> None:
+        """What other sessions have left and is not here under a new name by now counts as removed.
+
+        Where this process is not ``alone`` others of its session make directories, too.
+        """
         return
 
     def check_root(self) -> None:

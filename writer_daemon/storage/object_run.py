@@ -99,8 +99,13 @@ class NamedObjects(ObjectStorage):
 
 
 class ObjectRun(NamedObjects, Storage):
-    """The same, for who writes. Names are changed by who has taken over, and by nobody else."""
+    """The same, for who writes. Names are changed by who has taken over, and by nobody else.
 
+    Daemons of other ranks do not take over: they make the directories of their own session's saves, put their files
+    there, and see in the log what rank 0's daemon has made of them.
+    """
+
+    round_trip_s = 0.05
     fences = True
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
@@ -109,7 +114,9 @@ class ObjectRun(NamedObjects, Storage):
         self._known: set[str] = set()
         """Prefixes that are there as directories."""
         self._levels: set[str] | None = None
-        """All prefixes that there were when this run was settled: from then on nobody else makes one that counts."""
+        """The prefixes that there were when this run was settled: from then on nobody but this session makes one that
+        counts."""
+        self._alone = False
         self._garbage: set[str] = set()
         """Prefixes that lead nowhere and whose objects could not be removed."""
         self._lock = threading.Lock()
@@ -123,7 +130,8 @@ class ObjectRun(NamedObjects, Storage):
     def has_passed_on(self) -> bool:
         return self._taken_over and not self.log.holds
 
-    def settle(self) -> None:
+    def settle(self, *, alone: bool = True) -> None:
+        self._alone = alone
         judged = self.log.settle()
         names = self._look()
         levels, _ = self.bucket.list_level("")
@@ -138,12 +146,17 @@ class ObjectRun(NamedObjects, Storage):
         return _PLENTY_NBYTES
 
     def list_directory(self, name: str) -> list[str]:
-        """Names in a directory; once all is settled those of the run are its directories alone, without a request."""
+        """Names in a directory; once all is settled those of the run are its directories alone, without a request.
+
+        One request where other ranks make some as well.
+        """
         if name and self._is_absent(name):
             return []
         if not name and self._levels is not None:
             names = self._look()
             if self.log.holds:
+                if not self._alone:
+                    self._levels = {*self.bucket.list_level("")[0]}
                 return _told(names, {*self._levels, *self._known})
         with self._lock:
             parents = [path.rpartition("/") for path in self._unpublished]
@@ -156,6 +169,9 @@ class ObjectRun(NamedObjects, Storage):
         if name in names.prefixes:
             return False
         prefix = self.key_of(name)
+        if prefix == _NOWHERE and not self._taken_over:
+            text = "this save was given up: its rank 0 has told so, or another session has the run"
+            raise WriteError(errno.ECONNABORTED, text, self.bucket.full(name))
         if prefix == _NOWHERE:  # of what had this name before
             prefix = f"{_native(name)}.{names.number + 1}"
             self.log.change({name: prefix})
@@ -204,7 +220,14 @@ class ObjectRun(NamedObjects, Storage):
     def remove_tree(self, name: str) -> None:
         names = self._look()
         prefix = self.key_of(name)
-        if name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._is_directory(name)):
+        if prefix not in self._garbage and self._is_absent(name):
+            return
+        if not self.log.holds and not (self._taken_over and names.counts(_native(name))):
+            # What another rank removes lacks its record, and what has been away counts no more: it becomes nothing.
+            prefix = _native(name)
+            if name in names.prefixes or names.lead_to(prefix):
+                return
+        elif name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._is_directory(name)):
             # Before its objects go: who has been away may mean what is another's checkpoint by now.
             self.log.change({name: None}, [prefix])
             self._look()
@@ -241,10 +264,11 @@ class ObjectRun(NamedObjects, Storage):
 
     def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
         directory = path.rpartition("/")[0]
+        key = self.key_of(final or path)
+        # Asked afterwards: what another thread has seen renamed meanwhile is no directory any more.
         if directory and not self._is_directory(directory):
             text = f"cannot create a file of {nbytes:,} bytes: there is no such directory"
             raise WriteError(errno.ENOENT, text, self.bucket.full(path))
-        key = self.key_of(final or path)
         if final is None and self.bucket.nbytes_of(key) is not None:
             raise WriteError(errno.EEXIST, "cannot create: there is such a file", self.bucket.full(path))
         if nbytes > BUFFERED_NBYTES:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rank_checks import Start
+from rank_checks import Place, Start
 from rank_trainers import Ranks, orders_to
 from trainers import Orders, Traces
 
@@ -17,6 +17,12 @@ def start(traces: Traces, tmp_path: Path) -> Iterator[Start]:
     """Starts the ranks of a job; see :class:`Ranks`."""
     with contextlib.ExitStack() as jobs:
         yield lambda count, **options: jobs.enter_context(Ranks(count, tmp_path / "groups", traces, **options))
+
+
+@pytest.fixture(params=["disk", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where ranks save that do not mind what it is."""
+    return tmp_path / "run" if request.param == "disk" else f"file://{tmp_path}/store/run"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from rank_checks import Start, finish, is_clean, read, visible
+from rank_checks import Place, Start, finish, is_clean, left, read, visible
 from rank_trainers import leftovers
 from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
 
@@ -78,17 +78,25 @@ def test_daemons_that_a_signal_has_ended_are_replaced_and_nobody_takes_their_ran
     finish(ranks, run, traces)
 
 
+def test_daemons_that_end_at_some_moments_of_overlapping_saves_lose_none(start: Start, place: Place, traces: Traces):
+    end_daemons(start, place, traces, signal.SIGKILL, rounds=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
-    start: Start, run: Path, traces: Traces, number: signal.Signals
+    start: Start, place: Place, traces: Traces, number: signal.Signals
 ):
+    end_daemons(start, place, traces, number, rounds=campaigns.length(12))
+
+
+def end_daemons(start: Start, place: Place, traces: Traces, number: signal.Signals, rounds: int) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    ranks = start(3).begin("small", run)
+    ranks = start(3).begin("small", place)
     step = 0
-    for attempt in range(campaigns.length(12)):
+    for attempt in range(rounds):
         ranks.do("restructure", attempt // 2)
         steps = range(step + 1, step + 1 + chance.randrange(2, 5))
         for step in steps:
@@ -103,8 +111,8 @@ def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
                 answer.get()
         for step in steps:
             ranks.do("committed", step)
-            read(run, step)
-    finish(ranks, run, traces)
+            read(place, step)
+    finish(ranks, place, traces)
 
 
 def children(pid: int) -> list[int]:
@@ -115,9 +123,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def test_trainer_killed_before_it_staged_fails_the_save_of_the_others_at_once(start: Start, run: Path, traces: Traces):
+def test_trainer_killed_before_it_staged_fails_the_save_of_the_others_at_once(
+    start: Start, place: Place, traces: Traces
+):
     for before in (0, 1):  # saves before that one
-        ranks = start(3).begin("small", run)
+        ranks = start(3).begin("small", place)
         if before:
             ranks.save(1)
         ranks[1].kill()
@@ -129,16 +139,16 @@ def test_trainer_killed_before_it_staged_fails_the_save_of_the_others_at_once(st
             told = rank.answer()
             assert told.error == "DaemonDiedError" and "rank 1 has ended" in told.message
         assert time.monotonic() - began < DEADLINE_S / 2
-        assert visible(run) == [1] * before
-        is_clean(run)
-        finish([ranks[0], ranks[2]], run, traces)
+        assert visible(place) == [1] * before
+        is_clean(place)
+        finish([ranks[0], ranks[2]], place, traces)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_trainer_killed_once_it_has_staged_changes_nothing_for_this_save(
-    start: Start, run: Path, traces: Traces, culprit: int
+    start: Start, place: Place, traces: Traces, culprit: int
 ):
-    ranks = start(3).begin("small", run)
+    ranks = start(3).begin("small", place)
     ranks[culprit].do("save", 1)
     ranks[culprit].do("staged", 1)
     ranks[culprit].kill()
@@ -147,20 +157,20 @@ def test_trainer_killed_once_it_has_staged_changes_nothing_for_this_save(
         rank.do("save", 1)
     for rank in others:
         rank.do("committed", 1)
-    read(run, 1)
+    read(place, 1)
     for rank in others:
         rank.do("save", 2)
     for rank in others:
         rank.tell("committed", 2)
         assert rank.answer().error in ("DaemonDiedError", "WriteError")
-    assert visible(run) == [1]
+    assert visible(place) == [1]
     for rank in others:
         rank.do("close")
     traces.check()
 
 
-def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: Start, run: Path, traces: Traces):
-    ranks = start(3).begin("small", run)
+def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: Start, place: Place, traces: Traces):
+    ranks = start(3).begin("small", place)
     ranks[0].kill()
     for rank in (ranks[1], ranks[2]):
         rank.do("save", 1)
@@ -172,9 +182,9 @@ def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: S
         rank.do("close")
     traces.check()
     ranks = start(2)
-    ranks.open(run)
-    assert visible(run) == []
-    finish(ranks, run, traces)
+    ranks.open(place)
+    assert visible(place) == []
+    finish(ranks, place, traces)
 
 
 @pytest.mark.parametrize(
@@ -237,17 +247,17 @@ def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_t
 
 
 def test_ranks_killed_in_the_midst_of_saves_are_followed_by_whole_steps_of_one_attempt_each(
-    start: Start, run: Path, traces: Traces
+    start: Start, place: Place, traces: Traces
 ):
-    kill_and_restart(start, run, traces, rounds=4, seed=random.randrange(1 << 32))
+    kill_and_restart(start, place, traces, rounds=4, seed=random.randrange(1 << 32))
 
 
 @pytest.mark.slow
-def test_ranks_killed_in_the_midst_of_saves_many_times(start: Start, run: Path, traces: Traces):
-    kill_and_restart(start, run, traces, rounds=campaigns.length(25), seed=random.randrange(1 << 32))
+def test_ranks_killed_in_the_midst_of_saves_many_times(start: Start, place: Place, traces: Traces):
+    kill_and_restart(start, place, traces, rounds=campaigns.length(25), seed=random.randrange(1 << 32))
 
 
-def kill_and_restart(start: Start, run: Path, traces: Traces, rounds: int, seed: int) -> None:
+def kill_and_restart(start: Start, place: Place, traces: Traces, rounds: int, seed: int) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
     staged: set[int] = set()
@@ -257,16 +267,16 @@ def kill_and_restart(start: Start, run: Path, traces: Traces, rounds: int, seed:
     for attempt in range(rounds):
         ranks = start(3, group=attempt % 2 == 0)
         ranks.do("build", "small", mark=attempt)
-        [latest] = {each["latest"] for each in ranks.open(run)}
-        assert staged <= set(visible(run)) <= possible.keys(), "what all had staged is there, and nothing unheard of"
-        for found in set(visible(run)) - checked:
-            of = read(run, found)
+        [latest] = {each["latest"] for each in ranks.open(place)}
+        assert staged <= set(visible(place)) <= possible.keys(), "what all had staged is there, and nothing unheard of"
+        for found in set(visible(place)) - checked:
+            of = read(place, found)
             for rank in range(3):
                 [own] = [tensor for fqn, tensor in of.of_rank(rank).items() if fqn.startswith("rng")]
                 assert own.tolist() == [10 * possible[found] + rank] * 3, "it is of another attempt"
             checked.add(found)
-        assert leftovers(run) == []
-        assert latest == (visible(run) or [None])[-1]
+        assert left(place) == []
+        assert latest == (visible(place) or [None])[-1]
         told: list[int] = []
         for _ in range(chance.randrange(1, 4)):
             step += 1
@@ -282,9 +292,9 @@ def kill_and_restart(start: Start, run: Path, traces: Traces, rounds: int, seed:
         for rank in chance.sample(list(ranks), 3):
             rank.kill()
     ranks = start(3)
-    ranks.open(run)
-    assert staged <= set(visible(run))
-    finish(ranks, run, traces)
+    ranks.open(place)
+    assert staged <= set(visible(place))
+    finish(ranks, place, traces)
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["all records are there", "one is missing"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import campaigns
 import pytest
-from rank_checks import Start, errors, finish, is_clean, read, visible
+from rank_checks import Place, Start, errors, finish, is_clean, read, visible
 from rank_trainers import Answer
 from trainers import Orders, Traces, wait_until
 
@@ -19,9 +19,9 @@ from trainers import Orders, Traces, wait_until
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_rank_that_cannot_save_fails_the_save_of_all_and_the_next_is_whole(
-    start: Start, run: Path, traces: Traces, culprit: int
+    start: Start, place: Place, traces: Traces, culprit: int
 ):
-    ranks = start(3).begin("small", run)
+    ranks = start(3).begin("small", place)
     ranks[culprit].do("spoil")
     for step in (10, 20):
         for number, answer in enumerate(ranks.attempt("save", step)):
@@ -33,8 +33,8 @@ def test_rank_that_cannot_save_fails_the_save_of_all_and_the_next_is_whole(
             if number != culprit:
                 told = rank.answer()
                 assert told.error == "UnsupportedValueError" and "spoilt" in told.message
-        assert step not in visible(run)
-        is_clean(run)
+        assert step not in visible(place)
+        is_clean(place)
         ranks[culprit].do("put", "spoilt", None)
         ranks.save(step + 1)
         ranks[culprit].do("spoil")
@@ -47,9 +47,9 @@ def test_rank_that_cannot_save_fails_the_save_of_all_and_the_next_is_whole(
             if number != culprit:
                 rank.tell("committed", 30)
                 assert rank.answer().error == "InvalidArgumentError"
-        is_clean(run)
+        is_clean(place)
         ranks.save(31 + (step > 0))
-    finish(ranks, run, traces)
+    finish(ranks, place, traces)
 
 
 def test_refusal_that_names_a_key_which_is_no_text_fails_that_save_alone(start: Start, run: Path, traces: Traces):
@@ -85,8 +85,8 @@ def test_failure_is_raised_once_on_each_rank_and_by_no_save_of_another_step(star
     finish(ranks, run, traces)
 
 
-def test_ranks_that_save_different_steps_are_told_both(start: Start, run: Path, traces: Traces):
-    ranks = start(3).begin("small", run)
+def test_ranks_that_save_different_steps_are_told_both(start: Start, place: Place, traces: Traces):
+    ranks = start(3).begin("small", place)
     for first in (10, 20):
         steps = (first, first + 1, first)
         for rank, step in zip(ranks, steps, strict=True):
@@ -96,9 +96,9 @@ def test_ranks_that_save_different_steps_are_told_both(start: Start, run: Path, 
         for told in ranks.answers():
             assert told.error == "StateMismatchError"
             assert f"step {first}" in told.message and f"step {first + 1}" in told.message
-        is_clean(run)
+        is_clean(place)
         ranks.save(first + 5)
-    finish(ranks, run, traces)
+    finish(ranks, place, traces)
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_rank_that_misses_a_save_and_comes_after_it_was_given_up_costs_no_furthe
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_rank_that_misses_a_save_is_told_at_once_and_catches_up(start: Start, run: Path, traces: Traces, late: int):
-    ranks = start(3).begin("small", run)
+def test_rank_that_misses_a_save_is_told_at_once_and_catches_up(start: Start, place: Place, traces: Traces, late: int):
+    ranks = start(3).begin("small", place)
     ranks.save(10)
     others = [rank for number, rank in enumerate(ranks) if number != late]
 
@@ -150,14 +150,14 @@ def test_rank_that_misses_a_save_is_told_at_once_and_catches_up(start: Start, ru
         assert f"rank {late} has missed a call of save() before step 30" in fails(rank, 40)
     for step in (50, 60):
         ranks.save(step)
-    assert visible(run) == [10, 50, 60]
-    finish(ranks, run, traces)
+    assert visible(place) == [10, 50, 60]
+    finish(ranks, place, traces)
 
 
 def test_rank_that_saves_once_less_fails_the_last_save_of_the_others_when_it_leaves(
-    start: Start, run: Path, traces: Traces
+    start: Start, place: Place, traces: Traces
 ):
-    ranks = start(3).begin("small", run)
+    ranks = start(3).begin("small", place)
     ranks.save(1)
     for rank in (ranks[0], ranks[2]):
         rank.do("save", 2)
@@ -166,14 +166,14 @@ def test_rank_that_saves_once_less_fails_the_last_save_of_the_others_when_it_lea
         rank.tell("committed", 2)
         told = rank.answer()
         assert told.error == "DaemonDiedError" and "rank 1" in told.message
-    assert visible(run) == [1]
-    finish(ranks, run, traces)
+    assert visible(place) == [1]
+    finish(ranks, place, traces)
 
 
 def test_rank_that_looks_late_learns_of_a_step_that_was_replaced_or_deleted_meanwhile(
-    start: Start, run: Path, traces: Traces
+    start: Start, place: Place, traces: Traces
 ):
-    ranks = start(3).begin("small", run)
+    ranks = start(3).begin("small", place)
     for _ in range(6):
         ranks.do("save", 1, overwrite=True)
     ranks.do("wait")
@@ -183,7 +183,7 @@ def test_rank_that_looks_late_learns_of_a_step_that_was_replaced_or_deleted_mean
         ranks[0].do("delete", step - 1)
     ranks.do("wait")
     assert ranks.do("steps") == [[[5], 5]] * 3
-    finish(ranks, run, traces)
+    finish(ranks, place, traces)
 
 
 # Storage that fails ----------------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Ranks that save by a ``CheckpointManager``: they obey what :mod:`rank_trainers` knows, and pass steps."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import rank_trainers
+from rank_trainers import Actor, Rank
+from trainers import wait_until
+
+if TYPE_CHECKING:
+    import sidesave
+
+
+class ManagedRank(Rank):
+    """A rank that is a :class:`ManagedActor`."""
+
+    script = __file__
+
+
+# In a rank -------------------------------------------------------------------------------------------------------
+
+
+class ManagedActor(Actor):
+    """What such a rank can be told to do."""
+
+    _manager: sidesave.CheckpointManager | None = None
+
+    @property
+    def manager(self) -> sidesave.CheckpointManager:
+        assert self._manager is not None
+        return self._manager
+
+    def manage(self, run: str, save: str, keep: str = "[]", **options: Any) -> int:
+        """Make a manager with these policies, which are expressions, and restore; the step to train next."""
+        import sidesave
+
+        names = {name: getattr(sidesave, name) for name in sidesave.__all__}
+        self._manager = sidesave.CheckpointManager(
+            run, self.state, save=eval(save, names), keep=eval(keep, names), **options
+        )
+        self._ckpt = self._manager.checkpointer
+        return self._manager.restore()
+
+    def step(self, step: int) -> str | None:
+        """Finish a step; "saved" or "skipped", or None where nothing was due."""
+        handle = self.manager.step(step)
+        if handle is None:
+            return None
+        if not handle.skipped:
+            self.handles[step] = handle
+        return "skipped" if handle.skipped else "saved"
+
+    def await_word(self, busy: bool, upto: int) -> None:
+        """Wait until ranks have agreed, for a step or an earlier one, whether one of them has no slot left."""
+        agreement = self.manager._schedule._agreement
+        assert agreement is not None
+
+        def has_word() -> bool:
+            since, said = [(0, agreement.busy), *agreement._busy][-1]
+            return said == busy and since <= upto
+
+        wait_until(has_word)
+
+    def leave(self) -> list[list[Any]]:
+        """Close; what became of each save."""
+        self.manager.close()
+        return self.history()
+
+
+if __name__ == "__main__":
+    rank_trainers.obey(ManagedActor, *sys.argv[1:])
