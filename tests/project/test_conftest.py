@@ -31,6 +31,7 @@ def _as_some_callers_do() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
 
 
+@pytest.mark.slow
 def test_so_it_is_where_the_caller_ignores_and_blocks_everything(tmp_path: Path):
     here = f"{__file__}::{test_a_child_of_a_test_ignores_and_blocks_nothing_and_leaves_no_core.__name__}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}", here]

@@ -87,6 +87,7 @@ def test_plans_of_dcp_have_the_bytes_of_the_model():
     assert found["result_nbytes"] == pytest.approx(DEFAULTS.result_nbytes, rel=0.25)
 
 
+@pytest.mark.slow
 def test_the_command_prints_every_world_and_draws(tmp_path: Path):
     chart = tmp_path / "chart.svg"
     printed = run("--ranks", "8,100000", "--chart", str(chart))

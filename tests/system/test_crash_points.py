@@ -258,6 +258,7 @@ _STEPS_OF_A_TRAINER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_daemons")
 def test_trainer_killed_at_a_step_no_staged_save_is_lost(run: Path, orders: Orders, traces: Traces):
     ledger = Ledger(run)

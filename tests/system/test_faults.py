@@ -278,12 +278,14 @@ def test_any_call_of_a_save_may_fail_once(run: Path, faults: Faults):
     check(run, 0, mib=SMALL)
 
 
+@pytest.mark.slow
 def test_storage_may_break_down_at_any_call_of_a_save_and_come_back(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
         for call, code in zip(campaigns.sample(campaign.calls), itertools.cycle(CODES[1:]), strict=False):
             campaign.meet(call, code, lasting=True)
 
 
+@pytest.mark.slow
 def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
         for call in campaigns.sample(campaign.calls):
@@ -327,6 +329,7 @@ def test_any_call_of_a_save_may_fail_for_a_moment_and_the_save_is_committed(run:
     assert set(campaign.outcomes) <= {type(None), CommitUnknownError}
 
 
+@pytest.mark.slow
 def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(run: Path, faults: Faults):
     calls: list[Call] = []
     step = itertools.count(1)
@@ -465,6 +468,7 @@ class Starts:
             assert [path.name for path in self._run.glob(".step-*")] == [], f"{what}: and nothing else is"
 
 
+@pytest.mark.slow
 def test_any_call_of_a_start_may_fail_and_nothing_written_is_lost(run: Path, faults: Faults, template: Path):
     starts = Starts(run, faults, template)
     for call, code in zip(campaigns.sample(starts.calls[::24]), itertools.cycle(CODES), strict=False):
@@ -484,6 +488,7 @@ def test_any_call_of_a_start_may_fail_in_any_way(run: Path, faults: Faults, temp
 # What other checkpointers were seen to do wrong ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nth", range(5))
 def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(run: Path, faults: Faults, nth: int):
     """Others report success with data missing."""

@@ -611,6 +611,7 @@ def sample(checkpoint: Path, total: int, seed: int = SEED) -> Iterator[tuple[Pat
         total -= len(chosen)
 
 
+@pytest.mark.slow
 def test_500_flipped_bits_are_all_noticed(checkpoint: Path):
     assert flip(checkpoint, sample(checkpoint, FLIPS)) == FLIPS
 

@@ -38,6 +38,7 @@ def test_what_fails_once_is_copied_all_the_same(server: ObjectServer, run: Path,
     check_store(server, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [503, 403, "cut"])
 def test_saves_go_on_while_the_store_is_away(
     server: ObjectServer, run: Path, fault: Fault, caplog: pytest.LogCaptureFixture

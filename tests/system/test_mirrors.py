@@ -90,6 +90,7 @@ def test_earlier_checkpoints_are_mirrored_by_a_session_that_has_one(run: Path, p
     check_mirror(place, 1, 2)
 
 
+@pytest.mark.slow
 def test_daemons_killed_at_any_moment_lose_nothing_that_was_mirrored(run: Path, place: str):
     kill_daemons(run, place, 30)
 

@@ -569,6 +569,7 @@ def test_power_loss_while_a_recovery_runs(folder: Path):
     assert len(recoveries) == 6
 
 
+@pytest.mark.slow
 def test_power_loss_while_the_lease_is_taken_or_given_up(folder: Path, judge: Judge):
     with tempfile.TemporaryDirectory(dir=folder) as name:
         recorder = Recorder(Path(name))

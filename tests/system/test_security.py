@@ -371,6 +371,7 @@ class Usurper:
 TOKEN = b"a token not told"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["junk", "HELLO with a wrong token", "another message", "silence"])
 def test_a_stranger_in_the_daemons_seat_is_refused_and_the_daemon_comes_up(
     tmp_path: Path,

@@ -221,6 +221,7 @@ def test_no_process_and_no_file_tells_the_credentials(server: ObjectServer) -> N
 # Deaths at each request ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
 def test_no_save_is_lost_by_a_death_at_any_of_its_requests(

@@ -19,7 +19,7 @@ def start(traces: Traces, tmp_path: Path) -> Iterator[Start]:
         yield lambda count, **options: jobs.enter_context(Ranks(count, tmp_path / "groups", traces, **options))
 
 
-@pytest.fixture(params=["disk", "store"])
+@pytest.fixture(params=["disk", pytest.param("store", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Where ranks save that do not mind what it is."""
     return tmp_path / "run" if request.param == "disk" else f"file://{tmp_path}/store/run"

@@ -157,6 +157,7 @@ def test_each_rank_may_be_a_node(start: Start, tmp_path: Path, traces: Traces):
 # Steps that not all nodes have -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_step_that_a_node_has_lost_is_not_there_until_it_is_saved_again(
     start: Start, nodes: list[Path], traces: Traces
 ):
@@ -189,6 +190,7 @@ def test_step_that_a_node_has_lost_is_not_there_until_it_is_saved_again(
         assert all(sidesave.verify(info.path).ok for info in infos)
 
 
+@pytest.mark.slow
 def test_step_that_one_node_could_not_save_is_not_there_after_a_restart(
     start: Start, nodes: list[Path], traces: Traces, ordered: tuple[Orders, dict[str, str]]
 ):

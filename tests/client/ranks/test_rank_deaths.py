@@ -246,6 +246,7 @@ def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_t
     finish(following, run, traces)
 
 
+@pytest.mark.slow
 def test_ranks_killed_in_the_midst_of_saves_are_followed_by_whole_steps_of_one_attempt_each(
     start: Start, place: Place, traces: Traces
 ):

@@ -170,8 +170,9 @@ def test_a_save_of_ranks_takes_few_requests(start: Start, server: ObjectServer, 
     ranks[0].do("save", 2)
     ranks[0].do("committed", 2)
     # The mark, tensors, digests, plain data, the record, the manifest, the entry; a record of each rank. What ranks
-    # have written is listed once to see the records and once for the manifest, the names four times, and the log.
-    assert asked(server.requests[stopped:]) == {"PUT-NEW": 7, "GET": 2, "LIST": 7}
+    # have written is listed once to see the records and once for the manifest, the names four times, and the log. A minute
+    # may end meanwhile, and the lease is looked at.
+    assert asked(server.requests[stopped:]) in ({"PUT-NEW": 7, "GET": 2, "LIST": lists} for lists in (7, 8))
     woken = len(server.requests)
     os.kill(ranks.daemons[1], signal.SIGCONT)
     ranks[1].do("committed", 2)
@@ -205,6 +206,7 @@ def kill_at_requests(
     finish(ranks, S3, traces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
 def test_a_daemon_that_dies_at_some_requests_is_replaced_and_the_save_commits(
@@ -222,6 +224,7 @@ def test_a_daemon_that_dies_at_any_request_is_replaced_and_the_save_commits(
     kill_at_requests(start, server, traces, culprit, fault, campaigns.some(range(60)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_hangs_is_named_and_is_told_when_it_goes_on(
     start: Start, url: str, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int
@@ -291,6 +294,7 @@ def elsewhere(tmp_path: Path) -> Iterator[OrdersElsewhere]:
     orders.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["got SAVE", "sends WRITTEN"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_daemon_of_an_earlier_session_adds_nothing_to_the_saves_of_the_next(

@@ -211,6 +211,7 @@ def test_what_has_no_room_is_refused_before_it_is_fetched(
     assert all(request.range == (0, 256 << 10) for request in ranges)
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_is_told_with_its_path(server: ObjectServer, tmp_path: Path):
     fetch(server, tmp_path, "s3://bucket/run", step=1)
     code = """

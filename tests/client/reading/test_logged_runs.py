@@ -101,6 +101,7 @@ def test_what_a_session_before_has_left_is_not_shown(root: str):
         sidesave.load(f"{root}/step-00000002")
 
 
+@pytest.mark.slow
 def test_the_commands_that_read_take_it_and_show_tells_where_its_files_lie(tmp_path: Path, end_all: None):
     root = f"file://{tmp_path}/run"
     save(root, 1, 2)

@@ -204,6 +204,7 @@ def test_ranges_that_are_near_each_other_are_one_request_and_others_are_not(tmp_
     assert found["model.0", near].eq(0).all()
 
 
+@pytest.mark.slow
 def test_no_more_than_16_requests_are_made_at_once(tmp_path: Path):
     run = tmp_path / "buckets" / "bucket" / "run"
     with Checkpointer(run) as checkpointer:
@@ -404,6 +405,7 @@ def test_options_that_the_library_stumbles_over_are_an_error(server: ObjectServe
             sidesave.load(STEP, storage_options={**server.options, "aws_endpoint": endpoint, "retry_config": IMPATIENT})
 
 
+@pytest.mark.slow
 def test_the_commands_that_read_take_urls(buckets: Path, tmp_path: Path):
     run = f"file://{buckets}/bucket/run"
 

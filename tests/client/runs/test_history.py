@@ -665,6 +665,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 """
 
 
+@pytest.mark.slow
 def test_clock_before_1970_fails_no_save_and_drops_no_line(run: Path, tmp_path: Path, traces: Traces):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:

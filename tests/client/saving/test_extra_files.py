@@ -268,6 +268,7 @@ def test_trainer_and_daemon_killed_when_all_is_written_the_next_session_commits_
         assert (ckpt.recovered, ckpt.removed) == ((), (partial.name,)), "what lacks a file of its own is not whole"
 
 
+@pytest.mark.slow
 def test_daemon_killed_at_every_step_of_writing_its_successor_writes_the_files(tmp_path: Path, orders: Orders):
     """Each time another file has its final name already, or its temporary one."""
     written: set[str] = set()
