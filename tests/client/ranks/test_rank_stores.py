@@ -170,8 +170,8 @@ def test_a_save_of_ranks_takes_few_requests(start: Start, server: ObjectServer, 
     ranks[0].do("save", 2)
     ranks[0].do("committed", 2)
     # The mark, tensors, digests, plain data, the record, the manifest, the entry; a record of each rank. What ranks
-    # have written is listed once to see the records and once for the manifest, the names four times, and the log. A minute
-    # may end meanwhile, and the lease is looked at.
+    # have written is listed once to see the records and once for the manifest, the names four times, and the log.
+    # A minute may end meanwhile, and the lease is looked at.
     assert asked(server.requests[stopped:]) in ({"PUT-NEW": 7, "GET": 2, "LIST": lists} for lists in (7, 8))
     woken = len(server.requests)
     os.kill(ranks.daemons[1], signal.SIGCONT)
