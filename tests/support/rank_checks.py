@@ -52,7 +52,7 @@ def finish(ranks: Iterable[Any], run: Place, traces: Traces) -> None:
         rank.tell("close")
     for rank in ranks:
         rank.answer().get()
-    assert left(run) == []
+    assert not (found := left(run)), found
     traces.check()
 
 
