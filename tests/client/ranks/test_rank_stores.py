@@ -325,6 +325,14 @@ def test_a_daemon_of_an_earlier_session_adds_nothing_to_the_saves_of_the_next(
     for rank in (0, 1):
         [own] = [tensor for fqn, tensor in found.of_rank(rank).items() if fqn.startswith("rng")]
         assert own.tolist() == [20 + rank] * 3
+    for rank in ranks:
+        rank.tell("close")
+    for rank in ranks:
+        rank.answer().get()
+    # Where the late one ended in the midst of removing what it had sent, the next start does it.
+    ranks = start(2)
+    ranks.do("build", "small", mark=3)
+    ranks.open(url)
     finish(ranks, url, traces)
 
 
