@@ -8,19 +8,28 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, Final, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeVar, Unpack
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.integrations.checkpoint_paths import CheckpointPaths, is_left_out, is_pending
 from sidesave.client.loading.load import LoadRequest
 from sidesave.client.options import CheckpointerOptions
+from sidesave.client.runs.finding import is_checkpoint
 from sidesave.errors import (
     CheckpointNotFoundError,
     DirectoryInUseError,
@@ -28,13 +37,17 @@ from sidesave.errors import (
     SidesaveError,
     brief,
 )
+from sidesave.stager.state.annotations import Compared
 from sidesave.stager.state.treespec import with_metadata
 from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
+SHARDED: Final = ("state_dict", "optimizer_states")
+"""The items of a checkpoint that ranks of model parallelism have in parts."""
 _MODULE_VERSIONS: Final = "sidesave.state_dict._metadata"
 """The item of a checkpoint that keeps what torch hides in an attribute of a module's state dict."""
 _TAKEOVER_POLL_S: Final = 0.05
@@ -73,7 +86,8 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             )
         self._directory = arguments.path_text(directory)
         self._options = options
-        self._paths: CheckpointPaths | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._paths: CheckpointPaths | None = None  # on rank 0
         self._recover()
 
     def _recover(self) -> None:
@@ -99,13 +113,22 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
 
     def open(self) -> None:
         """Make the ``Checkpointer`` now, on the rank that saves: a fraction of a second. Raises as that does."""
-        if self._paths is None:
-            checkpointer = Checkpointer(self._directory, **{**self._options, "distributed": False})
+        self._open(distributed=False)
+
+    def open_shards(self) -> None:
+        """The same for :meth:`save_shards`: all ranks call it."""
+        self._open(distributed=True)
+
+    def _open(self, *, distributed: bool) -> Checkpointer:
+        if self._checkpointer is None:
+            checkpointer = Checkpointer(self._directory, **{**self._options, "distributed": distributed})
             try:
-                self._paths = CheckpointPaths(checkpointer)
+                self._paths = CheckpointPaths(checkpointer) if not distributed or _rank() == 0 else None
             except BaseException:
                 checkpointer.close()
                 raise
+            self._checkpointer = checkpointer
+        return self._checkpointer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
         """Save; returns when training may go on. Rank 0 alone calls this.
@@ -115,16 +138,33 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             UnsupportedValueError: The checkpoint has values that cannot be saved; they are named.
             SidesaveError: An earlier save failed; or as ``Checkpointer.save``.
         """
-        if storage_options is not None:
-            raise InvalidArgumentError(
-                f"storage_options={brief(storage_options)} has no meaning for one save: give SidesaveCheckpointIO its "
-                "options"
-            )
+        _refuse(storage_options)
         place = _place(path)
         self.open()
         assert self._paths is not None
-        facts = {name: checkpoint[name] for name in ("epoch", "global_step") if isinstance(checkpoint.get(name), int)}
-        self._paths.save(place, self._paths.claim(place), _with_versions(checkpoint), facts)
+        self._paths.save(place, self._paths.claim(place), _with_versions(checkpoint), _facts(checkpoint))
+
+    def save_shards(self, checkpoint: dict[str, Any], path: PathLike, storage_options: object = None) -> None:
+        """The same, of the parts that each rank has: ``state_dict`` and ``optimizer_states``. All ranks call this.
+
+        Of all else that of rank 0 is saved. For strategies; see :class:`SidesaveModelParallelStrategy`.
+        """
+        _refuse(storage_options)
+        checkpointer = self._open(distributed=True)
+        step, note = _agreed(_place(path), lambda place: self._paths.claim(place) if self._paths else (0, ""))
+        state = {name: Compared(checkpoint[name]) for name in SHARDED if name in checkpoint}
+        if self._paths is None:
+            checkpointer.save(step, state)
+        else:
+            self._paths.save(_place(path), (step, note), {**checkpoint, **state}, _facts(checkpoint))
+
+    def load_shards(self, place: str, into: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+        """Fill ``into``, which has what :meth:`save_shards` divides; returns all else. All ranks call this."""
+        allow_pickle = self._options.get("allow_pickle", False) and weights_only is not True
+        rest = LoadRequest(exclude=SHARDED, strict=False, allow_pickle=allow_pickle).read(place)
+        filled = LoadRequest(include=[*into], into=into, strict=strict, allow_pickle=allow_pickle).read(place)
+        filled.apply()
+        return rest.apply()
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
@@ -138,7 +178,7 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             CheckpointNotFoundError: Nothing is there, or nothing that was committed.
             SidesaveError: As :func:`sidesave.load`.
         """
-        place = _agreed(_place(path), self._found)
+        place = self.find_checkpoint(path)
         if not os.path.isdir(place):
             options = {} if map_location is None else {"map_location": map_location}
             return super().load_checkpoint(place, **options, weights_only=weights_only)
@@ -147,6 +187,10 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
         allow_pickle = self._options.get("allow_pickle", False) and weights_only is not True
         request = LoadRequest(map_location=map_location, allow_pickle=allow_pickle, rank=0, size=1)
         return _without_versions(request.read(place).apply())
+
+    def find_checkpoint(self, path: PathLike) -> str:
+        """What rank 0's ``path`` leads to, after the commit of what is saved there; all ranks call this."""
+        return _agreed(_place(path), self._found)
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove what ``path`` leads to, when all saves before this call are committed; if one fails, it stays.
@@ -172,9 +216,10 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             logger.error("a save failed as well: %s", error)
 
     def _close(self) -> None:
-        paths, self._paths = self._paths, None
-        if paths is not None:
-            paths.close()
+        closing = self._paths or self._checkpointer
+        self._paths = self._checkpointer = None
+        if closing is not None:
+            closing.close()
 
     def _found(self, path: str) -> str:
         """Where a path leads, when what is under way there has been committed."""
@@ -196,12 +241,101 @@ class _Setup(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the run directory where training begins."""
-        if trainer.strategy.checkpoint_io is not self._io:
-            raise InvalidArgumentError("SidesaveCheckpointIO is not the trainer's: pass it in plugins=[...] too")
-        if not trainer.strategy.restore_checkpoint_after_setup:
-            pass
-        if stage == "fit" and trainer.is_global_zero:
+        strategy = trainer.strategy
+        if strategy.checkpoint_io is not self._io:
+            raise InvalidArgumentError("this SidesaveCheckpointIO is not the trainer's: pass it in plugins=[...] as well")
+        if isinstance(strategy, _BYPASSING) and not isinstance(strategy, SidesaveModelParallelStrategy):
+            raise InvalidArgumentError(
+                f"{type(strategy).__name__} saves past a CheckpointIO: for FSDP2 and tensor parallelism take "
+                "SidesaveModelParallelStrategy, else leave SidesaveCheckpointIO out"
+            )
+        if stage != "fit":
+            return
+        if isinstance(strategy, SidesaveModelParallelStrategy):
+            self._io.open_shards()
+        elif trainer.is_global_zero:
             self._io.open()
+
+
+class SidesaveModelParallelStrategy(ModelParallelStrategy):
+    """FSDP2 and tensor parallelism, with each rank's shards saved by the ``SidesaveCheckpointIO`` of the trainer.
+
+    Any number of ranks can load them. Takes what ``ModelParallelStrategy`` does.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if not self._save_distributed_checkpoint:
+            raise InvalidArgumentError(
+                "save_distributed_checkpoint=False would gather all on rank 0: leave it out; any number of ranks, or "
+                "one process, can load what is saved"
+            )
+
+    @property
+    def _io(self) -> SidesaveCheckpointIO:
+        if not isinstance(self.checkpoint_io, SidesaveCheckpointIO):
+            raise InvalidArgumentError(
+                f"{type(self).__name__} saves through a SidesaveCheckpointIO, and the trainer has a "
+                f"{type(self.checkpoint_io).__name__}: pass one in plugins=[...]"
+            )
+        return self.checkpoint_io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The live shards, which the save copies."""
+        assert self.model is not None
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The live shards, which the save copies."""
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: object = None) -> None:
+        """As :meth:`SidesaveCheckpointIO.save_shards`."""
+        self._io.save_shards(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """As :meth:`SidesaveCheckpointIO.load_checkpoint`, into the shards; or a checkpoint of Lightning's own."""
+        assert self.model is not None
+        place = self._io.find_checkpoint(checkpoint_path)
+        if not is_checkpoint(place):
+            return super().load_checkpoint(place, weights_only=weights_only)
+        into: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        if self.optimizers:
+            into["optimizer_states"] = [get_optimizer_state_dict(self.model, each) for each in self.optimizers]
+        strict = self.lightning_module.strict_loading
+        rest = self._io.load_shards(place, into, strict=strict, weights_only=weights_only)
+        set_model_state_dict(self.model, into["state_dict"], options=StateDictOptions(strict=strict))
+        for optimizer, state in zip(self.optimizers, into.get("optimizer_states", ()), strict=True):
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state)
+        return rest
+
+    def teardown(self) -> None:
+        """As of any strategy, and the plugin's, which Lightning leaves out here."""
+        try:
+            super().teardown()
+        finally:
+            self._io.teardown()
+
+
+_BYPASSING: Final = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+
+
+def _refuse(storage_options: object) -> None:
+    if storage_options is not None:
+        raise InvalidArgumentError(
+            f"storage_options={brief(storage_options)} has no meaning for one save: give SidesaveCheckpointIO its options"
+        )
+
+
+def _facts(checkpoint: Mapping[str, Any]) -> dict[str, int]:
+    """What is told of a checkpoint beside its path."""
+    return {name: checkpoint[name] for name in ("epoch", "global_step") if isinstance(checkpoint.get(name), int)}
 
 
 def _place(path: PathLike) -> str:
@@ -214,7 +348,7 @@ def _place(path: PathLike) -> str:
     return arguments.path_text(text)
 
 
-def _agreed(path: str, find: Any) -> str:
+def _agreed(path: str, find: Callable[[str], T]) -> T:
     """What ``find(path)`` is on rank 0; what it raises there is raised on every rank."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
