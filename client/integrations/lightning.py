@@ -104,6 +104,11 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             while is_left_out(self._directory) and time.monotonic() < deadline:
                 time.sleep(_TAKEOVER_POLL_S)
 
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """The ``Checkpointer`` while the run directory is open on this rank, for what this class does not do."""
+        return self._checkpointer
+
     def callback(self) -> Callback:
         """A callback that makes the ``Checkpointer`` when ``fit`` begins, and not in the first save.
 
