@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, write_error
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, write_error
 from sidesave.stager.signal_safe import Monitor
 from sidesave.writer_daemon.format.manifest import parse_step_directory
 
@@ -46,12 +46,20 @@ class _Save:
 
 
 @dataclass(frozen=True, slots=True)
-class _Removal:
-    """A path to remove, with the step that it had, once the save ``after`` is committed."""
+class _Note:
+    """What is to be done about a path.
+
+    Attributes:
+        save: The path is to lead to this step, when it is committed.
+        drop: This step is to be deleted, once the path does not lead to it.
+        after: The path, if it leads to ``drop`` or is a file of the framework's own, is to be removed when this step is
+            committed.
+    """
 
     path: str
-    step: int | None
-    after: int
+    save: int | None = None
+    drop: int | None = None
+    after: int | None = None
 
 
 class CheckpointPaths:
@@ -68,7 +76,7 @@ class CheckpointPaths:
         self._places = {self._directory}
         self._changes = Monitor()
         self._saves: dict[int, _Save] = {}
-        self._removals: list[_Removal] = []
+        self._removals: dict[str, _Note] = {}
         self._unwanted: dict[int, str] = {}
         self._latest = -1
         self._deletions = 0
@@ -98,7 +106,7 @@ class CheckpointPaths:
             raise InvalidArgumentError(f"{path} is a directory: save under another path, or remove it first")
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            note = self._write_note(path)
+            note = self._write(_Note(path, save=self._next))
             if not os.path.exists(path):
                 _link(f"/proc/self/fd/{self._fd}/{note}", path)
         except OSError as error:
@@ -133,11 +141,16 @@ class CheckpointPaths:
         with self._changes:
             own = max((step for step, save in self._saves.items() if save.path == path), default=None)
             step = self._step_at(path) if own is None else own
-            removal = _Removal(path, step, max(self._saves, default=-1))
-            if self._saves:
-                self._removals.append(removal)
-                return
-        self._remove(removal)
+            try:
+                removal = _Note(path, drop=step, after=max(self._saves, default=self._latest))
+                note = self._write(removal)
+                if self._saves:
+                    self._removals[note] = removal
+                    return
+                self._remove(note, removal)
+            except OSError as error:
+                raise write_error(error, "cannot remove a checkpoint", path) from error
+        self._delete_unwanted()
 
     def wait_for(self, path: str) -> None:
         """Wait for the commit of what was saved under ``path`` last; raises what that failed with."""
@@ -168,26 +181,40 @@ class CheckpointPaths:
 
     def _finish(self, step: int) -> None:
         save = self._saves[step]
-        try:
-            if save.handle.committed.peek() is not None:
-                self._give_up(save.path, save.note)
-                for removal in [each for each in self._removals if each.after == step]:
-                    logger.warning("%s stays: the save that was to follow it has failed", removal.path)
-            else:
-                self._latest = step
+        is_committed = save.handle.committed.peek() is None
+        if is_committed:
+            self._latest = step
+            with self._noting_failure(f"{save.path} does not lead to step {step}"):
                 self._place(save.path, save.handle.committed.result(0))
-                os.unlink(os.path.join(self._notes, save.note))
-                for removal in [each for each in self._removals if each.after == step]:
-                    self._remove(removal)
-            self._delete_unwanted()
-        except OSError as error:
-            logger.error("%s does not lead to step %d: %s", save.path, step, error)
-            self._failure = error
-        finally:
+                self._forget(save.note)
+        else:
+            self._give_up(save.path, save.note)
+        while True:
+            with self._noting_failure("what no path leads to is not deleted"):
+                self._delete_unwanted()
             with self._changes:
-                self._removals = [each for each in self._removals if each.after != step]
-                del self._saves[step]
-                self._changes.notify_all()
+                due = [note for note, removal in self._removals.items() if removal.after == step]
+                removals = {note: self._removals.pop(note) for note in due}
+                if not removals:
+                    del self._saves[step]
+                    self._changes.notify_all()
+                    return
+            for note, removal in removals.items():
+                if is_committed:
+                    with self._noting_failure(f"{removal.path} is not removed"):
+                        self._remove(note, removal)
+                else:
+                    logger.warning("%s stays: the save that was to follow it has failed", removal.path)
+                    self._forget(note)
+
+    @contextlib.contextmanager
+    def _noting_failure(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except (OSError, SidesaveError) as error:
+            logger.error("%s: %s", what, error)
+            if isinstance(error, OSError):
+                self._failure = error
 
     def _place(self, path: str, info: CheckpointInfo) -> None:
         """Lead ``path`` to a checkpoint; the one that it led to is not wanted any more."""
@@ -196,26 +223,26 @@ class CheckpointPaths:
         before = self._step_at(path)
         if before == info.step:
             return
-        note = None if before is None else self._write_note(path, drop=before)
+        note = None if before is None else self._write(_Note(path, drop=before))
         _link(os.path.relpath(place, os.path.realpath(os.path.dirname(path))), path)
         if before is not None and note is not None:
             self._unwanted[before] = note
 
-    def _remove(self, removal: _Removal) -> None:
+    def _remove(self, note: str, removal: _Note) -> None:
+        """Remove a path, unless it leads to another checkpoint by now."""
         path = removal.path
-        if removal.step is None:  # a checkpoint that the framework has written itself
-            if os.path.isdir(path) and not os.path.islink(path):
+        if removal.drop is None and not os.path.islink(path):  # a checkpoint that the framework has written itself
+            if os.path.isdir(path):
                 shutil.rmtree(path)
-            elif not os.path.islink(path):
+            else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-            return
-        if self._step_at(path) == removal.step:
-            note = self._write_note(path, drop=removal.step)
+        if removal.drop is not None and self._step_at(path) == removal.drop:
             os.unlink(path)
             _sync(os.path.dirname(path))
-            self._unwanted[removal.step] = note
-        self._delete_unwanted()
+            self._unwanted[removal.drop] = note
+        else:
+            self._forget(note)
 
     def _delete_unwanted(self) -> None:
         """Delete what no path leads to any more, except the newest, which a run always has."""
@@ -228,8 +255,7 @@ class CheckpointPaths:
     def _deleted(self, note: str, done: Any) -> None:
         error = done.exception()
         if error is None or isinstance(error, CheckpointNotFoundError):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self._notes, note))
+            self._forget(note)
         else:
             logger.warning("a checkpoint that no path leads to is deleted in the next session: %s", error)
         with self._changes:
@@ -241,33 +267,32 @@ class CheckpointPaths:
         with contextlib.suppress(OSError):
             if (found := _PENDING.fullmatch(os.readlink(path))) and found[1] == note:
                 os.unlink(path)
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(self._notes, note))
+        self._forget(note)
 
     # What a killed process has left, or an interrupted call -----------------------------------------------------
 
     def _recover(self) -> int:
         """Act on all notes; returns the highest step of the run."""
         checkpoints = saver_of(self.checkpointer).session.shared.checkpoints()
-        newest = {info.metadata[PATH]: info for info in checkpoints if PATH in info.metadata}
+        steps = {info.step: info for info in checkpoints}
         self._places.update(os.path.realpath(os.path.dirname(info.path)) for info in checkpoints)
-        steps = {info.step for info in checkpoints}
         self._latest = checkpoints[-1].step if checkpoints else -1
         with os.scandir(self._notes) as entries:
-            notes = {entry.name: _read_note(entry.path) for entry in entries}
-        for name, (relative, drop) in notes.items():
-            path = os.path.normpath(os.path.join(self._directory, relative))
-            if drop is not None and drop in steps and self._step_at(path) != drop:
-                self._unwanted[drop] = name
+            notes = {entry.name: self._read(entry.path) for entry in entries}
+        for name, note in notes.items():
+            if note.save in steps and (self._step_at(note.path) or -1) < note.save and os.path.lexists(note.path):
+                self._place(note.path, steps[note.save])
+        for name, note in notes.items():
+            if note.save is not None and note.save not in steps and is_pending(note.path):
+                os.unlink(note.path)
+                self._lead_others(note.path, checkpoints)
+            elif note.after in steps:
+                self._remove(name, note)
                 continue
-            info = newest.get(relative)
-            if drop is None and relative and os.path.islink(path):
-                if info is not None and (self._step_at(path) or 0) <= info.step:
-                    self._place(path, info)
-                elif info is None and _PENDING.fullmatch(os.readlink(path)):
-                    self._lead_others(path, [*newest.values()])
-                    os.unlink(path)
-            os.unlink(os.path.join(self._notes, name))
+            elif note.after is None and note.drop in steps and self._step_at(note.path) != note.drop:
+                self._unwanted[note.drop] = name
+                continue
+            self._forget(name)
         self._delete_unwanted()
         return max(steps, default=-1)
 
@@ -285,17 +310,16 @@ class CheckpointPaths:
     def _lead_others(self, path: str, checkpoints: list[CheckpointInfo]) -> None:
         """Lead links to ``path``, which comes to nothing, to the newest checkpoint beside it."""
         folder = os.path.dirname(path)
+        places = {info.step: self._absolute(info.metadata[PATH]) for info in checkpoints if PATH in info.metadata}
         beside = [
-            info
-            for info in sorted(checkpoints, key=lambda info: info.order)
-            if os.path.dirname(os.path.normpath(os.path.join(self._directory, info.metadata[PATH]))) == folder
+            place for step, place in places.items() if os.path.dirname(place) == folder and self._step_at(place) == step
         ]
         with os.scandir(folder) as entries:
             links = [entry.path for entry in entries if entry.is_symlink()]
         for link in links:
             if os.path.normpath(os.path.join(folder, os.readlink(link))) == path:
                 if beside:
-                    _link(os.path.basename(beside[-1].metadata[PATH]), link)
+                    _link(os.path.basename(beside[-1]), link)
                 else:
                     os.unlink(link)
 
@@ -314,11 +338,27 @@ class CheckpointPaths:
         folder, name = os.path.split(path)
         return os.path.relpath(os.path.join(os.path.realpath(folder), name), self._directory)
 
-    def _write_note(self, path: str, drop: int | None = None) -> str:
+    def _absolute(self, relative: str) -> str:
+        return os.path.normpath(os.path.join(self._directory, relative))
+
+    def _write(self, note: _Note) -> str:
         name = secrets.token_hex(8)
         with open(os.path.join(self._notes, name), "x", encoding="utf-8") as file:
-            json.dump([self._relative(path), drop], file)
+            json.dump([self._relative(note.path), note.save, note.drop, note.after], file)
         return name
+
+    def _read(self, place: str) -> _Note:
+        """A note; of a torn one nothing, for nothing was done after it."""
+        try:
+            with open(place, encoding="utf-8") as file:
+                relative, *steps = json.load(file)
+        except (ValueError, TypeError):
+            return _Note("")
+        return _Note(self._absolute(relative), *steps)
+
+    def _forget(self, note: str) -> None:
+        with contextlib.suppress(OSError):  # then the next session finds that there is nothing to do
+            os.unlink(os.path.join(self._notes, note))
 
 
 def is_left_out(directory: str) -> bool:
@@ -335,16 +375,6 @@ def is_pending(path: str) -> bool:
         return _PENDING.fullmatch(os.readlink(path)) is not None
     except OSError:
         return False
-
-
-def _read_note(path: str) -> tuple[str, int | None]:
-    """The path, and the step to drop; of a torn note nothing, for nothing was done after it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            relative, drop = json.load(file)
-    except (ValueError, TypeError):
-        return "", None
-    return relative, drop
 
 
 def _link(target: str, path: str) -> None:
@@ -366,4 +396,3 @@ def _sync(folder: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-

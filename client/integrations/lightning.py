@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.integrations.checkpoint_paths import CheckpointPaths, is_left_out, is_pending
-from sidesave.client.loading.load import LoadRequest
+from sidesave.client.loading.load import LoadRequest, own_place
 from sidesave.client.options import CheckpointerOptions
 from sidesave.client.runs.finding import is_checkpoint
 from sidesave.errors import (
@@ -163,12 +163,14 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
         else:
             self._paths.save(_place(path), (step, note), {**checkpoint, **state}, _facts(checkpoint))
 
-    def load_shards(self, place: str, into: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    def load_shards(
+        self, place: str, into: dict[str, Any], *, strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
         """Fill ``into``, which has what :meth:`save_shards` divides; returns all else. All ranks call this."""
         allow_pickle = self._options.get("allow_pickle", False) and weights_only is not True
         rest = LoadRequest(exclude=SHARDED, strict=False, allow_pickle=allow_pickle).read(place)
-        filled = LoadRequest(include=[*into], into=into, strict=strict, allow_pickle=allow_pickle).read(place)
-        filled.apply()
+        own = LoadRequest(include=[*into], into=into, strict=strict, allow_pickle=allow_pickle, **own_place())
+        own.read(place).apply()
         return rest.apply()
 
     def load_checkpoint(
@@ -248,7 +250,9 @@ class _Setup(Callback):
         """Open the run directory where training begins."""
         strategy = trainer.strategy
         if strategy.checkpoint_io is not self._io:
-            raise InvalidArgumentError("this SidesaveCheckpointIO is not the trainer's: pass it in plugins=[...] as well")
+            raise InvalidArgumentError(
+                "this SidesaveCheckpointIO is not the trainer's: pass it in plugins=[...] as well"
+            )
         if isinstance(strategy, _BYPASSING) and not isinstance(strategy, SidesaveModelParallelStrategy):
             raise InvalidArgumentError(
                 f"{type(strategy).__name__} saves past a CheckpointIO: for FSDP2 and tensor parallelism take "
@@ -334,7 +338,7 @@ def _rank() -> int:
 def _refuse(storage_options: object) -> None:
     if storage_options is not None:
         raise InvalidArgumentError(
-            f"storage_options={brief(storage_options)} has no meaning for one save: give SidesaveCheckpointIO its options"
+            f"storage_options={brief(storage_options)} has no meaning for one save: give SidesaveCheckpointIO options"
         )
 
 

@@ -196,8 +196,8 @@ def test_what_has_no_meaning_is_refused_by_name(run: Path, tmp_path: Path):
         io.save_checkpoint({}, tmp_path / "a.ckpt", {"key": 1})
     with pytest.raises(InvalidArgumentError, match="mirror="):
         io.save_checkpoint({}, "s3://bucket/a.ckpt")
+    io.save_checkpoint({"x": 1}, tmp_path / "a.ckpt")
     with pytest.raises(InvalidArgumentError, match="map_location"):
-        io.save_checkpoint({"x": 1}, tmp_path / "a.ckpt")
         io.load_checkpoint(tmp_path / "a.ckpt", map_location=lambda storage, place: storage)
     io.teardown()
 
@@ -233,9 +233,7 @@ def start(folder: Path, api: str, kind: str, steps: int, kill_at: int = -1) -> l
         port = free.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
     common |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        forks.popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
-    ]
+    ranks = [forks.popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     return [each.wait(280) for each in ranks]
 
 
