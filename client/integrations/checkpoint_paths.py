@@ -279,7 +279,7 @@ class CheckpointPaths:
         self._latest = checkpoints[-1].step if checkpoints else -1
         with os.scandir(self._notes) as entries:
             notes = {entry.name: self._read(entry.path) for entry in entries}
-        for name, note in notes.items():
+        for note in notes.values():
             if note.save in steps and (self._step_at(note.path) or -1) < note.save and os.path.lexists(note.path):
                 self._place(note.path, steps[note.save])
         for name, note in notes.items():
