@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import forks
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import sidesave
 from sidesave import Checkpointer
@@ -214,3 +217,40 @@ def test_after_a_kill_each_path_leads_to_its_newest_commit(is_lost: bool, run: P
     assert found == ({"first": 1, "last": 1, "link": 1} if is_lost else {"last": 2, "new": 2, "link": 2})
     assert not is_left_out(str(run))
     assert len(sidesave.find(run)) == len({path.resolve() for path in paths.values() if path.exists()})
+
+
+# Sequences of calls ------------------------------------------------------------------------------------------------
+
+CALLS = st.tuples(st.sampled_from(["save", "save", "remove", "hold", "go on", "reopen"]), st.sampled_from("abc"))
+
+
+@settings(max_examples=campaigns.examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls=st.lists(CALLS, max_size=14))
+def test_whatever_is_called_each_path_has_its_newest_save_and_nothing_else_is_kept(
+    calls: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tmp_path_factory.mktemp("example")
+    held, model, is_held, under_way, newest = Held(folder / "run"), dict[str, int](), False, 0, None
+    for number, (call, name) in enumerate([*calls, ("reopen", "")]):
+        path = folder / f"{name}.ckpt"
+        if (call == "save" and under_way == 2) or call in ("go on", "reopen"):  # else no slot gets free
+            held.go_on()
+            is_held, under_way = False, 0
+        if call == "hold":
+            held.stop()
+            is_held = True
+        elif call == "save":
+            held.save(path, number)
+            model[name] = newest = number
+            under_way += is_held
+            assert path.exists()
+        elif call == "remove":
+            held.remove(path)
+            model.pop(name, None)
+        elif call == "reopen":
+            held.paths.close()
+            assert {each.stem: value_at(each) for each in folder.glob("*.ckpt")} == model
+            kept = {value_at(Path(info.path)) for info in sidesave.find(folder / "run")}
+            assert kept == {*model.values()} | ({newest} - {None})
+            held = Held(folder / "run")
+    held.paths.close()
