@@ -1,5 +1,9 @@
 """A ``CheckpointIO`` for Lightning, by which its trainers save with sidesave. See docs/integrations/lightning.md."""
 
-from sidesave.client.integrations.lightning import SidesaveCheckpointIO, SidesaveModelParallelStrategy
+from sidesave.client.integrations.lightning import (
+    SidesaveCheckpointIO,
+    SidesaveFSDPStrategy,
+    SidesaveModelParallelStrategy,
+)
 
-__all__ = ["SidesaveCheckpointIO", "SidesaveModelParallelStrategy"]
+__all__ = ["SidesaveCheckpointIO", "SidesaveFSDPStrategy", "SidesaveModelParallelStrategy"]
