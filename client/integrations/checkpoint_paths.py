@@ -157,8 +157,10 @@ class CheckpointPaths:
         with self._changes:
             own = [save for save in self._saves.values() if save.path == path]
         if own:
-            own[-1].handle.committed.result()
+            error = own[-1].handle.committed.exception()
             self._changes.wait_for(lambda: own[-1] not in self._saves.values())
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Wait for all saves, put their paths in order, and close the checkpointer.
@@ -238,11 +240,11 @@ class CheckpointPaths:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
         if removal.drop is not None and self._step_at(path) == removal.drop:
+            dropping = self._write(_Note(path, drop=removal.drop))
             os.unlink(path)
             _sync(os.path.dirname(path))
-            self._unwanted[removal.drop] = note
-        else:
-            self._forget(note)
+            self._unwanted[removal.drop] = dropping
+        self._forget(note)
 
     def _delete_unwanted(self) -> None:
         """Delete what no path leads to any more, except the newest, which a run always has."""

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
@@ -254,26 +253,32 @@ class _Setup(Callback):
             raise InvalidArgumentError(
                 "this SidesaveCheckpointIO is not the trainer's: pass it in plugins=[...] as well"
             )
-        if isinstance(strategy, _BYPASSING) and not isinstance(strategy, _SavesShards):
+        if isinstance(strategy, _BYPASSING) and not isinstance(strategy, SidesaveModelParallelStrategy):
             raise InvalidArgumentError(
-                f"{type(strategy).__name__} saves past a CheckpointIO: take SidesaveModelParallelStrategy or "
-                "SidesaveFSDPStrategy, or leave SidesaveCheckpointIO out"
+                f"{type(strategy).__name__} saves past a CheckpointIO: for FSDP2 and tensor parallelism take "
+                "SidesaveModelParallelStrategy, else leave SidesaveCheckpointIO out"
             )
         if stage != "fit":
             return
-        if isinstance(strategy, _SavesShards):
+        if isinstance(strategy, SidesaveModelParallelStrategy):
             self._io.open_shards()
         elif trainer.is_global_zero:
             self._io.open()
 
 
-class _SavesShards:
-    """Of a strategy whose ranks have parts of the model: they save and load them by the trainer's plugin."""
+class SidesaveModelParallelStrategy(ModelParallelStrategy):
+    """FSDP2 and tensor parallelism, with each rank's shards saved by the ``SidesaveCheckpointIO`` of the trainer.
 
-    model: Any
-    optimizers: list[Any]
-    lightning_module: Any
-    checkpoint_io: Any
+    Any number of ranks can load them. Takes what ``ModelParallelStrategy`` does.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if not self._save_distributed_checkpoint:
+            raise InvalidArgumentError(
+                "save_distributed_checkpoint=False would gather all on rank 0: leave it out; any number of ranks, or "
+                "one process, can load what is saved"
+            )
 
     @property
     def _io(self) -> SidesaveCheckpointIO:
@@ -320,43 +325,6 @@ class _SavesShards:
             super().teardown()
         finally:
             self._io.teardown()
-
-
-class SidesaveModelParallelStrategy(_SavesShards, ModelParallelStrategy):
-    """FSDP2 and tensor parallelism, with each rank's shards saved by the ``SidesaveCheckpointIO`` of the trainer.
-
-    Any number of ranks can load them. Takes what ``ModelParallelStrategy`` does.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if not self._save_distributed_checkpoint:
-            raise InvalidArgumentError(
-                "save_distributed_checkpoint=False would gather all on rank 0: leave it out; any number of ranks, or "
-                "one process, can load what is saved"
-            )
-
-
-class SidesaveFSDPStrategy(_SavesShards, FSDPStrategy):
-    """FSDP1, with each rank's shards saved by the ``SidesaveCheckpointIO`` of the trainer.
-
-    Any number of ranks can load them. Takes what ``FSDPStrategy`` does; ``state_dict_type`` is ``"sharded"``.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        given = options.pop("state_dict_type", "sharded")
-        if given != "sharded":
-            raise InvalidArgumentError(
-                f"state_dict_type={brief(given)} would gather all on rank 0: leave it out; any number of ranks, or one "
-                "process, can load what is saved"
-            )
-        super().__init__(*arguments, **options, state_dict_type="sharded")
-
-    def setup_environment(self) -> None:
-        """As of any ``FSDPStrategy``; with a mesh, its shards are ``DTensor``s, which can be cut anew."""
-        super().setup_environment()
-        if self.kwargs.get("device_mesh") is None:
-            self.kwargs["device_mesh"] = init_device_mesh(self.root_device.type, (self.world_size,))
 
 
 _BYPASSING: Final = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sidesave.integrations.lightning import SidesaveCheckpointIO, SidesaveFSDPStrategy, SidesaveModelParallelStrategy
+from sidesave.integrations.lightning import SidesaveCheckpointIO, SidesaveModelParallelStrategy
 
 
 class Net(LightningModule):
@@ -102,13 +102,9 @@ def job(folder: str, api: str, kind: str, steps: int, kill_at: int) -> None:
     ours = api == "ours"
     io = SidesaveCheckpointIO(folder) if ours else None
     strategy: Any = "ddp" if kind == "ddp" else "auto"
-    if kind == "fsdp2":
+    if kind == "fsdp":
         sharded = SidesaveModelParallelStrategy if ours else ModelParallelStrategy
         strategy = sharded(data_parallel_size=2, tensor_parallel_size=1)
-    elif kind == "fsdp1":
-        # Lightning refuses its own class, and no subclass, on a CPU.
-        sharded = SidesaveFSDPStrategy if ours else type("Stock", (FSDPStrategy,), {})
-        strategy = sharded(**({} if ours else {"state_dict_type": "sharded"}))
     trainer = a_trainer(Path(folder), io, steps, strategy, 1 if kind == "alone" else 2, use_distributed_sampler=False)
     trainer.fit(Net(losses=f"{folder}.losses", kill_at=kill_at), data(), ckpt_path="last", weights_only=False)
 

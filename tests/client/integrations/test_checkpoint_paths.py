@@ -25,7 +25,11 @@ class Held:
     """Paths whose daemon can be stopped, so that nothing is committed meanwhile."""
 
     def __init__(self, run: Path) -> None:
-        self.checkpointer = Checkpointer(run)
+        self.run = run
+        self.open()
+
+    def open(self) -> None:
+        self.checkpointer = Checkpointer(self.run)
         self.paths = CheckpointPaths(self.checkpointer)
 
     def save(self, path: Path, value: Any = 1) -> sidesave.SaveHandle:
@@ -89,7 +93,7 @@ def test_what_is_replaced_stays_until_the_commit_and_goes_then(held: Held, run: 
     assert value_at(last) == 2
     assert [info.step for info in sidesave.find(run)] == [1]
     assert not is_left_out(str(run))
-    held.__init__(run)
+    held.open()
 
 
 def test_a_removal_waits_for_the_commit_of_the_save_before_it(held: Held, run: Path, tmp_path: Path):
@@ -105,7 +109,7 @@ def test_a_removal_waits_for_the_commit_of_the_save_before_it(held: Held, run: P
     assert not os.path.lexists(old)
     held.paths.close()
     assert [info.step for info in sidesave.find(run)] == [1]
-    held.__init__(run)
+    held.open()
 
 
 def test_a_removal_with_nothing_under_way_is_done_at_once_but_the_newest_keeps_its_bytes(
@@ -121,12 +125,12 @@ def test_a_removal_with_nothing_under_way_is_done_at_once_but_the_newest_keeps_i
     held.paths.close()
     assert [info.step for info in sidesave.find(run)] == [1]  # a run has its newest
     assert is_left_out(str(run))  # it goes when there is a newer one
-    held.__init__(run)
+    held.open()
     held.save(one, 3).committed.result()
     held.paths.close()
     assert [info.step for info in sidesave.find(run)] == [2]
     assert not is_left_out(str(run))
-    held.__init__(run)
+    held.open()
 
 
 def test_a_path_moved_away_keeps_its_checkpoint(held: Held, run: Path, tmp_path: Path):
@@ -139,7 +143,7 @@ def test_a_path_moved_away_keeps_its_checkpoint(held: Held, run: Path, tmp_path:
     held.save(tmp_path / "b.ckpt", 3).committed.result()
     held.paths.close()
     assert value_at(kept) == 1
-    held.__init__(run)
+    held.open()
 
 
 def test_a_failed_save_leaves_the_path_as_it_was_and_cancels_the_removal(held: Held, run: Path, tmp_path: Path):
@@ -252,5 +256,5 @@ def test_whatever_is_called_each_path_has_its_newest_save_and_nothing_else_is_ke
             assert {each.stem: value_at(each) for each in folder.glob("*.ckpt")} == model
             kept = {value_at(Path(info.path)) for info in sidesave.find(folder / "run")}
             assert kept == {*model.values()} | ({newest} - {None})
-            held = Held(folder / "run")
+            held.open()
     held.paths.close()

@@ -249,7 +249,7 @@ def end_daemons(folder: Path, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_lost"),
-    [("alone", True), ("alone", False), ("ddp", False), ("fsdp2", True), ("fsdp2", False), ("fsdp1", False)],
+    [("alone", True), ("alone", False), ("ddp", False), ("fsdp", True), ("fsdp", False)],
 )
 def test_a_job_killed_within_a_save_goes_on_as_with_lightnings_own(kind: str, is_lost: bool, tmp_path: Path):
     ranks = 1 if kind == "alone" else 2
