@@ -126,7 +126,8 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
 
     def _open(self, *, distributed: bool) -> Checkpointer:
         if self._checkpointer is None:
-            checkpointer = Checkpointer(self._directory, **{**self._options, "distributed": distributed})
+            options: CheckpointerOptions = {**self._options, "distributed": distributed}
+            checkpointer = Checkpointer(self._directory, **options)
             try:
                 self._paths = CheckpointPaths(checkpointer) if not distributed or _rank() == 0 else None
             except BaseException:
@@ -169,7 +170,15 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
         """Fill ``into``, which has what :meth:`save_shards` divides; returns all else. All ranks call this."""
         allow_pickle = self._options.get("allow_pickle", False) and weights_only is not True
         rest = LoadRequest(exclude=SHARDED, strict=False, allow_pickle=allow_pickle).read(place)
-        own = LoadRequest(include=[*into], into=into, strict=strict, allow_pickle=allow_pickle, **own_place())
+        ranks = own_place()
+        own = LoadRequest(
+            include=[*into],
+            into=into,
+            strict=strict,
+            allow_pickle=allow_pickle,
+            rank=ranks["rank"],
+            size=ranks["size"],
+        )
         own.read(place).apply()
         return rest.apply()
 

@@ -77,8 +77,9 @@ class Held(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         assert self.io.checkpointer is not None
-        self.pid = self.io.checkpointer.daemon_pid
-        assert self.pid is not None
+        pid = self.io.checkpointer.daemon_pid
+        assert pid is not None
+        self.pid = pid
         if trainer.global_step == 1:
             self.io.checkpointer.wait()
             os.kill(self.pid, signal.SIGSTOP)
@@ -244,6 +245,7 @@ def losses(folder: Path, rank: int) -> dict[str, str]:
 def end_daemons(folder: Path, number: int) -> None:
     for file in folder.parent.glob(f"{folder.name}.losses-daemon-*"):
         os.kill(int(file.read_text()), number)
+        file.unlink()
 
 
 @pytest.mark.slow
