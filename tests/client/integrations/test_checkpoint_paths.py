@@ -234,19 +234,18 @@ def test_whatever_is_called_each_path_has_its_newest_save_and_nothing_else_is_ke
     calls: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ):
     folder = tmp_path_factory.mktemp("example")
-    held, model, is_held, under_way, newest = Held(folder / "run"), dict[str, int](), False, 0, None
+    held, model, newest = Held(folder / "run"), dict[str, int](), None
+    handles: list[sidesave.SaveHandle] = []
     for number, (call, name) in enumerate([*calls, ("reopen", "")]):
         path = folder / f"{name}.ckpt"
-        if (call == "save" and under_way == 2) or call in ("go on", "reopen"):  # else no slot gets free
+        handles = [handle for handle in handles if not handle.done()]
+        if (call == "save" and len(handles) == 2) or call in ("go on", "reopen"):  # else no slot gets free
             held.go_on()
-            is_held, under_way = False, 0
         if call == "hold":
             held.stop()
-            is_held = True
         elif call == "save":
-            held.save(path, number)
+            handles.append(held.save(path, number))
             model[name] = newest = number
-            under_way += is_held
             assert path.exists()
         elif call == "remove":
             held.remove(path)
