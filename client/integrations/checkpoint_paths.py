@@ -144,9 +144,6 @@ class CheckpointPaths:
             try:
                 removal = _Note(path, drop=step, after=max(self._saves, default=self._latest))
                 note = self._write(removal)
-                if self._saves:
-                    self._removals[note] = removal
-                    return
                 self._remove(note, removal)
             except OSError as error:
                 raise write_error(error, "cannot remove a checkpoint", path) from error

@@ -234,7 +234,16 @@ def test_whatever_is_called_each_path_has_its_newest_save_and_nothing_else_is_ke
     calls: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ):
     folder = tmp_path_factory.mktemp("example")
-    held, model, newest = Held(folder / "run"), dict[str, int](), None
+    held = Held(folder / "run")
+    try:
+        follow(calls, held, folder)
+    finally:
+        held.go_on()
+        held.paths.close()
+
+
+def follow(calls: list[tuple[str, str]], held: Held, folder: Path) -> None:
+    model, newest = dict[str, int](), None
     handles: list[sidesave.SaveHandle] = []
     for number, (call, name) in enumerate([*calls, ("reopen", "")]):
         path = folder / f"{name}.ckpt"
@@ -252,8 +261,8 @@ def test_whatever_is_called_each_path_has_its_newest_save_and_nothing_else_is_ke
             model.pop(name, None)
         elif call == "reopen":
             held.paths.close()
-            assert {each.stem: value_at(each) for each in folder.glob("*.ckpt")} == model
+            there = {each.stem: value_at(each) for each in folder.glob("*.ckpt")}
             kept = {value_at(Path(info.path)) for info in sidesave.find(folder / "run")}
-            assert kept == {*model.values()} | ({newest} - {None})
             held.open()
-    held.paths.close()
+            assert there == model
+            assert kept == {*model.values()} | ({newest} - {None})
