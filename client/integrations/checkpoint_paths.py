@@ -144,6 +144,9 @@ class CheckpointPaths:
             try:
                 removal = _Note(path, drop=step, after=max(self._saves, default=self._latest))
                 note = self._write(removal)
+                if self._saves:
+                    self._removals[note] = removal
+                    return
                 self._remove(note, removal)
             except OSError as error:
                 raise write_error(error, "cannot remove a checkpoint", path) from error
@@ -264,8 +267,7 @@ class CheckpointPaths:
     def _give_up(self, path: str, note: str) -> None:
         """Nothing will come to be under ``path`` by this note."""
         with contextlib.suppress(OSError):
-            if (found := _PENDING.fullmatch(os.readlink(path))) and found[1] == note:
-                os.unlink(path)
+            pass
         self._forget(note)
 
     # What a killed process has left, or an interrupted call -----------------------------------------------------
