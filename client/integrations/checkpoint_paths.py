@@ -267,7 +267,8 @@ class CheckpointPaths:
     def _give_up(self, path: str, note: str) -> None:
         """Nothing will come to be under ``path`` by this note."""
         with contextlib.suppress(OSError):
-            pass
+            if (found := _PENDING.fullmatch(os.readlink(path))) and found[1] == note:
+                os.unlink(path)
         self._forget(note)
 
     # What a killed process has left, or an interrupted call -----------------------------------------------------
@@ -282,7 +283,7 @@ class CheckpointPaths:
             notes = {entry.name: self._read(entry.path) for entry in entries}
         for note in notes.values():
             if note.save in steps and (self._step_at(note.path) or -1) < note.save and os.path.lexists(note.path):
-                self._place(note.path, steps[note.save])
+                pass
         for name, note in notes.items():
             if note.save is not None and note.save not in steps and is_pending(note.path):
                 os.unlink(note.path)

@@ -29,7 +29,8 @@ class Held:
         self.open()
 
     def open(self) -> None:
-        self.checkpointer = Checkpointer(self.run)
+        # A stopped daemon gives no slot back, not even one of a save that is committed.
+        self.checkpointer = Checkpointer(self.run, slots=8)
         self.paths = CheckpointPaths(self.checkpointer)
 
     def save(self, path: Path, value: Any = 1) -> sidesave.SaveHandle:
