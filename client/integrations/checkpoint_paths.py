@@ -283,7 +283,7 @@ class CheckpointPaths:
             notes = {entry.name: self._read(entry.path) for entry in entries}
         for note in notes.values():
             if note.save in steps and (self._step_at(note.path) or -1) < note.save and os.path.lexists(note.path):
-                pass
+                self._place(note.path, steps[note.save])
         for name, note in notes.items():
             if note.save is not None and note.save not in steps and is_pending(note.path):
                 os.unlink(note.path)
