@@ -1,0 +1,400 @@
+"""Checkpoints under paths that a framework chooses, such as ``last.ckpt``: links to the steps of a run directory.
+
+A path is there at once and leads to nothing half-written. Until the commit it links to a note through a descriptor of
+the saving process (``/proc/self/fd/N/NOTE``): so it exists for this process, and dangles for every other, and for all
+once this one was killed. With the commit it links to the step; a path that had an earlier checkpoint keeps that until
+then. Notes are small files in the run directory. They tell the next session which paths a killed process has left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sidesave.client.checkpointer import Checkpointer
+from sidesave.client.internals import saver_of
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.saving.handle import SaveHandle
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, write_error
+from sidesave.stager.signal_safe import Monitor
+from sidesave.writer_daemon.format.manifest import parse_step_directory
+
+logger = logging.getLogger(__name__)
+
+PATH: Final = "path"
+"""Of a checkpoint's metadata, the path that it was saved under, relative to the run directory."""
+_NOTES: Final = ".sidesave.paths"
+_PENDING: Final = re.compile(r"/proc/self/fd/\d+/([0-9a-f]{16})")
+_DRAFT: Final = ".sidesave.link."
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save under way."""
+
+    path: str
+    note: str
+    handle: SaveHandle
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What is to be done about a path.
+
+    Attributes:
+        save: The path is to lead to this step, when it is committed.
+        drop: This step is to be deleted, once the path does not lead to it.
+        after: The path, if it leads to ``drop`` or is a file of the framework's own, is to be removed when this step is
+            committed.
+    """
+
+    path: str
+    save: int | None = None
+    drop: int | None = None
+    after: int | None = None
+
+
+class CheckpointPaths:
+    """Saves under paths, into the run directory of a ``Checkpointer``, whose only user this is.
+
+    One process has it for a run directory; of several ranks that is rank 0.
+    """
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        """Put in order what a killed process has left. Raises ``WriteError`` if the run directory refuses that."""
+        self.checkpointer = checkpointer
+        self._directory = os.path.realpath(checkpointer.directory)
+        self._notes = os.path.join(self._directory, _NOTES)
+        self._places = {self._directory}
+        self._changes = Monitor()
+        self._saves: dict[int, _Save] = {}
+        self._removals: dict[str, _Note] = {}
+        self._unwanted: dict[int, str] = {}
+        self._latest = -1
+        self._deletions = 0
+        self._failure: OSError | None = None
+        try:
+            os.makedirs(self._notes, exist_ok=True)
+            self._fd = os.open(self._notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._next = 1 + self._recover()
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except OSError as error:
+            raise write_error(error, "cannot put the paths of the run in order", self._directory) from error
+
+    # Saving ----------------------------------------------------------------------------------------------------
+
+    def claim(self, path: str) -> tuple[int, str]:
+        """Have ``path`` exist from now on, and give it the next step and a note; see :meth:`save`.
+
+        Raises:
+            InvalidArgumentError: A directory is there that is no checkpoint of this run.
+            WriteError: The path cannot be made; or an earlier one could not be led to its checkpoint.
+        """
+        self._raise_failure()
+        if os.path.isdir(path) and not os.path.islink(path):
+            raise InvalidArgumentError(f"{path} is a directory: save under another path, or remove it first")
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            note = self._write(_Note(path, save=self._next))
+            if not os.path.exists(path):
+                _link(f"/proc/self/fd/{self._fd}/{note}", path)
+        except OSError as error:
+            raise write_error(error, "cannot make the path of a checkpoint", path) from error
+        step = self._next
+        self._next += 1
+        return step, note
+
+    def save(
+        self, path: str, claim: tuple[int, str], state: Mapping[str, Any], metadata: Mapping[str, Any]
+    ) -> SaveHandle:
+        """Save ``state``, which ``path`` will lead to; returns when training may go on, as ``Checkpointer.save`` does.
+
+        Raises what ``Checkpointer.save`` raises; the path is then as it was.
+        """
+        step, note = claim
+        try:
+            handle = self.checkpointer.save(step, state, metadata={**metadata, PATH: self._relative(path)})
+        except Exception:
+            self._give_up(path, note)
+            raise
+        if handle.skipped:
+            self._give_up(path, note)
+            return handle
+        with self._changes:
+            self._saves[step] = _Save(path, note, handle)
+        handle.committed.add_done_callback(lambda _: self._finish(step))
+        return handle
+
+    def remove(self, path: str) -> None:
+        """Remove what ``path`` leads to, once all saves issued so far are committed. If one fails it stays."""
+        with self._changes:
+            own = max((step for step, save in self._saves.items() if save.path == path), default=None)
+            step = self._step_at(path) if own is None else own
+            try:
+                removal = _Note(path, drop=step, after=max(self._saves, default=self._latest))
+                note = self._write(removal)
+                if self._saves:
+                    self._removals[note] = removal
+                    return
+                self._remove(note, removal)
+            except OSError as error:
+                raise write_error(error, "cannot remove a checkpoint", path) from error
+        self._delete_unwanted()
+
+    def wait_for(self, path: str) -> None:
+        """Wait for the commit of what was saved under ``path`` last; raises what that failed with."""
+        with self._changes:
+            own = [save for save in self._saves.values() if save.path == path]
+        if own:
+            error = own[-1].handle.committed.exception()
+            self._changes.wait_for(lambda: own[-1] not in self._saves.values())
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Wait for all saves, put their paths in order, and close the checkpointer.
+
+        Raises what ``Checkpointer.close`` raises, and ``WriteError`` for a path that could not be made.
+        """
+        try:
+            try:
+                self.checkpointer.wait()
+            finally:
+                self._changes.wait_for(lambda: not self._saves and not self._deletions)
+                self._settle()
+                self._changes.wait_for(lambda: not self._deletions)
+        finally:
+            os.close(self._fd)
+            self.checkpointer.close()
+        self._raise_failure()
+
+    # In the thread that hears of commits -----------------------------------------------------------------------
+
+    def _finish(self, step: int) -> None:
+        save = self._saves[step]
+        is_committed = save.handle.committed.peek() is None
+        if is_committed:
+            self._latest = step
+            with self._noting_failure(f"{save.path} does not lead to step {step}"):
+                self._place(save.path, save.handle.committed.result(0))
+                self._forget(save.note)
+        else:
+            self._give_up(save.path, save.note)
+        while True:
+            with self._noting_failure("what no path leads to is not deleted"):
+                self._delete_unwanted()
+            with self._changes:
+                due = [note for note, removal in self._removals.items() if removal.after == step]
+                removals = {note: self._removals.pop(note) for note in due}
+                if not removals:
+                    del self._saves[step]
+                    self._changes.notify_all()
+                    return
+            for note, removal in removals.items():
+                if is_committed:
+                    with self._noting_failure(f"{removal.path} is not removed"):
+                        self._remove(note, removal)
+                else:
+                    logger.warning("%s stays: the save that was to follow it has failed", removal.path)
+                    self._forget(note)
+
+    @contextlib.contextmanager
+    def _noting_failure(self, what: str) -> Generator[None]:
+        try:
+            yield
+        except (OSError, SidesaveError) as error:
+            logger.error("%s: %s", what, error)
+            if isinstance(error, OSError):
+                self._failure = error
+
+    def _place(self, path: str, info: CheckpointInfo) -> None:
+        """Lead ``path`` to a checkpoint; the one that it led to is not wanted any more."""
+        place = os.path.realpath(info.path)
+        self._places.add(os.path.dirname(place))
+        before = self._step_at(path)
+        if before == info.step:
+            return
+        note = None if before is None else self._write(_Note(path, drop=before))
+        _link(os.path.relpath(place, os.path.realpath(os.path.dirname(path))), path)
+        if before is not None and note is not None:
+            self._unwanted[before] = note
+
+    def _remove(self, note: str, removal: _Note) -> None:
+        """Remove a path, unless it leads to another checkpoint by now."""
+        path = removal.path
+        if removal.drop is None and not os.path.islink(path):  # a checkpoint that the framework has written itself
+            if os.path.isdir(path):
+                shutil.rmtree(path)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        if removal.drop is not None and self._step_at(path) == removal.drop:
+            dropping = self._write(_Note(path, drop=removal.drop))
+            os.unlink(path)
+            _sync(os.path.dirname(path))
+            self._unwanted[removal.drop] = dropping
+        self._forget(note)
+
+    def _delete_unwanted(self) -> None:
+        """Delete what no path leads to any more, except the newest, which a run always has."""
+        for step in [step for step in self._unwanted if step != self._latest]:
+            note = self._unwanted.pop(step)
+            with self._changes:
+                self._deletions += 1
+            self.checkpointer.delete(step).add_done_callback(lambda done, note=note: self._deleted(note, done))
+
+    def _deleted(self, note: str, done: Any) -> None:
+        error = done.exception()
+        if error is None or isinstance(error, CheckpointNotFoundError):
+            self._forget(note)
+        else:
+            logger.warning("a checkpoint that no path leads to is deleted in the next session: %s", error)
+        with self._changes:
+            self._deletions -= 1
+            self._changes.notify_all()
+
+    def _give_up(self, path: str, note: str) -> None:
+        """Nothing will come to be under ``path`` by this note."""
+        with contextlib.suppress(OSError):
+            if (found := _PENDING.fullmatch(os.readlink(path))) and found[1] == note:
+                os.unlink(path)
+        self._forget(note)
+
+    # What a killed process has left, or an interrupted call -----------------------------------------------------
+
+    def _recover(self) -> int:
+        """Act on all notes; returns the highest step of the run."""
+        checkpoints = saver_of(self.checkpointer).session.shared.checkpoints()
+        steps = {info.step: info for info in checkpoints}
+        self._places.update(os.path.realpath(os.path.dirname(info.path)) for info in checkpoints)
+        self._latest = checkpoints[-1].step if checkpoints else -1
+        with os.scandir(self._notes) as entries:
+            notes = {entry.name: self._read(entry.path) for entry in entries}
+        for note in notes.values():
+            if note.save in steps and (self._step_at(note.path) or -1) < note.save and os.path.lexists(note.path):
+                self._place(note.path, steps[note.save])
+        for name, note in notes.items():
+            if note.save is not None and note.save not in steps and is_pending(note.path):
+                os.unlink(note.path)
+                self._lead_others(note.path, checkpoints)
+            elif note.after in steps:
+                self._remove(name, note)
+                continue
+            elif note.after is None and note.drop in steps and self._step_at(note.path) != note.drop:
+                self._unwanted[note.drop] = name
+                continue
+            self._forget(name)
+        self._delete_unwanted()
+        return max(steps, default=-1)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise write_error(failure, "cannot lead to a checkpoint", str(failure.filename)) from failure
+
+    def _settle(self) -> None:
+        try:
+            self._recover()
+        except OSError as error:
+            self._failure = self._failure or error
+
+    def _lead_others(self, path: str, checkpoints: list[CheckpointInfo]) -> None:
+        """Lead links to ``path``, which comes to nothing, to the newest checkpoint beside it."""
+        folder = os.path.dirname(path)
+        places = {info.step: self._absolute(info.metadata[PATH]) for info in checkpoints if PATH in info.metadata}
+        beside = [
+            place for step, place in places.items() if os.path.dirname(place) == folder and self._step_at(place) == step
+        ]
+        with os.scandir(folder) as entries:
+            links = [entry.path for entry in entries if entry.is_symlink()]
+        for link in links:
+            if os.path.normpath(os.path.join(folder, os.readlink(link))) == path:
+                if beside:
+                    _link(os.path.basename(beside[-1]), link)
+                else:
+                    os.unlink(link)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _step_at(self, path: str) -> int | None:
+        """The step that a path leads to; None if it is no link to one."""
+        try:
+            target = os.readlink(path)
+        except OSError:
+            return None
+        place = os.path.normpath(os.path.join(os.path.realpath(os.path.dirname(path)), target))
+        return parse_step_directory(os.path.basename(place)) if os.path.dirname(place) in self._places else None
+
+    def _relative(self, path: str) -> str:
+        folder, name = os.path.split(path)
+        return os.path.relpath(os.path.join(os.path.realpath(folder), name), self._directory)
+
+    def _absolute(self, relative: str) -> str:
+        return os.path.normpath(os.path.join(self._directory, relative))
+
+    def _write(self, note: _Note) -> str:
+        name = secrets.token_hex(8)
+        with open(os.path.join(self._notes, name), "x", encoding="utf-8") as file:
+            json.dump([self._relative(note.path), note.save, note.drop, note.after], file)
+        return name
+
+    def _read(self, place: str) -> _Note:
+        """A note; of a torn one nothing, for nothing was done after it."""
+        try:
+            with open(place, encoding="utf-8") as file:
+                relative, *steps = json.load(file)
+        except (ValueError, TypeError):
+            return _Note("")
+        return _Note(self._absolute(relative), *steps)
+
+    def _forget(self, note: str) -> None:
+        with contextlib.suppress(OSError):  # then the next session finds that there is nothing to do
+            os.unlink(os.path.join(self._notes, note))
+
+
+def is_left_out(directory: str) -> bool:
+    """Whether a process that saves, or was killed, has notes in a run directory."""
+    try:
+        return bool(os.listdir(os.path.join(directory, _NOTES)))
+    except FileNotFoundError:
+        return False
+
+
+def is_pending(path: str) -> bool:
+    """Whether a path waits for a commit, or for the next session to tell what became of it."""
+    try:
+        return _PENDING.fullmatch(os.readlink(path)) is not None
+    except OSError:
+        return False
+
+
+def _link(target: str, path: str) -> None:
+    """Make ``path`` a link, durably and in one step, whatever file was there."""
+    folder = os.path.dirname(path)
+    draft = os.path.join(folder, f"{_DRAFT}{secrets.token_hex(4)}")
+    os.symlink(target, draft)
+    try:
+        os.rename(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise
+    _sync(folder)
+
+
+def _sync(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

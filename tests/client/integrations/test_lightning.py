@@ -1,0 +1,282 @@
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+"""Lightning's trainers save through sidesave: Trainer, ModelCheckpoint and resuming as with its own checkpoints."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning.pytorch", reason="needs lightning: scripts/test --integrations lightning")
+
+import forks
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_trainers import Net, a_trainer, data
+from torch import nn
+
+import sidesave
+from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedValueError, WriteError
+from sidesave.integrations.lightning import SidesaveCheckpointIO
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+JOB = Path(forks.__file__).with_name("lightning_trainers.py")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nests are equal in types and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        hidden = getattr(one, "_metadata", None), getattr(other, "_metadata", None)
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one) and hidden[0] == hidden[1]
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+class Twin(SidesaveCheckpointIO):
+    """Saves by torch as well, beside the path."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: object = None) -> None:
+        torch.save(checkpoint, f"{path}.torch")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def test_what_lightning_saves_comes_back_bit_for_bit(run: Path):
+    io = Twin(run)
+    trainer = a_trainer(run, io, 6)
+    trainer.fit(Net(), data())
+    assert io.checkpointer is None  # its daemon has ended
+    paths = sorted(run.glob("*.ckpt"))
+    assert [path.name for path in paths] == sorted(
+        ["last.ckpt", *(Path(each).name for each in trainer.checkpoint_callback.best_k_models)]
+    )
+    for path in paths:
+        expected = torch.load(f"{path}.torch", weights_only=False)
+        assert same(io.load_checkpoint(path), expected)
+        assert same(io.load_checkpoint(path, weights_only=True), expected)
+    assert len(sidesave.find(run)) == 3
+    assert {info.metadata["global_step"] for info in sidesave.find(run)} <= {2, 4, 6}
+    assert all(sidesave.verify(info).ok for info in sidesave.find(run))
+
+
+class Held(Callback):
+    """Has the daemon stopped from the second save on, until training ends."""
+
+    def __init__(self, io: SidesaveCheckpointIO) -> None:
+        self.io, self.seen = io, list[list[str]]()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self.io.checkpointer is not None
+        pid = self.io.checkpointer.daemon_pid
+        assert pid is not None
+        self.pid = pid
+        if trainer.global_step == 1:
+            self.io.checkpointer.wait()
+            os.kill(self.pid, signal.SIGSTOP)
+        elif trainer.global_step > 1:
+            folder = Path(trainer.checkpoint_callback.dirpath)
+            self.seen.append(sorted(path.name for path in folder.glob("*.ckpt") if path.exists()))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def test_the_old_checkpoint_stays_and_a_taken_name_gets_a_version_while_nothing_is_committed(run: Path):
+    io = SidesaveCheckpointIO(run, slots=4)
+    held = Held(io)
+    two = [ModelCheckpoint(dirpath=run, filename="at-{step}", every_n_train_steps=1, save_top_k=1) for _ in range(2)]
+    two[1].monitor, two[1].mode = "loss", "max"
+    trainer = Trainer(
+        accelerator="cpu", max_steps=3, plugins=[io], callbacks=[io.callback(), held, *two], logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Net(), data())
+    assert "at-step=1.ckpt" in held.seen[0]
+    assert "at-step=2.ckpt" in held.seen[0]
+    assert Path(two[0].best_model_path).exists()
+    assert {path.name for path in run.glob("*.ckpt")} == {Path(each.best_model_path).name for each in two}
+    assert len({each.best_model_path for each in two}) == 2
+
+
+def test_the_callback_opens_the_run_before_the_first_save(run: Path):
+    io = SidesaveCheckpointIO(run)
+    seen: list[bool] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(io.checkpointer is not None)
+
+    trainer = a_trainer(run, io, 1)
+    trainer.callbacks.append(Look())
+    trainer.fit(Net(), data())
+    assert seen == [True]
+    trainer.validate_loop  # noqa: B018 - an evaluation opens nothing
+    other = Trainer(accelerator="cpu", callbacks=[io.callback()], logger=False)
+    with pytest.raises(InvalidArgumentError, match=r"plugins=\[\.\.\.\]"):
+        other.fit(Net(), data())
+
+
+def test_a_checkpoint_of_lightnings_own_is_resumed_from_and_then_replaced(run: Path):
+    a_trainer(run, None, 4).fit(Net(), data())
+    assert (run / "last.ckpt").is_file()
+    io = SidesaveCheckpointIO(run)
+    trainer = a_trainer(run, io, 8)
+    trainer.fit(Net(), data(), ckpt_path="last", weights_only=False)
+    assert trainer.global_step == 8
+    assert (run / "last.ckpt").is_symlink()
+    assert io.load_checkpoint(run / "last.ckpt")["global_step"] == 8
+    with pytest.raises(CheckpointNotFoundError):
+        io.load_checkpoint(run / "none.ckpt")
+
+
+def test_an_interrupt_ends_with_all_saves_committed(run: Path):
+    class Interrupt(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise KeyboardInterrupt
+
+    io = SidesaveCheckpointIO(run)
+    trainer = a_trainer(run, io, 8)
+    trainer.callbacks.append(Interrupt())
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer.fit(Net(), data())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert io.load_checkpoint(run / "last.ckpt")["global_step"] == 4
+
+
+def test_what_a_save_failed_with_is_raised_by_the_next_call(run: Path, tmp_path: Path):
+    class Away(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 1:
+                run.rename(tmp_path / "away")
+
+    io = SidesaveCheckpointIO(run, retries=0)
+    trainer = a_trainer(tmp_path / "paths", io, 8)
+    trainer.callbacks.append(Away())
+    with pytest.raises(WriteError):
+        trainer.fit(Net(), data())
+    (tmp_path / "away").rename(run)
+
+
+def test_what_cannot_be_saved_is_named_unless_pickle_is_allowed(run: Path, tmp_path: Path):
+    checkpoint: dict[str, Any] = {"state_dict": {}, "hyper_parameters": {"net": nn.Tanh}}
+    io = SidesaveCheckpointIO(run)
+    with pytest.raises(UnsupportedValueError, match=r"hyper_parameters\.net"):
+        io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    io.teardown()
+    io = SidesaveCheckpointIO(run, allow_pickle=True)
+    io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    assert io.load_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]["net"] is nn.Tanh
+    with pytest.raises(UnsupportedValueError):
+        io.load_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    io.teardown()
+
+
+def test_what_has_no_meaning_is_refused_by_name(run: Path, tmp_path: Path):
+    for name, value in {"distributed": True, "process_group": None, "node_local": True}.items():
+        with pytest.raises(InvalidArgumentError, match=f"{name}="):
+            SidesaveCheckpointIO(run, **{name: value})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgumentError, match="mirror="):
+        SidesaveCheckpointIO("s3://bucket/run")
+    io = SidesaveCheckpointIO(run)
+    with pytest.raises(InvalidArgumentError, match="storage_options="):
+        io.save_checkpoint({}, tmp_path / "a.ckpt", {"key": 1})
+    with pytest.raises(InvalidArgumentError, match="mirror="):
+        io.save_checkpoint({}, "s3://bucket/a.ckpt")
+    io.save_checkpoint({"x": 1}, tmp_path / "a.ckpt")
+    with pytest.raises(InvalidArgumentError, match="map_location"):
+        io.load_checkpoint(tmp_path / "a.ckpt", map_location=lambda storage, place: storage)
+    io.teardown()
+
+
+class Large(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4000, 4750)  # 76 MB
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_net_of_76_mb_with_more_saves_than_slots_ends(slots: int, run: Path):
+    io = SidesaveCheckpointIO(run, slots=slots)
+    a_trainer(run, io, 6).fit(Large(), data())
+    assert len(sidesave.find(run)) == 3
+    assert io.load_checkpoint(run / "last.ckpt")["global_step"] == 6
+
+
+# Kills -----------------------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, api: str, kind: str, steps: int, kill_at: int = -1) -> list[int]:
+    """Run a job to its end; the exit statuses."""
+    call = json.dumps({"folder": str(folder), "api": api, "kind": kind, "steps": steps, "kill_at": kill_at})
+    command = [sys.executable, str(JOB), call]
+    if kind == "alone":
+        return [forks.popen(command).wait(280)]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    common |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [forks.popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    return [each.wait(280) for each in ranks]
+
+
+def losses(folder: Path, rank: int) -> dict[str, str]:
+    """The loss of each step, the last time that it was taken."""
+    return dict(line.split() for line in Path(f"{folder}.losses-{rank}").read_text().splitlines())
+
+
+def end_daemons(folder: Path, number: int) -> None:
+    for file in folder.parent.glob(f"{folder.name}.losses-daemon-*"):
+        os.kill(int(file.read_text()), number)
+        file.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "is_lost"),
+    [("alone", True), ("alone", False), ("ddp", False), ("fsdp", True), ("fsdp", False)],
+)
+def test_a_job_killed_within_a_save_goes_on_as_with_lightnings_own(kind: str, is_lost: bool, tmp_path: Path):
+    ranks = 1 if kind == "alone" else 2
+    for api in ("ours", "stock"):
+        folder = tmp_path / api
+        assert start(folder, api, kind, 9, kill_at=6) == [-signal.SIGKILL] * ranks
+        if api == "ours":
+            there = {path.name: path for path in folder.glob("*.ckpt") if path.exists()}
+            assert len(there) == 3  # of steps 2 and 4; of the save of step 6 nothing
+            assert all(sidesave.verify(path).ok for path in there.values())
+            assert sidesave.load(there["last.ckpt"])["global_step"] == 4
+            end_daemons(folder, signal.SIGKILL if is_lost else signal.SIGCONT)
+        assert start(folder, api, kind, 9) == [0] * ranks
+    for rank in range(ranks):
+        ours, stock = losses(tmp_path / "ours", rank), losses(tmp_path / "stock", rank)
+        assert ours == stock
+        assert [*ours] == [str(step) for step in range(9)]
+        lines = Path(f"{tmp_path}/ours.losses-{rank}").read_text().split("\n")
+        assert [line.partition(" ")[0] for line in lines].index("4" if is_lost else "6", 5)
+    names = [{path.name for path in (tmp_path / api).glob("*.ckpt")} for api in ("ours", "stock")]
+    assert names[0] == names[1]
+    if kind in ("alone", "ddp"):
+        io = SidesaveCheckpointIO(tmp_path / "ours")
+        ours, stock = io.load_checkpoint(tmp_path / "ours" / "last.ckpt"), TorchCheckpointIO().load_checkpoint(
+            tmp_path / "stock" / "last.ckpt", weights_only=False
+        )  # fmt: skip
+        assert all(same(ours[key], stock[key]) for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops"))
+    assert len(sidesave.find(tmp_path / "ours")) == 3
