@@ -152,7 +152,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The arguments of :func:`load`, for ``rank`` of ``size``; a ``size`` of None is as many ranks as saved."""
+    """The arguments of :func:`load`, for ``rank`` of ``size``; a ``size`` of None is as many ranks as saved.
+
+    With ``casts`` a tensor may have another floating-point dtype than its target, which keeps its own.
+    """
 
     into: dict[str, Any] | None = None
     map_location: str | torch.device | None = None
@@ -163,6 +166,7 @@ class LoadRequest:
     dtype: torch.dtype | None = None
     verify: bool = True
     allow_pickle: bool = False
+    casts: bool = False
     rank: int = 0
     size: int | None = None
 
@@ -185,7 +189,7 @@ class LoadRequest:
                     _tell_values(place, leaves.values(), values)
                     state = FlatMap({at: filled(leaf, values) for at, leaf in leaves.items()}, containers).nest()
                     return Loaded(place, reader.nbytes_read, (), (), state)
-                plan = LoadPlan(live)
+                plan = LoadPlan(live, casts=self.casts)
                 unplaced = plan.take(selection)
                 plan.mismatches.unexpected, plan.mismatches.prefixes = unplaced.unexpected, unplaced.prefixes
                 check(plan, [selection], wanted.leaves_out, strict=self.strict)
