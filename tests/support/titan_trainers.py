@@ -1,41 +1,17 @@
 # pyright: reportMissingImports=false
-"""Trainers of torchtitan on the CPU: its own ``Trainer`` with a small Llama, and the parts that a manager is built of.
-
-torchtitan asks torch for the accelerator when it is imported, and takes CUDA where there is none.
-"""
+"""torchtitan's ``Trainer`` on the CPU, with a small Llama, and the parts that a checkpoint manager is built of."""
 
 import os
 import signal
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import titan_on_cpu  # noqa: F401 - before all of torchtitan
 import torch
-
-_NOTHING = types.SimpleNamespace(total_memory=1 << 30)
-_CPU = types.SimpleNamespace(
-    set_device=lambda device: None,
-    device_count=lambda: 1,
-    current_device=lambda: 0,
-    synchronize=lambda: None,
-    empty_cache=lambda: None,
-    reset_peak_memory_stats=lambda: None,
-    memory_stats=lambda device: {},
-    get_device_name=lambda device: "CPU",
-    get_device_properties=lambda device: _NOTHING,
-    Stream=object,
-)
-_asked = torch._utils._get_available_device_type, torch._utils._get_device_module
-torch._utils._get_available_device_type = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
-torch._utils._get_device_module = lambda kind: _CPU  # pyright: ignore[reportAttributeAccessIssue]
-try:
-    import torchtitan.tools.utils
-finally:
-    torch._utils._get_available_device_type, torch._utils._get_device_module = _asked
-
 from torch import nn
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer import CheckpointManager
@@ -203,10 +179,10 @@ def run_job(
     torch.autograd.set_multithreading_enabled(False)
     config = MANAGERS[kind].Config(enable=True, last_save_model_only=False, **options)
     trainer = a_trainer(folder, config, steps, **parallelism)
-    losses = Path(folder, f"losses-{rank}").open("a", buffering=1)
 
-    def log(step: int, loss: float, *_: Any, **__: Any) -> None:
-        losses.write(f"{step} {loss!r}\n")
+    def log(step: int | str, loss: float, *_: Any, **__: Any) -> None:
+        with Path(folder, f"losses-{rank}").open("a") as losses:
+            losses.write(f"{step} {loss!r}\n")
 
     trainer.metrics_processor.log = log
     save = trainer.checkpointer.save
@@ -221,9 +197,8 @@ def run_job(
         return saved
 
     trainer.checkpointer.save = save_and_die
-    with losses:
-        trainer.train()
-        losses.write(f"end {fingerprint(trainer)!r}\n")
+    trainer.train()
+    log("end", fingerprint(trainer))
     trainer.close()
     torch.distributed.destroy_process_group()
 
@@ -322,10 +297,7 @@ def load_on_another_mesh(rank: int, folder: str) -> None:
     for name in state.keys() - {"step", "ntokens_seen", "last_epoch", "world_size"}:
         assert state[name] == {**expected[0], **expected[1]}[name], name
     assert state["step"] == expected[rank]["step"]
-    try:
-        Parts(3, ranks=(2, 3)).build(SidesaveCheckpointManager.Config(enable=True, load_only=True), folder).load()
-    except StateMismatchError as error:
-        assert "does not have dataloader.dp_rank_2; with 'dataloader' in checkpoint.exclude_from_loading" in str(error)
-    else:
-        raise AssertionError("data that nobody has was loaded")
+    manager = Parts(3, ranks=(2, 3)).build(SidesaveCheckpointManager.Config(enable=True, load_only=True), folder)
+    with pytest.raises(StateMismatchError, match=r"dataloader.dp_rank_2; with 'dataloader' in .*exclude_from_loading"):
+        manager.load()
     torch.distributed.destroy_process_group()
