@@ -229,7 +229,7 @@ class Parts:
         self.schedule = schedule.build(optimizers=self.optimizers, training_steps=20)
         rank, size = ranks
         self.loader = Loader(None, dp_world_size=size, dp_rank=rank, local_batch_size=2, snapshot_every_n_steps=1)
-        self.batches = iter(self.loader)
+        self.batches: Any = None
         self.progress = Progress()
 
     def build(self, config: Any, folder: Path | str = "", adapter: Any = None) -> Any:
@@ -244,6 +244,7 @@ class Parts:
         )
 
     def train(self, steps: int = 1) -> None:
+        self.batches = self.batches or iter(self.loader)  # after a load, as the trainer makes it
         for _ in range(steps):
             self.progress.step += 1
             tokens, _ = next(self.batches)
