@@ -1,8 +1,12 @@
 # pyright: reportMissingImports=false
 """torchtitan's ``Trainer`` on the CPU, with a small Llama, and the parts that a checkpoint manager is built of."""
 
+import json
 import os
 import signal
+import sys
+import tempfile
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +17,7 @@ import pytest
 import titan_on_cpu  # noqa: F401 - before all of torchtitan
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
@@ -126,19 +131,27 @@ def a_model() -> Any:
     )
 
 
+def parallelize(model: Any, **options: Any) -> Any:
+    model = parallelize_llama(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other one
+    return model
+
+
 def a_trainer(folder: str, checkpoint: Any, steps: int, **parallelism: Any) -> Any:
     spec = ModelSpec(
         name="llama3",
         flavor="small",
         model=a_model(),
-        parallelize_fn=parallelize_llama,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=Llama3StateDictAdapter,
     )
     optimizer: Any = default_adamw(lr=0.01)
     optimizer.implementation = "for-loop"
-    dist_utils.set_pg_timeouts = lambda **_: None  # gloo has a barrier of its own form
+    dist_utils.set_pg_timeouts = lambda **_: None  # its barrier has devices, which gloo does not know
     return Trainer.Config(
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
         hf_assets_path=folder,
@@ -164,7 +177,7 @@ def a_trainer(folder: str, checkpoint: Any, steps: int, **parallelism: Any) -> A
 
 
 def run_job(
-    rank: int, size: int, folder: str, kind: str, options: dict[str, Any], steps: int, kill_at: int = -1
+    rank: int, size: int, meeting: str, folder: str, kind: str, options: dict[str, Any], steps: int, kill_at: int = -1
 ) -> None:
     """Train to ``steps`` in ``folder``, and die in the save of step ``kill_at``.
 
@@ -172,11 +185,9 @@ def run_job(
     """
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
+    join(rank, size, meeting)
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the group
     parallelism = options.pop("parallelism", {})
-    meeting = options.pop("meeting")
-    store = torch.distributed.FileStore(meeting, size)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    torch.autograd.set_multithreading_enabled(False)
     config = MANAGERS[kind].Config(enable=True, last_save_model_only=False, **options)
     trainer = a_trainer(folder, config, steps, **parallelism)
 
@@ -222,7 +233,7 @@ class Parts:
     def __init__(self, seed: int, names: tuple[str, ...] = ("first", "last"), ranks: tuple[int, int] = (0, 1)) -> None:
         torch.manual_seed(seed)
         self.model: Any = nn.Sequential(OrderedDict([(name, nn.Linear(5, 5)) for name in names]))
-        optimizer: Any = default_adamw(lr=0.01 * seed)
+        optimizer: Any = default_adamw(lr=0.01)
         optimizer.implementation = "for-loop"
         self.optimizers = optimizer.build(model_parts=[self.model])
         schedule = LRSchedulersContainer.Config(warmup_steps=2)
@@ -244,7 +255,8 @@ class Parts:
         )
 
     def train(self, steps: int = 1) -> None:
-        self.batches = self.batches or iter(self.loader)  # after a load, as the trainer makes it
+        if self.batches is None:  # after a load, as the trainer makes it
+            self.batches = iter(self.loader)
         for _ in range(steps):
             self.progress.step += 1
             tokens, _ = next(self.batches)
@@ -270,14 +282,14 @@ def fingerprint(trainer: Any) -> float:
     return sum(each.double().abs().sum().item() for each in local)
 
 
-def join(rank: int, folder: str, name: str, size: int = 2) -> None:
-    store = torch.distributed.FileStore(f"{folder}/{name}", size)
+def join(rank: int, size: int, meeting: str) -> None:
+    store = torch.distributed.FileStore(meeting, size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
-def save_on_stages(rank: int, folder: str) -> None:
+def save_on_stages(rank: int, size: int, meeting: str, folder: str) -> None:
     """Two ranks save a stage of a pipeline each."""
-    join(rank, folder, "save")
+    join(rank, size, meeting)
     parts = Parts(1 + rank, names=("first", "last")[rank : rank + 1], ranks=(rank, 2))
     manager = parts.build(SidesaveCheckpointManager.Config(enable=True, interval=1), folder)
     parts.train(1 + rank)
@@ -287,9 +299,9 @@ def save_on_stages(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def load_on_another_mesh(rank: int, folder: str) -> None:
+def load_on_another_mesh(rank: int, size: int, meeting: str, folder: str) -> None:
     """Both ranks load both stages, and take the data of the other one."""
-    join(rank, folder, "load")
+    join(rank, size, meeting)
     expected = [torch.load(f"{folder}/expected-{each}", weights_only=True) for each in range(2)]
     parts = Parts(3, ranks=(1 - rank, 2))
     manager = parts.build(SidesaveCheckpointManager.Config(enable=True, load_only=True), folder)
@@ -302,3 +314,28 @@ def load_on_another_mesh(rank: int, folder: str) -> None:
     with pytest.raises(StateMismatchError, match=r"dataloader.dp_rank_2; with 'dataloader' in .*exclude_from_loading"):
         manager.load()
     torch.distributed.destroy_process_group()
+
+
+def serve() -> None:
+    """For each line of stdin, ``[function, size, arguments]``, fork ranks that call it, and say how they have ended."""
+    for line in sys.stdin:
+        function, size, arguments = json.loads(line)
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [_fork(globals()[function], rank, size, f"{folder}/store", arguments) for rank in range(size)]
+            print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]), flush=True)
+
+
+def _fork(function: Callable[..., None], rank: int, size: int, meeting: str, arguments: list[Any]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.dup2(2, 1)  # stdout is for answers
+        signal.alarm(280)
+        function(rank, size, meeting, *arguments)
+        status = 0
+    except BaseException:  # noqa: BLE001 - it ends here
+        traceback.print_exc()
+    finally:
+        os._exit(status)

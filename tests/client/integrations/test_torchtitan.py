@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs torchtitan: scripts/test --integrations torchtitan")
 
 import forks
-import titan_trainers
 import torch
 from titan_trainers import MANAGERS, Parts
 
@@ -419,22 +419,36 @@ def test_the_command_line_sets_the_options():
     assert (config.interval, config.async_mode, config.enable) == (7, "disabled", True)
 
 
-def test_stages_and_data_come_back_on_another_mesh(tmp_path: Path):
-    forks.spawn(titan_trainers.save_on_stages, str(tmp_path))
-    forks.spawn(titan_trainers.load_on_another_mesh, str(tmp_path))
+# Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-# Jobs ----------------------------------------------------------------------------------------------------------------
+class Ranks:
+    """Processes that are forked from one which has imported torchtitan, which takes it ten seconds."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", "import titan_trainers; titan_trainers.serve()"]
+        self._server = forks.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __call__(self, function: str, size: int, *arguments: Any, ended: int = 0) -> None:
+        """Have ``size`` ranks call a function of ``titan_trainers``; each has to end so."""
+        self._server.stdin.write(json.dumps([function, size, arguments]) + "\n")
+        self._server.stdin.flush()
+        assert json.loads(self._server.stdout.readline()) == [ended] * size
+
+    def close(self) -> None:
+        self._server.communicate(timeout=60)
 
 
-def start(folder: Path, ranks: int, kind: str, steps: int, kill_at: int = -1, **options: Any) -> None:
-    folder.mkdir(exist_ok=True)
-    meeting = folder / f"meeting-{len([*folder.glob('meeting-*')])}"
-    arguments = ranks, str(folder), kind, {"meeting": str(meeting), **options}, steps, kill_at
-    call = f"import titan_trainers; titan_trainers.run_job(%d, *{arguments!r})"
-    processes = [forks.popen([sys.executable, "-c", call % rank]) for rank in range(ranks)]
-    expected = [0 if kill_at < 0 else -signal.SIGKILL] * ranks
-    assert [process.wait(280) for process in processes] == expected
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def test_stages_and_data_come_back_on_another_mesh(ranks: Ranks, tmp_path: Path):
+    ranks("save_on_stages", 2, str(tmp_path))
+    ranks("load_on_another_mesh", 2, str(tmp_path))
 
 
 def losses(folder: Path, ranks: int) -> list[dict[str, str]]:
@@ -446,18 +460,36 @@ def losses(folder: Path, ranks: int) -> list[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelism", [{}, {"tensor_parallel_degree": 2}], ids=["fsdp", "tp"])
 def test_a_job_killed_within_a_save_goes_on_as_one_that_saves_with_torchtitans_own(
-    parallelism: dict[str, int], tmp_path: Path
+    parallelism: dict[str, int], ranks: Ranks, tmp_path: Path
 ):
+    def run(kind: str, name: str, steps: int, kill_at: int = -1, **options: Any) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        options = {"parallelism": parallelism, "async_mode": "async", **options}
+        ended = 0 if kill_at < 0 else -signal.SIGKILL
+        ranks("run_job", 2, str(tmp_path / name), kind, options, steps, kill_at, ended=ended)
+
     for kind in MANAGERS:
-        options = {"parallelism": parallelism, "interval": 2, "async_mode": "async", "keep_latest_k": 2}
-        start(tmp_path / kind, 2, kind, 6, kill_at=4, **options)
+        run(kind, kind, 6, kill_at=4, interval=2, keep_latest_k=2)
         for link in (tmp_path / kind / "checkpoint").glob("step-?") if kind == "ours" else []:
             assert sidesave.verify(link).ok
-        start(tmp_path / kind, 2, kind, 6, **options)
-    start(tmp_path / "straight", 2, "ours", 6, interval=100, parallelism=parallelism)
+        run(kind, kind, 6, interval=2, keep_latest_k=2)
+    run("ours", "straight", 6, interval=100)
     expected = losses(tmp_path / "straight", 2)
     assert [*expected[0]] == [*map(str, range(1, 7)), "end"]
     assert losses(tmp_path / "ours", 2) == losses(tmp_path / "stock", 2) == expected
     folder = tmp_path / "ours" / "checkpoint"
     assert steps_of(folder) == [4, 6]
-    assert all(info.path.endswith(f"{info.step:08d}") and sidesave.verify(info).ok for info in sidesave.find(folder))
+    assert [info.step for info in sidesave.find(folder)] == [4, 6]
+    assert all(sidesave.verify(info).ok for info in sidesave.find(folder))
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_what_two_ranks_have_saved_as_with_torchtitans_own(ranks: Ranks, tmp_path: Path):
+    for kind in MANAGERS:
+        (tmp_path / kind).mkdir()
+        options = {"interval": 2, "exclude_from_loading": ["dataloader"]}
+        ranks("run_job", 2, str(tmp_path / kind), kind, options, 3)
+        ranks("run_job", 1, str(tmp_path / kind), kind, options, 5)
+    ours, stock = (losses(tmp_path / kind, 1) for kind in MANAGERS)
+    assert [*ours[0]] == ["1", "2", "3", "end", "4", "5"]
+    assert ours == stock
