@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -108,12 +108,19 @@ def load(
     return loaded.apply()
 
 
-def own_place() -> dict[str, int]:
+class Place(TypedDict):
+    """A rank, and the number of ranks."""
+
+    rank: int
+    size: int
+
+
+def own_place() -> Place:
     """This process's rank and the world size; 0 of 1 without a process group."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return {"rank": 0, "size": 1}
-    return {"rank": distributed.get_rank(), "size": distributed.get_world_size()}
+        return Place(rank=0, size=1)
+    return Place(rank=distributed.get_rank(), size=distributed.get_world_size())
 
 
 @dataclass(frozen=True, slots=True)

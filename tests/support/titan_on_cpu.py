@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Importing this has torchtitan run on the CPU.
 
 When it is imported it asks torch for the accelerator, and takes CUDA where there is none. What it asks the module of an
@@ -23,8 +23,8 @@ _CPU = types.SimpleNamespace(
     Stream=object,
 )
 _asked = torch._utils._get_available_device_type, torch._utils._get_device_module
-torch._utils._get_available_device_type = lambda: "cpu"  # pyright: ignore[reportAttributeAccessIssue]
-torch._utils._get_device_module = lambda kind: _CPU  # pyright: ignore[reportAttributeAccessIssue]
+torch._utils._get_available_device_type = lambda: "cpu"
+torch._utils._get_device_module = lambda kind: _CPU
 try:
     import torchtitan.tools.utils as utils  # which asks
 finally:

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
 """torchtitan's ``Trainer`` on the CPU, with a small Llama, and the parts that a checkpoint manager is built of."""
 
 import json

@@ -19,6 +19,7 @@ pytest.importorskip("torchtitan", reason="needs torchtitan: scripts/test --integ
 import forks
 import torch
 from titan_trainers import MANAGERS, Parts
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import sidesave
 from sidesave.errors import (
@@ -301,7 +302,7 @@ class Adapter:
         return {name.removeprefix("hf."): value for name, value in state.items()}
 
     def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        return torch.distributed.checkpoint.HuggingFaceStorageReader(path)
+        return HuggingFaceStorageReader(path)
 
 
 def test_weights_go_out_and_come_in_under_the_names_of_hugging_face(opened: Open):
@@ -427,7 +428,7 @@ class Ranks:
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-c", "import titan_trainers; titan_trainers.serve()"]
-        self._server = forks.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._server: Any = forks.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(self, function: str, size: int, *arguments: Any, ended: int = 0) -> None:
         """Have ``size`` ranks call a function of ``titan_trainers``; each has to end so."""
