@@ -122,9 +122,9 @@ def load(
 ) -> None:
     """Load in place, in the place of torch's ``load``: a checkpoint of sidesave, or one that torch has written.
 
-    Tensors are filled, objects with ``load_state_dict`` are given their state, and plain values are replaced. What the
-    checkpoint has and ``state_dict`` has not is left alone. All ranks load, or none does. A save of this process to
-    the same id is waited for.
+    Tensors are filled, cast from another floating-point dtype if need be; objects with ``load_state_dict`` are given
+    their state, and plain values are replaced. What the checkpoint has and ``state_dict`` has not is left alone. All
+    ranks load, or none does. A save of this process to the same id is waited for.
 
     Args:
         state_dict: What to load, by the names that it was saved under.
@@ -153,7 +153,9 @@ def load(
         return
     with world.raise_together("cannot load the checkpoint"):
         into = {key: _target(value) for key, value in state_dict.items()}
-        request = LoadRequest(into=into, strict=False, allow_pickle=allow_pickle, rank=world.rank, size=world.size)
+        request = LoadRequest(
+            into=into, strict=False, allow_pickle=allow_pickle, casts=True, rank=world.rank, size=world.size
+        )
         loaded = request.read(place)
         missing = [*loaded.missing, *(key for key in into if key not in loaded.missing and not loaded.has(key))]
         missing = [name for name in missing if not _is_empty(into.get(name))]

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 
@@ -108,12 +108,19 @@ def load(
     return loaded.apply()
 
 
-def own_place() -> dict[str, int]:
+class Place(TypedDict):
+    """A rank, and the number of ranks."""
+
+    rank: int
+    size: int
+
+
+def own_place() -> Place:
     """This process's rank and the world size; 0 of 1 without a process group."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return {"rank": 0, "size": 1}
-    return {"rank": distributed.get_rank(), "size": distributed.get_world_size()}
+        return Place(rank=0, size=1)
+    return Place(rank=distributed.get_rank(), size=distributed.get_world_size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The arguments of :func:`load`, for ``rank`` of ``size``; a ``size`` of None is as many ranks as saved."""
+    """The arguments of :func:`load`, for ``rank`` of ``size``; a ``size`` of None is as many ranks as saved.
+
+    With ``casts`` a tensor may have another floating-point dtype than its target, which keeps its own.
+    """
 
     into: dict[str, Any] | None = None
     map_location: str | torch.device | None = None
@@ -163,6 +173,7 @@ class LoadRequest:
     dtype: torch.dtype | None = None
     verify: bool = True
     allow_pickle: bool = False
+    casts: bool = False
     rank: int = 0
     size: int | None = None
 
@@ -185,7 +196,7 @@ class LoadRequest:
                     _tell_values(place, leaves.values(), values)
                     state = FlatMap({at: filled(leaf, values) for at, leaf in leaves.items()}, containers).nest()
                     return Loaded(place, reader.nbytes_read, (), (), state)
-                plan = LoadPlan(live)
+                plan = LoadPlan(live, casts=self.casts)
                 unplaced = plan.take(selection)
                 plan.mismatches.unexpected, plan.mismatches.prefixes = unplaced.unexpected, unplaced.prefixes
                 check(plan, [selection], wanted.leaves_out, strict=self.strict)

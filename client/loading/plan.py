@@ -53,8 +53,10 @@ class LoadPlan:
         mismatches: What differs.
     """
 
-    def __init__(self, live: LiveMap) -> None:
+    def __init__(self, live: LiveMap, *, casts: bool = False) -> None:
+        """``casts``: a floating-point tensor may have another floating-point dtype than its target."""
         self.live = live
+        self._casts = casts
         self.given: dict[Path, dict[Path, Any]] = {}
         self.containers: dict[Path, Any] = {}
         self.new: dict[Path, Slot] = {}
@@ -261,7 +263,7 @@ class LoadPlan:
         saved.is_buffer = slot.module is not None and not isinstance(target, nn.Parameter)
         if not lazy and _shape(target, slot) != saved.shape:
             return f"shape {list(saved.shape)} in the checkpoint, {list(_shape(target, slot))} in the target"
-        if target.dtype != saved.dtype:
+        if target.dtype != saved.dtype and not (self._casts and _are_floating(target.dtype, saved.dtype)):
             return f"{saved.dtype} in the checkpoint, {target.dtype} in the target; pass dtype= to cast"
         return "" if lazy else _spread(saved, target, slot)
 
@@ -338,6 +340,10 @@ def _is_left_out(slot: Slot, leaves_out: Callable[[str], bool]) -> bool:
     if slot.is_plain:
         return all(leaves_out(fqn_of(path)) for path in slot.state().leaves)
     return leaves_out(slot.fqn) and (slot.module is not None or leaves_out(f"{slot.fqn}.*"))
+
+
+def _are_floating(*dtypes: torch.dtype) -> bool:
+    return all(dtype.is_floating_point for dtype in dtypes)
 
 
 def _shape(target: torch.Tensor, slot: Slot) -> tuple[int, ...]:
