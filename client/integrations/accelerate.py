@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Unpack
 
 import torch
@@ -81,6 +81,7 @@ class SidesaveState(CheckpointManager):
             keep = KeepLatest(project.total_limit)
         self._accelerator = accelerator
         self._items: dict[str, Any] = {}
+        self._own: Collection[str] = ()
         self._collect()
         super().__init__(
             directory,
@@ -127,24 +128,23 @@ class SidesaveState(CheckpointManager):
         """Bring the items up to date."""
         accelerator = self._accelerator
         _refuse(accelerator)
-        items = self._items
+        own: dict[str, Any] = {"accelerator": _Steps(accelerator)}
         shared = str(accelerator.distributed_type.value) not in _KINDS
         for name, model in _named("model", accelerator._models):
-            items.setdefault(name, Replicated(model) if shared and _is_one(model) else model)
+            own[name] = Replicated(model) if shared and _is_one(model) else model
         for name, optimizer in _named("optimizer", accelerator._optimizers):
             inner = getattr(optimizer, "optimizer", optimizer)  # without that of accelerate around it
             parameters = [each for group in inner.param_groups for each in group["params"]]
-            alike = shared and not any(map(is_dtensor, parameters))
-            items.setdefault(name, Replicated(inner) if alike else inner)
-        for name, scheduler in _named("scheduler", accelerator._schedulers):
-            items.setdefault(name, scheduler)
-        for name, loader in _named("loader", accelerator._dataloaders):
-            items.setdefault(name, _Loader(loader))
-        for name, registered in _named("registered", accelerator._custom_objects):
-            items.setdefault(name, registered)
+            own[name] = Replicated(inner) if shared and not any(map(is_dtensor, parameters)) else inner
+        own |= _named("scheduler", accelerator._schedulers)
+        own |= {name: _Loader(loader) for name, loader in _named("loader", accelerator._dataloaders)}
+        own |= _named("registered", accelerator._custom_objects)
         if accelerator.scaler is not None:
-            items.setdefault("scaler", accelerator.scaler)
-        items.setdefault("accelerator", _Steps(accelerator))
+            own["scaler"] = accelerator.scaler
+        for name in self._own:
+            del self._items[name]
+        self._items.update(own)
+        self._own = own.keys()
 
 
 class _Steps:

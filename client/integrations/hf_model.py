@@ -19,6 +19,7 @@ from torch import nn
 
 from sidesave.stager.state.annotations import Whole
 from sidesave.stager.state.flat_state import container_name
+from sidesave.stager.state.tensor_collector import is_dtensor
 from sidesave.stager.wrappers import WrapperNames
 from sidesave.writer_daemon.format.manifest import rank_file
 
@@ -44,9 +45,11 @@ def model_items(model: nn.Module, *, alike: bool) -> ModelItems:
 
     Args:
         model: The model, without what wraps it.
-        alike: Whether all ranks hold the same of it. If not, it has no index: no file may have all of a tensor.
+        alike: Whether all ranks hold the same of it. If not it stays one item too: no file may have all of a tensor.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
+    if not alike or any(map(is_dtensor, state.values())):
+        return ModelItems({MODEL: model}, None)
     parts = {**model._parameters, **model._buffers, **model._modules}  # pyright: ignore[reportPrivateUsage] - no copies
     items: dict[str, Any] = {}
     names: dict[str, str] = {}  # keys of the state dict, and what they are saved under
@@ -60,18 +63,17 @@ def model_items(model: nn.Module, *, alike: bool) -> ModelItems:
             of_part, known = ({"": part}, {"": ""}) if name in state else ({}, {})
         if not of_part:
             continue
-        items[name] = Whole(part) if alike else part
+        items[name] = Whole(part)
         for key, value in of_part.items():
             whole_key = f"{name}.{key}" if key else name
             if isinstance(value, torch.Tensor) and value is not state.get(whole_key):
-                return ModelItems({MODEL: Whole(model) if alike else model}, None)
+                return ModelItems({MODEL: Whole(model)}, None)
             names[whole_key] = f"{name}.{known[key]}" if key else name
             files[whole_key] = rank_file(container_name(name), 0, "safetensors")
     if names.keys() != state.keys():
-        return ModelItems({MODEL: Whole(model) if alike else model}, None)
+        return ModelItems({MODEL: Whole(model)}, None)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    index = _index(tensors, names, files) if alike else None
-    return ModelItems(items, index)
+    return ModelItems(items, _index(tensors, names, files))
 
 
 def _index(tensors: dict[str, torch.Tensor], names: dict[str, str], files: dict[str, str]) -> str:

@@ -272,7 +272,7 @@ class _TrainingRun:
         self._checkpointer = checkpointer
         self._directory = checkpointer.directory
         self._world = session.world
-        self._saves: dict[int, SaveHandle] = {}
+        self._saves: dict[int, SaveHandle] = {}  # those under way
         self._told: list[Outcome[None]] = []
         self._retention: Retention | None = None
         if session.node.rank == 0:
@@ -299,13 +299,13 @@ class _TrainingRun:
                 retention.add(handle)
         told = Outcome[None]()
         handle.committed.add_done_callback(lambda _: told.resolve(None))  # after those of retention
-        self._saves[step] = handle
+        self._saves = {other: each for other, each in self._saves.items() if not each.done()} | {step: handle}
         self._told = [each for each in self._told if not each.done()] + [told]
 
     def has(self, step: int) -> bool:
         """Whether a step is committed, or on its way there."""
         handle = self._saves.get(step)
-        if handle is not None and (not handle.done() or handle.committed.peek() is None):
+        if handle is not None and not handle.done():
             return True
         return os.path.isdir(os.path.join(self._directory, step_directory(step)))
 

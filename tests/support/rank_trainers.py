@@ -779,7 +779,7 @@ STATES: dict[str, Callable[..., dict[str, Any]]] = {
     state.__name__: state
     for state in (
         *(plain, small, fsdp, hsdp, tp_fsdp, ddp, pipeline, experts, batchnorm, partial, marks),
-        *(rows, ddp_apart, fsdp_apart, positions),
+        *(rows, ddp_apart, fsdp_apart, positions, whole),
     )
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_checks import Start, errors, finish, read, visible
 from rank_trainers import same_tensors
+from safetensors import safe_open
 from trainers import Traces, wait_until
 
 import sidesave
