@@ -286,9 +286,7 @@ class _TrainingRun:
             arguments.encode_files(files)
             saver_of(self._checkpointer).submission.check(items)
 
-    def save(
-        self, step: int, items: dict[str, Any], files: dict[str, str | bytes], metadata: dict[str, Any]
-    ) -> None:
+    def save(self, step: int, items: dict[str, Any], files: dict[str, str | bytes], metadata: dict[str, Any]) -> None:
         """Save; a step that is there is replaced. Returns when training may go on."""
         retention = self._retention
         with contextlib.nullcontext() if retention is None else retention.saving():

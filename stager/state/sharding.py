@@ -76,7 +76,10 @@ def whole(shape: tuple[int, ...], holders: tuple[int, ...], ranks: tuple[int, ..
     """
     holders = tuple(sorted(holders))
     return Grid(
-        tuple(shape), tuple((0, extent) for extent in shape), (holders,), holders if ranks is None else tuple(sorted(ranks))
+        tuple(shape),
+        tuple((0, extent) for extent in shape),
+        (holders,),
+        holders if ranks is None else tuple(sorted(ranks)),
     )
 
 

@@ -48,21 +48,25 @@ def a_dataset(count: int = 24) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": each, "labels": each} for each in words]
 
 
-def trainer_class(api: str) -> Any:
-    """The trainer's own class, or with sidesave."""
+def trainer_class(api: str, kind: str) -> Any:
+    """The trainer's own class, or with sidesave; of ``kind`` ``""`` (also DDP) or ``fsdp``."""
     from transformers import Trainer
 
+    class Stock(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if kind == "fsdp":
+                _choose_fsdp2(self.accelerator)
+                self.is_fsdp_enabled = True
+
     if api == "stock":
-        return Trainer
+        return Stock
     from sidesave.integrations.transformers import SidesaveTrainerMixin
 
-    class MyTrainer(SidesaveTrainerMixin, Trainer):
-        pass
-
-    return MyTrainer
+    return type("MyTrainer", (SidesaveTrainerMixin, Stock), {})
 
 
-def a_trainer(run: Any, api: str = "ours", model: Any = None, **given: Any) -> Any:
+def a_trainer(run: Any, api: str = "ours", model: Any = None, kind: str = "", **given: Any) -> Any:
     """A trainer of a small model; ``given`` are its arguments, those of ``TrainingArguments`` in ``args``."""
     from transformers import TrainerCallback, TrainingArguments
 
@@ -91,9 +95,8 @@ def a_trainer(run: Any, api: str = "ours", model: Any = None, **given: Any) -> A
                     file.write(f"{state.global_step} {logs['loss']!r}\n")
 
     given.setdefault("train_dataset", a_dataset())
-    made = trainer_class(api)(
-        model=a_model() if model is None else model, args=TrainingArguments(**args), **given
-    )
+    model = a_model(tie_word_embeddings=kind != "fsdp") if model is None else model
+    made = trainer_class(api, kind)(model=model, args=TrainingArguments(**args), **given)
     made.add_callback(Recorder())
     return made
 
@@ -169,10 +172,10 @@ def _die_in_save(trainer: Any, at: int) -> None:
 
 
 def run_trainer(rank: int, run: str, api: str, orders: str) -> None:
-    """Train in a process of its own. ``orders``: JSON of ``args``, ``resume``, ``kill_at``, ``how``, ``size`` and ``meeting``."""
+    """Train in a process of its own. ``orders``: JSON of ``args``, ``kind``, ``resume``, ``kill_at``, ``how``, ``size`` and ``meeting``."""
     told: dict[str, Any] = json.loads(orders)
     join(rank, told["size"], told["meeting"])
-    trainer = a_trainer(run, api, args=told.get("args", {}))
+    trainer = a_trainer(run, api, kind=told.get("kind", ""), args=told.get("args", {}))
     if told.get("kill_at"):
         trainer.add_callback(killer(trainer, told["kill_at"], told.get("how", "")))
     trainer.train(resume_from_checkpoint=told.get("resume"))
@@ -311,4 +314,3 @@ def run_job(rank: int, run: str, api: str, orders: str) -> None:
     if torch.distributed.is_initialized():
         job.accelerator.wait_for_everyone()
         torch.distributed.destroy_process_group()
-

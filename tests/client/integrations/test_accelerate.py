@@ -143,7 +143,9 @@ def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
         SidesaveState(job.accelerator, tmp_path / "run")
 
 
-@pytest.mark.parametrize("kind", ["", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
+)
 def test_jobs_that_are_killed_go_on_as_those_that_save_by_themselves(kind: str, tmp_path: Path):
     size = 2 if kind else 1
     orders = {"kind": kind, "until": 9, "size": size}

@@ -12,7 +12,9 @@ import torch
 import sidesave
 from sidesave.errors import InvalidArgumentError, UnsupportedValueError
 
-transformers: Any = pytest.importorskip("transformers", reason="needs transformers: scripts/test --integrations transformers")
+transformers: Any = pytest.importorskip(
+    "transformers", reason="needs transformers: scripts/test --integrations transformers"
+)
 
 import hf_trainers  # noqa: E402 - after the skip
 from hf_trainers import a_dataset, a_model, a_tokenizer, a_trainer, losses, start  # noqa: E402
