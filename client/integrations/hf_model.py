@@ -1,7 +1,7 @@
 """A model as Hugging Face's tools look for it: tensors under its own names, an index of their files, config, tokenizer.
 
-``from_pretrained`` opens each file that ``model.safetensors.index.json`` names and takes every tensor in it. A file of a
-checkpoint has the tensors of one item, with the item's name in front. So each child of the model is an item.
+``from_pretrained`` opens each file that ``model.safetensors.index.json`` names and takes every tensor in it. A file of
+a checkpoint has the tensors of one item, with the item's name in front. So each child of the model is an item.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-import torch
 from torch import nn
 
 from sidesave.client import arguments

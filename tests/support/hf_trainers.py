@@ -82,8 +82,9 @@ def a_trainer(run: Any, api: str = "ours", model: Any = None, kind: str = "", **
         "save_steps": 2,
         "report_to": "none",
         "disable_tqdm": True,
-        "ddp_backend": "gloo",
     }
+    if torch.distributed.is_initialized():
+        args["ddp_backend"] = "gloo"
     args |= given.pop("args", {})
 
     class Recorder(TrainerCallback):
@@ -150,7 +151,7 @@ def killer(trainer: Any, at: int, how: str) -> Any:
 
 
 def _die_in_save(trainer: Any, at: int) -> None:
-    """Die within the save of ``at``: with the model's files written, or the state flattened, and not all of it there."""
+    """Die within the save of ``at``, when the model is written or the state is flattened, and not all of it is there."""
     from sidesave.client.saving.pipeline import Submission
 
     whole = Submission.stage
@@ -172,7 +173,7 @@ def _die_in_save(trainer: Any, at: int) -> None:
 
 
 def run_trainer(rank: int, run: str, api: str, orders: str) -> None:
-    """Train in a process of its own. ``orders``: JSON of ``args``, ``kind``, ``resume``, ``kill_at``, ``how``, ``size`` and ``meeting``."""
+    """Train in a process of its own. ``orders``, JSON: ``args``, ``kind``, ``resume``, ``kill_at``, ``how``, ``size``, ..."""
     told: dict[str, Any] = json.loads(orders)
     join(rank, told["size"], told["meeting"])
     trainer = a_trainer(run, api, kind=told.get("kind", ""), args=told.get("args", {}))

@@ -295,7 +295,7 @@ def test_a_class_that_is_no_trainer_is_refused():
     class Alone(SidesaveTrainerMixin):
         pass
 
-    with pytest.raises(InvalidArgumentError, match="put it before a transformers.Trainer"):
+    with pytest.raises(InvalidArgumentError, match="put it before"):
         Alone()
 
 
