@@ -230,7 +230,8 @@ class Job:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
         generator = torch.Generator().manual_seed(9)
         data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator))
-        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+        # Without a generator of its own a loader draws a seed from the global one at each pass.
+        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())
         self.mean = Mean()
         accelerator.register_for_checkpointing(self.mean)
         self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
