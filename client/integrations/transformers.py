@@ -113,14 +113,14 @@ class SidesaveTrainerMixin:
             SidesaveError: As ``Checkpointer`` and its ``save``, ``load`` and ``close`` raise it.
         """
         _refuse(self, trial)
-        directory = os.path.abspath(os.fspath(self.args.output_dir))
+        directory = os.path.abspath(str(self.args.output_dir))
         with _opened(directory, self.args.save_total_limit, self._sidesave_options) as run:
             self._sidesave, self._sidesave_files = run, None
             try:
                 if resume_from_checkpoint is True:
                     resume_from_checkpoint = run.newest() or True
                 elif resume_from_checkpoint:
-                    resume_from_checkpoint = run.located(os.fspath(resume_from_checkpoint))
+                    resume_from_checkpoint = run.located(str(resume_from_checkpoint))
                 return cast("Any", super()).train(resume_from_checkpoint, trial, *args, **kwargs)
             finally:
                 self._sidesave = None
@@ -169,7 +169,7 @@ class SidesaveTrainerMixin:
         told = self.state.stateful_callbacks
         for callback in (*self.callback_handler.callbacks, self.control):
             if isinstance(callback, _callbacks.ExportableState):
-                name, state = type(callback).__name__, cast("Any", callback).state()
+                name, state = type(callback).__name__, callback.state()
                 if isinstance(told[name], list):
                     told[name].append(state)
                 else:
@@ -259,8 +259,8 @@ class _SaveTotalLimit(KeepPolicy):
         """The steps of these."""
         newest_first = [info.step for info in reversed(checkpoints)]
         best = checkpoints[-1].metadata.get(_BEST) if checkpoints else None
-        first = dict.fromkeys([*newest_first[:1], *([best] if best in newest_first else [])])
-        return [*dict.fromkeys([*first, *newest_first])][: max(self.limit, len(first))]
+        first = list(dict.fromkeys([*newest_first[:1], *(step for step in newest_first if step == best)]))
+        return list(dict.fromkeys([*first, *newest_first]))[: max(self.limit, len(first))]
 
 
 class _TrainingRun:
@@ -404,13 +404,14 @@ def _is_in(path: str, directory: str) -> bool:
 def _refuse(trainer: Any, trial: Any) -> None:
     """Raise ``InvalidArgumentError`` for what would not be saved as the trainer does, or not at all."""
     args = trainer.args
-    model = type(trainer.model)
     refused = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": _utils.is_torch_xla_available() or trainer.is_fsdp_xla_enabled,
         "SageMaker's model parallelism": _utils.is_sagemaker_mp_enabled(),
         "FSDP by TrainingArguments.fsdp": trainer.is_fsdp_enabled,
-        "a PEFT model": any(kind.__module__.partition(".")[0] == "peft" for kind in model.__mro__),
+        "a PEFT model": any(
+            kind.__module__.partition(".")[0] == "peft" for kind in type(cast("object", trainer.model)).__mro__
+        ),
         "hyperparameter search": trial is not None or trainer.hp_search_backend is not None,
         "enable_jit_checkpoint, which writes a directory by itself": getattr(args, "enable_jit_checkpoint", False),
         "save_on_each_node": args.save_on_each_node,

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
 """Trainers of transformers and accelerate that save by themselves, or with sidesave, and are killed on the way."""
 
 import contextlib

@@ -148,7 +148,7 @@ def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
 )
 def test_jobs_that_are_killed_go_on_as_those_that_save_by_themselves(kind: str, tmp_path: Path):
     size = 2 if kind else 1
-    orders = {"kind": kind, "until": 9, "size": size}
+    orders: dict[str, Any] = {"kind": kind, "until": 9, "size": size}
     for api in ("stock", "ours"):
         run = tmp_path / api
         start("run_job", run, api, **orders, kill_at=6, died=True)

@@ -309,7 +309,7 @@ def test_values_that_cannot_be_represented_are_refused_before_training_unless_th
     def trained(run: Path, **options: Any) -> Any:
         model = a_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         scheduler.odd = Odd()
         trainer = a_trainer(run, model=model, optimizers=(optimizer, scheduler), args={"max_steps": 2}, **options)
         trainer.train()
