@@ -408,7 +408,7 @@ def _refuse(trainer: Any, trial: Any) -> None:
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "XLA": _utils.is_torch_xla_available() or trainer.is_fsdp_xla_enabled,
         "SageMaker's model parallelism": _utils.is_sagemaker_mp_enabled(),
-        "FSDP by TrainingArguments.fsdp": trainer.is_fsdp_enabled,
+        "FSDP of version 1": trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2,
         "a PEFT model": any(
             kind.__module__.partition(".")[0] == "peft" for kind in type(cast("object", trainer.model)).__mro__
         ),

@@ -151,7 +151,7 @@ def killer(trainer: Any, at: int, how: str) -> Any:
 
 
 def _die_in_save(trainer: Any, at: int) -> None:
-    """Die within the save of ``at``, when the model is written or the state is flattened, and not all of it is there."""
+    """Die within the save of ``at``, when the model is written or the state is flattened, and no more is there."""
     from sidesave.client.saving.pipeline import Submission
 
     whole = Submission.stage
@@ -173,7 +173,7 @@ def _die_in_save(trainer: Any, at: int) -> None:
 
 
 def run_trainer(rank: int, run: str, api: str, orders: str) -> None:
-    """Train in a process of its own. ``orders``, JSON: ``args``, ``kind``, ``resume``, ``kill_at``, ``how``, ``size``, ..."""
+    """Train in a process of its own. ``orders``, JSON: ``args``, ``kind``, ``resume``, ``kill_at``, ``how``."""
     told: dict[str, Any] = json.loads(orders)
     join(rank, told["size"], told["meeting"])
     trainer = a_trainer(run, api, kind=told.get("kind", ""), args=told.get("args", {}))

@@ -232,19 +232,26 @@ def test_the_trainers_own_save_is_half_written_where_ours_is_not(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_go_on_as_those_that_save_by_themselves(tmp_path: Path):
-    found = {}
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_that_are_killed_go_on_as_those_that_save_by_themselves(kind: str, tmp_path: Path):
+    found: dict[str, dict[int, str]] = {}
+    orders: dict[str, Any] = {"size": 2, "kind": kind, "args": {"max_steps": 6}}
     for api in ("stock", "ours"):
         run = tmp_path / api
-        start("run_trainer", run, api, size=2, kill_at=4, how="staged", died=True, args={"max_steps": 6})
+        start("run_trainer", run, api, kill_at=4, how="staged", died=True, **orders)
         assert api == "stock" or whole(run)
-        start("run_trainer", run, api, size=2, resume=True, args={"max_steps": 6})
+        start("run_trainer", run, api, resume=True, **orders)
         found[api] = losses(run)
     assert found["ours"] == found["stock"]
     assert [*found["ours"]] == [1, 2, 3, 4, 5, 6]
     run = tmp_path / "ours"
     assert set(links(run)) == {f"checkpoint-{step}" for step in (2, 4, 6)}
     assert whole(run)
+    if kind == "fsdp":
+        sidesave.export(run, tmp_path / "exported", item="model")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+        assert sidesave.load(run)["model"].keys() == model.state_dict().keys()
+        return
     for last in ("checkpoint-6", "checkpoint-2"):
         models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / api / last) for api in ("stock", "ours")]
         assert equal(*models)
@@ -262,7 +269,7 @@ def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
     run = tmp_path / "run"
     for name, value, match in (
         ("is_deepspeed_enabled", True, "DeepSpeed"),
-        ("is_fsdp_enabled", True, "FSDP"),
+        ("is_fsdp_enabled", True, "FSDP of version 1"),
         ("is_fsdp_xla_enabled", True, "XLA"),
         ("hp_search_backend", "optuna", "hyperparameter search"),
     ):
