@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import sidesave
 from sidesave.errors import InvalidArgumentError, UnsupportedValueError
@@ -251,6 +252,9 @@ def test_ranks_that_are_killed_go_on_as_those_that_save_by_themselves(kind: str,
         sidesave.export(run, tmp_path / "exported", item="model")
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
         assert sidesave.load(run)["model"].keys() == model.state_dict().keys()
+        words = "transformer.wte.weight"
+        with safe_open(run / "checkpoint-6" / "model.rank-00001.safetensors", "pt") as file:  # a shard of it
+            assert 2 * file.get_tensor(f"model.{words}").numel() == model.state_dict()[words].numel()
         return
     for last in ("checkpoint-6", "checkpoint-2"):
         models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / api / last) for api in ("stock", "ours")]
