@@ -60,18 +60,22 @@ def test_all_that_save_state_has_comes_back(tmp_path: Path):
     job.train(0, 3)
     accelerator.step, job.loader.iteration = 7, 2
     job.mean.extra = {"a": [1, "b"]}
+    sampler = job.loader.get_sampler()
+    sampler.initial_seed, sampler.epoch = 11, 2
     with SidesaveState(accelerator, tmp_path / "run") as state:
         state.save(2)
         expected = {name: torch.rand(3) for name in ("drawn",)}
         job.train(3, 9)
         accelerator.scaler.update(64.0)
         accelerator.step, job.loader.iteration, job.mean.extra = 1, 5, None
+        sampler.initial_seed, sampler.epoch = 12, 5
         weights = job.model.layers[0].weight.clone()
         assert state.restore(2) == 3
     assert torch.equal(torch.rand(3), expected["drawn"])
     assert not torch.equal(job.model.layers[0].weight, weights)
     assert accelerator.scaler.get_scale() == 8.0
     assert (accelerator.step, job.loader.iteration, job.mean.extra) == (7, 2, {"a": [1, "b"]})
+    assert (sampler.initial_seed, sampler.epoch) == (11, 2)
     assert job.scheduler.scheduler.last_epoch == 3
     names = {"model", "optimizer", "scheduler", "loader", "registered", "scaler", "accelerator", "random_state"}
     assert set(sidesave.load(tmp_path / "run")) == names
