@@ -117,13 +117,24 @@ def join(rank: int, size: int, meeting: str) -> None:
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
+def leave() -> None:
+    """End a rank with the others; not by destroying the group, in which gloo has been seen to wait without an end."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        os._exit(0)
+
+
 def start(call: str, run: Path, api: str, *, size: int = 1, died: bool = False, **orders: Any) -> None:
     """Call ``run_trainer`` or ``run_job`` in processes; ``died`` if they have to be killed on the way."""
     orders = {"size": size, "meeting": f"{run}.{secrets.token_hex(4)}", **orders}
     text = "import hf_trainers; hf_trainers.{}({}, {!r}, {!r}, {!r})"
     commands = [text.format(call, rank, str(run), api, json.dumps(orders)) for rank in range(size)]
     processes = [forks.popen([sys.executable, "-c", command]) for command in commands]
-    assert [each.wait(280) for each in processes] == [-signal.SIGKILL if died else 0] * size
+    try:
+        assert [each.wait(280) for each in processes] == [-signal.SIGKILL if died else 0] * size
+    finally:
+        for each in processes:
+            each.kill()
 
 
 def die() -> None:
@@ -180,8 +191,7 @@ def run_trainer(rank: int, run: str, api: str, orders: str) -> None:
     if told.get("kill_at"):
         trainer.add_callback(killer(trainer, told["kill_at"], told.get("how", "")))
     trainer.train(resume_from_checkpoint=told.get("resume"))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave()
 
 
 # Accelerate ----------------------------------------------------------------------------------------------------------
@@ -313,6 +323,4 @@ def run_job(rank: int, run: str, api: str, orders: str) -> None:
             kill(step)
 
         job.train(max(done, default=-1) + 1, told["until"], note, save)
-    if torch.distributed.is_initialized():
-        job.accelerator.wait_for_everyone()
-        torch.distributed.destroy_process_group()
+    leave()
