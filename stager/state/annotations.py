@@ -25,6 +25,11 @@ class Compared(Replicated):
 
 
 @dataclass(frozen=True, slots=True)
+class Whole(Replicated):
+    """All ranks hold this alike, and the first one writes it, no tensor in pieces: for readers that know no ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class PerRank:
     """Each rank holds its own: all of it is written by every rank, and comes back to the same rank.
 

@@ -69,10 +69,18 @@ class Share:
 
 
 @lru_cache(maxsize=1024)
-def whole(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Grid:
-    """The grid of a tensor that each of ``ranks`` holds whole: one object, as of a DTensor, for all of its kind."""
-    ranks = tuple(sorted(ranks))
-    return Grid(tuple(shape), tuple((0, extent) for extent in shape), (ranks,), ranks)
+def whole(shape: tuple[int, ...], holders: tuple[int, ...], ranks: tuple[int, ...] | None = None) -> Grid:
+    """The grid of a tensor that each of ``holders`` holds whole: one object, as of a DTensor, for all of its kind.
+
+    ``ranks`` are those among which the bytes are divided, with other tensors; None for ``holders``.
+    """
+    holders = tuple(sorted(holders))
+    return Grid(
+        tuple(shape),
+        tuple((0, extent) for extent in shape),
+        (holders,),
+        holders if ranks is None else tuple(sorted(ranks)),
+    )
 
 
 def local_box(grid: Grid, rank: int) -> Box | None:

@@ -21,6 +21,7 @@ from torch import nn
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import torch_private
 from sidesave.stager.state import sharding
+from sidesave.stager.state.annotations import Compared, Replicated, Whole
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
 from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.recall import Taken
@@ -45,7 +46,7 @@ class TensorCollector:
         self.container = ""
         self._shared_digest = xxhash.xxh3_128()
         self._ranks = ranks
-        self._scope: tuple[int, ...] | None = None  # who holds a plain tensor; () is not known, None this rank alone
+        self._scope: tuple[int, ...] | None = None  # who may write a plain tensor; () is not known, None this rank
         self._pinned = False  # inside PerRank, where nothing is shared
         self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
         self._count = 0
@@ -62,12 +63,14 @@ class TensorCollector:
         """The digest of all that :meth:`shared` has encoded."""
         return self._shared_digest.hexdigest()
 
-    def shared(self, encode: Callable[[], Any], fqn: str, *, replicated: bool = False) -> Any:
-        """Encode an item whose names all ranks share; ``replicated`` if its plain tensors are said to be alike too."""
+    def shared(self, encode: Callable[[], Any], fqn: str, *, said: Replicated | None = None) -> Any:
+        """Encode an item whose names all ranks share; ``said`` may tell that its plain tensors are alike too."""
         if self._ranks is None or self._pinned:
             return encode()
         before = self._scope
-        self._scope = before or (self._ranks if replicated else ())  # what is around it may have said so already
+        alike = said is not None and not isinstance(said, Compared)
+        holders = self._ranks[:1] if isinstance(said, Whole) else self._ranks if alike else ()
+        self._scope = before or holders  # what is around it may have said so already
         try:
             node = encode()
         finally:
@@ -283,7 +286,8 @@ class TensorCollector:
         if grid is None and self._scope is not None:
             ranks = self._scope or self._held_by.get(id(origin))
             if ranks:
-                grid = sharding.whole(tuple(value.shape), ranks)
+                # What the first rank writes of Whole counts as its load, where the rest is divided.
+                grid = sharding.whole(tuple(value.shape), ranks, self._ranks if self._scope else None)
             else:
                 self.flat.undeclared[fqn] = None
         if grid is not None:

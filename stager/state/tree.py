@@ -23,7 +23,7 @@ from torch import nn
 
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError, brief
 from sidesave.stager import torch_private
-from sidesave.stager.state.annotations import Compared, PerRank, Replicated
+from sidesave.stager.state.annotations import PerRank, Replicated
 from sidesave.stager.state.cures import cure
 from sidesave.stager.state.dtypes import dtype_name
 from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
@@ -226,9 +226,7 @@ class _Flattener:
                 self._optimizers.append((value, node))
             return node
         if isinstance(value, Replicated):
-            return self.tensors.shared(
-                lambda: self.encode(value.value, fqn, depth), fqn, replicated=not isinstance(value, Compared)
-            )
+            return self.tensors.shared(lambda: self.encode(value.value, fqn, depth), fqn, said=value)
         if isinstance(value, PerRank):
             return self.tensors.per_rank(lambda: self.encode(value.value, fqn, depth), fqn)
         if isinstance(value, enum.Enum):

@@ -583,6 +583,19 @@ def plain(rank: int, size: int, mib: float = 0.1, declared: bool = False) -> dic
     return {"model": Replicated(model) if declared else model, "optimizer": optimizer, "seed": 7}
 
 
+def whole(rank: int, size: int, mib: float) -> dict[str, Any]:
+    """The same on all ranks, of which the first is to write the module."""
+    import torch
+    from torch import nn
+
+    from sidesave import Replicated
+    from sidesave.stager.state.annotations import Whole
+
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"giant": nn.Linear(64, int(mib * (1 << 20)) // 4 // 64), "head": _model()})
+    return {"model": Whole(model), "optimizer": Replicated(_adam(model))}
+
+
 def small(rank: int, size: int, mark: int = 0) -> dict[str, Any]:
     """The same on all ranks, and a tensor of each rank's own."""
     import torch
@@ -766,7 +779,7 @@ STATES: dict[str, Callable[..., dict[str, Any]]] = {
     state.__name__: state
     for state in (
         *(plain, small, fsdp, hsdp, tp_fsdp, ddp, pipeline, experts, batchnorm, partial, marks),
-        *(rows, ddp_apart, fsdp_apart, positions),
+        *(rows, ddp_apart, fsdp_apart, positions, whole),
     )
 }
 

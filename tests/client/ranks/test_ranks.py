@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_checks import Start, errors, finish, read, visible
 from rank_trainers import same_tensors
+from safetensors import safe_open
 from trainers import Traces, wait_until
 
 import sidesave
@@ -36,6 +37,31 @@ def test_plain_state_is_written_once_by_all_ranks_together(start: Start, run: Pa
         assert max(shares) < 1.1 * nbytes / 4
     staged = max(ranks.do("staging_nbytes")) / nbytes
     assert staged < 0.3 if declared else 1.2 < staged < 1.3, "what is compared is staged whole, and the share of it"
+    finish(ranks, run, traces)
+
+
+def test_what_is_to_be_whole_is_written_by_the_first_rank_and_the_others_write_the_more(
+    start: Start, run: Path, traces: Traces
+):
+    ranks = start(2)
+    ranks.do("build", "whole", 8)
+    ranks.do("truth", str(run.parent / "truth"))
+    ranks.open(run)
+    ranks.save(1)
+    expected = torch.load(run.parent / "truth")
+    found = read(run, 1)
+    same_tensors(found.tensors, expected)
+    model = {name for name in expected if name.startswith("model.")}
+    with safe_open(run / "step-00000001" / "model.rank-00000.safetensors", "pt") as file:
+        assert {*file.keys()} == model
+        assert all(torch.equal(file.get_tensor(name), expected[name]) for name in model)
+    assert not (run / "step-00000001" / "model.rank-00001.safetensors").exists()
+    assert abs(found.nbytes(0) - found.nbytes(1)) < 0.1 * found.nbytes(0)
+    ranks.do("zero")
+    ranks.do("load", 1)
+    ranks.do("mine", str(run.parent / "loaded-{rank}"))
+    for rank in range(2):
+        same_tensors(torch.load(run.parent / f"loaded-{rank}"), expected)
     finish(ranks, run, traces)
 
 
