@@ -278,15 +278,15 @@ class _Setup(Callback):
 class SidesaveModelParallelStrategy(ModelParallelStrategy):
     """FSDP2 and tensor parallelism, with each rank's shards saved by the ``SidesaveCheckpointIO`` of the trainer.
 
-    Any number of ranks can load them. Takes what ``ModelParallelStrategy`` does.
+    Takes what ``ModelParallelStrategy`` does.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if not self._save_distributed_checkpoint:
             raise InvalidArgumentError(
-                "save_distributed_checkpoint=False would gather all on rank 0: leave it out; any number of ranks, or "
-                "one process, can load what is saved"
+                "save_distributed_checkpoint=False would gather all on rank 0: leave it out; one process can "
+                "read what is saved, by sidesave.load"
             )
 
     @property

@@ -147,6 +147,30 @@ def test_a_path_moved_away_keeps_its_checkpoint(held: Held, run: Path, tmp_path:
     held.open()
 
 
+def test_a_path_moved_away_before_its_removal_is_due_keeps_its_checkpoint(held: Held, tmp_path: Path):
+    path, kept = tmp_path / "a.ckpt", tmp_path / "kept.ckpt"
+    held.save(path, 1)
+    held.paths.wait_for(str(path))
+    held.stop()
+    held.save(tmp_path / "b.ckpt", 2)
+    held.remove(path)
+    path.rename(kept)
+    held.go_on()
+    held.paths.close()
+    assert value_at(kept) == 1
+    held.open()
+
+
+def test_what_is_replaced_goes_while_the_run_is_open(held: Held, run: Path, tmp_path: Path):
+    last = tmp_path / "last.ckpt"
+    for value in (1, 2):
+        held.save(last, value)
+        held.paths.wait_for(str(last))
+    held.checkpointer.wait()
+    held.paths._changes.wait_for(lambda: not held.paths._deletions)
+    assert [info.step for info in sidesave.find(run)] == [1]
+
+
 def test_a_failed_save_leaves_the_path_as_it_was_and_cancels_the_removal(held: Held, run: Path, tmp_path: Path):
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     held.save(old, 1)
