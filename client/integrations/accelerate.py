@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Unpack
@@ -20,6 +21,8 @@ from sidesave.client.training.save_policies import SavePolicy
 from sidesave.errors import InvalidArgumentError
 from sidesave.stager.state.annotations import Replicated
 from sidesave.stager.state.tensor_collector import is_dtensor
+
+logger = logging.getLogger(__name__)
 
 _KINDS: Final = ("NO", "FSDP")
 """The values of ``DistributedType`` that are saved, and those of ``DistributedDataParallel``, ``MULTI_...``."""
@@ -184,6 +187,10 @@ class _Loader:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        others = state_dict.keys() ^ self.state_dict().keys()
+        if others:
+            what = ", ".join(sorted(others))
+            logger.warning("a data loader is of another kind than the one that was saved; not restored: %s", what)
         if state_dict["iteration"] is not None:
             self._loader.iteration = state_dict["iteration"]
         sampler, saved = self._sampler(), state_dict.get("sampler")
@@ -192,7 +199,7 @@ class _Loader:
         generator = getattr(self._loader, "synchronized_generator", None)
         if isinstance(generator, torch.Generator) and "generator" in state_dict:
             generator.set_state(state_dict["generator"])
-        if "loader" in state_dict:
+        if "loader" in state_dict and getattr(self._loader, "use_stateful_dataloader", False):
             self._loader.load_state_dict(state_dict["loader"])
 
 

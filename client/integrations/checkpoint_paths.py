@@ -23,6 +23,7 @@ from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.internals import saver_of
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.training.links import replace_link
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, write_error
 from sidesave.stager.signal_safe import Monitor
 from sidesave.writer_daemon.format.manifest import parse_step_directory
@@ -33,7 +34,6 @@ PATH: Final = "path"
 """Of a checkpoint's metadata, the path that it was saved under, relative to the run directory."""
 _NOTES: Final = ".sidesave.paths"
 _PENDING: Final = re.compile(r"/proc/self/fd/\d+/([0-9a-f]{16})")
-_DRAFT: Final = ".sidesave.link."
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class CheckpointPaths:
             self._fd = os.open(self._notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 self._next = 1 + self._recover()
-            except BaseException:
+            except BaseException:  # also where this is interrupted: nobody has the object that would close it
                 os.close(self._fd)
                 raise
         except OSError as error:
@@ -125,7 +125,7 @@ class CheckpointPaths:
         step, note = claim
         try:
             handle = self.checkpointer.save(step, state, metadata={**metadata, PATH: self._relative(path)})
-        except Exception:
+        except Exception:  # whatever the save refuses; one that is interrupted may commit, and its note stays
             self._give_up(path, note)
             raise
         if handle.skipped:
@@ -248,11 +248,19 @@ class CheckpointPaths:
 
     def _delete_unwanted(self) -> None:
         """Delete what no path leads to any more, except the newest, which a run always has."""
-        for step in [step for step in self._unwanted if step != self._latest]:
-            note = self._unwanted.pop(step)
-            with self._changes:
+        while True:
+            with self._changes:  # the thread that hears of commits comes here, too
+                step = next((step for step in list(self._unwanted) if step != self._latest), None)
+                if step is None:
+                    return
+                note = self._unwanted.pop(step)
                 self._deletions += 1
-            self.checkpointer.delete(step).add_done_callback(lambda done, note=note: self._deleted(note, done))
+            try:
+                deletion = self.checkpointer.delete(step)
+            except BaseException:  # whatever it is: the note stays for the next session, and close() waits for nothing
+                self._count_deleted()
+                raise
+            deletion.add_done_callback(lambda done, note=note: self._deleted(note, done))
 
     def _deleted(self, note: str, done: Any) -> None:
         error = done.exception()
@@ -260,6 +268,9 @@ class CheckpointPaths:
             self._forget(note)
         else:
             logger.warning("a checkpoint that no path leads to is deleted in the next session: %s", error)
+        self._count_deleted()
+
+    def _count_deleted(self) -> None:
         with self._changes:
             self._deletions -= 1
             self._changes.notify_all()
@@ -381,15 +392,8 @@ def is_pending(path: str) -> bool:
 
 def _link(target: str, path: str) -> None:
     """Make ``path`` a link, durably and in one step, whatever file was there."""
-    folder = os.path.dirname(path)
-    draft = os.path.join(folder, f"{_DRAFT}{secrets.token_hex(4)}")
-    os.symlink(target, draft)
-    try:
-        os.rename(draft, path)
-    except OSError:
-        os.unlink(draft)
-        raise
-    _sync(folder)
+    replace_link(target, path)
+    _sync(os.path.dirname(path))
 
 
 def _sync(folder: str) -> None:

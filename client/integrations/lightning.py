@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -71,6 +72,7 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             **options: Those of ``Checkpointer``, but those that say who saves: Lightning's rank 0 does.
 
         Raises:
+            TypeError: ``Checkpointer`` has no such option.
             InvalidArgumentError: ``directory`` is a URL, or an option has no meaning here.
             SidesaveError: As ``Checkpointer``, where a killed trainer has left something.
         """
@@ -84,6 +86,7 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
                 f"{urls.shown(os.fspath(directory))}: Lightning's paths are links, which object stores do not have; "
                 "give a directory, and the URL as mirror="
             )
+        inspect.signature(Checkpointer).bind(directory, **options)  # a typo shows here, and not in the first save
         self._directory = arguments.path_text(directory)
         self._options = options
         self._checkpointer: Checkpointer | None = None
@@ -130,7 +133,7 @@ class SidesaveCheckpointIO(TorchCheckpointIO):
             checkpointer = Checkpointer(self._directory, **options)
             try:
                 self._paths = CheckpointPaths(checkpointer) if not distributed or _rank() == 0 else None
-            except BaseException:
+            except BaseException:  # also where this is interrupted: no daemon is left without a way to end it
                 checkpointer.close()
                 raise
             self._checkpointer = checkpointer

@@ -88,22 +88,27 @@ class Links:
 
     def _link(self, name: str, target: str) -> None:
         path = os.path.join(self._directory, name)
-        draft = os.path.join(self._directory, f"{_DRAFT}{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISLNK(os.lstat(path).st_mode):
                 raise FileExistsError(errno.EEXIST, "there is something else of this name")
-        os.symlink(target, draft)
-        try:
-            os.rename(draft, path)
-        except OSError:
-            os.unlink(draft)
-            raise
+        replace_link(target, path)
 
     def _try(self, name: str, operation: Callable[[], None]) -> None:
         try:
             operation()
         except OSError as error:
             logger.error("the name %s in %s: %s", name, self._directory, error.strerror)
+
+
+def replace_link(target: str, path: str) -> None:
+    """Make ``path`` a link in one step, whatever file was there. Raises ``OSError``."""
+    draft = os.path.join(os.path.dirname(path), f"{_DRAFT}{secrets.token_hex(4)}")
+    os.symlink(target, draft)
+    try:
+        os.rename(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise
 
 
 def check_naming(naming: object) -> None:

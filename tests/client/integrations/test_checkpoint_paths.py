@@ -1,9 +1,11 @@
 """Paths that are links to steps of a run: there at once, never half-written, and put in order after a kill."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -291,3 +293,25 @@ def follow(calls: list[tuple[str, str]], held: Held, folder: Path) -> None:
             held.open()
             assert there == model
             assert kept == {*model.values()} | ({newest} - {None})
+
+
+def test_a_deletion_that_is_refused_keeps_nobody_and_is_done_at_the_end(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    held, path = Held(run), tmp_path / "a.ckpt"
+    held.save(path, 1).committed.result()
+    delete, refused = held.checkpointer.delete, threading.Event()
+
+    def refuse_once(step: int) -> Any:
+        if not refused.is_set():
+            refused.set()
+            raise WriteError(errno.EIO, "refused", str(run))
+        return delete(step)
+
+    monkeypatch.setattr(held.checkpointer, "delete", refuse_once)
+    held.save(path, 2)
+    with pytest.raises(WriteError, match="refused"):
+        held.paths.close()
+    assert refused.is_set()
+    assert [info.step for info in sidesave.find(run)] == [1]
+    assert value_at(path) == 2

@@ -186,6 +186,9 @@ def test_what_cannot_be_saved_is_named_unless_pickle_is_allowed(run: Path, tmp_p
 
 
 def test_what_has_no_meaning_is_refused_by_name(run: Path, tmp_path: Path):
+    typo: dict[str, Any] = {"slotz": 2}
+    with pytest.raises(TypeError, match="slotz"):  # at once, and not in the first save
+        SidesaveCheckpointIO(run, **typo)
     for name, value in {"distributed": True, "process_group": None, "node_local": True}.items():
         with pytest.raises(InvalidArgumentError, match=f"{name}="):
             SidesaveCheckpointIO(run, **{name: value})  # pyright: ignore[reportArgumentType]
