@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import xxhash
@@ -21,8 +23,9 @@ from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, Fi
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES
 from sidesave.writer_daemon.storage import InputFile, OutputFile, ReadStorage, Storage
 
-CHUNK_NBYTES: Final = 4 << 20
-"""Read, compared and handed on at a time; of an upload some four of these are in memory, beside what it sends."""
+CHUNK_NBYTES: Final = 5 << 20
+"""Read, compared and handed on at a time, while the next are read: a part of an upload, which then waits for no other.
+Of these two are in memory, beside what is being sent, and of a source in a store four more."""
 _tries = itertools.count()
 
 
@@ -33,6 +36,7 @@ def copy_checkpoint(
     partial: str,
     attempt: str,
     before_chunk: Callable[[int], None],
+    arrived: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Bring the files of ``name`` into the directory ``partial`` of ``target``, durably; blocking.
 
@@ -44,12 +48,13 @@ def copy_checkpoint(
         attempt: Tells the temporary names of this process's files from those of any other.
         before_chunk: Called with the number of bytes before each piece is handed on; may block, and stops the copy by
             raising.
+        arrived: Called when a file has come to be there whole.
 
     Raises:
         IntegrityError: The source is damaged. The damage has not been handed on.
         WriteError: The source cannot be read, or the target refuses.
     """
-    return _Copy(source, name, target, partial, f"{attempt}.{next(_tries)}", before_chunk).run()
+    return _Copy(source, name, target, partial, f"{attempt}.{next(_tries)}", before_chunk, arrived).run()
 
 
 class _Copy:
@@ -61,11 +66,12 @@ class _Copy:
         partial: str,
         attempt: str,
         before_chunk: Callable[[int], None],
+        arrived: Callable[[], None],
     ) -> None:
         self._source, self._name = source, name
         self._target, self._partial = target, partial
         self._attempt = attempt
-        self._before_chunk = before_chunk
+        self._before_chunk, self._arrived = before_chunk, arrived
         self._there: frozenset[str] = frozenset()
 
     def run(self) -> Manifest:
@@ -106,6 +112,7 @@ class _Copy:
         if not self._is_there(name, len(data)):
             self._before_chunk(len(data))
             self._target.publish_bytes(self._partial, name, data, self._attempt)
+            self._arrived()
 
     def _is_there(self, name: str, nbytes: int) -> bool:
         """Whether an earlier copy has brought all of a file; one of another length is removed."""
@@ -135,18 +142,14 @@ class _Copy:
             comparison = _Comparison(tensor_file.digest_blocks(header), digests, path)
 
             def copy_into(output: OutputFile) -> None:
-                offsets = range(0, entry.nbytes, CHUNK_NBYTES)
-                spans = [(offset, min(CHUNK_NBYTES, entry.nbytes - offset)) for offset in offsets]
-                for (offset, nbytes), data in zip(spans, file.read_each(spans), strict=True):
-                    self._before_chunk(nbytes)
-                    if len(data) != nbytes:
-                        raise IntegrityError(f"{path}: the file ends at byte {offset + len(data):,}")
-                    comparison.add(data)
-                    # Memory of its own for each piece: a store may send it long after the next one was read.
-                    buffer = mmap.mmap(-1, page_up(nbytes))
-                    view = memoryview(buffer)
-                    view[:nbytes] = data
-                    output.write_at(view, offset)
+                with contextlib.closing(_read_ahead(file)) as pieces:
+                    for offset, window, done in pieces:
+                        nbytes = min(CHUNK_NBYTES, entry.nbytes - offset)
+                        self._before_chunk(nbytes)
+                        if done < nbytes:
+                            raise IntegrityError(f"{path}: the file ends at byte {offset + done:,}")
+                        comparison.add(window[:nbytes])
+                        output.write_at(window, offset)
                 output.finish(entry.nbytes)
 
             try:
@@ -158,6 +161,7 @@ class _Copy:
                 raise
         if not self._target.publish(temporary, final):  # who had the lease before was not slow enough
             self._target.remove(temporary)
+        self._arrived()
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Generator[InputFile]:
@@ -170,6 +174,29 @@ class _Copy:
                     raise
                 raise IntegrityError(f"{path}: {error.strerror}") from error
             yield file
+
+
+def _read_ahead(file: InputFile) -> Generator[tuple[int, memoryview, int]]:
+    """The pieces of a file in order: where each begins, whole pages of memory, and how many bytes of it came.
+
+    The next ones are read meanwhile. Each has memory of its own: a store may send it long after the next one was read.
+    """
+
+    def read(offset: int) -> tuple[int, memoryview, int]:
+        window = memoryview(mmap.mmap(-1, page_up(min(CHUNK_NBYTES, file.nbytes - offset))))
+        return offset, window, file.read_into(offset, window)
+
+    asked: deque[Future[tuple[int, memoryview, int]]] = deque()
+    with ThreadPoolExecutor(file.ahead, "sidesave-ahead") as pool:
+        try:
+            for offset in range(0, file.nbytes, CHUNK_NBYTES):
+                asked.append(pool.submit(read, offset))
+                if len(asked) > file.ahead:
+                    yield asked.popleft().result()
+            while asked:
+                yield asked.popleft().result()
+        finally:  # also where the copy is stopped
+            pool.shutdown(cancel_futures=True)
 
 
 class _Comparison:

@@ -153,15 +153,11 @@ class Writer:
         at = save.extra_files
         extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
         every = [*small, *extra_files.items()]
-        futures = [self._pool.submit(self._write_small, directory, name, data) for name, data in every]
-        wait(futures)  # also where one fails: nothing may appear in what is being removed then
-        for future in futures:
-            future.result()
+        self._do_all(self._write_small, directory, every)
         _check_generation(save, arena)
         for image in images:
             self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
-        for name, data in every:
-            self._publish_small(directory, name, data)
+        self._do_all(self._publish_small, directory, every)
         about = save.metadata
         metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
         record = _record(save, images, small, extra_files, part or _whole_part(save, images), metadata)
@@ -302,6 +298,13 @@ class Writer:
                 raise ProtocolError(f"the trainer died before step {save.step} was staged")
             _check_generation(save, arena)
             time.sleep(_FOLLOW_POLL_S)
+
+    def _do_all(self, work: Callable[[str, str, bytes], None], directory: str, files: list[tuple[str, bytes]]) -> None:
+        """Do something with each small file of a directory, several at a time; raises what the first has raised."""
+        futures = [self._pool.submit(work, directory, name, data) for name, data in files]
+        wait(futures)  # also where one fails: nothing may appear in what is being removed then
+        for future in futures:
+            future.result()
 
     def _write_small(self, directory: str, name: str, data: bytes) -> None:
         room = max(page_up(len(data)), page_up(1))
