@@ -239,7 +239,7 @@ class Writer:
     def _digest_tensors(self, images: list[_TensorImage], arena: Arena, part: Part) -> dict[str, str]:
         """For each tensor of ``part.compared`` 128 bits of its name, container, dtype, shape and all its bytes."""
         places = {
-            (image.extent.name, entry.name): (image.extent.offset + entry.offset, entry)
+            (layout.container_of(image.extent.name), entry.name): (image.extent.offset + entry.offset, entry)
             for image in images
             for entry in image.layout.entries
         }
@@ -382,7 +382,10 @@ def _record(
     (objects_name, objects), *digest_lists = small
     files = tuple(
         FileRecord(
-            os.path.basename(image.final), image.layout.nbytes, container=image.extent.name, digests=plain(name, data)
+            os.path.basename(image.final),
+            image.layout.nbytes,
+            container=layout.container_of(image.extent.name),
+            digests=plain(name, data),
         )
         for image, (name, data) in zip(images, digest_lists, strict=True)
     )
@@ -417,7 +420,7 @@ def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
 def _whole_part(save: Save, images: list[_TensorImage]) -> Part:
     """The part of a rank that saves alone, which sends no table: all tensors are whole, and its own."""
     tensors = {
-        entry.name: TensorInfo(entry.dtype, entry.shape, image.extent.name)
+        entry.name: TensorInfo(entry.dtype, entry.shape, layout.container_of(image.extent.name))
         for image in images
         for entry in image.layout.entries
     }
