@@ -119,7 +119,9 @@ def make_plan(
     """Lay a structure out; ``offsets`` are, by container and FQN, those of pieces of larger tensors.
 
     A container with more than ``file_nbytes`` bytes of tensors gets several files, each with some that follow one
-    another; a larger tensor has one of its own. Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
+    another; a larger tensor has one of its own.
+
+    Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
     """
     files: list[FileImage] = []
     offset = 0
