@@ -14,7 +14,7 @@ from sidesave.writer_daemon.storage.remote import PART_NBYTES, Bucket
 
 BUFFERED_NBYTES: Final = 1 << 20
 """Up to this size a file is kept until it is published, so that it has its name only if that is free."""
-_AT_ONCE: Final = 4
+_AT_ONCE: Final = 8
 """Parts under way at a time: with those that are being filled some 25 MiB of the daemon's memory."""
 _uploads = threading.Semaphore(1)
 """Files are uploaded one after the other; what ends one, and begins the next, goes on at the same time."""

@@ -12,7 +12,7 @@ from trainers import a_state, commit
 
 import sidesave
 from sidesave.client.runs.pins import Pins
-from sidesave.errors import WriteError
+from sidesave.errors import UnsupportedValueError, WriteError
 from sidesave.writer_daemon.mirror import copying
 
 _WAYS = [("directory", "s3"), ("s3", "directory"), ("s3", "file"), ("directory", "directory")]
@@ -117,7 +117,7 @@ def test_pins_and_the_history_of_saves_come_along_whatever_the_way(by: str, tmp_
     run, between, back = str(tmp_path / "run"), place(by, tmp_path, "between"), str(tmp_path / "back")
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
-        with pytest.raises(sidesave.UnsupportedValueError):
+        with pytest.raises(UnsupportedValueError):
             ckpt.save(2, {"model": object()}, blocking=True)
     Pins(run).change(1, pinned=True)
     output("copy", run, between)
