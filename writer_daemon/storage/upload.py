@@ -14,8 +14,10 @@ from sidesave.writer_daemon.storage.remote import PART_NBYTES, Bucket
 
 BUFFERED_NBYTES: Final = 1 << 20
 """Up to this size a file is kept until it is published, so that it has its name only if that is free."""
-_AT_ONCE: Final = 8
-"""Parts under way at a time: with those that are being filled some 25 MiB of the daemon's memory."""
+AT_ONCE: Final = 6
+"""Parts under way at a time: those that end together leave a link idle for a round trip, and with more it is idle less.
+They are sent from the memory that they were written from, and are not copied: of a copy, whose pieces have memory of
+their own, that is 30 MiB, and two pieces more."""
 _uploads = threading.Semaphore(1)
 """Files are uploaded one after the other; what ends one, and begins the next, goes on at the same time."""
 
@@ -118,7 +120,7 @@ class StreamedOutput(OutputFile):
         try:
             with contextlib.ExitStack() as turn:
                 turn.enter_context(_uploads)
-                self._bucket.put_parts(self._key, self._nbytes, self._parts(turn), _AT_ONCE)
+                self._bucket.put_parts(self._key, self._nbytes, self._parts(turn), AT_ONCE)
         except BaseException as error:  # noqa: BLE001 - it belongs to who writes
             with self._changed:
                 self._failure = error
