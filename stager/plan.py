@@ -7,6 +7,7 @@ largest elements first, so that each is aligned to its element size without a ho
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -43,9 +44,10 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """One file: its container's name, header, and where the tensors go, in the order of the flat state."""
+    """One file: its container, its own name, header, and where the tensors go, in the order of the flat state."""
 
     container: str
+    name: str
     header: bytes
     placements: tuple[Placement, ...]
     offset: int
@@ -111,22 +113,45 @@ class LooksCache:
         return looks
 
 
-def make_plan(structure: Structure, offsets: Mapping[str, Offsets] | None = None) -> Plan:
+def make_plan(
+    structure: Structure, offsets: Mapping[str, Offsets] | None = None, file_nbytes: int | None = None
+) -> Plan:
     """Lay a structure out; ``offsets`` are, by container and FQN, those of pieces of larger tensors.
+
+    A container with more than ``file_nbytes`` bytes of tensors gets several files, each with some that follow one
+    another; a larger tensor has one of its own.
 
     Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
     """
     files: list[FileImage] = []
     offset = 0
     for container, fqns, kinds in structure:
-        file = _lay_out(container, fqns, kinds, offset, (offsets or {}).get(container, {}))
-        files.append(file)
-        offset += page_up(file.nbytes)
+        borders = _cut(kinds, file_nbytes)
+        for number, (begin, end) in enumerate(itertools.pairwise(borders), start=1):
+            # No container has a dot in its name.
+            name = container if len(borders) == 2 else f"{container}.{number:05d}-of-{len(borders) - 1:05d}"
+            own = (offsets or {}).get(container, {})
+            file = _lay_out(container, name, fqns[begin:end], kinds[begin:end], offset, own)
+            files.append(file)
+            offset += page_up(file.nbytes)
     return Plan(structure, tuple(files), offset)
+
+
+def _cut(kinds: tuple[tuple[torch.dtype, torch.Size], ...], file_nbytes: int | None) -> list[int]:
+    """Which tensor each file begins with, and how many there are."""
+    borders, nbytes = [0], 0
+    for index, (dtype, shape) in enumerate(kinds):
+        own = shape.numel() * dtype.itemsize
+        if file_nbytes is not None and nbytes and nbytes + own > file_nbytes:
+            borders.append(index)
+            nbytes = 0
+        nbytes += own
+    return [*borders, len(kinds)]
 
 
 def _lay_out(
     container: str,
+    name: str,
     fqns: tuple[str, ...],
     kinds: tuple[tuple[torch.dtype, torch.Size], ...],
     offset: int,
@@ -153,7 +178,7 @@ def _lay_out(
         Placement(len(header) + begin, shape.numel() * dtype.itemsize)
         for begin, (dtype, shape) in zip(begins, kinds, strict=True)
     )
-    return FileImage(container, header, placements, offset, len(header) + position)
+    return FileImage(container, name, header, placements, offset, len(header) + position)
 
 
 def _metadata(

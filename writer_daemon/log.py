@@ -171,22 +171,37 @@ def combine(records: Iterable[SaveRecord]) -> list[SaveRecord]:
     return combined
 
 
+def merged(ours: list[SaveRecord], theirs: list[SaveRecord]) -> list[SaveRecord]:
+    """The records of two histories, of one run and of a copy of it; of a save in both that of ``theirs``."""
+
+    def save_of(record: SaveRecord) -> tuple[str, int | None, int]:
+        return record.session, record.save_id, record.step
+
+    known = {*map(save_of, theirs)}
+    return [*(record for record in ours if save_of(record) not in known), *theirs]
+
+
 def read_history(root: str) -> list[SaveRecord]:
     """The records in the log of a run directory, by :func:`combine`; empty if there is no readable log."""
     return _read(f"{root}/{HISTORY_FILE}")
 
 
 def _read(path: str, directory: int | None = None) -> list[SaveRecord]:
-    records: list[SaveRecord] = []
-    damaged = 0
     try:
-        lines = _read_tail(path, directory).split(b"\n")
+        data = _read_tail(path, directory)
     except FileNotFoundError:
         return []
     except OSError as error:
         logger.warning("cannot read %s: %s", path, error.strerror)
         return []
-    for line in filter(None, lines):
+    return records_in(data, path)
+
+
+def records_in(data: bytes, path: str) -> list[SaveRecord]:
+    """The records in the content of a log, by :func:`combine`; what is torn or damaged is left out."""
+    records: list[SaveRecord] = []
+    damaged = 0
+    for line in filter(None, data.split(b"\n")):
         try:
             records.append(SaveRecord.from_line(line))
         except (ValueError, RecursionError):

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 _SPEED_NBYTES: Final = 64 << 20
 _PIECE_NBYTES: Final = 5 << 20
-_AT_ONCE: Final = 4
-"""As the daemon uploads."""
 _GRACE_S: Final = 30.0
 """From SIGTERM to SIGKILL: Kubernetes' default terminationGracePeriodSeconds, and Slurm's KillWait."""
 _ANSWER_TIMEOUT_S: Final = 300.0
@@ -86,10 +84,12 @@ def _conditions(bucket: Bucket) -> Iterator[Verdict]:
 
 def _upload_speed(bucket: Bucket, speed: list[float]) -> Iterator[Verdict]:
     """One object, in parts, from one process: as the daemon uploads, apart from the digests."""
+    from sidesave.writer_daemon.storage.upload import AT_ONCE
+
     piece = memoryview(os.urandom(_PIECE_NBYTES))
     sizes = [min(_PIECE_NBYTES, _SPEED_NBYTES - offset) for offset in range(0, _SPEED_NBYTES, _PIECE_NBYTES)]
     started = time.monotonic()
-    bucket.put_parts("speed", _SPEED_NBYTES, (piece[:size] for size in sizes), _AT_ONCE)
+    bucket.put_parts("speed", _SPEED_NBYTES, (piece[:size] for size in sizes), AT_ONCE)
     rate = _SPEED_NBYTES / (time.monotonic() - started)
     speed.append(rate)
     detail = f"64 MiB at {rate / 1e6:,.0f} MB/s: a save of 10 GB takes {10e9 / rate / 60:,.1f} minutes"

@@ -14,7 +14,9 @@ import typer
 from sidesave.client.arguments import place_to_write
 from sidesave.client.cli.console import error_text, printable, progress, size
 from sidesave.client.runs import catalog, finding
+from sidesave.client.runs.history import bring_history
 from sidesave.client.runs.mirror import check_mirror, lie_in_each_other
+from sidesave.client.runs.pins import Pins
 from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
@@ -55,14 +57,26 @@ def copy(
     """Copy all checkpoints of a run to another place.
 
     Either is a directory or in an object store. DST is a new place or an earlier copy, to which what is missing is
-    brought; it is a run, from which training can go on. Every byte is compared with its digest while it is copied, and
-    a damaged checkpoint is left out, with exit status 1. Interrupted, the same command goes on with the files that had
-    not arrived. Saving may go on in SRC meanwhile, and not in DST. Credentials and endpoint come from the environment.
+    brought; it is a run, from which training can go on. Pins and the history of saves come along: steps that are pinned
+    in DST stay so. Every byte is compared with its digest while it is copied, and what is damaged is left out, with
+    exit status 1. Interrupted, the same command goes on with the files that had not arrived. Saving may go on in SRC
+    meanwhile, and not in DST. Credentials and endpoint come from the environment.
     """
     run, place = finding.locate_run(source, urls_too=True), place_to_write(target)
     if lie_in_each_other(run, place):
         raise InvalidArgumentError(f"{run} and {place} lie in each other")
-    _copy_missing(run, place, bandwidth, identity.open_target(place))
+    storage = identity.open_target(place, "a copy")
+
+    def bring_records() -> int:
+        bring_history(run, storage)
+        try:
+            Pins(place).add(Pins(run).read())
+        except IntegrityError as error:
+            typer.echo(printable(f"sidesave: the pins are left out: {error_text(error)}"), err=True)
+            return 1
+        return 0
+
+    _copy_missing(run, place, bandwidth, storage, bring_records)
 
 
 def mirror(
@@ -83,20 +97,22 @@ def mirror(
     place = identity.remembered_mirror(directory) if known else check_mirror(target, directory, node_local=False)
     if not place:
         raise InvalidArgumentError(f"{directory} has had no mirror: say where with `sidesave mirror {run} TARGET`")
-    storage = identity.open_known(directory, place) if known else identity.open_target(place)
+    storage = identity.open_known(directory, place) if known else identity.open_target(place, "a new mirror")
 
-    def identify() -> None:
+    def identify() -> int:
         which = identity.identify(storage)
         if known or identity.has_had(directory, place):
             identity.remember(directory, place, which)
+        return 0
 
     _copy_missing(directory, place, bandwidth, storage, identify)
 
 
-def _copy_missing(
-    run: str, place: str, bandwidth: int | None, storage: Storage, begun: Callable[[], object] = lambda: None
-) -> None:
-    """Copy to ``storage``, which is ``place`` and is closed at the end; ``begun`` is called once it is taken over."""
+def _copy_missing(run: str, place: str, bandwidth: int | None, storage: Storage, begun: Callable[[], int]) -> None:
+    """Copy to ``storage``, which is ``place`` and is closed at the end.
+
+    ``begun`` is called once it is taken over, and returns how many things were damaged.
+    """
     started, copied, failed = time.monotonic(), 0, 0
     with contextlib.ExitStack() as opened:
         opened.callback(storage.close)
@@ -112,7 +128,7 @@ def _copy_missing(
 
         uploader = Uploader(run, storage, lease, before_chunk)
         missing, _ = uploader.begin()
-        begun()
+        failed += begun()
         for step in missing:
             with progress(step.nbytes, step.name) as bar:
                 bars.append(bar)

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from sidesave.client.arguments import path_text, place_to_write
 from sidesave.errors import InvalidArgumentError, NoSpaceError, SidesaveError, write_error
@@ -20,8 +20,6 @@ from sidesave.writer_daemon.storage import urls
 
 if TYPE_CHECKING:
     from sidesave.writer_daemon.storage.remote import Bucket
-
-_PARTS_AT_ONCE: Final = 4
 
 Content = Iterable[bytes | memoryview]
 """Pieces of a file, in order, each of which is valid until the next one is asked for."""
@@ -116,6 +114,7 @@ class _Prefix(Target):
 
     def put(self, name: str, nbytes: int, content: Content) -> None:
         from sidesave.writer_daemon.storage.remote import PART_NBYTES
+        from sidesave.writer_daemon.storage.upload import AT_ONCE
 
         self.names.append(name)
         if nbytes <= PART_NBYTES:
@@ -133,7 +132,7 @@ class _Prefix(Target):
                 raise
 
         try:
-            self._bucket.put_parts(name, nbytes, parts(), _PARTS_AT_ONCE)
+            self._bucket.put_parts(name, nbytes, parts(), AT_ONCE)
         except BaseException:  # the library's own, of whatever the parts have raised
             if failures:  # what the library makes of it says less
                 raise failures[0] from None

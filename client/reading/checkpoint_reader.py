@@ -301,20 +301,23 @@ class CheckpointReader:
         if not missing:
             return
 
-        def read(rank: int) -> tuple[RankRecord, list[BlockFile]]:
-            record = self._records.get(rank) or self._read_record(rank)
-            return record, [block_io.open_file(self._storage, self._name, file) for file in record.files]
+        def read(rank: int) -> RankRecord:
+            return self._records.get(rank) or self._read_record(rank)
+
+        def open_file(file: FileRecord) -> BlockFile:
+            return block_io.open_file(self._storage, self._name, file)
 
         def read_all() -> list[tuple[RankRecord, list[BlockFile]]]:
             with ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
-                return list(pool.map(read, missing))
+                records = list(pool.map(read, missing))
+                files = pool.map(open_file, [file for record in records for file in record.files])
+                return [(record, [*itertools.islice(files, len(record.files))]) for record in records]
 
         with block_io.reading(self.path):
-            pairs = (
-                [read(missing[0])]
-                if len(missing) == 1
-                else signal_safe.run(read_all, "sidesave-open", stop=lambda: None)
-            )
+            if len(missing) == 1 and not urls.is_url(self.path):
+                pairs = [(record := read(missing[0]), [*map(open_file, record.files)])]
+            else:
+                pairs = signal_safe.run(read_all, "sidesave-open", stop=lambda: None)
         for rank, (record, files) in zip(missing, pairs, strict=True):
             self.nbytes_read += self.manifest.records[rank].nbytes if rank not in self._records else 0
             self.nbytes_read += sum(file.nbytes_of_tables for file in files)

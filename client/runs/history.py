@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import logging
 import os
 from dataclasses import replace
@@ -12,12 +14,21 @@ from sidesave.client.runs import catalog, finding
 from sidesave.errors import InvalidArgumentError, SidesaveError, WriteError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory, step_directory
 from sidesave.writer_daemon.lease import lease
-from sidesave.writer_daemon.log import LOST, SaveRecord, read_history
-from sidesave.writer_daemon.storage import PosixStorage, urls
+from sidesave.writer_daemon.log import (
+    HISTORY_FILE,
+    LOST,
+    MAX_NBYTES,
+    SaveRecord,
+    merged,
+    read_history,
+    records_in,
+)
+from sidesave.writer_daemon.storage import PosixStorage, ReadStorage, Storage, urls
 
 logger = logging.getLogger(__name__)
 
 
+_MAX_LOG_NBYTES: Final = 64 << 20
 _UNFINISHED: Final = ("partial", "salvage-")
 
 
@@ -38,6 +49,28 @@ def history(path: str | os.PathLike[str]) -> list[SaveRecord]:
         raise InvalidArgumentError(f"{place}: {text}, and Checkpointer.history() tells of the saves of its session")
     directory = finding.locate_run(path)
     return in_order([settled(directory, record) for record in read_history(directory)])
+
+
+def bring_history(run: str, target: Storage) -> None:
+    """Bring the log of a run's saves to a copy of it, where the copy's own sessions may have told of theirs.
+
+    Of a copy in a store it is an object as it is, for whoever copies that back to a disk. Raises ``WriteError``.
+    """
+    if urls.is_url(run):
+        with contextlib.closing(urls.open_storage(run)) as source:
+            theirs = _logged_in(source)
+    else:
+        theirs = history(run)
+    ours = _logged_in(target)
+    lines = [record.to_line() for record in in_order(merged(ours, theirs))]
+    kept = list(itertools.accumulate(map(len, reversed(lines)), initial=0))
+    lines = lines[len(lines) - bisect.bisect_right(kept, MAX_NBYTES) + 1 :]  # the newest, as many as a log has
+    if theirs and lines != [record.to_line() for record in ours]:
+        target.replace(HISTORY_FILE, b"".join(lines))
+
+
+def _logged_in(storage: ReadStorage) -> list[SaveRecord]:
+    return records_in(storage.read(HISTORY_FILE, _MAX_LOG_NBYTES) or b"", f"{storage.root}/{HISTORY_FILE}")
 
 
 def settled(directory: str, record: SaveRecord, fallback_directory: str = "") -> SaveRecord:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 from sidesave.errors import IntegrityError
@@ -39,9 +40,16 @@ class Pins:
 
     def change(self, step: int, *, pinned: bool) -> None:
         """Pin or unpin a step, durably. Raises ``WriteError``, or what :meth:`read` raises."""
+        self._change(lambda before: before | {step} if pinned else before - {step})
+
+    def add(self, steps: frozenset[int]) -> None:
+        """Pin steps besides those that are pinned, durably. Raises like :meth:`change`."""
+        self._change(steps.union)
+
+    def _change(self, change: Callable[[frozenset[int]], frozenset[int]]) -> None:
         with self._lock:
             before = self.read()
-            after = before | {step} if pinned else before - {step}
+            after = change(before)
             if after == before:
                 return
             with contextlib.closing(urls.open_for_writing(self._directory)) as storage:

@@ -87,8 +87,9 @@ class _Last:
 class ShardPlanner:
     """The shard plans of one checkpointer."""
 
-    def __init__(self, world: World) -> None:
-        """Plan for this rank of ``world``."""
+    def __init__(self, world: World, file_nbytes: int | None = None) -> None:
+        """Plan for this rank of ``world``; see :func:`make_plan` for ``file_nbytes``."""
+        self._file_nbytes = file_nbytes
         self._rank = world.rank
         self._size = world.size
         self._index = {rank: number for number, rank in enumerate(world.ranks)}
@@ -215,7 +216,7 @@ class ShardPlanner:
         return _Layout(
             grids=tuple(flat.grids.values()),
             pieces=pieces,
-            plan=make_plan(structure_of(targets), offsets),
+            plan=make_plan(structure_of(targets), offsets, self._file_nbytes),
             unshared=unshared,
             table=self._part(whole, own, flat.grids),
             unshared_table=unshared_table,

@@ -79,12 +79,14 @@ class Slot:
         base = self.arena.data_offset
         self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
         self.targets, self.prepared = [], None
-        for (_, fqns, kinds), file in zip(plan.structure, plan.files, strict=True):
+        tensors = (each for _, fqns, kinds in plan.structure for each in zip(fqns, kinds, strict=True))
+        for file in plan.files:
             self.arena.view(base + file.offset, len(file.header))[:] = file.header
-            for fqn, (dtype, shape), (offset, nbytes) in zip(fqns, kinds, file.placements, strict=True):
+            for (offset, nbytes), (fqn, (dtype, shape)) in zip(file.placements, tensors, strict=False):
                 begin = file.offset + offset
                 view = self.image[begin : begin + nbytes].view(dtype).view(shape)
                 self.targets.append(Target(fqn, view, begin, self.image.data_ptr() + begin, nbytes))
+        assert next(tensors, None) is None
         self.plan = plan
 
     def append(self, parts: Sequence[bytes]) -> list[int]:

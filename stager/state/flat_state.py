@@ -16,7 +16,8 @@ TENSORS: Final = "tensors"
 """The container of bare tensors at the top level."""
 OBJECTS: Final = "objects"
 """The stem of the file that holds the treespec."""
-_MAX_STEM: Final = 150
+_MAX_STEM: Final = 130
+"""Of the 200 characters that a file name may have."""
 
 
 @dataclass(slots=True)

@@ -68,6 +68,37 @@ def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tup
     assert plan.nbytes == end
 
 
+@given(CONTAINERS, st.integers(1, 3000))
+@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_container_is_cut_into_files_that_have_its_tensors_in_order(
+    containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]], file_nbytes: int
+):
+    whole = plan_of(containers)
+    plan = make_plan(whole.structure, file_nbytes=file_nbytes)
+    assert plan.structure == whole.structure
+    assert len({file.name for file in plan.files}) == len(plan.files)
+    end = 0
+    for name, body in containers.items():
+        files = [file for file in plan.files if file.container == name]
+        assert [file.name for file in files] == (
+            [name] if len(files) == 1 else [f"{name}.{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)]
+        )
+        sizes = {fqn: torch.Size(shape).numel() * dtype.itemsize for fqn, (dtype, shape) in body.items()}
+        assert [place.nbytes for file in files for place in file.placements] == [*sizes.values()]
+        held: list[str] = []
+        for file in files:
+            parsed = parse_tensor_file(file.header, "header")
+            own = [entry.name for entry in parsed.entries]
+            nbytes = sum(sizes[fqn] for fqn in own)
+            assert nbytes <= file_nbytes or sum(sizes[fqn] > 0 for fqn in own) == 1
+            assert (file.offset, file.nbytes) == (end, parsed.nbytes)
+            end += page_up(file.nbytes)
+            held += sorted(own, key=list(body).index)
+        assert held == list(body)
+        assert len(files) == 1 or sum(sizes.values()) > file_nbytes
+    assert plan.nbytes == end
+
+
 @given(CONTAINERS)
 @settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):

@@ -1,7 +1,7 @@
 """An object store on loopback that counts requests and fails as it is told: as much of S3 as is used here, and HTTP.
 
-It serves the directories in ``root``, each as a bucket of its name. What is signed is not checked. Uploads in parts are
-in memory until they are completed.
+It serves the directories in ``root``, each as a bucket of its name. What is signed is not checked. Parts of an upload
+are in memory until it is completed, and are written as they come, so that completing it is quick, as in a store.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import BinaryIO
@@ -66,6 +66,39 @@ class _Answer:
     """Of an answer without its content."""
 
 
+@dataclass
+class _Upload:
+    """In parts; ``written`` are those that are in ``file``, all as long as the first one."""
+
+    key: str
+    file: Path
+    parts: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    written: set[int] = field(default_factory=set[int])
+
+    def write(self, number: int) -> None:
+        part, first = self.parts[number], self.parts.get(1)
+        if first is not None and len(part) == len(first):
+            self.write_at((number - 1) * len(first), part)
+            self.written.add(number)
+
+    def write_rest(self, numbers: list[int]) -> None:
+        """What is to be the object's content, with the parts of these numbers one after the other, is in the file."""
+        offset = 0
+        for place, number in enumerate(numbers):
+            part = self.parts[number]
+            if number not in self.written or offset != place * len(self.parts[1]) or number != place + 1:
+                self.write_at(offset, part)
+            offset += len(part)
+        os.truncate(self.file, offset)
+
+    def write_at(self, offset: int, data: bytes) -> None:
+        fd = os.open(self.file, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(fd, data, offset)
+        finally:
+            os.close(fd)
+
+
 class ObjectServer:
     """What was asked is in ``requests``; ``fault`` is asked for each, and what it is the how-manieth of its key."""
 
@@ -79,8 +112,8 @@ class ObjectServer:
         """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores have it."""
         self.ignores_offsets = False
         """Whether lists begin at the beginning wherever they are to start, as Azurite's do."""
-        self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
-        """Of each unfinished upload in parts its key and its parts."""
+        self.uploads: dict[str, _Upload] = {}
+        """Those in parts that are unfinished."""
         self._upload_ids = map(str, itertools.count(1))
         self._busy = 0
         self._lock = threading.Lock()
@@ -249,27 +282,32 @@ class ObjectServer:
         with self._lock:
             number = next(self._upload_ids) if request.method == "START" else query["uploadId"]
             if request.method == "START":
-                self.uploads[number] = request.key, {}
+                self.uploads[number] = _Upload(request.key, self.root / f".upload-{number}")
                 tag = "InitiateMultipartUploadResult"
                 return _Answer(200, f"<{tag}><UploadId>{number}</UploadId></{tag}>".encode())
-            if number not in self.uploads:
+            upload = self.uploads.get(number)
+            if upload is None:
                 return _Answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
-            parts = self.uploads[number][1]
-            match request.method:
-                case "PART":
-                    parts[int(query["partNumber"])] = body
-                    return _Answer(200)
-                case "COMPLETE":
-                    named = [int(each) for each in re.findall(r"<PartNumber>(\d+)</PartNumber>", body.decode())]
-                    if any(len(parts[each]) < 5 << 20 for each in named[:-1]):
-                        return _Answer(400, b"<Error><Code>EntityTooSmall</Code></Error>")
-                    self._store(self.root / request.key, *(parts[each] for each in named))
-                    del self.uploads[number]
-                    tag = "CompleteMultipartUploadResult"
-                    return _Answer(200, f"<{tag}><ETag>an-etag</ETag></{tag}>".encode())
-                case _:
-                    del self.uploads[number]
-                    return _Answer(204)
+            if request.method == "PART":
+                upload.parts[int(query["partNumber"])] = body
+            elif request.method == "COMPLETE":
+                return self._complete(number, upload, body)
+            else:
+                del self.uploads[number]
+                upload.file.unlink(missing_ok=True)
+                return _Answer(204)
+        upload.write(int(query["partNumber"]))
+        return _Answer(200)
+
+    def _complete(self, number: str, upload: _Upload, body: bytes) -> _Answer:
+        named = [int(each) for each in re.findall(r"<PartNumber>(\d+)</PartNumber>", body.decode())]
+        if any(len(upload.parts[each]) < 5 << 20 for each in named[:-1]):
+            return _Answer(400, b"<Error><Code>EntityTooSmall</Code></Error>")
+        upload.write_rest(named)
+        self._give_name(upload.file, self.root / upload.key)
+        del self.uploads[number]
+        tag = "CompleteMultipartUploadResult"
+        return _Answer(200, f"<{tag}><ETag>an-etag</ETag></{tag}>".encode())
 
     def _content(self, path: Path, request: Request) -> _Answer:
         try:
@@ -289,12 +327,13 @@ class ObjectServer:
         headers = (("Content-Range", f"bytes {start}-{stop - 1}/{size}"),) if request.range else ()
         return _Answer(206 if request.range else 200, data, headers)
 
-    def _store(self, path: Path, *parts: bytes) -> None:
-        """An object appears whole."""
+    def _store(self, path: Path, content: bytes) -> None:
         new = self.root / ".new-object"
-        with new.open("wb") as file:
-            for part in parts:
-                file.write(part)
+        new.write_bytes(content)
+        self._give_name(new, path)
+
+    def _give_name(self, new: Path, path: Path) -> None:
+        """An object appears whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
         new.rename(path)
 

@@ -4,10 +4,12 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from object_server import Fault, Request, serving
 from sessions import NEW, OLD, Session, a_state, same
 from trainers import DEADLINE_S
 
@@ -264,7 +266,7 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
     assert (Path(session.root) / "step-00000001").exists()
 
 
-def thread_of(run: Path) -> Mirror:
+def thread_of(run: Path, place: str = "", store: Mapping[str, str] | None = None) -> Mirror:
     """The mirror of a daemon, which is not started yet."""
     options = DaemonOptions(
         fallback_directory="",
@@ -275,10 +277,17 @@ def thread_of(run: Path) -> Mirror:
         nice=0,
         io_class="none",
         cpus=(),
-        mirror=f"{run}-mirror",
+        mirror=place or f"{run}-mirror",
     )
     boot = Boot(
-        attempt=1, directory=str(run), session=NEW, rank=0, world_size=1, trainer_pid=os.getpid(), options=options
+        attempt=1,
+        directory=str(run),
+        session=NEW,
+        rank=0,
+        world_size=1,
+        trainer_pid=os.getpid(),
+        options=options,
+        storage_options=urls.encode_options(store),
     )
     return Mirror(boot, lambda: None)
 
@@ -298,3 +307,32 @@ def test_a_save_of_the_fallback_directory_is_told_of_by_its_step(session: Sessio
     assert (message.sequence, message.name) == (3, "step-00000007")
     assert message.error is not None
     assert "is not mirrored" in message.error.message
+
+
+def test_pauses_begin_anew_once_something_has_arrived(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Credentials expire, come back until the large file's turn, expire again and come back."""
+    pauses: list[float] = []
+    monkeypatch.setattr(Mirror, "_pause", lambda self, seconds: pauses.append(seconds))  # pyright: ignore
+    small_one = threading.Event()
+
+    def answer(request: Request, number: int) -> Fault:
+        if request.method == "PUT-NEW" and request.key.endswith("objects.rank-00000.msgpack"):
+            small_one.set()
+        if request.method == "START":
+            assert small_one.wait(DEADLINE_S)  # which goes beside it, and so arrives in the same try
+            return 403 if number < 3 else None
+        return 403 if request.key.endswith(".directory") and "step-" in request.key and number < 4 else None
+
+    session.save(1, {"model": {"large": a_state(1)["model"]["w"].repeat(10, 1)[:2900]}})
+    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "buckets") as server:
+        server.fault = answer
+        mirror = thread_of(Path(session.root), "s3://bucket/mirror", server.options)
+        mirror.start()
+        mirror.finish()
+        assert mirror.ended.wait(DEADLINE_S)
+        with urls.using(server.options):
+            assert verify("s3://bucket/mirror/step-00000001").ok
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 0.25, 0.5, 1.0]

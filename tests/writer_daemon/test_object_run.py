@@ -174,3 +174,20 @@ def test_a_rank_of_an_earlier_session_makes_no_directory(place: Place, first: Ob
     other.remove_tree(SAVE)
     assert [name for name in following.list_directory("") if "step" in name] == []
     assert following.bucket.list_all("step-00000001") == []
+
+
+def test_a_directory_that_got_a_new_prefix_and_no_mark_is_made_by_the_next_try(server: ObjectServer):
+    run = ObjectRun("s3://bucket/run", server.options)
+    run.take_over(SESSION)
+    run.settle()
+    directory = f".step-00000001.{OTHER}-1.partial"  # of a session whose prefixes do not count any more
+    server.fault = lambda request, number: 403 if request.key.endswith(".directory") else None
+    with pytest.raises(WriteError) as refused:
+        run.make_directory(directory, 0o700)
+    assert refused.value.errno == errno.EACCES
+    server.fault = lambda request, number: None
+    assert run.make_directory(directory, 0o700)
+    assert not run.make_directory(directory, 0o700)
+    put(run, f"{directory}/manifest.json", b"1")
+    run.rename_directory(directory, STEP)
+    assert run.read(f"{STEP}/manifest.json", 9) == b"1"

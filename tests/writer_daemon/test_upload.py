@@ -14,7 +14,7 @@ from object_server import ObjectServer, serving
 
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.storage.remote import Bucket
-from sidesave.writer_daemon.storage.upload import StreamedOutput
+from sidesave.writer_daemon.storage.upload import AT_ONCE, StreamedOutput
 
 MIB = 1 << 20
 CHUNK_NBYTES = 16 * MIB
@@ -74,7 +74,7 @@ def test_a_large_file_arrives_as_it_was_written(server: ObjectServer, bucket: Bu
     expected = {"PUT": 1} if parts == 1 else {"START": 1, "PART": parts, "COMPLETE": 1}
     assert {method: server.count(method) for method in expected} == expected
     assert len(server.requests) == sum(expected.values())
-    assert server.most_at_once <= 4
+    assert server.most_at_once <= AT_ONCE
 
 
 def test_nothing_is_there_before_the_end_or_after_it_was_given_up(server: ObjectServer, bucket: Bucket):
@@ -121,7 +121,7 @@ def test_an_upload_of_256_mib_takes_less_than_48_mib_of_memory(server: ObjectSer
     code = """
 import mmap, os, pathlib, sys, threading
 from sidesave.writer_daemon.storage.remote import Bucket
-from sidesave.writer_daemon.storage.upload import StreamedOutput
+from sidesave.writer_daemon.storage.upload import AT_ONCE, StreamedOutput
 assert "torch" not in sys.modules
 nbytes, chunk = 256 << 20, 16 << 20
 fd = os.memfd_create("arena")

@@ -27,6 +27,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and shape of a part of a tensor."""
 
 
+def container_of(stem: str) -> str:
+    """The container of a tensor file, by what its name begins with; one of several goes on with a dot."""
+    return stem.partition(".")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """How a tensor is cut: ``cuts`` has per dimension the ascending borders from 0 to the extent; None is uncut.

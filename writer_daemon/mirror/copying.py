@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-from collections.abc import Callable, Generator
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Final
 
 import xxhash
@@ -21,8 +25,11 @@ from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, Fi
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES
 from sidesave.writer_daemon.storage import InputFile, OutputFile, ReadStorage, Storage
 
-CHUNK_NBYTES: Final = 4 << 20
-"""Read, compared and handed on at a time; of an upload some four of these are in memory, beside what it sends."""
+CHUNK_NBYTES: Final = 5 << 20
+"""Read, compared and handed on at a time, while the next are read: a part of an upload, which then waits for no other.
+Of these two are in memory, beside what is being sent, and of a source in a store four more."""
+_AT_ONCE: Final = 2
+"""Files on their way into a store at a time: what begins and ends one takes several answers each."""
 _tries = itertools.count()
 
 
@@ -33,6 +40,7 @@ def copy_checkpoint(
     partial: str,
     attempt: str,
     before_chunk: Callable[[int], None],
+    arrived: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Bring the files of ``name`` into the directory ``partial`` of ``target``, durably; blocking.
 
@@ -44,12 +52,26 @@ def copy_checkpoint(
         attempt: Tells the temporary names of this process's files from those of any other.
         before_chunk: Called with the number of bytes before each piece is handed on; may block, and stops the copy by
             raising.
+        arrived: Called when a file has come to be there whole.
 
     Raises:
         IntegrityError: The source is damaged. The damage has not been handed on.
         WriteError: The source cannot be read, or the target refuses.
     """
-    return _Copy(source, name, target, partial, f"{attempt}.{next(_tries)}", before_chunk).run()
+    return _Copy(source, name, target, partial, f"{attempt}.{next(_tries)}", before_chunk, arrived).run()
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank some of whose files have not arrived; its record follows them."""
+
+    record: str
+    data: bytes
+    files_left: int
+
+
+class _StoppedError(Exception):
+    """Another thread of this copy has failed, which is what is told."""
 
 
 class _Copy:
@@ -61,12 +83,17 @@ class _Copy:
         partial: str,
         attempt: str,
         before_chunk: Callable[[int], None],
+        arrived: Callable[[], None],
     ) -> None:
         self._source, self._name = source, name
         self._target, self._partial = target, partial
         self._attempt = attempt
-        self._before_chunk = before_chunk
+        self._before_chunk, self._arrived = before_chunk, arrived
         self._there: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        """Of one tensor file at a time pieces are in memory."""
+        self._stopped = False
 
     def run(self) -> Manifest:
         path = f"{self._name}/{MANIFEST}"
@@ -76,8 +103,7 @@ class _Copy:
         content = Manifest.from_bytes(data, path)
         self._target.make_directory(self._partial, 0o700)
         self._there = frozenset(self._target.list_directory(self._partial))
-        for rank in range(len(content.records)):
-            self._copy_rank(content, rank)
+        self._copy_files(content)
         for left in self._target.list_directory(self._partial):
             if left.startswith("."):  # of a copy that was interrupted
                 self._target.remove(f"{self._partial}/{left}")
@@ -86,26 +112,62 @@ class _Copy:
         self._target.sync_directory(self._partial)
         return content
 
-    def _copy_rank(self, content: Manifest, rank: int) -> None:
-        entry = content.records[rank]
-        path = f"{self._name}/{entry.name}"
-        data = integrity.read_small_file(self._source, path, entry)
-        record = RankRecord.from_bytes(data, path)
-        content.check_record(rank, record, path)
-        for each in (record.objects, *record.extra_files):
-            self._copy_small(each)
-        for each in record.files:
-            self._copy_tensors(each)
-        self._put_small(entry.name, data)
+    def _copy_files(self, content: Manifest) -> None:
+        """Copy the files of all ranks; into a store small ones go beside large ones, which are sent one by one."""
+        files = self._files(content)
+        count = _AT_ONCE if self._target.round_trip_s else 1
+        with ThreadPoolExecutor(count, "sidesave-copy") as pool:
+            futures = [pool.submit(self._work, files) for _ in range(count)]
+            try:
+                for done in as_completed(futures):
+                    done.result()
+            except BaseException:  # also where this thread is interrupted
+                self._stopped = True
+                raise
 
-    def _copy_small(self, entry: FileRecord) -> None:
-        data = integrity.read_small_file(self._source, f"{self._name}/{entry.name}", entry)
-        self._put_small(entry.name, data)
+    def _work(self, files: Iterator[tuple[FileRecord, _Rank]]) -> None:
+        """Copy files until there are no more; the record of a rank by who has copied the last one of its files."""
+        while True:
+            with self._lock:
+                file, rank = next(files, (None, None))
+            if file is None or rank is None or self._stopped:
+                return
+            if file.digests is None:
+                self._put_small(file.name, integrity.read_small_file(self._source, f"{self._name}/{file.name}", file))
+            else:
+                self._copy_tensors(file)
+            with self._lock:
+                rank.files_left -= 1
+                is_last = not rank.files_left
+            if is_last:
+                self._put_small(rank.record, rank.data)
+
+    def _files(self, content: Manifest) -> Iterator[tuple[FileRecord, _Rank]]:
+        """All files but records and digest lists, rank by rank."""
+        for number, entry in enumerate(content.records):
+            path = f"{self._name}/{entry.name}"
+            data = integrity.read_small_file(self._source, path, entry)
+            record = RankRecord.from_bytes(data, path)
+            content.check_record(number, record, path)
+            files = [record.objects, *record.extra_files, *record.files]
+            rank = _Rank(entry.name, data, len(files))
+            yield from ((file, rank) for file in files)
 
     def _put_small(self, name: str, data: bytes) -> None:
         if not self._is_there(name, len(data)):
-            self._before_chunk(len(data))
+            self._take_turn(len(data))
             self._target.publish_bytes(self._partial, name, data, self._attempt)
+            self._tell_arrived()
+
+    def _take_turn(self, nbytes: int) -> None:
+        with self._lock:
+            if self._stopped:
+                raise _StoppedError
+            self._before_chunk(nbytes)
+
+    def _tell_arrived(self) -> None:
+        with self._lock:
+            self._arrived()
 
     def _is_there(self, name: str, nbytes: int) -> bool:
         """Whether an earlier copy has brought all of a file; one of another length is removed."""
@@ -135,22 +197,18 @@ class _Copy:
             comparison = _Comparison(tensor_file.digest_blocks(header), digests, path)
 
             def copy_into(output: OutputFile) -> None:
-                offsets = range(0, entry.nbytes, CHUNK_NBYTES)
-                spans = [(offset, min(CHUNK_NBYTES, entry.nbytes - offset)) for offset in offsets]
-                for (offset, nbytes), data in zip(spans, file.read_each(spans), strict=True):
-                    self._before_chunk(nbytes)
-                    if len(data) != nbytes:
-                        raise IntegrityError(f"{path}: the file ends at byte {offset + len(data):,}")
-                    comparison.add(data)
-                    # Memory of its own for each piece: a store may send it long after the next one was read.
-                    buffer = mmap.mmap(-1, page_up(nbytes))
-                    view = memoryview(buffer)
-                    view[:nbytes] = data
-                    output.write_at(view, offset)
+                with contextlib.closing(_read_ahead(file)) as pieces:
+                    for offset, window, done in pieces:
+                        nbytes = min(CHUNK_NBYTES, entry.nbytes - offset)
+                        self._take_turn(nbytes)
+                        if done < nbytes:
+                            raise IntegrityError(f"{path}: the file ends at byte {offset + done:,}")
+                        comparison.add(window[:nbytes])
+                        output.write_at(window, offset)
                 output.finish(entry.nbytes)
 
             try:
-                with self._target.creating(temporary, entry.nbytes, final) as output:
+                with self._sending, self._target.creating(temporary, entry.nbytes, final) as output:
                     copy_into(output)
             except BaseException:  # also where it is stopped: what is half copied goes
                 with contextlib.suppress(WriteError):  # the room that it takes may be what is missing
@@ -158,6 +216,7 @@ class _Copy:
                 raise
         if not self._target.publish(temporary, final):  # who had the lease before was not slow enough
             self._target.remove(temporary)
+        self._tell_arrived()
 
     @contextlib.contextmanager
     def _opened(self, path: str) -> Generator[InputFile]:
@@ -170,6 +229,29 @@ class _Copy:
                     raise
                 raise IntegrityError(f"{path}: {error.strerror}") from error
             yield file
+
+
+def _read_ahead(file: InputFile) -> Generator[tuple[int, memoryview, int]]:
+    """The pieces of a file in order: where each begins, whole pages of memory, and how many bytes of it came.
+
+    The next ones are read meanwhile. Each has memory of its own: a store may send it long after the next one was read.
+    """
+
+    def read(offset: int) -> tuple[int, memoryview, int]:
+        window = memoryview(mmap.mmap(-1, page_up(min(CHUNK_NBYTES, file.nbytes - offset))))
+        return offset, window, file.read_into(offset, window)
+
+    asked: deque[Future[tuple[int, memoryview, int]]] = deque()
+    with ThreadPoolExecutor(file.ahead, "sidesave-ahead") as pool:
+        try:
+            for offset in range(0, file.nbytes, CHUNK_NBYTES):
+                asked.append(pool.submit(read, offset))
+                if len(asked) > file.ahead:
+                    yield asked.popleft().result()
+            while asked:
+                yield asked.popleft().result()
+        finally:  # also where the copy is stopped
+            pool.shutdown(cancel_futures=True)
 
 
 class _Comparison:

@@ -74,8 +74,10 @@ def identify(target: Storage) -> str:
     return found
 
 
-def refuse_unmounted(place: str) -> None:
+def refuse_unmounted(place: str, new: str = "a first start") -> None:
     """Raise ``WriteError`` where a directory must not be made, or is the mount point of what is not mounted.
+
+    The error says how to make it for what is ``new``.
 
     Its parent must be there, and hold something or be a mount point. What /etc/fstab mounts there must be mounted. Of a
     URL that is none of a directory nothing is asked.
@@ -92,18 +94,19 @@ def refuse_unmounted(place: str) -> None:
     try:
         is_doubtful = not os.listdir(parent) and not os.path.ismount(parent)
     except OSError as error:
-        text = (
-            f"the directory is not there, and {parent} cannot be listed: mount its file system; or, for a first start,"
-        )
+        text = f"the directory is not there, and {parent} cannot be listed: mount its file system; or, for {new},"
         raise write_error(error, f"{text} call `mkdir -p {place}`", place) from error
     if is_doubtful:
-        text = f"the directory is not there, and {parent} is empty: mount its file system; or, for a first start,"
+        text = f"the directory is not there, and {parent} is empty: mount its file system; or, for {new},"
         raise WriteError(errno.ENOENT, f"{text} call `mkdir {place}`", place)
 
 
-def open_target(root: str) -> Storage:
-    """The place of a mirror, made if it is a directory that may be made; blocking. Raises ``WriteError``."""
-    refuse_unmounted(root)
+def open_target(root: str, new: str = "a first start") -> Storage:
+    """The place of a mirror, or whatever is ``new`` there, made if it is a directory that may be made; blocking.
+
+    Raises ``WriteError``.
+    """
+    refuse_unmounted(root, new)
     if not urls.is_url(root):
         try:
             make_run_directory(root)

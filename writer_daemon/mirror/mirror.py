@@ -141,7 +141,7 @@ class Mirror:
             self._tell_of()
 
     def _serve(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, reached = FIRST_PAUSE_S, self._reached()
         while True:
             self._halt()
             try:
@@ -155,6 +155,8 @@ class Mirror:
             except (DirectoryInUseError, InvalidArgumentError):
                 raise
             except (SidesaveError, OSError) as error:
+                if reached != self._reached():  # it had answered meanwhile: this is another trouble
+                    pause_s, reached, self._failing_since = FIRST_PAUSE_S, self._reached(), math.inf
                 self._judge(error)
                 self._say_trouble(error)
                 self._pause(pause_s)
@@ -164,6 +166,11 @@ class Mirror:
                 return
             self._changed.wait(_IDLE_S)
             self._changed.clear()
+
+    def _reached(self) -> tuple[bool, bool, int]:
+        """How far copying has come: what does not change any more where a try gets nothing done."""
+        uploader = self._uploader
+        return uploader is not None, self._compared, uploader.arrived if uploader is not None else 0
 
     def _remember(self, which: str = "") -> None:
         try:

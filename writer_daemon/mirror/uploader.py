@@ -95,6 +95,8 @@ class Uploader:
         self._partials: dict[str, str] = {}
         """Directories of interrupted copies, by what ends in them."""
         self._trash: list[tuple[float, str]] = []
+        self.arrived = 0
+        """Files that have arrived whole since this process began."""
 
     # The start -------------------------------------------------------------------------------------------------
 
@@ -173,7 +175,9 @@ class Uploader:
             fresh = manifest.hidden_directory(step.step, attempt, "partial")
             partial = self._partials.setdefault(_attempt_of(step), fresh)
             try:
-                copy_checkpoint(source, step.name, self.target, partial, self._attempt, self._before_chunk)
+                copy_checkpoint(
+                    source, step.name, self.target, partial, self._attempt, self._before_chunk, self._count_arrived
+                )
             except IntegrityError as error:
                 with contextlib.closing(urls.open_storage(self._directory)) as again:
                     if self._is_current(again, step):
@@ -181,6 +185,9 @@ class Uploader:
                 raise self._gone(step) from error  # replaced while it was read
         commit.give_name(self.target, self.lease, partial, step.name, attempt, replace=True)
         del self._partials[_attempt_of(step)]
+
+    def _count_arrived(self) -> None:
+        self.arrived += 1
 
     def _is_current(self, source: ReadStorage, step: Step) -> bool:
         now = read_step(source, step.name)

@@ -41,10 +41,19 @@ class InputFile(ABC):
 
     nbytes: int
     """The file's length when it was opened."""
+    ahead = 1
+    """How many pieces are worth asking for before the one that is waited for has come."""
 
     @abstractmethod
     def read_at(self, offset: int, nbytes: int) -> memoryview:
         """The bytes ``[offset, offset + nbytes)``, fewer where the file ends; valid until the next call. Blocking."""
+
+    @abstractmethod
+    def read_into(self, offset: int, window: memoryview) -> int:
+        """Fill memory from ``offset`` on, both page-aligned; how many bytes there were, fewer where the file ends.
+
+        Blocking. Several threads may do so at a time, and none may call :meth:`read_at` meanwhile.
+        """
 
     def read_each(self, spans: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         """:meth:`read_at` of each (offset, length), in their order; what is slow to answer is asked ahead."""

@@ -166,9 +166,9 @@ class ObjectRun(NamedObjects, Storage):
 
     def make_directory(self, name: str, mode: int) -> bool:
         names = self._look()
-        if name in names.prefixes:
+        if name in names.prefixes and self._is_directory(name):
             return False
-        prefix = self.key_of(name)
+        prefix = self.key_of(name)  # also one that got its name, and whose mark the store then refused
         if prefix == _NOWHERE and not self._taken_over:
             text = "this save was given up: its rank 0 has told so, or another session has the run"
             raise WriteError(errno.ECONNABORTED, text, self.bucket.full(name))

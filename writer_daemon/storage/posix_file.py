@@ -36,7 +36,18 @@ class PosixInput(InputFile):
             return memoryview(b"")
         if room > len(self._buffer):
             self._buffer = mmap.mmap(-1, room)
-        window, done, tries = memoryview(self._buffer)[:room], 0, _TRIES
+        window = memoryview(self._buffer)[:room]
+        done = self._fill(window, start, need)
+        return window[offset - start : max(offset - start, min(done, need))]
+
+    def read_into(self, offset: int, window: memoryview) -> int:
+        assert offset % ALIGNMENT == 0 and len(window) % ALIGNMENT == 0
+        need = max(0, min(len(window), self.nbytes - offset))
+        return min(self._fill(window, offset, need), need)
+
+    def _fill(self, window: memoryview, start: int, need: int) -> int:
+        """Read at least ``need`` bytes from ``start`` on, or what is there of them."""
+        done, tries = 0, _TRIES
         while done < need:
             count = os.preadv(self._fd, [window[done:]], start + done)
             if count == 0:
@@ -47,7 +58,7 @@ class PosixInput(InputFile):
                 done -= done % ALIGNMENT
                 if not tries:
                     raise OSError(errno.EIO, "")
-        return window[offset - start : max(offset - start, min(done, need))]
+        return done
 
 
 class PosixOutput(OutputFile):

@@ -30,7 +30,7 @@ AT_ONCE: Final = 16
 HEAD_NBYTES: Final = 256 << 10
 """Read of a tensor file with its length: more than most headers, and no dearer than less."""
 _AHEAD: Final = 4
-"""Ranges, of 16 MiB, that are asked for before the one that is waited for has come."""
+"""Ranges that are asked for before the one that is waited for has come: 16 MiB of a check, a part of a copy."""
 _CHUNK_NBYTES: Final = 1 << 20
 PART_NBYTES: Final = 5 << 20
 """Of an upload in parts, the least that S3 takes: what is in memory besides is this times the requests at once."""
@@ -163,13 +163,14 @@ class Bucket:
     def put_parts(self, key: str, nbytes: int, parts: Iterator[memoryview], at_once: int) -> None:
         """Put an object of ``nbytes`` bytes that come one after the other, ``at_once`` requests at a time.
 
-        It is there when this returns, and nothing of it before; where ``parts`` raises, nothing ever is. Memory of
-        ``parts`` may be read until this returns.
+        No more than one part is one request. It is there when this returns, and nothing of it before; where ``parts``
+        raises, nothing ever is. Memory of ``parts`` is not copied, and may be read until this returns.
         """
         with self._doing(f"cannot write {nbytes:,} bytes", key):
             size = max(PART_NBYTES, -(-nbytes // _MAX_PARTS))
+            several = nbytes > PART_NBYTES
             obstore.put(
-                self._store, self._key(key), parts, use_multipart=True, chunk_size=size, max_concurrency=at_once
+                self._store, self._key(key), parts, use_multipart=several, chunk_size=size, max_concurrency=at_once
             )
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -268,6 +269,8 @@ class ObjectStorage(ReadStorage):
 class _ObjectInput(InputFile):
     """A file whose beginning came with its length."""
 
+    ahead = _AHEAD
+
     def __init__(self, storage: ObjectStorage, path: str, head: memoryview, nbytes: int) -> None:
         self._storage, self._path, self._head = storage, path, head
         self.nbytes = nbytes
@@ -278,6 +281,9 @@ class _ObjectInput(InputFile):
             return self._head[offset : offset + nbytes]
         window = memoryview(bytearray(nbytes))
         return window[: self._storage.read_into(self._path, offset, window)]
+
+    def read_into(self, offset: int, window: memoryview) -> int:
+        return self._storage.read_into(self._path, offset, window)
 
     def read_each(self, spans: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
         with ThreadPoolExecutor(_AHEAD, "sidesave-ahead") as pool:

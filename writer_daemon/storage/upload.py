@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ from sidesave.writer_daemon.storage.remote import PART_NBYTES, Bucket
 
 BUFFERED_NBYTES: Final = 1 << 20
 """Up to this size a file is kept until it is published, so that it has its name only if that is free."""
-_AT_ONCE: Final = 4
-"""Parts under way at a time: with those that are being filled some 25 MiB of the daemon's memory."""
+AT_ONCE: Final = 6
+"""Parts under way at a time: those that end together leave a link idle for a round trip, and with more it is idle less.
+They are sent from the memory that they were written from, and are not copied: of a copy, whose pieces have memory of
+their own, that is 30 MiB, and two pieces more."""
 _uploads = threading.Semaphore(1)
-"""Files are uploaded one after the other, each with all the memory that there is for that."""
+"""Files are uploaded one after the other; what ends one, and begins the next, goes on at the same time."""
 
 
 class BufferedOutput(OutputFile):
@@ -115,11 +118,9 @@ class StreamedOutput(OutputFile):
 
     def _upload(self) -> None:
         try:
-            with _uploads:
-                if self._nbytes <= PART_NBYTES:
-                    self._bucket.put(self._key, b"".join(self._parts()))
-                else:
-                    self._bucket.put_parts(self._key, self._nbytes, self._parts(), _AT_ONCE)
+            with contextlib.ExitStack() as turn:
+                turn.enter_context(_uploads)
+                self._bucket.put_parts(self._key, self._nbytes, self._parts(turn), AT_ONCE)
         except BaseException as error:  # noqa: BLE001 - it belongs to who writes
             with self._changed:
                 self._failure = error
@@ -128,8 +129,11 @@ class StreamedOutput(OutputFile):
                 self._over = True
                 self._changed.notify_all()
 
-    def _parts(self) -> Iterator[memoryview]:
-        """The file from its beginning to its end, in pieces, each as soon as it is written."""
+    def _parts(self, turn: contextlib.ExitStack) -> Iterator[memoryview]:
+        """The file from its beginning to its end, in pieces, each as soon as it is written.
+
+        Once the last one is under way the ``turn`` is the next file's, so that its first pieces follow at once.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._over or self._taken in self._waiting)
@@ -143,4 +147,5 @@ class StreamedOutput(OutputFile):
                 self._taken += len(part)
                 self._changed.notify_all()
                 if self._taken >= self._nbytes:
+                    turn.close()
                     return

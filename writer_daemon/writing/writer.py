@@ -153,15 +153,11 @@ class Writer:
         at = save.extra_files
         extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
         every = [*small, *extra_files.items()]
-        futures = [self._pool.submit(self._write_small, directory, name, data) for name, data in every]
-        wait(futures)  # also where one fails: nothing may appear in what is being removed then
-        for future in futures:
-            future.result()
+        self._do_all(self._write_small, directory, every)
         _check_generation(save, arena)
         for image in images:
             self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
-        for name, data in every:
-            self._publish_small(directory, name, data)
+        self._do_all(self._publish_small, directory, every)
         about = save.metadata
         metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
         record = _record(save, images, small, extra_files, part or _whole_part(save, images), metadata)
@@ -243,7 +239,7 @@ class Writer:
     def _digest_tensors(self, images: list[_TensorImage], arena: Arena, part: Part) -> dict[str, str]:
         """For each tensor of ``part.compared`` 128 bits of its name, container, dtype, shape and all its bytes."""
         places = {
-            (image.extent.name, entry.name): (image.extent.offset + entry.offset, entry)
+            (layout.container_of(image.extent.name), entry.name): (image.extent.offset + entry.offset, entry)
             for image in images
             for entry in image.layout.entries
         }
@@ -302,6 +298,13 @@ class Writer:
                 raise ProtocolError(f"the trainer died before step {save.step} was staged")
             _check_generation(save, arena)
             time.sleep(_FOLLOW_POLL_S)
+
+    def _do_all(self, work: Callable[[str, str, bytes], None], directory: str, files: list[tuple[str, bytes]]) -> None:
+        """Do something with each small file of a directory, several at a time; raises what the first has raised."""
+        futures = [self._pool.submit(work, directory, name, data) for name, data in files]
+        wait(futures)  # also where one fails: nothing may appear in what is being removed then
+        for future in futures:
+            future.result()
 
     def _write_small(self, directory: str, name: str, data: bytes) -> None:
         room = max(page_up(len(data)), page_up(1))
@@ -379,7 +382,10 @@ def _record(
     (objects_name, objects), *digest_lists = small
     files = tuple(
         FileRecord(
-            os.path.basename(image.final), image.layout.nbytes, container=image.extent.name, digests=plain(name, data)
+            os.path.basename(image.final),
+            image.layout.nbytes,
+            container=layout.container_of(image.extent.name),
+            digests=plain(name, data),
         )
         for image, (name, data) in zip(images, digest_lists, strict=True)
     )
@@ -414,7 +420,7 @@ def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
 def _whole_part(save: Save, images: list[_TensorImage]) -> Part:
     """The part of a rank that saves alone, which sends no table: all tensors are whole, and its own."""
     tensors = {
-        entry.name: TensorInfo(entry.dtype, entry.shape, image.extent.name)
+        entry.name: TensorInfo(entry.dtype, entry.shape, layout.container_of(image.extent.name))
         for image in images
         for entry in image.layout.entries
     }

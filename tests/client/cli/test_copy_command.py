@@ -11,7 +11,8 @@ from object_server import ObjectServer, serving
 from trainers import a_state, commit
 
 import sidesave
-from sidesave.errors import WriteError
+from sidesave.client.runs.pins import Pins
+from sidesave.errors import UnsupportedValueError, WriteError
 from sidesave.writer_daemon.mirror import copying
 
 _WAYS = [("directory", "s3"), ("s3", "directory"), ("s3", "file"), ("directory", "directory")]
@@ -109,3 +110,54 @@ def test_places_in_each_other_are_refused(tmp_path: Path, server: ObjectServer):
     ):
         assert "lie in each other" in output("copy", first, second, status=2)
     assert "not written to" in output("copy", tmp_path / "run", "http://host/run", status=2)
+
+
+@pytest.mark.parametrize("by", ["s3", "file", "directory"])
+def test_pins_and_the_history_of_saves_come_along_whatever_the_way(by: str, tmp_path: Path, server: ObjectServer):
+    run, between, back = str(tmp_path / "run"), place(by, tmp_path, "between"), str(tmp_path / "back")
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        with pytest.raises(UnsupportedValueError):
+            ckpt.save(2, {"model": object()}, blocking=True)
+    Pins(run).change(1, pinned=True)
+    output("copy", run, between)
+    output("copy", between, back)
+    assert sidesave.history(back) == sidesave.history(run)
+    assert [record.outcome for record in sidesave.history(back)] == ["committed", "failed"]
+    assert Pins(back).read() == {1}
+
+
+def test_a_copy_keeps_what_its_own_sessions_have_pinned_and_told(tmp_path: Path):
+    run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        output("copy", run, copy)
+        with sidesave.Checkpointer(copy) as other:
+            commit(other, 7)
+        Pins(copy).change(7, pinned=True)
+        commit(ckpt, 2)
+    Pins(run).change(2, pinned=True)
+    for _ in range(2):
+        output("copy", run, copy)
+        assert [record.step for record in sidesave.history(copy)] == [1, 7, 2]
+        assert {record.outcome for record in sidesave.history(copy)} == {"committed"}
+        assert Pins(copy).read() == {2, 7}
+    with sidesave.Checkpointer(copy) as other:
+        commit(other, 8)
+        assert [record.step for record in other.history()] == [1, 7, 2, 8]
+
+
+def test_damaged_pins_are_told_of_and_keep_nothing_else_back(tmp_path: Path):
+    run, copy = tmp_path / "run", f"{tmp_path}/copy"
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+    (run / ".sidesave.pins").write_text("[1,")
+    assert "the pins are left out" in output("copy", run, copy, status=1)
+    check_there(copy, {1})
+
+
+def test_where_the_parent_of_a_copy_is_missing_it_is_told_what_to_make(tmp_path: Path):
+    with sidesave.Checkpointer(tmp_path / "run") as ckpt:
+        commit(ckpt, 1)
+    told = output("copy", tmp_path / "run", tmp_path / "missing" / "copy", status=1)
+    assert f"or, for a copy, call `mkdir -p {tmp_path}/missing/copy`" in " ".join(told.split())

@@ -16,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 from trainers import DEADLINE_S
 
 import sidesave
+from sidesave.client.saving import pipeline
 from sidesave.stager.state.tensor_collector import TensorCollector
 
 FILES = 5
@@ -33,6 +34,19 @@ def scatter(patch: pytest.MonkeyPatch) -> None:
             self.container = container
 
     patch.setattr(TensorCollector, "_add", scattered)
+
+
+def cut(patch: pytest.MonkeyPatch) -> None:
+    """Have the tensors of an item that go to a store lie in several files."""
+    patch.setattr(pipeline, "_FILE_NBYTES", 200)
+
+
+WAYS = {"scattered": scatter, "cut": cut}
+
+
+def run_in(folder: Path | str, way: str) -> tuple[str, Path]:
+    """Where the run is, and in which directory its files are."""
+    return (f"{folder}/run", Path(folder) / "run") if way == "scattered" else (f"file://{folder}/run", Path(folder))
 
 
 class Layers(nn.Sequential):
@@ -59,15 +73,25 @@ def taken(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
 
 
-def test_stock_readers_and_ours_find_what_is_scattered_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    scatter(monkeypatch)
+@pytest.mark.parametrize("way", WAYS)
+def test_stock_readers_and_ours_find_what_is_scattered_over_files(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    WAYS[way](monkeypatch)
     state = made(0)
-    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
+    run, root = run_in(tmp_path, way)
+    with sidesave.Checkpointer(run) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state).committed.result(DEADLINE_S)
-    path = tmp_path / "run" / "step-00000002"
-    assert len(list(path.glob("part-*.safetensors"))) == FILES
-    assert sidesave.verify(path).ok
+    assert sidesave.verify(f"{run}/step-00000002").ok
+    path = next(root.glob("**/step-00000002*"))
+    if way == "scattered":
+        assert len(list(path.glob("part-*.safetensors"))) == FILES
+    else:  # weights of 144 bytes each, of which one is tied, and all else of fewer
+        names = sorted(file.name for file in path.glob("model*.safetensors"))
+        assert names == [f"model.0000{number}-of-00002.rank-00000.safetensors" for number in (1, 2)]
+        assert len(list(path.glob("optimizer.*.safetensors"))) > 2
+        assert (path / "tensors.rank-00000.safetensors").exists()
     into = made(1)
     sidesave.load(path, into=into)
     assert difference(taken(state), taken(into)) == ""
@@ -87,7 +111,7 @@ def test_stock_readers_and_ours_find_what_is_scattered_over_files(tmp_path: Path
     assert torch.equal(wanted["bare"], state["bare"])
 
 
-def two_ranks(rank: int, folder: str) -> None:
+def two_ranks(rank: int, folder: str, way: str) -> None:
     """Plain tensors, of which one differs, shards, and what is of each rank alone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
@@ -95,7 +119,7 @@ def two_ranks(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     with pytest.MonkeyPatch.context() as patch:
-        scatter(patch)
+        WAYS[way](patch)
 
         def state(seed: int) -> dict[str, Any]:
             plain = made(seed)
@@ -106,7 +130,7 @@ def two_ranks(rank: int, folder: str) -> None:
             return {**plain, "sharded": sharded, "own": sidesave.PerRank({"drawn": torch.full((2,), rank + seed)})}
 
         saved = state(0)
-        with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
+        with sidesave.Checkpointer(run_in(folder, way)[0]) as checkpointer:
             path = checkpointer.save(1, saved).committed.result(DEADLINE_S)
             target = state(1)
             checkpointer.load(into=target)
@@ -120,9 +144,25 @@ def two_ranks(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_what_ranks_share_compare_and_have_alone_is_found_in_any_file(tmp_path: Path):
-    forks.spawn(two_ranks, str(tmp_path))
-    whole = sidesave.load(tmp_path / "run")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_ranks_share_compare_and_have_alone_is_found_in_any_file(way: str, tmp_path: Path):
+    forks.spawn(two_ranks, str(tmp_path), way)
+    run, root = run_in(tmp_path, way)
+    if way == "cut":
+        assert {path.name.split(".")[0] for path in root.rglob("*-of-*.safetensors")} > {"model", "model@more"}
+    whole = sidesave.load(run)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).state_dict()
     assert difference(dict(expected), dict(whole["sharded"])) == ""
+
+
+def test_what_stays_on_a_disk_is_not_cut_and_what_is_mirrored_to_a_store_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cut(monkeypatch)
+    for name, mirror, expected in (("alone", None, 1), ("mirrored", f"file://{tmp_path}/mirror", 2)):
+        with sidesave.Checkpointer(tmp_path / name, mirror=mirror) as checkpointer:
+            checkpointer.save(1, made(0), blocking=True)
+            checkpointer.wait(DEADLINE_S, mirrored=mirror is not None)
+        assert len(list((tmp_path / name / "step-00000001").glob("model*.safetensors"))) == expected
+    assert sidesave.verify(f"file://{tmp_path}/mirror/step-00000001").ok
