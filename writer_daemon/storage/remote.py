@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ try:
 except ModuleNotFoundError as error:
     text = f"URLs need {error.name}, which an extra brings: pip install 'sidesave[remote]'"
     raise InvalidArgumentError(text) from error
+
+logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
 """Requests at a time: with 8 MiB each and 50 ms until the first byte that is 2.5 GiB/s, more than most links have."""
@@ -171,6 +174,21 @@ class Bucket:
             obstore.put(
                 self._store, self._key(key), parts, use_multipart=True, chunk_size=size, max_concurrency=at_once
             )
+
+    def copy(self, source: str, target: str) -> bool:
+        """Have the store copy an object; False where it does not, as where there is none: then it has to be put.
+
+        Blocks until it is there. S3 copies 5 GB at most. Azure may answer before it has copied, so it is not asked.
+        """
+        if isinstance(self._store, AzureStore):
+            return False
+        try:
+            with self._doing("cannot copy", source):
+                obstore.copy(self._store, self._key(source), self._key(target))
+        except WriteError as error:
+            logger.debug("%s is not copied: %s", self.full(source), error)
+            return False
+        return self.nbytes_of(target) is not None  # a server may have begun its answer before it knew
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; no error for those that are not there."""
