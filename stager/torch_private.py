@@ -69,6 +69,6 @@ class StorageReference:
         return self._reference.cdata == storage._cdata
 
 
-def version_of(tensor: torch.Tensor) -> tuple[int] | None:
+def version_of(tensor: torch.Tensor) -> int | None:
     """How many of torch's own operations have changed a tensor; None for one of inference mode, which does not tell."""
-    return None if tensor.is_inference() else (tensor._version,)
+    return None if tensor.is_inference() else tensor._version

@@ -231,15 +231,13 @@ class Copier:
     def _what_to_copy(
         self, flat: FlatState, slot: Slot, tensors: Sequence[torch.Tensor]
     ) -> tuple[Sequence[int], Mapping[int, Content]]:
-        """The indices of the tensors that ``slot`` does not hold yet, and of the frozen ones among them what they are."""
+        """The indices of the tensors that ``slot`` does not hold yet, and what the frozen ones among them are."""
         count, self._count = self._count, self._count + 1
-        every = range(len(tensors))
-        if not flat.frozen:
-            return every, {}
-        frozen = [index for index, target in enumerate(slot.targets) if target.fqn in flat.frozen]
+        targets = enumerate(slot.targets) if flat.frozen else ()
+        frozen = [index for index, target in targets if target.fqn in flat.frozen]
         lacking = slot.held.begin(tensors, frozen, count)
-        held = {*frozen} - lacking.keys()
-        return [index for index in every if index not in held], lacking
+        every, held = range(len(tensors)), slot.held.contents
+        return [index for index in every if index not in held] if held else every, lacking
 
     def _lists(
         self,

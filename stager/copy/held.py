@@ -24,7 +24,7 @@ class Content:
     """What a tensor was when it was copied; its memory is not kept, but its identity is given to no other."""
 
     storage: StorageReference
-    looks: tuple[object, ...]
+    looks: tuple[object, ...] | None
 
 
 @dataclass(slots=True)
@@ -39,15 +39,17 @@ class Held:
 
         What comes back is for :meth:`end`.
         """
-        if self.turn != count // EVERY:
-            self.contents, self.turn = {}, count // EVERY
-        lacking: dict[int, Content] = {}
+        known = self.contents if self.turn == count // EVERY else {}
+        self.turn = count // EVERY
+        held, lacking = dict[int, Content](), dict[int, Content]()
         for index in frozen:
-            tensor, known = tensors[index], self.contents.get(index)
+            tensor, before = tensors[index], known.get(index)
             storage, looks = tensor.untyped_storage(), _looks(tensor)
-            if known is None or looks is None or known.looks != looks or not known.storage.is_of(storage):
-                self.contents.pop(index, None)
-                lacking[index] = Content(StorageReference(storage), looks or ())
+            if before is not None and looks is not None and before.looks == looks and before.storage.is_of(storage):
+                held[index] = before
+            else:
+                lacking[index] = Content(StorageReference(storage), looks)
+        self.contents = held
         return lacking
 
     def end(self, copied: Mapping[int, Content]) -> None:
@@ -58,4 +60,6 @@ class Held:
 def _looks(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """How a tensor sees its memory, and how often torch has changed that; None where torch does not count."""
     version = torch_private.version_of(tensor)
-    return version and (version, tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    if version is None:
+        return None
+    return version, tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
