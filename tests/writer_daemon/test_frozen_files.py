@@ -165,7 +165,7 @@ def test_where_no_link_can_be_made_the_file_is_written(
     link = os.link
 
     def refuse(source: str, target: str, **options: int) -> None:
-        if os.path.dirname(source) != os.path.dirname(target):
+        if Path(source).parent != Path(target).parent:
             raise OSError(code, os.strerror(code))
         link(source, target, **options)
 
@@ -182,9 +182,10 @@ def test_an_error_of_the_disk_is_the_saves(session: Session, root: Path, monkeyp
 
     session.save(1, a_state(1))
     save = session.stage(2, a_state(2), sequence=2)
-    with monkeypatch.context() as patch, pytest.raises(WriteError) as caught:
+    with monkeypatch.context() as patch:
         patch.setattr(os, "link", fail)
-        session.write(save)
+        with pytest.raises(WriteError) as caught:
+            session.write(save)
     assert caught.value.errno == errno.EIO
     session.resume(save)
     check(root, 2, a_state(2))
