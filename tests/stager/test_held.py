@@ -140,7 +140,7 @@ def test_what_a_slot_holds_is_copied_again_at_each_twentieth_save(tmp_path: Path
     whole = [step for step, nbytes in enumerate(copied) if nbytes == everything]
     if slots == 1:
         assert whole == [0, held.EVERY, 2 * held.EVERY]
-    assert {nbytes for nbytes in copied} == {everything, head.nbytes}
+    assert set(copied) == {everything, head.nbytes}
     assert len(whole) == len({*whole}) <= 3 * slots
 
 
