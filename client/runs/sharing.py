@@ -11,7 +11,7 @@ from sidesave.writer_daemon.storage import urls
 
 
 def shared_nbytes(checkpoints: Iterable[CheckpointInfo]) -> dict[str, int]:
-    """By path, how many bytes of each checkpoint are those of an earlier one of these as well; reads the disk.
+    """By path, how many bytes of each checkpoint's tensor files are those of an earlier one as well; reads the disk.
 
     In an object store nothing is shared.
     """
@@ -29,7 +29,11 @@ def shared_nbytes(checkpoints: Iterable[CheckpointInfo]) -> dict[str, int]:
 def _linked_files(path: str) -> list[os.stat_result]:
     try:
         with os.scandir(path) as entries:
-            files = [entry.stat(follow_symlinks=False) for entry in entries if layout.FROZEN in entry.name]
+            files = [entry.stat(follow_symlinks=False) for entry in entries if _is_frozen(entry.name)]
     except OSError:  # it is being deleted
         return []
     return [facts for facts in files if facts.st_nlink > 1]
+
+
+def _is_frozen(name: str) -> bool:
+    return layout.FROZEN in name and name.endswith(".safetensors")
