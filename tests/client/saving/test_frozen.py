@@ -11,7 +11,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from commands import as_json, output, sidesave_cli
+from commands import as_json, output
 from loads import flip_bit
 from safetensors import safe_open
 from states import difference
@@ -101,7 +101,7 @@ def test_a_tensor_that_is_trained_again_or_no_longer_is_found_by_its_name(run: P
     truths: list[dict[str, Any]] = []
     with sidesave.Checkpointer(run) as ckpt:
         for step, trains in enumerate((False, False, True, True, False, False)):
-            base[0].weight.requires_grad_(trains)
+            base[0].weight.requires_grad_(trains).grad = None
             train(state)
             truths.append({name: tensor.clone() for name, tensor in state["model"].state_dict().items()})
             ckpt.save(step, state).committed.result(DEADLINE_S)
@@ -127,7 +127,7 @@ def test_a_checkpoint_shows_the_items_of_the_state_and_no_other(run: Path, tmp_p
     report = sidesave.export(path, tmp_path / "export", item="model")
     with safe_open(next(Path(report.path).parent.glob("**/*.safetensors")), "pt") as tensors:
         assert {*tensors.keys()} == {*truth}
-    differing = output("diff", run / "step-00000001", path, status=1)
+    differing = output("diff", run / "step-00000001", path)
     assert "model.up.weight" in differing
     assert "@frozen" not in differing
     wanted = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in truth.items()}
@@ -202,11 +202,12 @@ def test_a_damaged_inode_is_not_in_every_checkpoint(run: Path):
     flip_bit(run / "step-00000002" / BASE, 200_000)
     for step in (1, 2):
         assert not sidesave.verify(run / f"step-{step:08d}").ok
+        output("verify", run / f"step-{step:08d}", status=1)
         with pytest.raises(IntegrityError, match="model@frozen"):
             sidesave.load(run / f"step-{step:08d}")
-    found = sidesave.load(run, fallback=True)
-    assert difference(truth, dict(found["model"])) == ""
     with sidesave.Checkpointer(run) as ckpt:
+        found = ckpt.load(fallback=True)
+        assert difference(truth, dict(found["model"])) == ""
         for step in range(10, 10 + EVERY):
             ckpt.save(step, state).committed.result(DEADLINE_S)
         flip_bit(run / "step-00000010" / BASE, 200_000)
@@ -218,9 +219,9 @@ def test_a_damaged_inode_is_not_in_every_checkpoint(run: Path):
 def test_only_what_is_kept_takes_room(run: Path):
     state = made()
     with sidesave.CheckpointManager(run, state, save=1, keep=sidesave.KeepLatest(1)) as manager:
-        for _ in range(4):
+        for step in range(4):
             train(state)
-            manager.step()
+            manager.step(step)
     [last] = run.glob("step-*")
     assert (last / BASE).stat().st_nlink == 1
     assert sidesave.verify(last).ok
@@ -264,15 +265,8 @@ def test_each_rank_links_its_own_files(tmp_path: Path):
     last = tmp_path / "run" / "step-00000003"
     assert sidesave.verify(last).ok
     shared = {path.name: path.stat().st_nlink for path in last.glob("*@frozen*.safetensors")}
-    assert {name.partition(".")[0] for name in shared} == {
-        f"{x}@frozen" for x in ("sharded", "alike", "apart", "own")
-    } | {"apart@frozen@more"}
+    whole = {f"{x}@frozen@more" for x in ("alike", "apart")}  # where one differs each rank writes all that was compared
+    names = {f"{x}@frozen" for x in ("sharded", "alike", "apart", "own")}
+    assert {name.partition(".")[0] for name in shared} == names | whole
     assert {*shared.values()} == {3}
     assert [*sidesave.load(last)] == ["sharded", "alike", "apart", "own", "step"]
-
-
-def test_a_pinned_command_line_tells_of_damage(run: Path):
-    saved(run, made(), 1, 2)
-    flip_bit(run / "step-00000001" / BASE, 200_000)
-    done = sidesave_cli("verify", run / "step-00000002")
-    assert done.returncode == 1
