@@ -66,7 +66,7 @@ class StorageReference:
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether this refers to ``storage``."""
-        return self._reference.cdata == storage._cdata
+        return bool(self._reference.cdata == storage._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import re
 from collections import deque
@@ -43,6 +44,8 @@ _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
 _RETRIES: Final[Any] = {"max_retries": 1000}
 """Of a request, within the library's 3 minutes: its own limit of 10 is used up after seconds without a network."""
+_FEW_RETRIES: Final[Any] = {"max_retries": 3}
+"""Of a copy: what a store does not copy, for whatever reason, can be uploaded."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
 _FULL: Final = re.compile(r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>")
 _INSTANCE_ROLE: Final = "//169.254.169.254/"
@@ -66,6 +69,7 @@ class Bucket:
             raise InvalidArgumentError(f"{root}: a directory takes no storage_options, and these are given: {names}")
         try:
             self._store, self._prefix = _connect(root, options)
+            self._impatient = functools.partial(_connect, root, {**options, "retry_config": _FEW_RETRIES})
         except (exceptions.BaseError, TypeError, ValueError) as error:
             # Without its values, and without a cause that has them.
             told = isinstance(error, exceptions.UnknownConfigurationKeyError)
@@ -184,7 +188,7 @@ class Bucket:
             return False
         try:
             with self._doing("cannot copy", source):
-                obstore.copy(self._store, self._key(source), self._key(target))
+                obstore.copy(self._impatient()[0], self._key(source), self._key(target))
         except WriteError as error:
             logger.debug("%s is not copied: %s", self.full(source), error)
             return False
