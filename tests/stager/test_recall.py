@@ -469,7 +469,7 @@ def test_a_parameter_whose_data_has_another_dtype_is_saved_with_that(kind: torch
     saved = tree.flatten(state, recall=recall)
     assert (
         saved.containers["model@frozen"]["model.layers.0.weight"].dtype
-        == tree.flatten(state).containers["model"]["model.layers.0.weight"].dtype
+        == tree.flatten(state).containers["model@frozen"]["model.layers.0.weight"].dtype
     )
 
 

@@ -239,7 +239,6 @@ def linked_base(run: Run) -> None:
     run.save(100, 20)
     run.save(200, 21)
     run.delete(100)
-    run.save(200, 22, replace=True)
 
 
 SCENARIOS = [
