@@ -33,7 +33,7 @@ _NEEDED: Final = frozenset(
 """What an instance has that its state dict is made of."""
 _version_of: Final = operator.attrgetter("_version")
 _requires_grad: Final = operator.attrgetter("requires_grad")
-"""By which it is told what is not expected to change; torch's guards leave it out where grad mode is off."""
+"""By which it is told what is not expected to change; asked for apart, as not every way to compare looks has it."""
 KINDS: Final = frozenset({torch.Tensor, nn.Parameter})
 """Classes of the tensors that may be remembered."""
 _MAX_TABLES: Final = 1000

@@ -75,6 +75,13 @@ class Saves(RuleBasedStateMachine):
             self._base[number].add_(1)
 
     @rule(number=NUMBERS)
+    def change_what_all_slots_hold(self, number: int) -> None:
+        self._declared = True
+        self.save(2)
+        self.change(number)
+        self.save(2)
+
+    @rule(number=NUMBERS)
     def give_other_memory(self, number: int) -> None:
         self._base[number].data = torch.rand(SIZES[number])  # often where the memory was that goes with this
 
@@ -142,6 +149,16 @@ def test_what_a_slot_holds_is_copied_again_at_each_twentieth_save(tmp_path: Path
         assert whole == [0, held.EVERY, 2 * held.EVERY]
     assert set(copied) == {everything, head.nbytes}
     assert len(whole) == len({*whole}) <= 3 * slots
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_what_torch_does_to_it_is_in_the_next_save(tmp_path: Path, slots: int):
+    base = torch.zeros(1000)
+    with sidesave.Checkpointer(tmp_path, slots=slots) as ckpt:
+        for step in range(9):
+            base += step % 3 == 2  # in between each slot has held it
+            ckpt.save(step, {"base": Frozen(base)}).committed.result(DEADLINE_S)
+            assert torch.equal(ckpt.load(step)["base"], base)
 
 
 def test_what_is_written_past_torch_is_in_the_next_save_of_everything(tmp_path: Path):
