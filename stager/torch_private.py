@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ class StorageReference:
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether this refers to ``storage``."""
-        return bool(self._reference.cdata == storage._cdata)
+        return cast("int", self._reference.cdata) == storage._cdata
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

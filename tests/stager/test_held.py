@@ -25,7 +25,7 @@ from sidesave.errors import UnsupportedValueError
 from sidesave.stager.copy import held
 from sidesave.stager.copy.memcopy import Pieces
 
-SIZES = ((3,), (8, 8), (300, 300), (5, 0), (64, 64))
+SIZES: tuple[tuple[int, ...], ...] = ((3,), (8, 8), (300, 300), (5, 0), (64, 64))
 NUMBERS = st.integers(0, len(SIZES) - 1)
 
 
@@ -87,7 +87,7 @@ class Saves(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def look_otherwise_at_it(self, number: int) -> None:
-        if self._base[number].dim() == 2 and SIZES[number][0] == SIZES[number][1]:
+        if self._base[number].dim() == 2 and len({*SIZES[number]}) == 1:
             self._base[number].data = self._base[number].data.t()
 
     @rule(number=NUMBERS)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_where_no_link_can_be_made_the_file_is_written(
 ):
     link = os.link
 
-    def refuse(source: str, target: str, **options: int) -> None:
+    def refuse(source: str, target: str, **options: Any) -> None:
         if Path(source).parent != Path(target).parent:
             raise OSError(code, os.strerror(code))
         link(source, target, **options)
