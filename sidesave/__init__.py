@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         SavePolicy,
     )
     from sidesave.errors import SidesaveError
-    from sidesave.stager.state.annotations import PerRank, Replicated
+    from sidesave.stager.state.annotations import Frozen, PerRank, Replicated
 
 if sys.platform != "linux":
     raise ImportError("sidesave runs on Linux only: it is built on memfd, O_DIRECT and pidfd")
@@ -70,6 +70,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "FirstStep",
+    "Frozen",
     "KeepBest",
     "KeepEveryMinutes",
     "KeepEverySteps",
@@ -128,7 +129,7 @@ _MODULES = {
         "OnRequest OnSignal OptimalInterval OverheadBudget PolicyContext SavePolicy"
     ),
     "sidesave.errors": "SidesaveError",
-    "sidesave.stager.state.annotations": "PerRank Replicated",
+    "sidesave.stager.state.annotations": "Frozen PerRank Replicated",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 foreach_copy: Final = torch._foreach_copy_
 foreach_norm: Final = torch._foreach_norm
@@ -52,3 +53,22 @@ def children(module: nn.Module) -> list[nn.Module]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The identity of a storage, which an empty one has too."""
     return storage._cdata
+
+
+class StorageReference:
+    """A storage that is known again, and not kept: while this is there no other gets its identity."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        """Refer to it."""
+        self._reference = StorageWeakRef(storage)
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether this refers to ``storage``."""
+        return cast("int", self._reference.cdata) == storage._cdata
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How many of torch's own operations have changed a tensor; None for one of inference mode, which does not tell."""
+    return None if tensor.is_inference() else tensor._version

@@ -12,6 +12,7 @@ from sidesave.client.cli.console import metrics_text, new_console, new_table, pr
 from sidesave.client.runs import catalog
 from sidesave.client.runs.history import history, is_live
 from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.sharing import shared_nbytes
 from sidesave.client.training.metadata import metrics_of
 from sidesave.errors import FormatVersionError, SidesaveError
 from sidesave.writer_daemon.format.manifest import parse_hidden_directory
@@ -42,6 +43,7 @@ class Listing:
         self._leftovers = [] if remote else _leftovers(directory)
         self._latest = self._found[-1] if self._found else None
         newest = None if self._latest is None else (self._latest.step, self._latest.session)
+        self._shared = shared_nbytes(self._found)
         self._lineage = catalog.lineage(self._found, newest)
 
     def _mark(self, info: CheckpointInfo) -> str:
@@ -51,7 +53,13 @@ class Listing:
         """For programs."""
         damaged, newer = ([path for _, path, is_newer in self._unreadable if is_newer is x] for x in (False, True))
         checkpoints = [
-            {**asdict(info), "metrics": metrics_of(info.metadata), "mark": self._mark(info)} for info in self._found
+            {
+                **asdict(info),
+                "shared_nbytes": self._shared[info.path],
+                "metrics": metrics_of(info.metadata),
+                "mark": self._mark(info),
+            }
+            for info in self._found
         ]
         return {
             "run": self._directory,
@@ -68,15 +76,18 @@ class Listing:
         if self._found or self._unreadable:
             metrics = {info.path: metrics_of(info.metadata) for info in self._found}
             extra_columns = ["metrics"] if any(metrics.values()) else []
-            rows = new_table(">step", "saved", ">size", "session", "parent", ">sequence", *extra_columns, "")
+            shares = any(self._shared.values())
+            sizes = [">size", ">of its own"] if shares else [">size"]
+            rows = new_table(">step", "saved", *sizes, "session", "parent", ">sequence", *extra_columns, "")
             for info in sorted(self._found, key=lambda info: info.sequence):
                 parent = "" if info.parent is None else f"{info.parent[0]} of {info.parent[1]}"
-                about = (when(info.created_s), size(info.nbytes), info.session, parent, str(info.sequence))
+                own = [size(info.nbytes - self._shared[info.path])] if shares else []
+                about = (when(info.created_s), size(info.nbytes), *own, info.session, parent, str(info.sequence))
                 values = [metrics_text(metrics[info.path], _FEW_METRICS)] if extra_columns else []
                 rows.add_row(str(info.step), *about, *values, self._mark(info))
             for step, _, is_newer in self._unreadable:
                 reason = "of a newer format: upgrade sidesave" if is_newer else "unreadable: see sidesave verify"
-                rows.add_row(str(step), "", "", "", "", "", *[""] * len(extra_columns), reason)
+                rows.add_row(str(step), *[""] * (4 + len(sizes) + len(extra_columns)), reason)
             console.print(rows)
         else:
             typer.echo(f"no checkpoints in {printable(self._directory)}", err=True)

@@ -30,7 +30,7 @@ from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.training.links import Links
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
-from sidesave.stager.state.annotations import Compared, PerRank, Replicated
+from sidesave.stager.state.annotations import ANNOTATIONS, Compared
 from sidesave.writer_daemon.format.manifest import parse_step_directory, step_directory
 from sidesave.writer_daemon.format.names import is_safe_name
 from sidesave.writer_daemon.storage import urls
@@ -287,7 +287,7 @@ def _save(
 
 def _source(value: Any) -> Any:
     """An item as it is saved: ranks share what has tensors in it, which are compared, as those of a module are."""
-    if isinstance(value, (nn.Module, torch.optim.Optimizer, Replicated, PerRank)):
+    if isinstance(value, (nn.Module, torch.optim.Optimizer, *ANNOTATIONS)):
         return value
     state = value.state_dict() if is_stateful(value) else value
     if any(isinstance(leaf, torch.Tensor) for leaf in FlatMap.of(state).leaves.values()):

@@ -18,7 +18,7 @@ from sidesave.client.loading.plan import LoadPlan
 from sidesave.client.loading.tensors import Local
 from sidesave.client.messages import few
 from sidesave.stager import torch_private
-from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.annotations import ANNOTATIONS
 from sidesave.stager.state.tags import PLAIN
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ def _put(into: dict[str, Any], path: Path, value: Any, undo: _Undo) -> None:
 
 def _rewrapped(held: Any, value: Any) -> Any:
     """A value in the annotations of the one before."""
-    if isinstance(held, (PerRank, Replicated)):
+    if isinstance(held, ANNOTATIONS):
         return dataclasses.replace(held, value=_rewrapped(held.value, value))
     return value
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sidesave.client.loading.tensors import unpickled
-from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.annotations import ANNOTATIONS, PerRank
 from sidesave.stager.state.tags import PLAIN
 from sidesave.stager.state.tree import Stateful
 from sidesave.stager.state.treespec import with_metadata
@@ -129,8 +129,8 @@ class _Items(dict[Any, Any]):
 
 
 def unwrap(target: Any) -> Any:
-    """The value inside ``Replicated`` or ``PerRank``; anything else as it is."""
-    return unwrap(target.value) if isinstance(target, (Replicated, PerRank)) else target
+    """The value inside ``Replicated``, ``PerRank`` or ``Frozen``; anything else as it is."""
+    return unwrap(target.value) if isinstance(target, ANNOTATIONS) else target
 
 
 def is_stateful(target: object) -> bool:
@@ -155,7 +155,7 @@ class Slot:
 
     Attributes:
         path: Its path.
-        target: The object, without ``PerRank`` or ``Replicated`` around it.
+        target: The object, without ``PerRank``, ``Replicated`` or ``Frozen`` around it.
         module: The module that owns the tensor or extra state.
         is_plain: Whether it is plain data, which is replaced.
         alone: Whether it is in ``PerRank``, where the local shard of a ``DTensor`` is saved as a tensor of its own.
@@ -227,7 +227,7 @@ class LiveMap:
             self._visit(target, (name,), alone=False)
 
     def _visit(self, target: Any, path: Path, *, alone: bool) -> None:
-        while isinstance(target, (PerRank, Replicated)):
+        while isinstance(target, ANNOTATIONS):
             if isinstance(target, PerRank) and not alone:
                 self.marks[path], alone = target, True
             target = target.value

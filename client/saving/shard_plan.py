@@ -118,10 +118,11 @@ class ShardPlanner:
         for piece in state_layout.pieces:
             tensor = flat.containers[piece.container][piece.fqn]
             containers[piece.target][piece.key] = tensor if piece.slices is None else tensor[piece.slices]
+        frozen = {piece.key: None for piece in state_layout.pieces if piece.fqn in flat.frozen} if flat.frozen else {}
         unshared = state_layout.unshared_table
         facts = {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
         return ShardPlan(
-            flat=dataclasses.replace(flat, containers=containers, origin=None, looks=last),
+            flat=dataclasses.replace(flat, containers=containers, frozen=frozen, origin=None, looks=last),
             plan=state_layout.plan,
             unshared=state_layout.unshared,
             table=_encode(dataclasses.replace(state_layout.table, **facts)),

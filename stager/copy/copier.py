@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -20,6 +20,7 @@ from sidesave.stager import torch_private
 from sidesave.stager.copy import copy_list, fingerprint
 from sidesave.stager.copy.copy_list import CopyList
 from sidesave.stager.copy.device_copy import DeviceCopy, DeviceList, Lanes
+from sidesave.stager.copy.held import Content
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 from sidesave.stager.copy.pool import Job, Slot
 from sidesave.stager.devices import kinds
@@ -159,6 +160,7 @@ class Copier:
         self._finisher = Worker("sidesave-staged")
         self.workers = (self._starter, self._finisher)
         self._distrusted: list[Plan] = []
+        self._count = 0
         ownership.install()  # always, and first: a graph in which no hook fired is taken to change nothing
         kinds.watch_graphs()
 
@@ -182,7 +184,8 @@ class Copier:
         try:
             torch_private.set_grad_enabled(False)  # `no_grad` would stay on where this is interrupted
             tensors = [tensor for container in flat.containers.values() for tensor in container.values()]
-            lists = self._lists(flat, plan, slot, tensors, blocking=blocking)
+            every, lacking = self._what_to_copy(flat, slot, tensors)
+            lists = self._lists(flat, plan, slot, tensors, every, blocking=blocking)
             regions = [region for each in lists for region in each.regions]
             beside = [Job(tensors[index].detach(), slot.targets[index]) for each in lists for index in each.overlapped]
             on_device: dict[torch.device, list[DeviceList]] = {}
@@ -199,16 +202,20 @@ class Copier:
             )
             self._memory.copy(copy.pieces)
             if not later:
+                slot.held.end(lacking)
                 return True
             copy.add_host(beside)
             self._lanes.begin(copy.device, on_device, tensors, slot, self._starter.submit, validate=self._validate)
         finally:
             torch_private.set_grad_enabled(grad)
         ownership.add_pending(copy)
+        held = slot.held
 
         def finish() -> None:
             copy.finish()
             ownership.remove_pending(copy)
+            if copy.error is None:
+                held.end(lacking)
             if isinstance(copy.error, TornSnapshotError):
                 self._distrusted.append(plan)
                 logger.warning("%s", copy.error)
@@ -221,8 +228,26 @@ class Copier:
         self._starter.submit(start)
         return False
 
+    def _what_to_copy(
+        self, flat: FlatState, slot: Slot, tensors: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[int], Mapping[int, Content]]:
+        """The indices of the tensors that ``slot`` does not hold yet, and what the frozen ones among them are."""
+        count, self._count = self._count, self._count + 1
+        targets = enumerate(slot.targets) if flat.frozen else ()
+        frozen = [index for index, target in targets if target.fqn in flat.frozen]
+        lacking = slot.held.begin(tensors, frozen, count)
+        every, held = range(len(tensors)), slot.held.contents
+        return [index for index in every if index not in held] if held else every, lacking
+
     def _lists(
-        self, flat: FlatState, plan: Plan, slot: Slot, tensors: Sequence[torch.Tensor], *, blocking: bool
+        self,
+        flat: FlatState,
+        plan: Plan,
+        slot: Slot,
+        tensors: Sequence[torch.Tensor],
+        every: Sequence[int],
+        *,
+        blocking: bool,
     ) -> list[CopyList]:
         may_overlap = not (self._overlap is False or ownership.in_guard() or plan in self._distrusted)
         owned: dict[int, int] = {}
@@ -230,7 +255,7 @@ class Copier:
             least_nbytes = 0 if self._overlap else SMALL_NBYTES
             owned = ownership.owned_memory(flat.optimizers, flat.modules, least_nbytes=least_nbytes)
         overlap_host = bool(self._overlap) and may_overlap and not blocking
-        return copy_list.lists_of(slot, flat, tensors, owned, overlap_host=overlap_host)
+        return copy_list.lists_of(slot, flat, tensors, every, owned, overlap_host=overlap_host)
 
     def new_copy(self) -> StagingCopy:
         """What the next :meth:`copy` will copy."""

@@ -76,6 +76,7 @@ class _Prepared:
     """The list of what a slot is filled with, and what it holds for; ``elsewhere`` lies elsewhere at each save."""
 
     looks: object
+    every: Sequence[int]
     indices: Sequence[int]
     addresses: list[int]
     copy_list: CopyList
@@ -98,16 +99,21 @@ class _Prepared:
 
 
 def lists_of(
-    slot: Slot, flat: FlatState, tensors: Sequence[torch.Tensor], owned: Mapping[int, int], *, overlap_host: bool
+    slot: Slot,
+    flat: FlatState,
+    tensors: Sequence[torch.Tensor],
+    every: Sequence[int],
+    owned: Mapping[int, int],
+    *,
+    overlap_host: bool,
 ) -> list[CopyList]:
-    """How the tensors of ``flat``, one after the other, are copied into ``slot``."""
+    """How those of ``every`` index of the tensors of ``flat``, one after the other, are copied into ``slot``."""
     looks = flat.looks
-    every = range(len(tensors))
     if overlap_host:  # which depends on more than where a tensor is
         return [CopyList(every, tensors, slot, owned, overlap_host=True)]
     known = slot.prepared
     elsewhere, misses = frozenset[int](), 0
-    if isinstance(known, _Prepared) and known.looks is looks and looks is not None:
+    if isinstance(known, _Prepared) and known.looks is looks and looks is not None and known.every == every:
         elsewhere, misses = known.elsewhere, known.misses
         is_met = known.is_met(flat, tensors)
         addresses = known.addresses if is_met else _addresses(tensors, known.indices)
@@ -127,7 +133,7 @@ def lists_of(
             return [known.copy_list, CopyList(rest, tensors, slot, owned)] if rest else [known.copy_list]
     indices = [index for index in every if index not in elsewhere]
     first = CopyList(indices, tensors, slot, owned)
-    slot.prepared = _Prepared(looks, indices, _addresses(tensors, indices), first, elsewhere, misses)
+    slot.prepared = _Prepared(looks, every, indices, _addresses(tensors, indices), first, elsewhere, misses)
     return [first, CopyList(sorted(elsewhere), tensors, slot, owned)] if elsewhere else [first]
 
 

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import torch
 
 from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
+from sidesave.stager.copy.held import Held
 from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import host_memory, numa
 from sidesave.stager.memory.arena import Arena, page_up
@@ -53,6 +54,7 @@ class Slot:
         arena_id: Names the arena on the wire; never used twice.
         targets: The plan's tensors, container after container, in the order of the state.
         prepared: What the copier keeps of how it has filled them; it goes with them.
+        held: Which frozen tensors are in it; so does this.
         image: The arena's data as bytes.
         pinned: The arena's memory, page-locked for devices.
         unpinnable: This arena's memory was refused to be page-locked: it is not tried again.
@@ -65,6 +67,7 @@ class Slot:
     image: torch.Tensor | None = None
     targets: list[Target] = field(default_factory=list[Target])
     prepared: object = None
+    held: Held = field(default_factory=Held)
     pinned: PinnedRange | None = None
     unpinnable: bool = False
     owner: object | None = None
@@ -78,7 +81,7 @@ class Slot:
         self.arena.begin_generation()  # whoever still reads for an earlier save must notice
         base = self.arena.data_offset
         self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
-        self.targets, self.prepared = [], None
+        self.targets, self.prepared, self.held = [], None, Held()
         tensors = (each for _, fqns, kinds in plan.structure for each in zip(fqns, kinds, strict=True))
         for file in plan.files:
             self.arena.view(base + file.offset, len(file.header))[:] = file.header
@@ -107,7 +110,7 @@ class Slot:
 
     def unmap(self) -> None:
         """Give the memory back; no copy and no write may be under way."""
-        self.plan, self.image, self.targets, self.prepared = None, None, [], None
+        self.plan, self.image, self.targets, self.prepared, self.held = None, None, [], None, Held()
         pinned, self.pinned, self.unpinnable = self.pinned, None, False
         if pinned is not None:
             pinned.close()

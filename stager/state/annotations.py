@@ -1,10 +1,10 @@
-"""What a user says of an item of the state when several ranks save together: one for all, or each its own."""
+"""What a user says of an item of the state: that it does not change, and which ranks hold it alike, or their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from sidesave.errors import InvalidArgumentError
 
@@ -52,3 +52,21 @@ class PerRank:
         chosen: object = self.when_resized
         if chosen is not None and chosen != "first" and not callable(chosen):
             raise InvalidArgumentError(f"when_resized must be 'first', a function or None, not {chosen!r:.80}")
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """This does not change from save to save, as the base of a model that is only adapted.
+
+    Its tensors have a file of their own, which is linked into the next step and not written again, and they are copied
+    into staging memory only where that does not hold them already. At the first save and at every 20th all bytes are
+    copied, compared and written. Operations of torch's on such a tensor are noticed, and so is another tensor in its
+    place; what is written through ``.data``, NumPy or DLPack is saved up to 20 saves later.
+
+    Parameters without ``requires_grad`` have such a file without being wrapped; they are copied at each save.
+    """
+
+    value: Any
+
+
+ANNOTATIONS: Final = (Replicated, PerRank, Frozen)

@@ -14,6 +14,8 @@ from sidesave.stager.state.sharding import Grid
 
 TENSORS: Final = "tensors"
 """The container of bare tensors at the top level."""
+FROZEN: Final = "@frozen"
+"""Behind the name of a container: that of its tensors that are not expected to change."""
 OBJECTS: Final = "objects"
 """The stem of the file that holds the treespec."""
 _MAX_STEM: Final = 130
@@ -35,6 +37,7 @@ class FlatState:
         undeclared: Plain tensors of modules and optimizers of which nobody has said which ranks hold the same: they are
             compared in each save.
         per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
+        frozen: Tensors that the user has declared ``Frozen``.
         shared_digest: Of what the treespec says of modules, optimizers and all else that ranks share.
         origin: An object for where the tensors are from: the same one, and all but those in ``fresh`` are the same, in
             the same memory, and all have the same names. None where nothing is remembered.
@@ -50,6 +53,7 @@ class FlatState:
     grids: dict[str, Grid] = field(default_factory=dict[str, Grid])
     undeclared: dict[str, None] = field(default_factory=dict[str, None])
     per_rank: list[str] = field(default_factory=list[str])
+    frozen: dict[str, None] = field(default_factory=dict[str, None])
     shared_digest: str = ""
     origin: object = None
     fresh: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])

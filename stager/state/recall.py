@@ -32,6 +32,8 @@ _NEEDED: Final = frozenset(
 )
 """What an instance has that its state dict is made of."""
 _version_of: Final = operator.attrgetter("_version")
+_requires_grad: Final = operator.attrgetter("requires_grad")
+"""By which it is told what is not expected to change; asked for apart, as not every way to compare looks has it."""
 KINDS: Final = frozenset({torch.Tensor, nn.Parameter})
 """Classes of the tensors that may be remembered."""
 _MAX_TABLES: Final = 1000
@@ -48,6 +50,7 @@ class Taken:
     Attributes:
         node: Of the treespec.
         fqns: The names of the tensors that are stored, in order, with their places in it.
+        changing: How many of them come first, before those that are not expected to change.
         picks: For each of them which one of the witness's tensors it is.
         addresses: Which of ``fqns`` lie at each address.
         grids: Of those that other ranks share, by FQN.
@@ -56,6 +59,7 @@ class Taken:
 
     node: Packed
     fqns: dict[str, int]
+    changing: int
     picks: tuple[int, ...]
     addresses: dict[int, tuple[int, ...]]
     grids: dict[str, Grid]
@@ -176,13 +180,15 @@ class _Tensors:
         there = self._there(tensors)
         self._addresses = list(map(torch.Tensor.data_ptr, there))
         self._look_alike = torch_private.tensor_guard(there)
+        self._with_grad = list(map(_requires_grad, there))
 
     def are(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         if list(map(id, tensors)) != self._ids:
             return False
         there = self._there(tensors)
         try:
-            return list(map(torch.Tensor.data_ptr, there)) == self._addresses and self._look_alike(there)
+            lie_there = list(map(torch.Tensor.data_ptr, there)) == self._addresses
+            return lie_there and self._look_alike(there) and list(map(_requires_grad, there)) == self._with_grad
         except RuntimeError:  # one has no memory any more that could be asked for
             return False
 

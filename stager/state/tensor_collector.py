@@ -21,9 +21,9 @@ from torch import nn
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import torch_private
 from sidesave.stager.state import sharding
-from sidesave.stager.state.annotations import Compared, Replicated, Whole
+from sidesave.stager.state.annotations import Compared, Frozen, PerRank, Replicated, Whole
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
-from sidesave.stager.state.flat_state import FlatState
+from sidesave.stager.state.flat_state import FROZEN, FlatState
 from sidesave.stager.state.recall import Taken
 from sidesave.stager.state.sharding import Grid
 from sidesave.stager.state.tags import SPARSE_PARTS, Packed, Tag, pack
@@ -48,6 +48,7 @@ class TensorCollector:
         self._ranks = ranks
         self._scope: tuple[int, ...] | None = None  # who may write a plain tensor; () is not known, None this rank
         self._pinned = False  # inside PerRank, where nothing is shared
+        self._frozen = False  # inside Frozen
         self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
         self._count = 0
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
@@ -62,6 +63,18 @@ class TensorCollector:
     def shared_digest(self) -> str:
         """The digest of all that :meth:`shared` has encoded."""
         return self._shared_digest.hexdigest()
+
+    def annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
+        """Encode an item of which the user has said something."""
+        if isinstance(value, Replicated):
+            return self.shared(encode, fqn, said=value)
+        if isinstance(value, PerRank):
+            return self.per_rank(encode, fqn)
+        before, self._frozen = self._frozen, True
+        try:
+            return encode()
+        finally:
+            self._frozen = before
 
     def shared(self, encode: Callable[[], Any], fqn: str, *, said: Replicated | None = None) -> Any:
         """Encode an item whose names all ranks share; ``said`` may tell that its plain tensors are alike too."""
@@ -111,7 +124,7 @@ class TensorCollector:
     @property
     def place(self) -> tuple[Any, ...] | None:
         """All that an item's nodes and grids depend on, except its name; None where that cannot be compared."""
-        return None if self._held_by else (self.container, self._scope, self._pinned)
+        return None if self._held_by else (self.container, self._scope, self._pinned, self._frozen)
 
     def take_again(self, taken: Taken, tensors: Sequence[torch.Tensor]) -> bool:
         """Collect the tensors of an item as before; False where other tensors have taken their memory or names."""
@@ -122,8 +135,13 @@ class TensorCollector:
         ):
             return False
         self._count += len(taken.fqns)
-        if taken.fqns:
-            self.flat.containers.setdefault(self.container, {}).update(zip(taken.fqns, tensors, strict=True))
+        items, containers = zip(taken.fqns, tensors, strict=True), self.flat.containers
+        if taken.changing:
+            containers.setdefault(self.container, {}).update(itertools.islice(items, taken.changing))
+        if taken.changing < len(taken.fqns):
+            containers.setdefault(self.container + FROZEN, {}).update(items)
+        if self._frozen:
+            self.flat.frozen.update(dict.fromkeys(taken.fqns))
         self.flat.grids.update(taken.grids)
         self.flat.undeclared.update(taken.undeclared)
         self.again.append(taken)
@@ -142,11 +160,16 @@ class TensorCollector:
 
         That is given the tensors of a witness, and returns None where some are others, or are tied to what is outside.
         """
-        flat, before = self.flat, len(self.flat.containers.get(self.container, ()))
+        flat, containers = self.flat, (self.container, self.container + FROZEN)
+        before = [len(flat.containers.get(container, ())) for container in containers]
         count = self._count
         grids, undeclared, ties, by_id = len(flat.grids), len(flat.undeclared), len(self._ties), len(self._by_id)
         node = encode()
-        items = [*itertools.islice(flat.containers.get(self.container, {}).items(), before, None)]
+        changing, frozen = (
+            [*itertools.islice(flat.containers.get(container, {}).items(), begin, None)]
+            for container, begin in zip(containers, before, strict=True)
+        )
+        items = changing + frozen
 
         def taken(tensors: Sequence[torch.Tensor]) -> Taken | None:
             indices = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -161,6 +184,7 @@ class TensorCollector:
             return Taken(
                 Packed(node),
                 fqns,
+                len(changing),
                 picks,
                 addresses,
                 dict(itertools.islice(flat.grids.items(), grids, None)),
@@ -220,10 +244,10 @@ class TensorCollector:
                 f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
             )
         if self._ranks is None or self._pinned:
-            node = self.tensor(local, fqn)
+            node = self.tensor(local, fqn, origin=value)
         else:
             self._shared_digest.update(fqn.encode("utf-8", "surrogatepass"))
-            node = self.tensor(local, fqn, grid=sharding.describe(value, fqn))
+            node = self.tensor(local, fqn, grid=sharding.describe(value, fqn), origin=value)
         self._by_id[id(value)] = str(node[1])
         return node
 
@@ -250,8 +274,9 @@ class TensorCollector:
                     return node
         node: list[Any] = [Tag.TENSOR, fqn]
         stored = value
+        origin = value if origin is None else origin
         if self._ranks is not None and not self._pinned:
-            self._share(value, fqn, grid, value if origin is None else origin)
+            self._share(value, fqn, grid, origin)
         carrier = CARRIERS.get(dtype)
         if carrier is not None:
             node.append(dtype_name(dtype))
@@ -259,13 +284,14 @@ class TensorCollector:
             stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
             if carrier.pair and fqn in self.flat.grids:
                 self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
-        self._add(fqn, stored)
+        idle = not origin.requires_grad and isinstance(origin, nn.Parameter)
+        self._add(fqn, stored, frozen=self._frozen or idle)
         if others is not None:
             others.append((value, grid, node))
         elif address:
             self._by_address[address] = [(value, grid, node)]
         else:
-            self._by_id[id(value if origin is None else origin)] = fqn
+            self._by_id[id(origin)] = fqn
         return node
 
     def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
@@ -293,18 +319,21 @@ class TensorCollector:
         if grid is not None:
             self.flat.grids[fqn] = grid
 
-    def _add(self, fqn: str, tensor: torch.Tensor) -> None:
+    def _add(self, fqn: str, tensor: torch.Tensor, *, frozen: bool) -> None:
         if fqn in self.flat.fresh or fqn == "__metadata__" or any(fqn in taken.fqns for taken in self.again):
             raise UnsupportedValueError(
                 f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
             )
         self.flat.fresh[fqn] = tensor
-        self.origins.append((self.container, fqn))
+        container = self.container + FROZEN if frozen else self.container
+        if self._frozen:
+            self.flat.frozen[fqn] = None
+        self.origins.append((container, fqn))
         self._count += 1
         try:
-            self.flat.containers[self.container][fqn] = tensor
+            self.flat.containers[container][fqn] = tensor
         except KeyError:
-            self.flat.containers[self.container] = {fqn: tensor}
+            self.flat.containers[container] = {fqn: tensor}
 
     def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
         parts = SPARSE_PARTS.get(value.layout)

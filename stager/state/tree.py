@@ -23,10 +23,10 @@ from torch import nn
 
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError, brief
 from sidesave.stager import torch_private
-from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.annotations import ANNOTATIONS
 from sidesave.stager.state.cures import cure
 from sidesave.stager.state.dtypes import dtype_name
-from sidesave.stager.state.flat_state import TENSORS, FlatState, container_name
+from sidesave.stager.state.flat_state import FROZEN, TENSORS, FlatState, container_name
 from sidesave.stager.state.recall import KINDS, Recall
 from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Packed, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
@@ -87,6 +87,7 @@ def flatten(
     _without_grad(encode)
     _refuse(flattener.refused)
     flat = flattener.flat
+    flat.containers = dict(sorted(flat.containers.items(), key=lambda item: item[0].endswith(FROZEN)))
     if recall is not None:
         flat.origin = recall.mark(flattener.tensors.again, flattener.tensors.origins)
     flattener.name_parameters()
@@ -225,10 +226,8 @@ class _Flattener:
             if _is_by_position(state, value):
                 self._optimizers.append((value, node))
             return node
-        if isinstance(value, Replicated):
-            return self.tensors.shared(lambda: self.encode(value.value, fqn, depth), fqn, said=value)
-        if isinstance(value, PerRank):
-            return self.tensors.per_rank(lambda: self.encode(value.value, fqn, depth), fqn)
+        if isinstance(value, ANNOTATIONS):
+            return self.tensors.annotated(value, lambda: self.encode(value.value, fqn, depth), fqn)
         if isinstance(value, enum.Enum):
             kind, node = type(value), self.encode(value.value, fqn, depth + 1)
             if type(value.value) not in _ENUM_VALUES:

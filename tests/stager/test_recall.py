@@ -19,7 +19,7 @@ from torch import nn
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import torch_private
 from sidesave.stager.state import tree
-from sidesave.stager.state.annotations import PerRank, Replicated
+from sidesave.stager.state.annotations import Frozen, PerRank, Replicated
 from sidesave.stager.state.flat_state import FlatState
 from sidesave.stager.state.recall import Recall
 from sidesave.stager.state.tags import MAX_DEPTH, Packed, pack
@@ -61,6 +61,8 @@ def told(flat: FlatState) -> list[Any]:
         flat.modules,
         flat.grids,
         list(flat.undeclared),
+        list(flat.containers),
+        flat.frozen,
         flat.per_rank,
         flat.shared_digest,
     ]
@@ -241,7 +243,16 @@ class Training(RuleBasedStateMachine):
                 self.shadow.update(table())
                 self.state["shadow"] = self.shadow
 
-    @rule(item=st.sampled_from(["model", "optimizer", "shadow"]), wrapper=st.sampled_from([None, Replicated, PerRank]))
+    @rule(number=st.integers(0, 20), trains=st.booleans())
+    def freeze(self, number: int, trains: bool) -> None:
+        parameters = [*self.model.parameters()]
+        if parameters and parameters[number % len(parameters)].is_floating_point():
+            parameters[number % len(parameters)].requires_grad_(trains)
+
+    @rule(
+        item=st.sampled_from(["model", "optimizer", "shadow"]),
+        wrapper=st.sampled_from([None, Replicated, PerRank, Frozen]),
+    )
     def wrap(self, item: str, wrapper: Any) -> None:
         whole = {"model": self.model, "optimizer": self.optimizer, "shadow": self.shadow}[item]
         self.state[item] = whole if wrapper is None else wrapper(whole)
@@ -457,8 +468,8 @@ def test_a_parameter_whose_data_has_another_dtype_is_saved_with_that(kind: torch
     weight.data = weight.data.to(kind)
     saved = tree.flatten(state, recall=recall)
     assert (
-        saved.containers["model"]["model.layers.0.weight"].dtype
-        == tree.flatten(state).containers["model"]["model.layers.0.weight"].dtype
+        saved.containers["model@frozen"]["model.layers.0.weight"].dtype
+        == tree.flatten(state).containers["model@frozen"]["model.layers.0.weight"].dtype
     )
 
 

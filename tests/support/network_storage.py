@@ -73,6 +73,10 @@ class NetworkStorage(Storage):
         code = self._chance.choice([errno.EIO, errno.ENOENT, errno.ESTALE] if published else [errno.EIO])
         raise WriteError(code, "the reply was lost", f"{self.root}/{final}")
 
+    def link(self, old: str, new: str) -> bool:
+        self._changed(new)
+        return self._real.link(old, new) and not self._lies()
+
     def remove(self, path: str) -> None:
         self._changed(path)
         self._real.remove(path)

@@ -46,8 +46,8 @@ _PIECE_NBYTES = 64 << 10
 class Request:
     """``key`` begins with the bucket; that of a list is its prefix, that of DELETE-MANY the bucket.
 
-    ``method`` is GET, HEAD, LIST, PUT, PUT-NEW (``If-None-Match: *``), DELETE, DELETE-MANY, or of an upload in parts
-    START, PART, COMPLETE, ABORT.
+    ``method`` is GET, HEAD, LIST, PUT, PUT-NEW (``If-None-Match: *``), COPY, of which ``source`` is the key, DELETE,
+    DELETE-MANY, or of an upload in parts START, PART, COMPLETE, ABORT.
     """
 
     method: str
@@ -55,6 +55,7 @@ class Request:
     range: tuple[int, int] | None = None
     encryption: str | None = None
     """What ``x-amz-server-side-encryption`` says."""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,8 @@ class ObjectServer:
                         return Request("LIST", f"{key.rstrip('/')}/{query.get('prefix', '')}")
                     case "PUT" if "uploadId" in query:
                         return Request("PART", key)
+                    case "PUT" if source := self.headers.get("x-amz-copy-source"):
+                        return Request("COPY", key, source=unquote(source).lstrip("/"))
                     case "PUT" if self.headers.get("If-None-Match") == "*":
                         return Request("PUT-NEW", key)
                     case "POST" if "delete" in query:
@@ -264,6 +267,13 @@ class ObjectServer:
                         return _Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
                     self._store(path, body)
                 return _Answer(200)
+            case "COPY":
+                source = self.root / request.source
+                with self._lock:
+                    if not source.is_file():
+                        return _Answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+                    self._store(path, source.read_bytes())
+                return _Answer(200, b"<CopyObjectResult><ETag>an-etag</ETag></CopyObjectResult>")
             case "DELETE":
                 with self._lock:
                     self._delete(path)

@@ -44,11 +44,10 @@ def a_state(seed: int) -> State:
 
 def same(one: State, other: State) -> bool:
     a, b = tree.flatten(one), tree.flatten(other)
-    return a.objects == b.objects and all(
-        torch.equal(tensor, b.containers[name][fqn])
-        for name, tensors in a.containers.items()
-        for fqn, tensor in tensors.items()
+    ours, theirs = (
+        {fqn: tensor for tensors in flat.containers.values() for fqn, tensor in tensors.items()} for flat in (a, b)
     )
+    return a.objects == b.objects and all(torch.equal(tensor, theirs[fqn]) for fqn, tensor in ours.items())
 
 
 class Session:
@@ -224,6 +223,10 @@ class MortalStorage(Storage):
     def publish(self, temporary: str, final: str) -> bool:
         self.live()
         return self._real.publish(temporary, final)
+
+    def link(self, old: str, new: str) -> bool:
+        self.live()
+        return self._real.link(old, new)
 
     def replace(self, path: str, data: bytes) -> None:
         self.live()

@@ -99,6 +99,31 @@ class StorageConformance:
             storage.publish(".file.1", "file")
         assert get(storage, "file") == b"content"
 
+    @pytest.mark.parametrize("nbytes", [5, 3 * MIB + 5])
+    def test_a_file_that_has_a_further_name_outlives_the_first(self, storage: Storage, nbytes: int):
+        data = noise(nbytes)[:nbytes]
+        for name in ("old", "new"):
+            storage.make_directory(name, 0o700)
+        put(storage, "old/.file", data, "old/file")
+        storage.publish("old/.file", "old/file")
+        assert storage.link("old/file", "new/linked")
+        storage.sync_directory("new")
+        assert storage.list_directory("new") == ["linked"]
+        storage.remove_tree("old")
+        assert get(storage, "new/linked") == data
+
+    def test_a_name_that_is_taken_is_not_linked_and_keeps_its_file(self, storage: Storage):
+        put(storage, "old", b"old")
+        put(storage, "new", b"new")
+        assert not storage.link("old", "new")
+        assert (get(storage, "old"), get(storage, "new")) == (b"old", b"new")
+
+    def test_what_is_not_there_is_not_linked(self, storage: Storage):
+        put(storage, "old", b"old")
+        for old, new in (("missing", "new"), ("missing/file", "new")):
+            assert not storage.link(old, new)
+        assert storage.list_directory("") == ["old"]
+
     def test_read_is_limited(self, storage: Storage):
         put(storage, "file", b"12345")
         assert storage.read("file", 5) == b"12345"

@@ -24,6 +24,7 @@ import torch
 from power_loss import Death, Disk, Note, Recorder, Sync, Trace, Tree, lay_out, read_in, show
 from sessions import Session, State, same
 
+from sidesave import Frozen
 from sidesave.client.loading import load as loader
 from sidesave.client.reading.verify import verify
 from sidesave.client.runs import catalog
@@ -47,7 +48,9 @@ os.umask(UMASK)
 
 
 def a_state(seed: int) -> State:
-    """As small as can be, for there are many; from 10 on with several files of several pages."""
+    """As small as can be, for there are many; from 10 on with several files of several pages, from 20 with a base."""
+    if seed >= 20:
+        return {"model": {"base": Frozen(torch.arange(7.0)), "w": torch.full((5,), seed + 0.5)}, "seed": seed}
     if seed < 10:
         return {"model": {"w": torch.full((5,), seed + 0.5)}, "seed": seed}
     return {"model": {"w": torch.arange(2500) + seed}, "optimizer": {"m": torch.arange(1500.0) * seed}, "seed": seed}
@@ -232,6 +235,12 @@ def step_saved_again_after_a_full_disk(run: Run) -> None:
     run.save(200, 3)
 
 
+def linked_base(run: Run) -> None:
+    run.save(100, 20)
+    run.save(200, 21)
+    run.delete(100)
+
+
 SCENARIOS = [
     first_save,
     second_save,
@@ -239,6 +248,7 @@ SCENARIOS = [
     deleted_step,
     refused_overwriting,
     step_saved_again_after_a_full_disk,
+    linked_base,
 ]
 
 

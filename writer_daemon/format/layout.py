@@ -21,6 +21,8 @@ from sidesave.errors import IntegrityError
 from sidesave.writer_daemon.storage.sealed_json import are_whole, get
 
 ELSEWHERE: Final = -1
+FROZEN: Final = "@frozen"
+"""Behind the name of a container: the file of what is not expected to change (``flat_state.FROZEN``)."""
 UNSHARED: Final = "@more"
 """Behind the name of a container: the file of what is written only where ranks differ."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]

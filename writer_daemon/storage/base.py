@@ -145,6 +145,14 @@ class Storage(ReadStorage):
         The temporary name is gone afterwards in the first case. Durable after :meth:`sync_directory`.
         """
 
+    def link(self, old: str, new: str) -> bool:
+        """Give a finished file, which nobody changes any more, a further name; of an object, have the store copy it.
+
+        False, and nothing is done, where there is no ``old``, ``new`` is taken, or that cannot be done here: then the
+        bytes have to be written. Durable after :meth:`sync_directory`.
+        """
+        return False
+
     @abstractmethod
     def replace(self, path: str, data: bytes) -> None:
         """Give a small file new content, at once and durably; the file need not be there."""

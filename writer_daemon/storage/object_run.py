@@ -291,6 +291,12 @@ class ObjectRun(NamedObjects, Storage):
             self._unpublished.pop(temporary, None)
         return True
 
+    def link(self, old: str, new: str) -> bool:
+        target = self.key_of(new)
+        if self.bucket.nbytes_of(target) is not None:
+            return False
+        return self.bucket.copy(self.key_of(old), target)
+
     def replace(self, path: str, data: bytes) -> None:
         self.bucket.put(self.key_of(path), data)
 

@@ -41,6 +41,7 @@ RENAME_NOREPLACE: Final = 1
 _NO_PREALLOCATION: Final = (*REFUSED, errno.EINVAL)
 _NO_DIRECT: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_LINKS: Final = (*REFUSED, errno.EMLINK)
+_NOT_LINKED: Final = (*_NO_LINKS, errno.EXDEV, errno.EACCES, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
 _LOCAL: Final = frozenset(
     {
         *("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "bcachefs", "jfs", "nilfs2", "reiserfs"),
@@ -284,6 +285,19 @@ class PosixStorage(Storage):
                     raise
                 return self._rename_noreplace(temporary, final)
         self.remove(temporary)
+        return True
+
+    def link(self, old: str, new: str) -> bool:
+        with self._doing(f"cannot link {old} as", new, "linkat"):
+            try:
+                if not stat.S_ISREG(os.lstat(old, dir_fd=self.descriptor).st_mode):
+                    return False
+                os.link(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _NOT_LINKED:
+                    raise
+                logger.debug("%s is not linked as %s: %s", self._full(old), new, error.strerror)
+                return False
         return True
 
     def _rename_noreplace(self, source: str, target: str) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import logging
 import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +27,8 @@ except ModuleNotFoundError as error:
     text = f"URLs need {error.name}, which an extra brings: pip install 'sidesave[remote]'"
     raise InvalidArgumentError(text) from error
 
+logger = logging.getLogger(__name__)
+
 AT_ONCE: Final = 16
 """Requests at a time: with 8 MiB each and 50 ms until the first byte that is 2.5 GiB/s, more than most links have."""
 HEAD_NBYTES: Final = 256 << 10
@@ -40,6 +44,8 @@ _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
 """Options of obstore's that are no strings; all others are its configuration of the store."""
 _RETRIES: Final[Any] = {"max_retries": 1000}
 """Of a request, within the library's 3 minutes: its own limit of 10 is used up after seconds without a network."""
+_FEW_RETRIES: Final[Any] = {"max_retries": 3}
+"""Of a copy: what a store does not copy, for whatever reason, can be uploaded."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
 _FULL: Final = re.compile(r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>")
 _INSTANCE_ROLE: Final = "//169.254.169.254/"
@@ -63,6 +69,7 @@ class Bucket:
             raise InvalidArgumentError(f"{root}: a directory takes no storage_options, and these are given: {names}")
         try:
             self._store, self._prefix = _connect(root, options)
+            self._impatient = functools.partial(_connect, root, {**options, "retry_config": _FEW_RETRIES})
         except (exceptions.BaseError, TypeError, ValueError) as error:
             # Without its values, and without a cause that has them.
             told = isinstance(error, exceptions.UnknownConfigurationKeyError)
@@ -172,6 +179,21 @@ class Bucket:
             obstore.put(
                 self._store, self._key(key), parts, use_multipart=several, chunk_size=size, max_concurrency=at_once
             )
+
+    def copy(self, source: str, target: str) -> bool:
+        """Have the store copy an object; False where it does not, as where there is none: then it has to be put.
+
+        Blocks until it is there. S3 copies 5 GB at most. Azure may answer before it has copied, so it is not asked.
+        """
+        if isinstance(self._store, AzureStore):
+            return False
+        try:
+            with self._doing("cannot copy", source):
+                obstore.copy(self._impatient()[0], self._key(source), self._key(target))
+        except WriteError as error:
+            logger.debug("%s is not copied: %s", self.full(source), error)
+            return False
+        return self.nbytes_of(target) is not None  # a server may have begun its answer before it knew
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove objects; no error for those that are not there."""

@@ -6,7 +6,8 @@ arena: it follows the arena's mark.
 
 Publish once: files are written under attempt names as new inodes, made durable, and only then linked to their final
 names. A file that already has its final name was published by an earlier daemon of this save; it is compared with the
-memory and kept. No file is ever replaced or reopened for writing.
+memory and kept. No file is ever replaced or reopened for writing, so what has not changed since the last save can be
+linked (:mod:`sidesave.writer_daemon.writing.frozen`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile
 from sidesave.writer_daemon.protocol import Extent, Save, unpack_files
 from sidesave.writer_daemon.storage import OutputFile, Storage
 from sidesave.writer_daemon.storage.sealed_json import load_json
+from sidesave.writer_daemon.writing.frozen import FrozenFiles
 from sidesave.writer_daemon.writing.pace import Turns
 
 CHUNK_NBYTES: Final = 16 << 20
@@ -61,6 +63,13 @@ class _TensorImage:
     digests: bytearray
     output: OutputFile | None = None
     chunks_left: int = 0
+    linked: bool = False
+    """It has its final name already: the last save had these very bytes."""
+
+    @property
+    def name(self) -> str:
+        """That of the file."""
+        return os.path.basename(self.final)
 
 
 class Writer:
@@ -83,6 +92,7 @@ class Writer:
         self._check_lease = check_lease
         self._trainer_gone = trainer_gone
         self._storage = storage
+        self._frozen = FrozenFiles(storage)
         self._attempt = attempt
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="sidesave-write")
         self._digester = ThreadPoolExecutor(1, thread_name_prefix="sidesave-digest")
@@ -127,10 +137,8 @@ class Writer:
         self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
         _check_generation(save, arena)
         total = save.nbytes
-        if not save.retry:  # what is there already needs no more room
-            self._check_space(save, total)
         images = [self._plan(save, arena, directory, extent) for extent in save.files]
-        self._write_images(save, images, arena, total, on_progress)
+        self._store(save, images, arena, total, on_progress)
         self._await_filled(save, arena, arena.nbytes)
         part = None if save.table is None else _read_part(save, arena, save.table)
         if save.unshared is not None:
@@ -143,19 +151,18 @@ class Writer:
                 part = replace(part, replica_digest=replica_digest)
             else:
                 part = unshared
-                nbytes = sum(image.extent.nbytes for image in rest)
-                self._check_space(save, nbytes)
-                self._write_images(save, rest, arena, nbytes, lambda done, total: None)
+                self._store(save, rest, arena, sum(image.extent.nbytes for image in rest), lambda done, total: None)
                 images += rest
         objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
         small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
         small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
         at = save.extra_files
         extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
-        every = [*small, *extra_files.items()]
+        linked = {name for image, (name, _) in zip(images, small[1:], strict=True) if self._link_digests(image, name)}
+        every = [each for each in (*small, *extra_files.items()) if each[0] not in linked]
         self._do_all(self._write_small, directory, every)
         _check_generation(save, arena)
-        for image in images:
+        for image in (image for image in images if not image.linked):
             self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
         self._do_all(self._publish_small, directory, every)
         about = save.metadata
@@ -165,10 +172,12 @@ class Writer:
         self._write_small(directory, name, content)
         self._publish_small(directory, name, content)
         self._storage.sync_directory(directory)
+        digests = {image.extent.name: image.digests for image in images}
+        self._frozen.wrote(save, content, digests, frozenset(image.extent.name for image in images if image.linked))
         on_progress(total, total)
         return record
 
-    def _write_images(
+    def _store(
         self,
         save: Save,
         images: list[_TensorImage],
@@ -176,9 +185,54 @@ class Writer:
         total: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
+        """Write images, except those that the last save has written with the same bytes, which are linked."""
+        known = [(image, self._frozen.digests(image.extent.name)) for image in images]
+        likely = [(image, digests) for image, digests in known if len(digests) == len(image.digests)]
+        some = [image for image, digests in known if len(digests) != len(image.digests)]
+        if not save.retry:  # what is there already needs no more room
+            self._check_space(save, total - sum(image.extent.nbytes for image, _ in likely))
+        done = self._write_images(save, some, arena, 0, total, on_progress)
+        changed: list[_TensorImage] = []
+        for image, digests in likely:
+            if self._link_unchanged(save, image, digests, arena):
+                done += image.extent.nbytes
+                on_progress(done, total)
+            else:
+                changed.append(image)
+        if changed and not save.retry:
+            self._check_space(save, sum(image.extent.nbytes for image in changed))
+        self._write_images(save, changed, arena, done, total, on_progress)
+
+    def _link_unchanged(self, save: Save, image: _TensorImage, known: bytearray, arena: Arena) -> bool:
+        """Whether an image has these digests, and now has its name; else it is left at the first block that has not."""
+        self._await_filled(save, arena, arena.nbytes)
+        turns = Turns(arena, self._trainer_gone.is_set)
+        for offset in range(0, image.extent.nbytes, CHUNK_NBYTES):
+            nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
+            turns.take(nbytes)
+            some = _digest_chunk(image, arena, offset, nbytes)
+            arena.drop_pages(image.extent.offset + offset, nbytes)
+            if image.digests[some] != known[some]:
+                return False
+        _check_generation(save, arena)
+        image.linked = self._frozen.link(image.name, image.final)
+        return image.linked
+
+    def _link_digests(self, image: _TensorImage, name: str) -> bool:
+        return image.linked and self._frozen.link(name, f"{os.path.dirname(image.final)}/{name}")
+
+    def _write_images(
+        self,
+        save: Save,
+        images: list[_TensorImage],
+        arena: Arena,
+        done: int,
+        total: int,
+        on_progress: Callable[[int, int], None],
+    ) -> int:
+        """Write images; returns how many of ``total`` bytes are done then, of which ``done`` were before."""
         lock = threading.Lock()
         stop = threading.Event()
-        done = 0
         # Each has its own: the same bytes are written and digested, at about the same time.
         writing, digesting = (Turns(arena, lambda: stop.is_set() or self._trainer_gone.is_set()) for _ in range(2))
 
@@ -235,6 +289,7 @@ class Writer:
                 for image in some:
                     if image.output is not None:
                         image.output.close()
+        return done
 
     def _digest_tensors(self, images: list[_TensorImage], arena: Arena, part: Part) -> dict[str, str]:
         """For each tensor of ``part.compared`` 128 bits of its name, container, dtype, shape and all its bytes."""
@@ -348,16 +403,21 @@ def _reader(arena: Arena, extent: Extent) -> Callable[[int, int], memoryview]:
     return lambda offset, nbytes: arena.view(extent.offset + offset, nbytes)
 
 
-def _digest_chunk(image: _TensorImage, arena: Arena, offset: int, nbytes: int) -> None:
-    """Digest the blocks that begin in a chunk; the last of them may reach into the next chunk."""
+def _digest_chunk(image: _TensorImage, arena: Arena, offset: int, nbytes: int) -> slice:
+    """Digest the blocks that begin in a chunk; the last of them may reach into the next chunk.
+
+    Returns where their digests are in the list.
+    """
     first = bisect.bisect_left(image.blocks, (offset, 0))
     last = bisect.bisect_left(image.blocks, (offset + nbytes, 0))
+    place = slice(first * DIGEST_NBYTES, last * DIGEST_NBYTES)
     if first == last:
-        return
+        return place
     base = image.blocks[first][0]
     view = arena.view(image.extent.offset + base, sum(image.blocks[last - 1]) - base)
     digests = [tensor_file.digest(view[start - base : start - base + size]) for start, size in image.blocks[first:last]]
-    image.digests[first * DIGEST_NBYTES : last * DIGEST_NBYTES] = b"".join(digests)
+    image.digests[place] = b"".join(digests)
+    return place
 
 
 def _check_generation(save: Save, arena: Arena) -> None:
@@ -382,10 +442,7 @@ def _record(
     (objects_name, objects), *digest_lists = small
     files = tuple(
         FileRecord(
-            os.path.basename(image.final),
-            image.layout.nbytes,
-            container=layout.container_of(image.extent.name),
-            digests=plain(name, data),
+            image.name, image.layout.nbytes, container=layout.container_of(image.extent.name), digests=plain(name, data)
         )
         for image, (name, data) in zip(images, digest_lists, strict=True)
     )

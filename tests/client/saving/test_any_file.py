@@ -26,10 +26,10 @@ def scatter(patch: pytest.MonkeyPatch) -> None:
     """Have the file of a tensor depend on its FQN alone, and not on the item that it is in."""
     add = TensorCollector._add
 
-    def scattered(self: TensorCollector, fqn: str, tensor: torch.Tensor) -> None:
+    def scattered(self: TensorCollector, fqn: str, tensor: torch.Tensor, *, frozen: bool) -> None:
         container, self.container = self.container, f"part-{zlib.crc32(fqn.encode()) % FILES}"
         try:
-            add(self, fqn, tensor)
+            add(self, fqn, tensor, frozen=frozen)
         finally:
             self.container = container
 
