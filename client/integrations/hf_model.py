@@ -1,7 +1,7 @@
 """A model as Hugging Face's tools look for it: tensors under its own names, an index of their files, config, tokenizer.
 
 ``from_pretrained`` opens each file that ``model.safetensors.index.json`` names and takes every tensor in it. A file of
-a checkpoint has the tensors of one item, with the item's name in front. So each child of the model is an item.
+a checkpoint has tensors of one item, with the item's name in front. So each child of the model is an item.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from sidesave.stager.state.annotations import Whole
-from sidesave.stager.state.flat_state import container_name
-from sidesave.stager.state.tensor_collector import is_dtensor
+from sidesave.stager.state.flat_state import FROZEN, container_name
+from sidesave.stager.state.tensor_collector import is_dtensor, is_idle
 from sidesave.stager.wrappers import WrapperNames
 from sidesave.writer_daemon.format.manifest import rank_file
 
@@ -69,7 +69,7 @@ def model_items(model: nn.Module, *, alike: bool) -> ModelItems:
             if isinstance(value, torch.Tensor) and value is not state.get(whole_key):
                 return ModelItems({MODEL: Whole(model)}, None)
             names[whole_key] = f"{name}.{known[key]}" if key else name
-            files[whole_key] = rank_file(container_name(name), 0, "safetensors")
+            files[whole_key] = rank_file(container_name(name) + FROZEN * is_idle(value), 0, "safetensors")
     if names.keys() != state.keys():
         return ModelItems({MODEL: Whole(model)}, None)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

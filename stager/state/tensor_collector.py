@@ -284,8 +284,7 @@ class TensorCollector:
             stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
             if carrier.pair and fqn in self.flat.grids:
                 self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
-        idle = not origin.requires_grad and isinstance(origin, nn.Parameter)
-        self._add(fqn, stored, frozen=self._frozen or idle)
+        self._add(fqn, stored, frozen=self._frozen or is_idle(origin))
         if others is not None:
             others.append((value, grid, node))
         elif address:
@@ -389,6 +388,11 @@ def is_dtensor(value: object) -> bool:
     """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def is_idle(value: object) -> bool:
+    """Whether a value is a parameter that is not trained, which has a file with what is ``Frozen``."""
+    return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
