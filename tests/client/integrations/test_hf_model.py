@@ -14,7 +14,7 @@ from sidesave.client.integrations.hf_model import INDEX, model_items
 def test_the_files_of_the_index_have_all_tensors_under_their_names(tmp_path: Path) -> None:
     words, linear = nn.Embedding(10, 4), nn.Linear(4, 4)
     words.requires_grad_(requires_grad=False)  # all of an item is frozen, and a part of the other
-    linear.weight.requires_grad_(requires_grad=False)
+    linear.weight.requires_grad = False
     model = nn.ModuleDict({"words": words, "tower": nn.Sequential(linear, nn.BatchNorm1d(4))})
     model.register_parameter("scale", nn.Parameter(torch.ones(3), requires_grad=False))
     items = model_items(model, alike=True)
