@@ -176,8 +176,10 @@ class Bucket:
         with self._doing(f"cannot write {nbytes:,} bytes", key):
             size = max(PART_NBYTES, -(-nbytes // _MAX_PARTS))
             several = nbytes > PART_NBYTES
+            kept = isinstance(self._store, MemoryStore)  # it goes on with the memory that it was given
+            content = map(bytes, parts) if kept else parts
             obstore.put(
-                self._store, self._key(key), parts, use_multipart=several, chunk_size=size, max_concurrency=at_once
+                self._store, self._key(key), content, use_multipart=several, chunk_size=size, max_concurrency=at_once
             )
 
     def copy(self, source: str, target: str) -> bool:
