@@ -13,20 +13,21 @@ linked (:mod:`sidesave.writer_daemon.writing.frozen`).
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
+import functools
 import math
-import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import xxhash
 
-from sidesave.errors import IntegrityError, NoSpaceError, ProtocolError, WriteError
+from sidesave.errors import IntegrityError, NoSpaceError, ProtocolError
 from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.format import layout, manifest, tensor_file
@@ -38,8 +39,10 @@ from sidesave.writer_daemon.storage import OutputFile, Storage
 from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.writing.frozen import FrozenFiles
 from sidesave.writer_daemon.writing.pace import Turns
+from sidesave.writer_daemon.writing.small_files import CHUNK_NBYTES, SmallFiles, publish
 
-CHUNK_NBYTES: Final = 16 << 20
+T = TypeVar("T")
+
 UTF_8: Final = ("utf-8", "surrogatepass")
 _FOLLOW_POLL_S: Final = 0.0005
 _FOLLOW_FROM: Final = 2
@@ -134,54 +137,63 @@ class Writer:
             self._storage.make_directory(directory, 0o700)
         # Once it is there: made without the lease it must never become whole, or the next start would commit it.
         self._check_lease()
-        self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
         _check_generation(save, arena)
-        total = save.nbytes
-        images = [self._plan(save, arena, directory, extent) for extent in save.files]
-        self._store(save, images, arena, total, on_progress)
+        with (
+            SmallFiles(self._storage, directory, functools.partial(self._temporary, directory), self._pool) as small,
+            _ended(self._digester.submit(self._add_objects, save, arena, small)) as staged,
+        ):
+            images = [self._plan(save, arena, directory, extent) for extent in save.files]
+            self._store(save, images, arena, small, save.nbytes, on_progress)
+            objects, extra_files = staged.result()
+            part = None if save.table is None else _read_part(save, arena, save.table)
+            if save.unshared is not None:
+                rest = [self._plan(save, arena, directory, extent) for extent in save.unshared.files]
+                unshared = _read_part(save, arena, save.unshared.table)
+                unshared = replace(unshared, compared=self._digest_tensors([*images, *rest], arena, unshared))
+                digests = "".join(map("\0".join, sorted(unshared.compared.items())))
+                replica_digest = tensor_file.digest(digests.encode(*UTF_8)).hex()
+                if part is not None and self._are_alike(save, replica_digest, waiting or self._check_lease):
+                    part = replace(part, replica_digest=replica_digest)
+                else:
+                    part = unshared
+                    nbytes = sum(image.extent.nbytes for image in rest)
+                    self._store(save, rest, arena, small, nbytes, lambda done, total: None)
+                    images += rest
+            small.wait()
+            _check_generation(save, arena)
+            for image in (image for image in images if not image.linked):
+                publish(self._storage, image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
+            small.publish()
+            about = save.metadata
+            metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
+            record = _record(save, images, objects, extra_files, part or _whole_part(save, images), metadata)
+            content = record.to_bytes()
+            self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
+            small.add(manifest.record_file(save.rank), content)
+            small.publish()
+            self._storage.sync_directory(directory)
+            digests = {image.extent.name: image.digests for image in images}
+            self._frozen.wrote(save, content, digests, frozenset(image.extent.name for image in images if image.linked))
+            on_progress(save.nbytes, save.nbytes)
+            return record
+
+    def _add_objects(self, save: Save, arena: Arena, small: SmallFiles) -> tuple[bytes, dict[str, bytes]]:
+        """Once all is staged, begin to write what is no tensor; returns it."""
         self._await_filled(save, arena, arena.nbytes)
-        part = None if save.table is None else _read_part(save, arena, save.table)
-        if save.unshared is not None:
-            rest = [self._plan(save, arena, directory, extent) for extent in save.unshared.files]
-            unshared = _read_part(save, arena, save.unshared.table)
-            unshared = replace(unshared, compared=self._digest_tensors([*images, *rest], arena, unshared))
-            digests = "".join(map("\0".join, sorted(unshared.compared.items())))
-            replica_digest = tensor_file.digest(digests.encode(*UTF_8)).hex()
-            if part is not None and self._are_alike(save, replica_digest, waiting or self._check_lease):
-                part = replace(part, replica_digest=replica_digest)
-            else:
-                part = unshared
-                self._store(save, rest, arena, sum(image.extent.nbytes for image in rest), lambda done, total: None)
-                images += rest
         objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
-        small = [(manifest.rank_file(save.objects.name, save.rank, "msgpack"), objects)]
-        small += [(manifest.rank_file(image.extent.name, save.rank, "xxh3"), bytes(image.digests)) for image in images]
         at = save.extra_files
         extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
-        linked = {name for image, (name, _) in zip(images, small[1:], strict=True) if self._link_digests(image, name)}
-        every = [each for each in (*small, *extra_files.items()) if each[0] not in linked]
-        self._do_all(self._write_small, directory, every)
-        _check_generation(save, arena)
-        for image in (image for image in images if not image.linked):
-            self._publish(image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
-        self._do_all(self._publish_small, directory, every)
-        about = save.metadata
-        metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
-        record = _record(save, images, small, extra_files, part or _whole_part(save, images), metadata)
-        content, name = record.to_bytes(), manifest.record_file(save.rank)
-        self._write_small(directory, name, content)
-        self._publish_small(directory, name, content)
-        self._storage.sync_directory(directory)
-        digests = {image.extent.name: image.digests for image in images}
-        self._frozen.wrote(save, content, digests, frozenset(image.extent.name for image in images if image.linked))
-        on_progress(total, total)
-        return record
+        small.add(_objects_name(save), objects)
+        for name, data in extra_files.items():
+            small.add(name, data)
+        return objects, extra_files
 
     def _store(
         self,
         save: Save,
         images: list[_TensorImage],
         arena: Arena,
+        small: SmallFiles,
         total: int,
         on_progress: Callable[[int, int], None],
     ) -> None:
@@ -191,19 +203,21 @@ class Writer:
         some = [image for image, digests in known if len(digests) != len(image.digests)]
         if not save.retry:  # what is there already needs no more room
             self._check_space(save, total - sum(image.extent.nbytes for image, _ in likely))
-        done = self._write_images(save, some, arena, 0, total, on_progress)
+        done = self._write_images(save, some, arena, small, 0, total, on_progress)
         changed: list[_TensorImage] = []
         for image, digests in likely:
-            if self._link_unchanged(save, image, digests, arena):
+            if self._link_unchanged(save, image, digests, arena, small):
                 done += image.extent.nbytes
                 on_progress(done, total)
             else:
                 changed.append(image)
         if changed and not save.retry:
             self._check_space(save, sum(image.extent.nbytes for image in changed))
-        self._write_images(save, changed, arena, done, total, on_progress)
+        self._write_images(save, changed, arena, small, done, total, on_progress)
 
-    def _link_unchanged(self, save: Save, image: _TensorImage, known: bytearray, arena: Arena) -> bool:
+    def _link_unchanged(
+        self, save: Save, image: _TensorImage, known: bytearray, arena: Arena, small: SmallFiles
+    ) -> bool:
         """Whether an image has these digests, and now has its name; else it is left at the first block that has not."""
         self._await_filled(save, arena, arena.nbytes)
         turns = Turns(arena, self._trainer_gone.is_set)
@@ -216,21 +230,25 @@ class Writer:
                 return False
         _check_generation(save, arena)
         image.linked = self._frozen.link(image.name, image.final)
+        name = _digests_name(save, image)
+        if image.linked and not self._frozen.link(name, f"{os.path.dirname(image.final)}/{name}"):
+            small.add(name, bytes(image.digests))
         return image.linked
-
-    def _link_digests(self, image: _TensorImage, name: str) -> bool:
-        return image.linked and self._frozen.link(name, f"{os.path.dirname(image.final)}/{name}")
 
     def _write_images(
         self,
         save: Save,
         images: list[_TensorImage],
         arena: Arena,
+        small: SmallFiles,
         done: int,
         total: int,
         on_progress: Callable[[int, int], None],
     ) -> int:
-        """Write images; returns how many of ``total`` bytes are done then, of which ``done`` were before."""
+        """Write images, and begin to write their digest lists.
+
+        Returns how many of ``total`` bytes are done then, of which ``done`` were before.
+        """
         lock = threading.Lock()
         stop = threading.Event()
         # Each has its own: the same bytes are written and digested, at about the same time.
@@ -268,6 +286,7 @@ class Writer:
                         return
                     _digest_chunk(image, arena, offset, nbytes)
                     arena.drop_pages(image.extent.offset + offset, nbytes)
+                small.add(_digests_name(save, image), bytes(image.digests))
 
         for first in range(0, len(images), MAX_OPEN):
             some = images[first : first + MAX_OPEN]
@@ -354,50 +373,6 @@ class Writer:
             _check_generation(save, arena)
             time.sleep(_FOLLOW_POLL_S)
 
-    def _do_all(self, work: Callable[[str, str, bytes], None], directory: str, files: list[tuple[str, bytes]]) -> None:
-        """Do something with each small file of a directory, several at a time; raises what the first has raised."""
-        futures = [self._pool.submit(work, directory, name, data) for name, data in files]
-        wait(futures)  # also where one fails: nothing may appear in what is being removed then
-        for future in futures:
-            future.result()
-
-    def _write_small(self, directory: str, name: str, data: bytes) -> None:
-        room = max(page_up(len(data)), page_up(1))
-        with mmap.mmap(-1, room) as buffer:
-            buffer[: len(data)] = data
-            with (
-                self._storage.creating(self._temporary(directory, name), len(data), f"{directory}/{name}") as output,
-                memoryview(buffer) as view,
-            ):
-                output.write_at(view, 0)
-                output.finish(len(data))
-
-    def _publish_small(self, directory: str, name: str, data: bytes) -> None:
-        view = memoryview(data)
-        final = f"{directory}/{name}"
-        self._publish(self._temporary(directory, name), final, len(data), lambda offset, size: view[offset:][:size])
-
-    def _publish(self, temporary: str, final: str, nbytes: int, read: Callable[[int, int], memoryview]) -> None:
-        if self._storage.publish(temporary, final):
-            return
-        if self._digest_published(final) != _digest_whole(nbytes, read):
-            path = f"{self._storage.root}/{final}"
-            raise WriteError(errno.EEXIST, "another file has this name, with other content", path)
-        self._storage.remove(temporary)
-
-    def _digest_published(self, path: str) -> bytes:
-        with self._storage.open(path) as source:
-            return _digest_whole(source.nbytes, source.read_at)
-
-
-def _digest_whole(nbytes: int, read: Callable[[int, int], memoryview]) -> bytes:
-    """The digest of the digests of a file's chunks: bounded memory whatever the file's size."""
-    parts = [
-        tensor_file.digest(read(offset, min(CHUNK_NBYTES, nbytes - offset)))
-        for offset in range(0, nbytes, CHUNK_NBYTES)
-    ]
-    return tensor_file.digest(b"".join(parts))
-
 
 def _reader(arena: Arena, extent: Extent) -> Callable[[int, int], memoryview]:
     return lambda offset, nbytes: arena.view(extent.offset + offset, nbytes)
@@ -428,10 +403,27 @@ def _check_generation(save: Save, arena: Arena) -> None:
         )
 
 
+@contextlib.contextmanager
+def _ended(future: Future[T]) -> Generator[Future[T]]:
+    """Whatever happens, this is over afterwards."""
+    try:
+        yield future
+    finally:
+        wait([future])
+
+
+def _objects_name(save: Save) -> str:
+    return manifest.rank_file(save.objects.name, save.rank, "msgpack")
+
+
+def _digests_name(save: Save, image: _TensorImage) -> str:
+    return manifest.rank_file(image.extent.name, save.rank, "xxh3")
+
+
 def _record(
     save: Save,
     images: list[_TensorImage],
-    small: list[tuple[str, bytes]],
+    objects: bytes,
     extra_files: dict[str, bytes],
     part: Part,
     metadata: str,
@@ -439,12 +431,14 @@ def _record(
     def plain(name: str, data: bytes) -> FileRecord:
         return FileRecord(name, len(data), tensor_file.digest(data).hex())
 
-    (objects_name, objects), *digest_lists = small
     files = tuple(
         FileRecord(
-            image.name, image.layout.nbytes, container=layout.container_of(image.extent.name), digests=plain(name, data)
+            image.name,
+            image.layout.nbytes,
+            container=layout.container_of(image.extent.name),
+            digests=plain(_digests_name(save, image), bytes(image.digests)),
         )
-        for image, (name, data) in zip(images, digest_lists, strict=True)
+        for image in images
     )
     return RankRecord(
         session=save.session,
@@ -457,7 +451,7 @@ def _record(
         created_s=save.created_s,
         torch_version=save.torch_version,
         files=files,
-        objects=plain(objects_name, objects),
+        objects=plain(_objects_name(save), objects),
         part=part,
         metadata=metadata,
         extra_files=tuple(plain(name, data) for name, data in extra_files.items()),
