@@ -42,6 +42,8 @@ _STARTED_DAEMONS = tuple(
     f"system/test_{name}" for name in ("daemon_cores", "elastic", "hosts", "limits", "system_calls")
 )
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
+_ENDED = "system/test_exits"
+"""Tests whose forked processes end as those of users do; elsewhere they leave standing what was imported."""
 _LEFT = pytest.StashKey[set[threading.Thread]]()
 
 reset_inherited()
@@ -107,7 +109,7 @@ def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
     if room.startswith(_STARTED):
         yield
     else:
-        with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS)):
+        with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS), quick_ends=not room.startswith(_ENDED)):
             yield
 
 
