@@ -109,6 +109,11 @@ def spawn(function: Callable[..., None], *arguments: Any, count: int = 2) -> Non
         assert not any(process.returncode for process in processes), said.read().decode()
 
 
+def address() -> dict[str, str]:
+    """The variable by which a process that starts others forks them where this one does."""
+    return {f"{ADDRESS}_TRAINERS": _server("trainers", TRAINER)}
+
+
 def _paths() -> list[str]:
     return [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
 
@@ -359,9 +364,12 @@ def _code(path: str) -> types.CodeType:
 def _run(arguments: list[str]) -> None:
     """Do what an interpreter does with these."""
     folder = True
-    while arguments[0] in ("-P", "-W"):
-        if arguments.pop(0) == "-P":
+    while (option := arguments[0]) in ("-P", "-W", "-u"):
+        del arguments[0]
+        if option == "-P":
             folder = False
+        elif option == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         else:
             sys.warnoptions = [arguments.pop(0)]
             warnings.simplefilter(sys.warnoptions[0])  # type: ignore[arg-type]
