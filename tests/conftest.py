@@ -3,8 +3,10 @@
 import gc
 import os
 import resource
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,21 +44,48 @@ _STARTED_DAEMONS = tuple(
     f"system/test_{name}" for name in ("daemon_cores", "elastic", "hosts", "limits", "system_calls")
 )
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
+_ENDED = "system/test_exits"
+"""Tests whose forked processes end as those of users do; elsewhere, and in a quick run, imports are left standing."""
+_ON_DISK = tuple(f"{name}.py" for name in ("test_storage", "test_limits", "test_power_loss"))
+"""Tests of what a disk does; of a quick run all others lie in memory, which takes a seventh less time."""
+_MEMORY, _ROOM_NBYTES = "/dev/shm", 4 << 30
 _LEFT = pytest.StashKey[set[threading.Thread]]()
 
 reset_inherited()
 gc.disable()  # until all is imported, which leaves nothing to collect
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the option
 def pytest_configure(config: pytest.Config) -> None:
     campaigns.quick = config.option.markexpr == "not slow"
+    is_worker = hasattr(config, "workerinput")
+    if campaigns.quick and not is_worker and not config.option.basetemp and _is_roomy(_MEMORY):
+        folder = tempfile.mkdtemp(prefix="sidesave-tests-", dir=_MEMORY)
+        config.option.basetemp = f"{folder}/base"
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if not is_worker:
+        campaigns.draw()
     settings.register_profile(
         "sidesave", deadline=None, max_examples=campaigns.examples(100)
     )  # a slow machine is no failure
     settings.load_profile("sidesave")
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+    if config.getoption("numprocesses", None) and not is_worker:
         forks.share()
         gc.enable()  # this process collects no tests
+
+
+def _is_roomy(folder: str) -> bool:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK) and found.f_bavail * found.f_frsize >= _ROOM_NBYTES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if campaigns.quick:
+        line = f"a third of each family marked `drawn`; the same one with SIDESAVE_CAMPAIGN={campaigns.drawn()}"
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_finish() -> None:
@@ -64,7 +93,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if campaigns.quick:
+        _draw(config, items)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _cuda_available():
         for item in gpu:
@@ -73,6 +104,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave of each family that is marked ``drawn`` a third, the same one in all workers; a few are all run."""
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for name, family in families.items() for item in set(family) - set(campaigns.third(name, family))}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _cuda_available() -> bool:
@@ -107,8 +149,19 @@ def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
     if room.startswith(_STARTED):
         yield
     else:
-        with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS)):
+        quick_ends = campaigns.quick or not room.startswith(_ENDED)
+        with forks.wanted(daemons=not room.startswith(_STARTED_DAEMONS), quick_ends=quick_ends):
             yield
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """As pytest's, and on a disk where that matters."""
+    if request.path.name in _ON_DISK and campaigns.quick and tmp_path.is_relative_to(_MEMORY):
+        with tempfile.TemporaryDirectory(prefix="sidesave-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder)
+    else:
+        yield tmp_path
 
 
 @pytest.fixture

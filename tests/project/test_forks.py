@@ -51,3 +51,36 @@ def test_who_is_killed_while_it_asks_ends_nothing(request_: bytes):
     with forks._Popen(os.environ[forks.ADDRESS], command, stdin=null, stderr=null) as process:
         assert process.wait() == 3
     os.close(null)
+
+
+END = """
+import atexit, sys, threading, time
+
+class Owned:
+    def __del__(self):
+        print("freed", flush=True)
+
+owned = Owned()
+atexit.register(print, "registered")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+print("told", end="\\n")
+"""
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("", 0), ("sys.exit()", 0), ("sys.exit('no')", 1), ("sys.exit(7)", 7), ("1 / 0", 1), ("sys.exit(-1)", 255)],
+)
+def test_its_end_is_that_of_any_interpreter(quick: bool, last: str, code: int):
+    with forks.wanted(daemons=True, quick_ends=quick):
+        done = forks.run([sys.executable, "-c", END + last])
+    assert (done.returncode, done.stdout.split()) == (code, ["told", "thread", "registered", "freed"])
+    assert ("ZeroDivisionError" in done.stderr, done.stderr == "no\n") == (last == "1 / 0", "no" in last)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_an_interrupt_that_nobody_minds_ends_it_by_that_signal(quick: bool):
+    with forks.wanted(daemons=True, quick_ends=quick):
+        done = forks.run([sys.executable, "-c", "raise KeyboardInterrupt"])
+    assert done.returncode == -signal.SIGINT

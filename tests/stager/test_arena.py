@@ -242,6 +242,7 @@ FOREIGN: dict[str, Callable[[], int]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_descriptor_that_is_no_sealed_arena_is_refused_and_closed(name: str):
     fds = open_fds()

@@ -86,6 +86,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_that_steps_right_after_a_save_changes_nothing_of_it(shared: Checkpointer, name: str):
     make, options = OPTIMIZERS[name]

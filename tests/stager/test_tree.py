@@ -227,6 +227,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return sidesave.load(run / "step-00000001")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_comes_back_from_disk_bit_for_bit(saved: dict[str, Any], name: str):
     assert difference(TENSORS[name], saved["tensors"][name]) == ""

@@ -14,14 +14,35 @@ T = TypeVar("T")
 _CHOSEN = os.environ.get("SIDESAVE_CAMPAIGN", "")
 WHOLE = _CHOSEN == "whole"
 STRIDE = 1 if WHOLE else 3
+_DRAWN = "SIDESAVE_TEST_THIRD"
 quick = False
 """Whether this run leaves out what is slow."""
 
 
+def _first_of_a_third() -> int:
+    return 0 if WHOLE else int(_CHOSEN or random.SystemRandom().randrange(STRIDE))
+
+
 def _first() -> int:
-    first = 0 if WHOLE else int(_CHOSEN or random.SystemRandom().randrange(STRIDE))
+    first = _first_of_a_third()
     print(f"SIDESAVE_CAMPAIGN={_CHOSEN or first}")
     return first
+
+
+def draw() -> None:
+    """For this run and its workers: which third of each family of tests a quick run takes."""
+    os.environ[_DRAWN] = str(_first_of_a_third())
+
+
+def drawn() -> int:
+    return int(os.environ[_DRAWN])
+
+
+def third(name: str, family: Sequence[T]) -> list[T]:
+    """A third of it, which no order of its members decides; the three thirds make the whole. Four or fewer stay."""
+    if len(family) <= 4:
+        return list(family)
+    return random.Random(name).sample(family, len(family))[drawn() :: 3]
 
 
 def some(points: Sequence[T]) -> list[T]:

@@ -24,10 +24,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 import xxhash
 from torch import distributed, nn
-from trainers import DEADLINE_S, ROOT, Traces, entries
+from trainers import DEADLINE_S, ROOT, SUPPORT, Traces, entries
 
 import sidesave
 from sidesave.client.ranks import group
@@ -379,20 +380,26 @@ class Job:
         launch: Sequence[str] = ("--standalone",),
         inside: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        forked: bool = False,
     ) -> None:
-        """Start ``size`` workers with these ``options`` of the script, by the command ``inside`` if there is one."""
+        """Start ``size`` workers with these ``options`` of the script, by the command ``inside`` if there is one.
+
+        ``forked`` ones have done their imports (tests/support/forks.py).
+        """
         self._logs = folder / "torchrun"
         self._logs.mkdir(exist_ok=True)
-        command = [*inside, sys.executable, "-m", "torch.distributed.run", *launch, f"--nproc-per-node={size}"]
+        torchrun = [str(SUPPORT / "forked_torchrun.py")] if forked else ["-m", "torch.distributed.run"]
+        command = [*inside, sys.executable, *torchrun, *launch, f"--nproc-per-node={size}"]
         command += [f"--max-restarts={restarts}", f"--log-dir={self._logs}", "--redirects=3"]
         command += [__file__, str(folder), os.fspath(run), *map(str, options)]
+        address = forks.address() if forked else {}
         with (self._logs / "output").open("ab") as output:
-            self._process = subprocess.Popen(
+            self._process = (forks.popen if forked else subprocess.Popen)(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **_ENVIRONMENT, "TMPDIR": traces.folder, **(environment or {})},
+                env={**os.environ, **_ENVIRONMENT, "TMPDIR": traces.folder, **address, **(environment or {})},
             )
         self.pidfd = os.pidfd_open(self._process.pid)
 

@@ -3,7 +3,8 @@
 Most of the time of the whole suite would go into interpreters that import torch, or what a daemon needs. ``popen`` is
 ``subprocess.Popen`` for such a process; daemons of this process, and of those started so, are started so as well.
 ``/proc`` shows the command line and the environment that they would have had, ``sitecustomize`` is imported, warnings
-are as ``-W`` says. Tests that are about starts, or about what is inherited, do without.
+are as ``-W`` says. They end as any interpreter does, except that what was imported before is not taken apart, which
+takes ten times as long as the rest. Tests that are about starts, about what is inherited, or about ends do without.
 
 As a script this module is the process from which others are forked. It is their parent, and reaps them when asked to,
 or when who has started them is gone.
@@ -32,9 +33,11 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from socket import recv_fds, send_fds  # which stay what they are where a process follows orders
@@ -62,6 +65,7 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 ADDRESS = "SIDESAVE_TEST_FORKS"
 """The variable that holds where daemons are forked; without it they are started."""
 _wanted = False
+_quick_ends = True
 
 
 def popen(command: list[str], **options: Any) -> subprocess.Popen[Any]:
@@ -105,6 +109,11 @@ def spawn(function: Callable[..., None], *arguments: Any, count: int = 2) -> Non
         assert not any(process.returncode for process in processes), said.read().decode()
 
 
+def address() -> dict[str, str]:
+    """The variable by which a process that starts others forks them where this one does."""
+    return {f"{ADDRESS}_TRAINERS": _server("trainers", TRAINER)}
+
+
 def _paths() -> list[str]:
     return [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
 
@@ -130,10 +139,10 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def wanted(*, daemons: bool) -> Iterator[None]:
-    """From here on trainers are forked, and ``daemons`` too."""
-    global _wanted
-    _wanted = True
+def wanted(*, daemons: bool, quick_ends: bool = True) -> Iterator[None]:
+    """From here on trainers are forked, and ``daemons`` too; without ``quick_ends`` they take apart all they have."""
+    global _wanted, _quick_ends
+    _wanted, _quick_ends = True, quick_ends
     if daemons:
         os.environ[ADDRESS] = _server("daemons", DAEMON)
     try:
@@ -168,6 +177,7 @@ class _Popen(subprocess.Popen[Any]):
             "folder": str(asked["cwd"] or Path.cwd()),
             "umask": asked["umask"] if asked["umask"] >= 0 else int(own_umask, 8),
             "session": asked["start_new_session"],
+            "quick_end": _quick_ends,
         }
         data = json.dumps(request).encode()
         sys.audit("subprocess.Popen", sys.executable, request["command"], request["folder"], request["environment"])
@@ -354,9 +364,12 @@ def _code(path: str) -> types.CodeType:
 def _run(arguments: list[str]) -> None:
     """Do what an interpreter does with these."""
     folder = True
-    while arguments[0] in ("-P", "-W"):
-        if arguments.pop(0) == "-P":
+    while (option := arguments[0]) in ("-P", "-W", "-u"):
+        del arguments[0]
+        if option == "-P":
             folder = False
+        elif option == "-u":
+            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         else:
             sys.warnoptions = [arguments.pop(0)]
             warnings.simplefilter(sys.warnoptions[0])  # type: ignore[arg-type]
@@ -382,6 +395,32 @@ def _run(arguments: list[str]) -> None:
     exec(code, main.__dict__)
 
 
+def _run_to_end(arguments: list[str]) -> None:
+    """Do what an interpreter does with these and end as it does, with all that was made since the fork."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    try:
+        _run(arguments)
+        code = 0
+    except SystemExit as error:
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:  # noqa: BLE001 - whatever it is, it is shown
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.modules["__main__"].__dict__.clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = 120
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
     for module in sys.argv[3:-1]:
         importlib.import_module(module)
@@ -389,4 +428,5 @@ if __name__ == "__main__":
         prepare()
     gc.collect()
     gc.freeze()
-    _run(_become(_serve(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3]))))
+    asked = _serve(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3]))
+    (_run_to_end if asked["quick_end"] else _run)(_become(asked))

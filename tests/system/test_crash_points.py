@@ -126,6 +126,7 @@ _STEPS_OF_A_SAVE = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("step", sorted(_STEPS_OF_A_SAVE | {"sends PROGRESS", "sent PROGRESS"}))
 def test_daemon_killed_at_a_step_of_a_save_the_save_commits(run: Path, orders: Orders, traces: Traces, step: str):
     ledger = Ledger(run)

@@ -40,7 +40,9 @@ class Campaign:
         countdown = self._draw()
         options = ["--without-group", "--until", until] if until else []
         self.story.go_on()
-        with Job(self._folder, self._traces, size, self._folder / "run", *options, restarts=len(blows)) as job:
+        with Job(
+            self._folder, self._traces, size, self._folder / "run", *options, restarts=len(blows), forked=True
+        ) as job:
             for event in self.story.hear(job):
                 assert event["restart"] <= restarts, f"a worker ended by itself\n{job.complaints()}"
                 if event["restart"] < restarts:
@@ -78,7 +80,7 @@ class Campaign:
         complaints = ""
         for _ in range(3):
             self.story.go_on()
-            with Job(self._folder, self._traces, size, "", "--until", until, "--save-every", 0) as job:
+            with Job(self._folder, self._traces, size, "", "--until", until, "--save-every", 0, forked=True) as job:
                 for _ in self.story.hear(job):
                     pass
                 if job.end() == 0:

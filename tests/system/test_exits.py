@@ -48,6 +48,7 @@ from sidesave.errors import (
 # The trainer ends --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("way", "status"),
     [
@@ -460,6 +461,7 @@ READS: dict[str, Callable[[sidesave.SaveHandle], object]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("place", ["save", "wait", "close"])
 @pytest.mark.parametrize("read", READS)
 def test_failure_that_was_read_from_the_handle_is_not_raised_again(

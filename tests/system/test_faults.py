@@ -293,6 +293,7 @@ def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(run: Path, fau
     check(run, 0, mib=SMALL)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("nbytes", [0, 1, 512, 4096, 4608])
 def test_short_write_in_a_save_goes_on_where_it_stopped(run: Path, faults: Faults, nbytes: int):
     with sidesave.Checkpointer(run, retries=0) as ckpt:
@@ -504,6 +505,7 @@ def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(run: Pa
     check(run, 1, mib=100)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("function", ["pwrite", "fsync", "ftruncate", "fallocate", "link", "rename", "mkdir"])
 def test_one_error_of_the_medium_does_not_break_the_saves_that_follow(run: Path, faults: Faults, function: str):
     """Others are left with a dead writer."""

@@ -42,6 +42,7 @@ def test_daemon_killed_at_a_link_the_save_commits_and_the_next_ones_link_again(
     traces.check()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("code", ["EXDEV", "EPERM", "EMLINK", "EIO", "ENOSPC"])
 def test_a_link_that_fails_costs_no_save(run: Path, orders: Orders, traces: Traces, code: str):
     with sidesave.Checkpointer(run) as ckpt:

@@ -176,6 +176,7 @@ JSON_BOMBS = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("bomb", JSON_BOMBS)
 @pytest.mark.parametrize("kind", [manifest.Manifest, manifest.RankRecord, manifest.Head, "header"])
 def test_json_bombs_are_refused(kind: Any, bomb: str):
@@ -303,6 +304,7 @@ def test_nothing_is_unpickled_unless_it_was_allowed(tmp_path: Path, checkpoint: 
         assert touched.exists(), "or it would prove nothing"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -406,6 +408,7 @@ HEADERS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("what", HEADERS)
 def test_headers_that_do_not_make_sense_are_refused(checkpoint: Path, what: str):
     forge_header(checkpoint, HEADERS[what])
@@ -518,6 +521,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_only_files_are_read_and_nothing_else_is_waited_for(checkpoint: Path, tmp_path: Path, kind: str, name: str):
@@ -529,6 +533,7 @@ def test_only_files_are_read_and_nothing_else_is_waited_for(checkpoint: Path, tm
     assert time.monotonic() - start < DEADLINE_S
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_directory_with_such_a_checkpoint_is_still_of_use(checkpoint: Path, tmp_path: Path, kind: str):
     put(kind, checkpoint / "manifest.json", tmp_path)
@@ -543,6 +548,7 @@ def test_a_run_directory_with_such_a_checkpoint_is_still_of_use(checkpoint: Path
         assert checkpointer.steps() == [8]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [*KINDS, "junk", "long", "nest", "empty", "other types"])
 def test_no_state_of_the_hidden_files_hangs_or_crashes_the_start(checkpoint: Path, tmp_path: Path, kind: str):
     """The lease and its like. The directory may be refused; then with a typed error, and in time."""

@@ -417,6 +417,7 @@ def _owned() -> dict[str, Any]:
     return {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError])
 @pytest.mark.parametrize("phase", ["staged", "written", "committed", "deleted"])
 def test_a_callback_that_raises_anything_ends_no_thread(

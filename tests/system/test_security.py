@@ -522,6 +522,7 @@ def plant_manifest(run: Path, outside: Path) -> None:
     (run / "step-00000007/manifest.json").symlink_to(outside / "precious")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "plant",
     [

@@ -89,6 +89,7 @@ def test_a_store_that_lists_from_the_beginning_wherever_it_is_to_start_is_as_goo
     check_store(server, 1, 2)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fault", [503, 500, "cut", After(503), After("cut")])
 def test_errors_that_end_are_borne(server: ObjectServer, fault: Fault) -> None:
     with opened(server) as ckpt:

@@ -221,6 +221,7 @@ def test_leftover_without_one_of_its_files_is_removed(root: Path, file: str):
     assert entries(root) == []
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("damage", ["flip the first bit", "flip the last bit", "cut", "empty", "lengthen"])
 @pytest.mark.parametrize(
     "file",
@@ -262,6 +263,7 @@ def test_damaged_manifest_in_a_leftover_is_made_anew_from_its_records(root: Path
     check(root, 100, a_state(1))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "field",
     [

@@ -389,6 +389,7 @@ def test_half_a_record_is_read_again(root: Path, take: Take):
 # What else may be in its place -----------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "content",
     [b"", b"{}", b"null", b"[1]", b"\xff" * 4096, b"[" * 4000, a_holder().to_bytes()[:200], b"x" * 100_000],

@@ -202,6 +202,7 @@ def test_complete_leftover_is_committed(root: str):
     check(root, 100, a_state(1))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("file", [_TENSORS, "optimizer.rank-00000.xxh3", "rank-00000.json"])
 @pytest.mark.parametrize("damage", ["missing", "flipped", "cut", "empty", "longer"])
 def test_leftover_that_is_not_whole_is_removed(root: str, file: str, damage: str):
@@ -285,6 +286,7 @@ def test_steps_that_were_copied_by_hand_are_those_of_the_run(root: str):
 # Who has been away -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("operation", ["commit", "reclaim", "remove", "delete", "save"])
 def test_who_was_overtaken_commits_deletes_and_removes_nothing(root: str, operation: str):
     """Its lease says nothing here: it was read before the other one came."""
@@ -316,6 +318,7 @@ def test_who_was_overtaken_commits_deletes_and_removes_nothing(root: str, operat
     assert [info.step for info in catalog.scan(root)] == [50, 100, 200, 300]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("judged", ["dropped", "settled", "own"])
 def test_uploads_that_come_late_never_become_a_checkpoint(root: str, judged: str):
     """A save is given up, and its files appear all the same, whole, with a record."""

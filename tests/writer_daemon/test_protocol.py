@@ -121,6 +121,7 @@ def test_the_wire_has_the_kinds_that_the_design_names():
     }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.kind)
 def test_every_message_arrives_as_it_was_sent(cls: type[Message]):
     @given(messages_of(cls))

@@ -525,6 +525,7 @@ def test_diff_measures_how_values_changed(tmp_path: Path):
     assert "3 (0.0%)" in table
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("before", "after", "max_abs"),
     [
@@ -695,6 +696,7 @@ def test_the_commands_are_listed_under_the_name_they_were_called_by():
     assert all(f"  {command}  " in done.stdout for command in ("ls", "show", "verify", "top", "doctor"))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"], ["--version"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
     code = "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"

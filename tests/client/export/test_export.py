@@ -77,6 +77,7 @@ def a_state() -> dict[str, Any]:
     return {"model": a_model(), "optimizer": optimizer, "loader": {"position": torch.tensor(3)}, "epoch": 4}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("world", [1, 2, 5])
 @pytest.mark.parametrize("limit", [1 << 40, 700_000, 1])
 def test_weights_come_out_whole_whoever_has_saved_them(tmp_path: Path, world: int, limit: int):

@@ -45,6 +45,7 @@ FILES = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("at", [0, 1, 100, -1])
 def test_a_flipped_bit_anywhere_is_found_and_nothing_is_applied(checkpoint: Path, name: str, at: int):

@@ -79,6 +79,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> Any:
 # Hyperparameters -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("make", "changed"),
     [

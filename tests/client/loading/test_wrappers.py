@@ -87,6 +87,7 @@ def tensors(module: nn.Module) -> list[torch.Tensor]:
     return [values(tensor) for tensor in module.state_dict().values()]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("named", [False, True], ids=["", "named parameters"])
 @pytest.mark.parametrize("kind", WRAP)
 def test_a_wrapped_model_and_its_optimizer_are_a_plain_ones_and_back(tmp_path: Path, kind: str, named: bool):
@@ -115,6 +116,7 @@ def old(monkeypatch: pytest.MonkeyPatch, save: Callable[[], Path]) -> Path:
         return save()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("target_kind", ["plain", "DDP", "compiled", "same"])
 @pytest.mark.parametrize("kind", ["DDP", "DDP of compiled", "with a compiled child"])
 def test_an_old_checkpoint_with_prefixes_still_loads(

@@ -133,6 +133,7 @@ def test_one_checkpoint_is_fetched_by_one_at_a_time(server: ObjectServer, tmp_pa
     assert refused
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fault", [403, 404, 500, "cut", "flip"])
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_wrong_on_the_way_leaves_no_checkpoint_and_the_next_call_goes_on(

@@ -228,6 +228,7 @@ def trained() -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": states}}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("saved", "loaded"), [(8, 4), (4, 8), (8, 8), (8, 3), (1, 8), (8, 1)])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_reads_hardly_more_than_its_part(

@@ -252,6 +252,7 @@ def only(key: str, fault: Any, *, times: int = 1000) -> Callable[[Request, int],
     return lambda request, number: fault if request.key.endswith(key) and number < times else None
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fault", [500, 503, "cut"])
 @pytest.mark.parametrize("key", ["manifest.json", "rank-00000.json", ".msgpack", ".xxh3", ".safetensors"])
 def test_what_fails_once_is_asked_again(server: ObjectServer, buckets: Path, key: str, fault: Any):
@@ -259,6 +260,7 @@ def test_what_fails_once_is_asked_again(server: ObjectServer, buckets: Path, key
     assert difference(load(server), sidesave.load(buckets / "bucket" / "run")) == ""
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fault", [400, 403, 404, 500, 503, "cut", "short", "flip"])
 @pytest.mark.parametrize("key", ["manifest.json", "rank-00000.json", ".msgpack", ".xxh3", ".safetensors"])
 def test_what_stays_wrong_is_an_error_that_names_the_object_and_nothing_is_loaded(
@@ -286,6 +288,7 @@ def test_a_flipped_bit_in_a_tensor_is_told_with_file_block_and_name(server: Obje
     assert {fault.file for fault in report.faults} == {"model.rank-00000.safetensors"}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("nbytes", [None, 0, 100, 5000])
 @pytest.mark.parametrize("suffix", ["manifest.json", "rank-00000.json", ".msgpack", ".xxh3", ".safetensors"])
 def test_an_object_that_is_cut_or_missing_is_an_error_and_a_fault(

@@ -188,6 +188,7 @@ OF_ALL = (lengthen, Path.unlink, replace_by_directory, replace_by_link)
 HARMS = {"config.json": (cut, flip, *OF_ALL), "tokenizer.model": (cut, flip, *OF_ALL), "empty": OF_ALL}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "harm"), [(name, harm) for name, harms in HARMS.items() for harm in harms])
 def test_damage_is_a_fault_that_names_the_file(saved: Path, name: str, harm: Callable[[Path], object]):
     harm(saved / name)
@@ -343,6 +344,7 @@ FORBIDDEN = [
 ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", FORBIDDEN, ids=ascii)
 def test_names_that_could_be_ours_or_lead_elsewhere_are_refused_at_the_call(tmp_path: Path, name: Any):
     with sidesave.Checkpointer(tmp_path) as ckpt:

@@ -147,6 +147,7 @@ def test_ls_counts_shared_bytes_once(run: Path):
     assert [row["shared_nbytes"] for row in as_json("ls", run)["checkpoints"]] == [0, nbytes]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "wrap",
     [

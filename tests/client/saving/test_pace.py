@@ -240,6 +240,7 @@ def test_a_slowed_write_takes_as_long_as_told_and_its_bytes_are_right(run: Path)
     check(run, 1, 2, mib=MIB)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", ["wait", "committed", "written", "close", "save", "load"])
 def test_who_waits_lifts_the_pace_in_the_middle_of_a_write(run: Path, way: str) -> None:
     checkpointer = sidesave.Checkpointer(run, slots=1, busy_timeout_s=1e-6)

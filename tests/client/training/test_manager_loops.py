@@ -138,6 +138,7 @@ def leaves(value: Any) -> list[Any]:
     return [value]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     "loop",
     [
