@@ -242,6 +242,8 @@ class Checkpointer:
     def wait(self, timeout_s: float | None = None, *, mirrored: bool = False) -> None:
         """Block until every save issued so far is committed, or has failed; with ``mirrored`` until it is mirrored.
 
+        And what earlier sessions have left for the mirror, too.
+
         Raises:
             SidesaveError: A save failed (``on_error="raise"``); or, with ``mirrored``, the mirror.
             InvalidArgumentError: There is no mirror to wait for.

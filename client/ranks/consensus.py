@@ -162,13 +162,17 @@ class Agreement:
                 self.busy = self._busy.pop(0)[1]
             return due
 
+    def announce_end(self, *, failing: bool = False) -> None:
+        """Have the next round be the last, on all ranks."""
+        self._closing = _FAILING if failing else _FINISHING
+        self.poke()
+
     def close(self, timeout_s: float, *, failing: bool = False) -> PendingRequest:
         """End the thread on all ranks; returns what was agreed for a step that has not come. Idempotent.
 
         Where the others do not take part any more it is given up after ``timeout_s`` seconds.
         """
-        self._closing = _FAILING if failing else _FINISHING
-        self.poke()
+        self.announce_end(failing=failing)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("other ranks have not answered within %g s that this one closes", timeout_s)

@@ -104,14 +104,18 @@ class Mirroring:
 
     def _hear_state(self, state: protocol.Mirror, *, is_news: bool) -> None:
         if state.compared:
-            self._missing = frozenset(state.missing)
-            self._over = None  # of a daemon before this one
+            with self._changed:
+                self._missing = frozenset(state.missing)
+                self._over = None  # of a daemon before this one
+                self._changed.notify_all()
         error = None if state.error is None else _from_wire(state.error)
         if error is not None and state.over:
             logger.error("the mirror %s is given up, and saves go on without it: %s", self.mirror, error)
             with self._changed:
                 self._over = error
                 entries = list(self._open.values())
+                self._failures += () if entries else (error,)
+                self._changed.notify_all()
             for entry in entries:
                 self._fail(entry, error)
         elif error is not None and is_news:
@@ -163,22 +167,28 @@ class Mirroring:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until every save called so far is mirrored, or will not be; raises the first failure.
+        """Block until every save called so far is mirrored, or will not be, and what earlier sessions have left.
 
         Raises:
             WriteStalledError: ``timeout_s`` seconds passed first.
             InvalidArgumentError: There is no mirror. On other ranks than 0 this returns at once.
-            SidesaveError: What kept a step from being mirrored, unless it was read from the handle's future.
+            SidesaveError: The first that kept a step from being mirrored, unless it was read from the handle's future.
         """
         if not self.mirror:
             raise InvalidArgumentError(_NO_MIRROR)
-        waiting = set(self._open)
-        if not self._changed.wait_for(lambda: not waiting & self._open.keys(), timeout_s):
+        waiting, left = set(self._open), self._missing
+
+        def done() -> bool:
+            nonlocal left
+            left = self._missing if left is None else left
+            earlier = self._leads and self._over is None and (left is None or not left.isdisjoint(self._missing or ()))
+            return not earlier and waiting.isdisjoint(self._open)
+
+        if not self._changed.wait_for(done, timeout_s):
             with self._changed:
                 steps = sorted(entry.handle.step for key, entry in self._open.items() if key in waiting)
-            text = (
-                f"steps {steps} were not mirrored within {timeout_s:g} s; {self._state.nbytes:,} bytes are to be copied"
-            )
+            what = f"steps {steps} were" if steps else "what earlier sessions have left was"
+            text = f"{what} not mirrored within {timeout_s:g} s; {self._state.nbytes:,} bytes are to be copied"
             raise WriteStalledError(text)
         with self._changed:
             failures, self._failures = self._failures, []

@@ -25,6 +25,8 @@ from sidesave.stager import signal_safe
 from sidesave.writer_daemon.storage import urls
 
 AGREE_TO_END_S: Final = 30.0
+_ROUNDS_S: Final = 3.0
+"""Ranks that take part have answered by then. A thread that still waits for them when its process ends may abort it."""
 
 
 def open_managed(directory: str | os.PathLike[str], **options: Unpack[CheckpointerOptions]) -> Checkpointer:
@@ -112,7 +114,7 @@ class Background:
                 if retention is not None:
                     stack.callback(retention.close, min(timeout_s, AGREE_TO_END_S))
                     stack.callback(checkpointer.wait, timeout_s)
-            stack.callback(self._schedule.finish, min(timeout_s, AGREE_TO_END_S), failing=False)
+            stack.callback(self._schedule.finish, min(max(timeout_s, _ROUNDS_S), AGREE_TO_END_S), failing=False)
             if self.trigger is not None:
                 stack.callback(self.trigger.close)
 

@@ -253,6 +253,8 @@ class Schedule:
 
         Returns whether the save is done. Either way it is staged, or has failed.
         """
+        if number is not None and self._agreement is not None:
+            self._agreement.announce_end()  # all ranks leave, each when it has waited
         return self._signals.wait(handle, None if number is None else self._signals.deadline_s(number))
 
     # Beginning and end -----------------------------------------------------------------------------------------

@@ -205,12 +205,14 @@ class _Popen(subprocess.Popen[Any]):
 
     def _wait(self, timeout: float | None) -> int:
         poller = select.poll()
-        with contextlib.suppress(OSError):  # closed: it has ended
-            poller.register(self._ended, select.POLLIN)
-            poller.poll(None if timeout is None else max(0.0, timeout) * 1000)
-        if self._internal_poll() is None:
+        if self.returncode is None:  # else that descriptor is closed, and may be another one by now
+            with contextlib.suppress(OSError):  # which another thread has closed
+                poller.register(self._ended, select.POLLIN)
+                poller.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        returncode = self._internal_poll()
+        if returncode is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return self.returncode
+        return returncode
 
 
 @functools.cache

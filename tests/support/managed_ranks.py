@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 import rank_trainers
@@ -62,6 +63,20 @@ class ManagedActor(Actor):
             return said == busy and since <= upto
 
         wait_until(has_word)
+
+    def pin(self, step: int) -> None:
+        self.manager.pin(step)
+
+    def unpin(self, step: int) -> None:
+        self.manager.unpin(step)
+
+    def pinned(self) -> list[int]:
+        return sorted(self.manager.pinned)
+
+    def put_clock_forward(self, seconds: float) -> None:
+        """Have the wall clock of this rank say so much more."""
+        told = time.time
+        time.time = lambda: told() + seconds
 
     def leave(self) -> list[list[Any]]:
         """Close; what became of each save."""

@@ -21,7 +21,7 @@ class ManagedTrainer(Trainer):
 
     script = __file__
 
-    def __init__(self, traces: Traces, run: Path, **options: Any) -> None:
+    def __init__(self, traces: Traces, run: Path | str, **options: Any) -> None:
         rank, size = options.get("rank", 0), options.get("size", 1)
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(size)}
         super().__init__(traces, json.dumps({"run": str(run), **options}), umask=-1, **environment)

@@ -44,14 +44,14 @@ def check_there(place: str, steps: set[int], *, mib: float = 1, others: bool = F
         assert same(sidesave.load(path), a_state(step, mib)), f"step {step} holds another state"
 
 
-def save_and_mirror(run: str, place: str, bandwidth: str, first: str, count: str) -> None:
+def save_and_mirror(run: str, place: str, bandwidth: str, first: str, count: str, mib: str = "1") -> None:
     """Saves so many steps, tells of each that is mirrored, and waits."""
     import sidesave
 
     ckpt = sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=int(bandwidth) or None)
     say("ready", ckpt.daemon_pid)
     for step in range(int(first), int(first) + int(count)):
-        handle = ckpt.save(step, a_state(step))
+        handle = ckpt.save(step, a_state(step, float(mib)))
         handle.mirrored.add_done_callback(
             lambda done, step=step: say("mirrored", step) if done.exception() is None else None
         )

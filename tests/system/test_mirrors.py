@@ -145,6 +145,20 @@ def test_the_next_session_finishes_what_trainer_and_daemon_left(run: Path, place
     check_mirror(place, 1, 2, 3, 4)
 
 
+def test_who_waits_for_the_mirror_waits_for_what_earlier_sessions_have_left(run: Path, place: str, traces: Traces):
+    with MirrorTrainer(traces, "save_and_mirror", run, place, SLOW, 1, 3) as trainer:
+        [pid] = trainer.expect("ready")
+        trainer.expect("saved")
+        trainer.kill()
+        end(int(pid))
+    slow = sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW)
+    with slow as ckpt, pytest.raises(WriteStalledError, match="earlier sessions"):
+        ckpt.wait(0.01, mirrored=True)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        check_there(place, {1, 2, 3})
+
+
 def test_a_session_begins_at_once_while_the_daemon_before_it_still_mirrors(run: Path, place: str):
     with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW) as ckpt:
         handle = ckpt.save(1, a_state(1), blocking=True)
