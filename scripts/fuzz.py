@@ -42,6 +42,7 @@ from sidesave.stager.state import tree
 from sidesave.stager.state.treespec import TreeSpec
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, tensor_file
+from sidesave.writer_daemon.format.extra_files import pack_files, unpack_files
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.log import HISTORY_FILE
 
@@ -617,7 +618,7 @@ def targets(folder: Path) -> list[Target]:
             sealed(mutate_json),
             lambda data: manifest.RankRecord.from_bytes(data, "r"),
         ),
-        Target("files beside", (protocol.pack_files(EXTRA_FILES),), mutate_msgpack, protocol.unpack_files),
+        Target("files beside", (pack_files(EXTRA_FILES),), mutate_msgpack, unpack_files),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),
         Target("lease", (LeaseRecord.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),
