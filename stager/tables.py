@@ -223,7 +223,7 @@ def changes(changed: RowChanges, fqn: str, columns: Mapping[str, Column]) -> lis
     removed = changed.removed
 
     def gone(chunk_rows: int, columns: Sequence[str]) -> Iterable[Rows]:
-        return ((ids, {}) for ids in removed.split(chunk_rows))
+        return [(removed[at : at + chunk_rows], {}) for at in range(0, len(removed), chunk_rows)]
 
     return [
         RowImage(f"{fqn}.{CHANGED}.", changed.num_rows, columns, changed.rows),

@@ -42,7 +42,7 @@ class Assignment:
         return FlatMap(leaves, self.flat.containers).nest(self.path)
 
     def order(self) -> int:
-        """The user's objects first, which may raise, tables last of them; then what has been checked; then plain values."""
+        """The user's objects first, which may raise, tables last; then what has been checked; then plain values."""
         if isinstance(self.target, torch.optim.Optimizer):
             return 1
         if is_table(self.target):

@@ -211,7 +211,8 @@ def read_tensors(
         return load.leaf.build(lambda ref: tensor(parts[ref]))
 
     values: dict[TensorLoad | Pickled, Any] = {load: value(load) for load in loads if not load.ref.table}
-    values.update(_read_columns(reader, [load for load in loads if load.ref.table], device, verify=verify))
+    columns = [load for load in loads if load.ref.table]
+    values |= _read_columns(reader, columns, device, verify=verify)
     # Only now, when everything else has been verified, code from the checkpoint may run.
     values.update({leaf: pickle.loads(leaf.data) for leaf in leaves if isinstance(leaf, Pickled)})
     return values
@@ -219,9 +220,9 @@ def read_tensors(
 
 def _read_columns(
     reader: Reader, loads: Collection[TensorLoad], device: torch.device | None, *, verify: bool
-) -> dict[TensorLoad, torch.Tensor]:
+) -> dict[TensorLoad | Pickled, Any]:
     """The columns of tables that are wanted, of this rank's rows."""
-    values: dict[TensorLoad, torch.Tensor] = {}
+    values: dict[TensorLoad | Pickled, Any] = {}
     for table in dict.fromkeys(load.ref.table for load in loads):
         own = [load for load in loads if load.ref.table == table]
         assert isinstance(reader, CheckpointReader)

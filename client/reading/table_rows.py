@@ -1,20 +1,22 @@
 """Reads the rows of a table that are one rank's share, whatever number of ranks has saved it.
 
 Rank r of W has the buckets r, r + W, r + 2 W and so on, of the files of all ranks; of a save that holds changes alone,
-these lie over the rows of the last full one. Rows are read in ranges, and each is checked to be in its bucket, and once.
+these lie over the rows of the last full one. Rows are read in ranges, and each is checked to be in its bucket,
+and there once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
 
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, StoredTensor, Wanted
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, StoredTensor, Wanted, fqn_of
 from sidesave.errors import IntegrityError
 from sidesave.stager.tables import BUCKETS, CHANGED, IDS, OFFSETS, REMOVED, bucket_of
+from sidesave.writer_daemon.format.layout import ROWS, TensorInfo
 from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES
 
 _TOGETHER_NBYTES: Final = 64 << 20
@@ -55,6 +57,23 @@ class _Share:
     kept: torch.Tensor | None = None
 
 
+def tables_in(reader: CheckpointReader) -> dict[str, str]:
+    """The tables of a checkpoint, each with a container that holds rows of it."""
+    reader.open_all()
+    end = f".{OFFSETS}"
+    found: dict[str, str] = {}
+    for rank in range(reader.manifest.world_size):
+        for name, info in _tensors(reader, rank).items():
+            if info.container.endswith(ROWS) and fqn_of(name).endswith(end):
+                found.setdefault(fqn_of(name).removesuffix(end), info.container)
+    return found
+
+
+def _tensors(reader: CheckpointReader, rank: int) -> dict[str, TensorInfo]:
+    """The tensors among which those of tables are that a rank has saved."""
+    return reader.record(rank).part.own.tensors if reader.manifest.world_size > 1 else reader.manifest.table.tensors
+
+
 class SavedTable:
     """A table in a checkpoint."""
 
@@ -69,8 +88,7 @@ class SavedTable:
 
     def _part(self, rank: int) -> _Part | None:
         suffix = f"@rank-{rank:05d}" if rank else ""
-        own = self._reader.record(rank).part.own.tensors
-        there = own if self._reader.manifest.world_size > 1 else self._reader.manifest.table.tensors
+        there = self._tensors(rank)
         prefixes = {kind: f"{self.fqn}.{kind}" for kind in ("", f"{CHANGED}.", f"{REMOVED}.")}
         rows, changed, removed = (
             _Rows(rank, prefix, suffix) if f"{prefix}{OFFSETS}{suffix}" in there else None
@@ -82,12 +100,30 @@ class SavedTable:
             )
         return None if rows is None else _Part(rows, changed, removed)
 
+    def _tensors(self, rank: int) -> dict[str, TensorInfo]:
+        return _tensors(self._reader, rank)
+
+    def check(self) -> None:
+        """Read all ids; raises like :meth:`read` for all ranks together."""
+        shares, _ = self._own_rows(0, 1, verify=True)
+        for share in shares:
+            own = [self._reader.entry(name) for name in self._columns(share.rows)]
+            if any(stored.shape[:1] != self._reader.entry(share.rows.name(IDS)).shape for stored in own):
+                raise IntegrityError(f"{self._reader.path}: {self.fqn} has columns with other numbers of rows than ids")
+
+    def _columns(self, rows: _Rows) -> list[str]:
+        return [name for name in self._tensors(rows.rank) if name.endswith(rows.suffix) and self._is_column(name, rows)]
+
+    def _is_column(self, name: str, rows: _Rows) -> bool:
+        column = name.removeprefix(rows.prefix).removesuffix(rows.suffix)
+        return name.startswith(rows.prefix) and "." not in column and column not in (IDS, OFFSETS)
+
     def column(self, name: str) -> StoredTensor:
         """A column, or the ids, as one rank has stored it; ``IntegrityError`` if it is missing."""
         return self._reader.entry(self._parts[0].rows.name(name))
 
     def read(self, columns: Iterable[str], rank: int, size: int, *, verify: bool = True) -> dict[str, torch.Tensor]:
-        """The ids of the rows of ``rank`` of ``size``, and these columns, all in the same order, in fresh host memory; blocking.
+        """The ids of the rows of ``rank`` of ``size`` and these columns, in one order, in fresh host memory; blocking.
 
         Raises:
             IntegrityError: A row is in the wrong bucket, an id there twice, or columns have not as many rows as ids; or
@@ -135,7 +171,7 @@ class SavedTable:
         good = offsets.dtype == torch.int64 and offsets.shape == (BUCKETS + 1,) and len(count) == 1
         if not good or int(offsets[0]) or (int(offsets[-1]),) != count or bool((offsets.diff() < 0).any()):
             raise IntegrityError(f"{self._reader.path}: {rows.name(OFFSETS)} does not say where the rows are")
-        borders: list[int] = offsets.tolist()
+        borders = cast("list[int]", offsets.tolist())
         return [(borders[bucket], borders[bucket + 1]) for bucket in range(rank, BUCKETS, size)]
 
     def _values(self, names: Sequence[str], shares: Sequence[_Share], verify: bool) -> list[torch.Tensor]:
