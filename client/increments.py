@@ -45,6 +45,7 @@ class Base:
         table: The object, if it is still there.
         token: Its moment.
         columns: What was in its rows.
+        num_rows: How many there were.
         container: The one with the rows.
         kinds: Its tensors.
         names: How the names of its files begin.
@@ -55,16 +56,12 @@ class Base:
     table: Callable[[], RowTable | None]
     token: object
     columns: dict[str, Column]
+    num_rows: int
     container: str
     kinds: Kinds
     names: tuple[str, ...]
     saves: list[SavedAs] = field(default_factory=list[SavedAs])
     links: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows it holds."""
-        return max(shape[0] for _, shape in self.kinds.values()) if self.kinds else 0
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +111,6 @@ class Increments:
         """Nothing has been saved."""
         self._bases: dict[str, Base] = {}
 
-    def forget(self) -> None:
-        """The next save of each table holds all: other rows have been loaded, or a save with links has failed."""
-        self._bases = {}
-
     def shares(self, flat: FlatState) -> list[TableShare]:
         """What the next save holds of each table."""
         return [self._share(fqn, table) for fqn, table in flat.tables.items()]
@@ -139,8 +132,6 @@ class Increments:
         bases = self._bases
 
         def ended(info: CheckpointInfo | None) -> None:
-            if bases is not self._bases:  # all of it was forgotten meanwhile
-                return
             if info is None:
                 for share in shares:
                     if share.base is not None and bases.get(share.fqn) is share.base:
@@ -178,7 +169,8 @@ def _base(share: TableShare, files: tuple[FileImage, ...]) -> Base | None:
     except TypeError:  # who keeps no references to itself is not to be confused with another one
         return None
     names = tuple(file.name for file in files if file.container == share.container)
-    return Base(table, share.token, share.table.columns, share.container, share.kinds(), names)
+    (image,) = share.images
+    return Base(table, share.token, share.table.columns, image.count, share.container, share.kinds(), names)
 
 
 def _nbytes(kinds: Kinds) -> int:

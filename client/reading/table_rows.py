@@ -59,7 +59,6 @@ class _Share:
 
 def tables_in(reader: CheckpointReader) -> dict[str, str]:
     """The tables of a checkpoint, each with a container that holds rows of it."""
-    reader.open_all()
     end = f".{OFFSETS}"
     found: dict[str, str] = {}
     for rank in range(reader.manifest.world_size):
@@ -153,9 +152,10 @@ class SavedTable:
         shares = {rows: _Share(rows, self._ranges(offsets[name], rows, rank, size)) for rows, name in names.items()}
         wanted = [rows.name(IDS) for rows in every]
         ids = dict(zip(every, self._values(wanted, [shares[rows] for rows in every], verify), strict=True))
+        buckets = torch.tensor([*range(rank, BUCKETS, size)], dtype=torch.int64)
         for rows, share in shares.items():
             counts = torch.tensor([stop - start for start, stop in share.ranges], dtype=torch.int64)
-            if not torch.equal(bucket_of(ids[rows]), torch.arange(rank, BUCKETS, size).repeat_interleave(counts)):
+            if not torch.equal(bucket_of(ids[rows]), buckets.repeat_interleave(counts)):
                 raise IntegrityError(f"{self._reader.path}: {rows.name(IDS)} has rows in the wrong bucket")
         chosen: list[_Share] = []
         for part in self._parts:

@@ -50,6 +50,7 @@ class TensorCollector:
         self._scope: tuple[int, ...] | None = None  # who may write a plain tensor; () is not known, None this rank
         self._pinned = False  # inside PerRank, where nothing is shared
         self._frozen = False  # inside Frozen
+        self._annotations = 0  # around what is being encoded
         self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
         self._count = 0
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
@@ -67,6 +68,13 @@ class TensorCollector:
 
     def annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
         """Encode an item of which the user has said something."""
+        self._annotations += 1
+        try:
+            return self._annotated(value, encode, fqn)
+        finally:
+            self._annotations -= 1
+
+    def _annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
         if isinstance(value, Replicated):
             return self.shared(encode, fqn, said=value)
         if isinstance(value, PerRank):
@@ -254,7 +262,7 @@ class TensorCollector:
 
     def table(self, value: RowTable, fqn: str) -> Any:
         """The node of a table, whose rows are looked at only when they are staged."""
-        if self._scope is not None or self._pinned or self._frozen:
+        if self._annotations or self._scope is not None:
             raise UnsupportedValueError(
                 f"{fqn}: rows of a table are divided among ranks by id; take it out of Replicated, PerRank, Frozen"
             )
