@@ -38,23 +38,27 @@ class GrowingTable:
 
     def places_of(self, ids: Sequence[int]) -> torch.Tensor:
         """Where the rows of these ids are; new ones are made."""
-        for each in ids:
-            if each not in self.places:
-                place = self.free.pop() if self.free else len(self.places)
-                self._reserve(place + 1)
-                self.places[each] = place
-                self.ids[place], self.sum[place], self.count[place] = each, 0.0, 0
-                generator = torch.Generator().manual_seed((each ^ self.seed) & ((1 << 63) - 1))
-                self.weight[place] = torch.randn(self.width, generator=generator).to(self.device)
+        new = [each for each in ids if each not in self.places]
+        if new:
+            for each in new:
+                self.places[each] = self.free.pop() if self.free else len(self.places)
                 self.gone.pop(each, None)
-        return torch.tensor([self.places[each] for each in ids], dtype=torch.int64, device=self.device)
+            self._reserve(len(self.places) + len(self.free))
+            at = self._at([self.places[each] for each in new])
+            numbers = self._at(new)
+            self.ids[at], self.sum[at], self.count[at] = numbers, 0.0, 0
+            mixed = numbers[:, None] * 2654435761 + torch.arange(self.width, device=self.device) * 40503 + self.seed
+            self.weight[at] = (mixed % 1000003) / 1000003
+        return self._at([self.places[each] for each in ids])
+
+    def _at(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def train(self, ids: Sequence[int], rate: float = 0.1) -> None:
         """One step of AdaGrad of a loss that pulls the rows of these ids to a vector of their own."""
         self.tick += 1
         places = self.places_of(ids)
-        goal = torch.stack([torch.full((self.width,), float(each % 17)) for each in ids]).to(self.device)
-        gradient = self.weight[places] - goal
+        gradient = self.weight[places] - (self._at([*ids]) % 17)[:, None]
         self.sum[places] += gradient**2
         self.weight[places] -= rate * gradient / (self.sum[places].sqrt() + 1e-8)
         self.count[places] += 1
@@ -68,10 +72,9 @@ class GrowingTable:
 
     def values(self) -> dict[int, tuple[list[float], list[float], int]]:
         """All rows, to be compared."""
-        return {
-            each: (self.weight[at].tolist(), self.sum[at].tolist(), int(self.count[at]))
-            for each, at in self.places.items()
-        }
+        at = self._at([*self.places.values()])
+        rows = zip(self.weight[at].tolist(), self.sum[at].tolist(), self.count[at].tolist(), strict=True)
+        return dict(zip(self.places, rows, strict=True))
 
     def _reserve(self, count: int) -> None:
         while count > len(self.ids):
@@ -97,7 +100,7 @@ class GrowingTable:
 
     def _rows(self, places: list[int], chunk_rows: int, columns: Sequence[str]) -> Iterable[sidesave_rows]:
         for begin in range(0, len(places), chunk_rows):
-            at = torch.tensor(places[begin : begin + chunk_rows], dtype=torch.int64, device=self.device)
+            at = self._at(places[begin : begin + chunk_rows])
             yield self.ids[at], {name: getattr(self, name)[at] for name in columns}
 
     def insert(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
@@ -114,7 +117,8 @@ class GrowingTable:
         assert isinstance(token, int)
         if token < self.cleared:
             return None
-        places = [at for at in self.places.values() if int(self.touched[at]) > token]
+        every = self._at([*self.places.values()])
+        places = every[self.touched[every] > token].tolist()
         gone = [each for each, tick in self.gone.items() if tick > token]
         return sidesave.RowChanges(
             num_rows=len(places),
