@@ -119,6 +119,14 @@ def bucket_of(ids: torch.Tensor) -> torch.Tensor:
     return (mixed ^ _shifted(mixed, 31)) & (BUCKETS - 1)
 
 
+def owner_of(ids: torch.Tensor, world_size: int) -> torch.Tensor:
+    """The rank of so many that is given the rows of these ids when it loads them, int64; on the device of the ids.
+
+    A table whose rows are divided among ranks by this rule has after a load what belongs to it.
+    """
+    return bucket_of(ids) % world_size
+
+
 def _shifted(ids: torch.Tensor, bits: int) -> torch.Tensor:
     return (ids >> bits) & ((1 << (64 - bits)) - 1)  # as of numbers without a sign
 
