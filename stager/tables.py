@@ -114,9 +114,9 @@ def is_table(value: object) -> TypeGuard[RowTable]:
 
 def bucket_of(ids: torch.Tensor) -> torch.Tensor:
     """The bucket of each id, int64: the finalizer of splitmix64 on its 64 bits, mod 1024; on the device of the ids."""
-    mixed = (ids ^ _shifted(ids, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
-    mixed = (mixed ^ _shifted(mixed, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-    return (mixed ^ _shifted(mixed, 31)) & (BUCKETS - 1)
+    mixed = _shifted(ids, 30).bitwise_xor_(ids).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
+    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(-0x6B2FB644ECCEEE15)  # 0x94D049BB133111EB
+    return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_and_(BUCKETS - 1)
 
 
 def owner_of(ids: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -128,7 +128,7 @@ def owner_of(ids: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _shifted(ids: torch.Tensor, bits: int) -> torch.Tensor:
-    return (ids >> bits) & ((1 << (64 - bits)) - 1)  # as of numbers without a sign
+    return (ids >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # as of numbers without a sign
 
 
 def chunk_rows(columns: Iterable[Column]) -> int:
@@ -178,17 +178,17 @@ class RowImage:
         next_row = offsets[:-1].clone()
         for ids, columns in self.rows(chunk, names):
             self._check(ids, columns, names)
-            bucket = bucket_of(ids)
-            order = torch.argsort(bucket, stable=True)
-            bucket = bucket[order].cpu()
+            bucket, order = torch.sort(bucket_of(ids).to(torch.int16), stable=True)
+            bucket, order = bucket.cpu(), order.cpu()
             here = torch.bincount(bucket, minlength=BUCKETS)
-            rows = (next_row - here.cumsum(0) + here)[bucket] + torch.arange(len(bucket))
+            rows = torch.empty_like(order)
+            rows[order] = (next_row - here.cumsum(0) + here)[bucket.to(torch.int64)] + torch.arange(len(bucket))
             next_row += here
             if bool((next_row > offsets[1:]).any()):
                 raise self._changed("gives other rows")
             for name, values in ((IDS, ids), *((name, columns[name]) for name in names)):
                 bits = _BITS[values.dtype.itemsize]  # index_copy_ does not know every dtype
-                views[self.prefix + name].view(bits).index_copy_(0, rows, values.detach().view(bits)[order].cpu())
+                views[self.prefix + name].view(bits).index_copy_(0, rows, values.detach().cpu().view(bits))
         if not torch.equal(next_row, offsets[1:]):
             raise self._changed("gives fewer rows")
 
