@@ -36,6 +36,7 @@ import torch
 import xxhash
 
 import sidesave
+from scripts.bench.tables import TrackedTable
 from sidesave.errors import SidesaveError
 from sidesave.stager.memory.arena import Arena
 from sidesave.stager.state import tree
@@ -445,6 +446,16 @@ def make_weights(folder: Path) -> dict[str, bytes]:
     return made
 
 
+def make_tables(folder: Path) -> Path:
+    """A checkpoint of what has changed in a table, beside a link to all of it."""
+    table = TrackedTable(40, 0.2)
+    with sidesave.Checkpointer(folder) as checkpointer:
+        for step in (1, 2):
+            path = Path(checkpointer.save(step, {"t": table}).committed.result().path)
+            table.train()
+    return path
+
+
 def messages() -> tuple[bytes, ...]:
     """A message of every kind, each field of its type."""
     import dataclasses
@@ -469,6 +480,8 @@ def messages() -> tuple[bytes, ...]:
             made["offset"] = 8192
         if "world_size" in made:
             made["rank"] = 0
+        if kind is protocol.Link:
+            made["names"], made["saves"] = ["linked"], [[1, 2]]
         if kind is protocol.Unshared:
             made["files"][0]["name"] = "unshared"
         return made
@@ -568,6 +581,25 @@ def targets(folder: Path) -> list[Target]:
             return mutate_bytes(rng, data)
         return pack_tensor_file(mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body)
 
+    tables = Forgery(make_tables(folder / "tables"))
+
+    def load_table(name: str) -> Callable[[bytes], None]:
+        def load_table(data: bytes) -> None:
+            try:
+                tables.forge(name, data)
+                report = sidesave.verify(tables.path)
+                try:
+                    sidesave.load(tables.path)
+                except SidesaveError:
+                    sidesave.load(tables.path, into={"t": TrackedTable(3, 1)}, strict=False, verify=False)
+                else:
+                    assert report.ok, report.faults
+                sidesave.load(tables.path, into={"t": TrackedTable(3, 1)})
+            finally:
+                tables.restore()
+
+        return load_table
+
     weights = folder / "weights"
     of_others = make_weights(weights)
 
@@ -630,6 +662,14 @@ def targets(folder: Path) -> list[Target]:
                 f"weights/{name}", (data,), mutate_json if name.endswith(".json") else mutate_tensor_file, start(name)
             )
             for name, data in of_others.items()
+        ),
+        *(
+            Target(f"table/{name}", (tables.originals[name],), mutate, load_table(name))
+            for name, mutate in (
+                ("objects.rank-00000.msgpack", mutate_msgpack),
+                ("t@rows.rank-00000.safetensors", mutate_tensor_file),
+                ("t@changed.rank-00000.safetensors", mutate_tensor_file),
+            )
         ),
         *(
             Target(

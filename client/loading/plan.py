@@ -40,7 +40,7 @@ from sidesave.errors import StateMismatchError, UnsupportedValueError
 from sidesave.stager.state.tensor_collector import is_dtensor
 from sidesave.stager.state.tree import check
 from sidesave.stager.state.treespec import TensorRef, with_metadata
-from sidesave.stager.tables import Column, is_table
+from sidesave.stager.tables import IDS, Column, is_table
 
 
 class LoadPlan:
@@ -209,6 +209,19 @@ class LoadPlan:
             slot = self.live.slots.get(path)
             if slot is not None and path not in gone:
                 self._compare(slot, self.given[path])
+        self._compare_tables()
+
+    def _compare_tables(self) -> None:
+        """Note tables that would get columns without ids, or those of several tables, whose rows do not go together."""
+        origins: dict[Path, set[str]] = {}
+        for path, leaves in self.given.items():
+            if is_table(self.live.containers.get(path[:-1])):
+                loads = [leaf for leaf in leaves.values() if isinstance(leaf, TensorLoad)]
+                origins.setdefault(path[:-1], set()).update(load.ref.table for load in loads)
+        for path, tables in origins.items():
+            if len(tables) > 1 or (*path, IDS) not in self.given:
+                what = f"columns of {', '.join(sorted(tables))}" if len(tables) > 1 else "columns without their ids"
+                self.mismatches.different.append(f"{fqn_of(path)}: the table would get {what}")
 
     def _is_broken(self, path: Path) -> bool:
         """Whether a sequence of live objects is given something else, or another length; notes it."""

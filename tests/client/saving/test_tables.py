@@ -90,7 +90,7 @@ def test_a_table_comes_back_and_what_was_there_before_is_forgotten(run: Path):
     table, layer = grown(), nn.Linear(3, 3)
     with sidesave.Checkpointer(run) as ckpt:
         truth = save(ckpt, 1, table, layer=layer)
-        into = {"users": GrowingTable(), "layer": nn.Linear(3, 3)}
+        into: dict[str, Any] = {"users": GrowingTable(), "layer": nn.Linear(3, 3)}
         ckpt.load(1, into=into)
     assert into["users"].values() == truth
     assert torch.equal(into["layer"].weight, layer.weight)
@@ -173,7 +173,7 @@ def test_memory_grows_with_the_table_a_quarter_at_a_time(run: Path):
     table = GrowingTable(width=64)
     table.train(range(4000))
     with sidesave.Checkpointer(run, slots=1) as ckpt:
-        sizes: list[int] = []
+        sizes, truth = list[int](), dict[int, Any]()
         for step in range(8):
             table.clear()  # so that all of it is saved
             table.train(range(4000 + 400 * step))
@@ -188,7 +188,7 @@ def test_memory_grows_with_the_table_a_quarter_at_a_time(run: Path):
 def test_what_else_is_saved_keeps_its_plan_while_a_table_grows(run: Path):
     table, model = grown(100), nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
     with sidesave.Checkpointer(run, slots=1) as ckpt:
-        firsts: set[int] = set()
+        firsts, truth = set[int](), dict[int, Any]()
         for step in range(4):
             table.train(range(100 * step, 100 * step + 150))
             truth = save(ckpt, step, table, model=model)
@@ -196,7 +196,7 @@ def test_what_else_is_saved_keeps_its_plan_while_a_table_grows(run: Path):
             assert plan is not None
             firsts.add(id(plan.first))
         assert len(firsts) == 1
-    into = {"users": GrowingTable(), "model": nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))}
+    into: dict[str, Any] = {"users": GrowingTable(), "model": nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))}
     sidesave.load(run, into=into)
     assert into["users"].values() == truth
     for name, value in model.state_dict().items():
@@ -412,7 +412,7 @@ def test_where_much_has_changed_all_rows_are_saved(run: Path):
 
 
 def test_one_of_twenty_saves_holds_all_rows(run: Path):
-    table = grown(1000)
+    table, truth = grown(1000), dict[int, Any]()
     with sidesave.Checkpointer(run) as ckpt:
         for step in range(2 * increments.EVERY + 1):
             truth = save(ckpt, step, table)
@@ -509,7 +509,7 @@ def test_whatever_is_done_to_a_table_each_step_holds_what_it_was(
         for what, ids in [*orders, ("save", [0])]:
             match what:
                 case "train":
-                    table.train(dict.fromkeys(ids))
+                    table.train([*dict.fromkeys(ids)])
                 case "remove":
                     table.remove({*ids} & table.places.keys())
                 case "clear":
