@@ -203,6 +203,26 @@ def test_what_else_is_saved_keeps_its_plan_while_a_table_grows(run: Path):
         assert torch.equal(into["model"].state_dict()[name], value)
 
 
+def test_what_is_frozen_or_prepared_beside_a_table_is_as_ever(run: Path):
+    table, base = grown(100), torch.rand(200_000)
+    state = {"base": sidesave.Frozen({"w": base}), "users": table, "bias": torch.zeros(3)}
+    with sidesave.Checkpointer(run, slots=1) as ckpt:
+        ckpt.prepare(state).result(DEADLINE_S)
+        arena = ckpt._saver.session.pool._slots[0].arena_id
+        for step in range(5):
+            state["bias"].fill_(step)
+            table.train(range(20 * step, 20 * step + 10))
+            if step == 3:
+                base.add_(1)
+            ckpt.save(step, state).committed.result(DEADLINE_S)
+            back = sidesave.load(step_of(run, step), include=["base", "bias"])
+            assert torch.equal(back["base"]["w"], base)
+            assert torch.equal(back["bias"], state["bias"])
+            assert loaded(step_of(run, step)) == table.values()
+        assert ckpt._saver.session.pool._slots[0].arena_id == arena
+    assert (step_of(run, 2) / "base@frozen.rank-00000.safetensors").stat().st_nlink == 3
+
+
 # What fits, and what does not ----------------------------------------------------------------------------------------
 
 
@@ -220,6 +240,12 @@ def test_some_columns_and_some_tables_are_loaded_by_pattern(run: Path):
     assert {*sidesave.load(run, include="users.sum")["users"]} == {"ids", "sum"}
     fresh = GrowingTable()
     sidesave.load(run, into={"clients": fresh}, include="users", rename={"users": "clients"})
+    assert fresh.values() == truth
+    two = {"users.ids": "users.ids", "users.weight": "users.weight", "items.sum": "users.sum"}
+    with pytest.raises(StateMismatchError, match="the table would get columns of items, users"):
+        sidesave.load(run, into={"users": fresh}, rename=two.get, strict=False)
+    with pytest.raises(StateMismatchError, match="columns without their ids"):
+        sidesave.load(run, into={"users": fresh}, rename=lambda fqn: fqn if fqn == "users.sum" else None, strict=False)
     assert fresh.values() == truth
 
 
