@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Final, SupportsIndex, cast
 
 from sidesave.errors import InvalidArgumentError, brief, write_error
+from sidesave.writer_daemon.format.extra_files import pack_files
 from sidesave.writer_daemon.format.names import EXTRA_FILE_NAMES, MAX_EXTRA_FILES, MAX_EXTRA_NBYTES, is_extra_file_name
-from sidesave.writer_daemon.protocol import pack_files
 from sidesave.writer_daemon.storage import urls
 from sidesave.writer_daemon.storage.posix import make_run_directory
 

@@ -36,12 +36,14 @@ import torch
 import xxhash
 
 import sidesave
+from scripts.bench.tables import TrackedTable
 from sidesave.errors import SidesaveError
 from sidesave.stager.memory.arena import Arena
 from sidesave.stager.state import tree
 from sidesave.stager.state.treespec import TreeSpec
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, tensor_file
+from sidesave.writer_daemon.format.extra_files import pack_files, unpack_files
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.log import HISTORY_FILE
 
@@ -444,6 +446,16 @@ def make_weights(folder: Path) -> dict[str, bytes]:
     return made
 
 
+def make_tables(folder: Path) -> Path:
+    """A checkpoint of what has changed in a table, beside a link to all of it."""
+    table = TrackedTable(40, 0.2)
+    with sidesave.Checkpointer(folder) as checkpointer:
+        for step in (1, 2):
+            path = Path(checkpointer.save(step, {"t": table}).committed.result().path)
+            table.train()
+    return path
+
+
 def messages() -> tuple[bytes, ...]:
     """A message of every kind, each field of its type."""
     import dataclasses
@@ -468,6 +480,8 @@ def messages() -> tuple[bytes, ...]:
             made["offset"] = 8192
         if "world_size" in made:
             made["rank"] = 0
+        if kind is protocol.Link:
+            made["names"], made["saves"] = ["linked"], [[1, 2]]
         if kind is protocol.Unshared:
             made["files"][0]["name"] = "unshared"
         return made
@@ -567,6 +581,25 @@ def targets(folder: Path) -> list[Target]:
             return mutate_bytes(rng, data)
         return pack_tensor_file(mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body)
 
+    tables = Forgery(make_tables(folder / "tables"))
+
+    def load_table(name: str) -> Callable[[bytes], None]:
+        def load_table(data: bytes) -> None:
+            try:
+                tables.forge(name, data)
+                report = sidesave.verify(tables.path)
+                try:
+                    sidesave.load(tables.path)
+                except SidesaveError:
+                    sidesave.load(tables.path, into={"t": TrackedTable(3, 1)}, strict=False, verify=False)
+                else:
+                    assert report.ok, report.faults
+                sidesave.load(tables.path, into={"t": TrackedTable(3, 1)})
+            finally:
+                tables.restore()
+
+        return load_table
+
     weights = folder / "weights"
     of_others = make_weights(weights)
 
@@ -617,7 +650,7 @@ def targets(folder: Path) -> list[Target]:
             sealed(mutate_json),
             lambda data: manifest.RankRecord.from_bytes(data, "r"),
         ),
-        Target("files beside", (protocol.pack_files(EXTRA_FILES),), mutate_msgpack, protocol.unpack_files),
+        Target("files beside", (pack_files(EXTRA_FILES),), mutate_msgpack, unpack_files),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),
         Target("lease", (LeaseRecord.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),
@@ -629,6 +662,14 @@ def targets(folder: Path) -> list[Target]:
                 f"weights/{name}", (data,), mutate_json if name.endswith(".json") else mutate_tensor_file, start(name)
             )
             for name, data in of_others.items()
+        ),
+        *(
+            Target(f"table/{name}", (tables.originals[name],), mutate, load_table(name))
+            for name, mutate in (
+                ("objects.rank-00000.msgpack", mutate_msgpack),
+                ("t@rows.rank-00000.safetensors", mutate_tensor_file),
+                ("t@changed.rank-00000.safetensors", mutate_tensor_file),
+            )
         ),
         *(
             Target(

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     )
     from sidesave.errors import SidesaveError
     from sidesave.stager.state.annotations import Frozen, PerRank, Replicated
+    from sidesave.stager.tables import ChangeTracking, Column, RowChanges, RowTable, owner_of
 
 if sys.platform != "linux":
     raise ImportError("sidesave runs on Linux only: it is built on memfd, O_DIRECT and pidfd")
@@ -63,9 +64,11 @@ __version__ = "0.1.0"
 __all__ = [
     "AtSteps",
     "BeforeTraining",
+    "ChangeTracking",
     "CheckpointInfo",
     "CheckpointManager",
     "Checkpointer",
+    "Column",
     "Ephemeral",
     "EverySeconds",
     "EverySteps",
@@ -87,6 +90,8 @@ __all__ = [
     "PerRank",
     "PolicyContext",
     "Replicated",
+    "RowChanges",
+    "RowTable",
     "SaveHandle",
     "SavePolicy",
     "SidesaveError",
@@ -102,6 +107,7 @@ __all__ = [
     "latest",
     "load",
     "load_sources",
+    "owner_of",
     "reporting",
     "verify",
     "watch",
@@ -130,6 +136,7 @@ _MODULES = {
     ),
     "sidesave.errors": "SidesaveError",
     "sidesave.stager.state.annotations": "Frozen PerRank Replicated",
+    "sidesave.stager.tables": "ChangeTracking Column RowChanges RowTable owner_of",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -56,11 +56,26 @@ class FileImage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All images of one structure; offsets count from the arena's first data byte, ``nbytes`` is what they take."""
+    """All images of one structure; offsets count from the arena's first data byte, ``nbytes`` is what they take.
+
+    Attributes:
+        structure: What is in the files, one after the other.
+        files: The images.
+        nbytes: What they take.
+        fixed: The plan that it begins with, of all that has the same shape in each save; None is this one.
+        room_nbytes: What should be there for the next saves too, whose tables have grown.
+    """
 
     structure: Structure
     files: tuple[FileImage, ...]
     nbytes: int
+    fixed: Plan | None = None
+    room_nbytes: int = 0
+
+    @property
+    def first(self) -> Plan:
+        """The plan that it begins with, or this one."""
+        return self.fixed or self
 
 
 def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Structure:
@@ -123,18 +138,31 @@ def make_plan(
 
     Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
     """
+    files, offset = _lay_out_all(structure, 0, offsets or {}, file_nbytes)
+    return Plan(structure, tuple(files), offset)
+
+
+def extend(plan: Plan, more: Structure, room_nbytes: int, file_nbytes: int | None = None) -> Plan:
+    """A plan with further containers behind its own, of which the next save may have larger ones."""
+    files, nbytes = _lay_out_all(more, plan.nbytes, {}, file_nbytes)
+    return Plan(plan.structure + more, (*plan.files, *files), nbytes, plan, plan.nbytes + room_nbytes)
+
+
+def _lay_out_all(
+    structure: Structure, offset: int, offsets: Mapping[str, Offsets], file_nbytes: int | None
+) -> tuple[list[FileImage], int]:
+    """The images of a structure from ``offset`` on, and where they end."""
     files: list[FileImage] = []
-    offset = 0
     for container, fqns, kinds in structure:
         borders = _cut(kinds, file_nbytes)
         for number, (begin, end) in enumerate(itertools.pairwise(borders), start=1):
             # No container has a dot in its name.
             name = container if len(borders) == 2 else f"{container}.{number:05d}-of-{len(borders) - 1:05d}"
-            own = (offsets or {}).get(container, {})
+            own = offsets.get(container, {})
             file = _lay_out(container, name, fqns[begin:end], kinds[begin:end], offset, own)
             files.append(file)
             offset += page_up(file.nbytes)
-    return Plan(structure, tuple(files), offset)
+    return files, offset
 
 
 def _cut(kinds: tuple[tuple[torch.dtype, torch.Size], ...], file_nbytes: int | None) -> list[int]:

@@ -16,14 +16,13 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, cast
 
 import msgpack
 
 from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
-from sidesave.writer_daemon.format.names import MAX_EXTRA_FILES, MAX_EXTRA_NBYTES, is_extra_file_name, is_safe_name
+from sidesave.writer_daemon.format.names import is_safe_name
 
 logger = logging.getLogger(__name__)
 
@@ -32,32 +31,6 @@ MAX_MESSAGE_NBYTES: Final = 1 << 20
 """A longer message is refused unread; a SAVE of 1,000 containers takes 100 KB."""
 EXIT_REFUSED: Final = 3
 """Exit status of a daemon that has sent FAILED in the place of READY: that message may arrive after its end is seen."""
-
-
-def pack_files(files: Mapping[str, bytes]) -> bytes:
-    """Files of the user as they are staged: in one piece, however many they are."""
-    return cast("bytes", msgpack.packb(dict(files), use_bin_type=True))
-
-
-def unpack_files(data: bytes | memoryview) -> dict[str, bytes]:
-    """Read what :func:`pack_files` has made, or raise ``ProtocolError``; memory is bounded by ``len(data)``."""
-    try:
-        limits = {"max_map_len": MAX_EXTRA_FILES, "max_array_len": 0, "max_ext_len": 0}
-        pairs = cast("Any", msgpack.unpackb(data, object_pairs_hook=tuple, **limits))
-    except Exception as error:
-        raise ProtocolError(f"not a msgpack map of files: {error}") from error
-    if not isinstance(pairs, tuple):
-        raise ProtocolError("files beside the tensors must be a map")
-    files: dict[str, bytes] = {}
-    for name, content in cast("tuple[tuple[Any, Any], ...]", pairs):
-        if not isinstance(name, str) or not is_extra_file_name(name) or name in files:
-            raise ProtocolError(f"{name!r:.80} cannot be the name of a file beside the tensors, or of two")
-        if not isinstance(content, bytes):
-            raise ProtocolError(f"the content of {name} must be bytes, not {type(content).__name__}")
-        files[name] = content
-    if sum(map(len, files.values())) > MAX_EXTRA_NBYTES:
-        raise ProtocolError(f"files beside the tensors are over the limit of {MAX_EXTRA_NBYTES:,} bytes")
-    return files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +54,22 @@ class Parent:
 
     step: int
     session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Files of this rank that an earlier save of this session has written: they are linked, and not in the arena.
+
+    ``names`` are what their names begin with, all of one container; ``saves`` are committed ones that have them, each
+    as step and sequence, the best first.
+    """
+
+    names: tuple[str, ...]
+    saves: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not (self.names and all(map(is_safe_name, self.names)) and all(len(each) == 2 for each in self.saves)):
+            raise ProtocolError(f"there is nothing to be linked as {self.names!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +188,8 @@ class Save(Message):
     directory is not created a second time. ``table`` holds what the rank's record says of tensors (``layout.Part``);
     without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
     ``metadata`` is the user's, as JSON; ``extra_files`` are the user's (:func:`pack_files`), which rank 0 alone has.
-    ``droppable`` are steps, the oldest first, of which each may be deleted where the save finds no room.
+    ``droppable`` are steps, the oldest first, of which each may be deleted where the save finds no room. ``links`` are
+    files of earlier saves that belong to this one too.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -224,6 +214,7 @@ class Save(Message):
     metadata: Extent | None = None
     extra_files: Extent | None = None
     droppable: tuple[int, ...] = ()
+    links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -231,6 +222,7 @@ class Save(Message):
         if re.fullmatch(r"[0-9a-f]{16}", self.session) is None:
             raise ProtocolError(f"{self.session!r} is no session")
         names = [extent.name for extent in (*self.files, *(self.unshared.files if self.unshared else ()))]
+        names += [name for link in self.links for name in link.names]
         if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
         if self.rank and self.extra_files is not None:

@@ -20,6 +20,7 @@ from sidesave.client.messages import few
 from sidesave.stager import torch_private
 from sidesave.stager.state.annotations import ANNOTATIONS
 from sidesave.stager.state.tags import PLAIN
+from sidesave.stager.tables import IDS, RowTable, chunk_rows, is_table
 
 logger = logging.getLogger(__name__)
 
@@ -41,19 +42,21 @@ class Assignment:
         return FlatMap(leaves, self.flat.containers).nest(self.path)
 
     def order(self) -> int:
-        """The user's objects first, which may raise; then what has been checked; plain values cannot fail."""
+        """The user's objects first, which may raise, tables last; then what has been checked; then plain values."""
         if isinstance(self.target, torch.optim.Optimizer):
             return 1
-        if isinstance(self.target, (nn.Module, torch.Tensor)):
+        if is_table(self.target):
             return 2
-        return 0 if is_stateful(self.target) else 3
+        if isinstance(self.target, (nn.Module, torch.Tensor)):
+            return 3
+        return 0 if is_stateful(self.target) else 4
 
 
 def assign(plan: LoadPlan, *, strict: bool) -> None:
     """Give every target its state. Where user code raises, the targets before it are restored.
 
     Modules and tensors are not, since a copy of them may not fit in memory. They come after all that may raise, and
-    have been checked.
+    have been checked. Nor are tables, which come before these: one whose ``insert`` raises has a part of its rows.
     """
     undo: _Undo = []
     taken: set[int] = set()
@@ -85,7 +88,7 @@ def _assignments(plan: LoadPlan) -> list[Assignment]:
 
 def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, strict: bool) -> None:
     target = each.target
-    if isinstance(target, (nn.Module, torch.Tensor)):
+    if is_table(target) or isinstance(target, (nn.Module, torch.Tensor)):
         grad = torch.is_grad_enabled()
         try:  # an interrupt can keep `no_grad` from ending
             torch_private.set_grad_enabled(False)
@@ -113,6 +116,9 @@ def _assign(live: LiveMap, each: Assignment, undo: _Undo, taken: set[int], *, st
 
 
 def _fill(live: LiveMap, each: Assignment, *, strict: bool) -> None:
+    if is_table(each.target):
+        _insert(each.target, {str(path[-1]): value for path, value in each.flat.leaves.items()})
+        return
     if isinstance(each.target, nn.Module):
         wrapped = live.wrapped.get(each.path)
         each.target.load_state_dict(wrapped.state(each.value) if wrapped else each.value, strict=strict)
@@ -122,6 +128,16 @@ def _fill(live: LiveMap, each: Assignment, *, strict: bool) -> None:
         value.give()
     else:
         each.target.copy_(value)
+
+
+def _insert(table: RowTable, columns: dict[str, torch.Tensor]) -> None:
+    """Replace the rows of a table, chunk by chunk."""
+    ids = columns.pop(IDS)
+    count = chunk_rows(table.columns().values())
+    table.clear()
+    for begin in range(0, len(ids), count):
+        some = slice(begin, begin + count)
+        table.insert(ids[some], {name: values[some] for name, values in columns.items()})
 
 
 # Plain data --------------------------------------------------------------------------------------------------------

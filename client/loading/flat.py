@@ -15,6 +15,7 @@ from sidesave.stager.state.annotations import ANNOTATIONS, PerRank
 from sidesave.stager.state.tags import PLAIN
 from sidesave.stager.state.tree import Stateful
 from sidesave.stager.state.treespec import with_metadata
+from sidesave.stager.tables import IDS, Column, RowTable, is_table
 from sidesave.stager.wrappers import WrapperNames, two_of_one_name
 
 DICTS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
@@ -145,6 +146,7 @@ def is_live(target: Any) -> bool:
     return not is_plain(target) and (
         any(is_live(item) for _, item in children(target))
         or isinstance(target, (nn.Module, torch.Tensor))
+        or is_table(target)
         or is_stateful(target)
     )
 
@@ -156,14 +158,14 @@ class Slot:
     Attributes:
         path: Its path.
         target: The object, without ``PerRank``, ``Replicated`` or ``Frozen`` around it.
-        module: The module that owns the tensor or extra state.
+        module: The module that owns the tensor or extra state; of a column the table.
         is_plain: Whether it is plain data, which is replaced.
         alone: Whether it is in ``PerRank``, where the local shard of a ``DTensor`` is saved as a tensor of its own.
     """
 
     path: Path
     target: Any
-    module: nn.Module | None = None
+    module: nn.Module | RowTable | None = None
     alone: bool = False
     is_plain: bool = True
 
@@ -231,7 +233,11 @@ class LiveMap:
             if isinstance(target, PerRank) and not alone:
                 self.marks[path], alone = target, True
             target = target.value
-        if isinstance(target, nn.Module):
+        if is_table(target):
+            self.containers[path] = target
+            for name, column in ((IDS, Column(torch.int64)), *target.columns().items()):
+                self.slots[*path, name] = Slot((*path, name), column, target, alone, is_plain=False)
+        elif isinstance(target, nn.Module):
             self.containers[path] = target
             state = target.state_dict(keep_vars=True)
             names: dict[str, str] = {}

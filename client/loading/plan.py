@@ -40,6 +40,7 @@ from sidesave.errors import StateMismatchError, UnsupportedValueError
 from sidesave.stager.state.tensor_collector import is_dtensor
 from sidesave.stager.state.tree import check
 from sidesave.stager.state.treespec import TensorRef, with_metadata
+from sidesave.stager.tables import IDS, Column, is_table
 
 
 class LoadPlan:
@@ -102,6 +103,7 @@ class LoadPlan:
         if tie:
             self._tie(given)
         unplaced = self._unplaced(others, given)
+        self._refuse_two_tables(selection, given)
         for path, leaves in given.items():
             if not _is_empty(leaves.get(path)):
                 unplaced.placed.add(fqn_of(path))
@@ -121,6 +123,20 @@ class LoadPlan:
         ):
             names[:] = [*(name for name in names if not name.startswith(replaced)), *more]
         return unplaced
+
+    def _refuse_two_tables(self, selection: Selection, given: Iterable[Path]) -> None:
+        """Raise where an earlier source has given other columns of a table: rows of two checkpoints do not mix."""
+        columns: dict[Path, tuple[set[Path], set[Path]]] = {}
+        for number, paths in enumerate((self.given, given)):
+            for path in paths:
+                if is_table(self.live.containers.get(path[:-1])):
+                    columns.setdefault(path[:-1], (set(), set()))[number].add(path)
+        for table, (before, now) in columns.items():
+            if before and now and before != now:
+                raise StateMismatchError(
+                    f"{selection.where} has other columns of the table {fqn_of(table)} than an earlier source; nothing "
+                    "was loaded. Take it from one of them: exclude it from the other"
+                )
 
     def has(self, name: str) -> bool:
         """Whether an item is given anything."""
@@ -193,6 +209,19 @@ class LoadPlan:
             slot = self.live.slots.get(path)
             if slot is not None and path not in gone:
                 self._compare(slot, self.given[path])
+        self._compare_tables()
+
+    def _compare_tables(self) -> None:
+        """Note tables that would get columns without ids, or those of several tables, whose rows do not go together."""
+        origins: dict[Path, set[str]] = {}
+        for path, leaves in self.given.items():
+            if is_table(self.live.containers.get(path[:-1])):
+                loads = [leaf for leaf in leaves.values() if isinstance(leaf, TensorLoad)]
+                origins.setdefault(path[:-1], set()).update(load.ref.table for load in loads)
+        for path, tables in origins.items():
+            if len(tables) > 1 or (*path, IDS) not in self.given:
+                what = f"columns of {', '.join(sorted(tables))}" if len(tables) > 1 else "columns without their ids"
+                self.mismatches.different.append(f"{fqn_of(path)}: the table would get {what}")
 
     def _is_broken(self, path: Path) -> bool:
         """Whether a sequence of live objects is given something else, or another length; notes it."""
@@ -225,6 +254,10 @@ class LoadPlan:
                 self._follow(slot, leaves)
         elif isinstance(target, torch.Tensor):
             problem = self._tensor(slot, leaves.get(slot.path, self.containers.get(slot.path)))
+            if problem:
+                problems.append(f"{slot.fqn}: {problem}")
+        elif isinstance(target, Column):
+            problem = _column(target, leaves.get(slot.path))
             if problem:
                 problems.append(f"{slot.fqn}: {problem}")
         elif isinstance(target, torch.optim.Optimizer):
@@ -260,6 +293,8 @@ class LoadPlan:
         if not isinstance(saved, TensorLoad) or saved.ref.array:
             kind = "NumPy array" if isinstance(saved, TensorLoad) else type(saved).__name__
             return f"the checkpoint holds a {kind}, the target is a tensor"
+        if saved.ref.table:
+            return "the checkpoint holds rows of a table, the target is a tensor"
         saved.is_buffer = slot.module is not None and not isinstance(target, nn.Parameter)
         if not lazy and _shape(target, slot) != saved.shape:
             return f"shape {list(saved.shape)} in the checkpoint, {list(_shape(target, slot))} in the target"
@@ -318,6 +353,16 @@ class LoadPlan:
 
     def _tensors(self) -> Iterable[tuple[Path, Slot]]:
         return ((path, slot) for path, slot in self.live.slots.items() if isinstance(slot.target, torch.Tensor))
+
+
+def _column(column: Column, saved: Any) -> str:
+    """The problem with what is given to a column of a table."""
+    if not isinstance(saved, TensorLoad) or not saved.ref.table:
+        return f"the checkpoint holds a {type(saved).__name__} here, the target is a table of rows by id"
+    if (saved.dtype, saved.shape) != (column.dtype, column.shape):
+        here = f"{column.dtype} {list(column.shape)} in the target"
+        return f"rows of {saved.dtype} {list(saved.shape)} in the checkpoint, {here}"
+    return ""
 
 
 def filled(leaf: Any, values: Mapping[Any, Any]) -> Any:

@@ -156,6 +156,8 @@ class Selection:
             for path, fqn in zip(saved.leaves, fqns, strict=True)
             if wanted.selected(fqn) and (name := self.renaming(fqn)) is not None
         }
+        if wanted.patterns:
+            names |= _ids_beside(saved, names)
         places = {path: renamed.where(path, name) for path, name in names.items()}
         freed: dict[str, str] = {}  # new names of what is saved under the names of wrappers
         if live is not None:
@@ -325,6 +327,16 @@ class Selection:
                 self.where,
                 "; ".join(lines),
             )
+
+
+def _ids_beside(saved: FlatMap, names: Mapping[Path, str]) -> dict[Path, str]:
+    """The new names of the ids of tables of which columns alone are chosen."""
+    tables = {path[:-1]: name.rpartition(".")[0] for path, name in names.items()}
+    return {
+        path: f"{tables[path[:-1]]}.{path[-1]}"
+        for path, leaf in saved.leaves.items()
+        if isinstance(leaf, Unbuilt) and leaf.is_ids and path not in names and path[:-1] in tables
+    }
 
 
 def _whole(wanted: LoadFilter, live: LiveMap | None) -> Callable[[Path], bool]:

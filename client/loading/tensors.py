@@ -13,7 +13,8 @@ from typing import Any, Final, cast
 
 import torch
 
-from sidesave.client.reading.checkpoint_reader import Reader, Wanted
+from sidesave.client.reading.checkpoint_reader import CheckpointReader, Reader, Wanted
+from sidesave.client.reading.table_rows import SavedTable
 from sidesave.errors import IntegrityError
 from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import CARRIERS
@@ -81,7 +82,8 @@ class Local:
 class TensorLoad:
     """A tensor that will be loaded; whole, unless its target takes a shard.
 
-    A sparse one is rebuilt from its ``parts``. ``is_buffer`` if its target is a buffer of a module.
+    A sparse one is rebuilt from its ``parts``. ``is_buffer`` if its target is a buffer of a module. Of a column of a
+    table the shape is that of one row.
     """
 
     ref: TensorRef
@@ -96,6 +98,9 @@ class TensorLoad:
 
     def look_up(self, reader: Reader, cast_to: torch.dtype | None) -> None:
         """Take shape and dtype, after the cast, from the manifest or a record; raises like the reader."""
+        if self.ref.table:
+            self._look_up_column(reader, cast_to)
+            return
         self.name = reader.name_of(self.ref)
         stored = reader.entry(self.name)
         self.dtype, self.shape = stored.dtype, stored.shape
@@ -118,6 +123,19 @@ class TensorLoad:
             self.parts = [TensorLoad(ref) for ref in refs if ref.sparse_shape is None]
             for part in self.parts:
                 part.look_up(reader, cast_to)
+
+    @property
+    def column(self) -> str:
+        """Its name in its table."""
+        return self.ref.fqn.removeprefix(f"{self.ref.table}.")
+
+    def _look_up_column(self, reader: Reader, cast_to: torch.dtype | None) -> None:
+        if not isinstance(reader, CheckpointReader):
+            raise IntegrityError(f"{reader.path}: there are no tables in it")
+        stored = SavedTable(reader, self.ref.table).column(self.column)
+        self.name, self.dtype, self.shape = self.ref.fqn, stored.dtype, stored.shape[1:]
+        if cast_to is not None and self.dtype.is_floating_point:
+            self.dtype = self.cast_to = cast_to
 
     @property
     def wanted(self) -> Wanted | None:
@@ -170,7 +188,7 @@ def read_tensors(
 ) -> dict[TensorLoad | Pickled, Any]:
     """The values of those ``leaves`` that must be read; a shard of a tensor is a :class:`Local`."""
     loads = [leaf for leaf in leaves if isinstance(leaf, TensorLoad)]
-    dense = [part for load in loads for part in (load.parts or [load])]
+    dense = [part for load in loads if not load.ref.table for part in (load.parts or [load])]
     stored = reader.read_boxes([load.wanted for load in dense if load.wanted], verify=verify)
     made: dict[tuple[Wanted, bool, torch.dtype | None], torch.Tensor] = {}
 
@@ -192,9 +210,25 @@ def read_tensors(
         parts = {part.ref: part for part in load.parts}
         return load.leaf.build(lambda ref: tensor(parts[ref]))
 
-    values: dict[TensorLoad | Pickled, Any] = {load: value(load) for load in loads}
+    values: dict[TensorLoad | Pickled, Any] = {load: value(load) for load in loads if not load.ref.table}
+    columns = [load for load in loads if load.ref.table]
+    values |= _read_columns(reader, columns, device, verify=verify)
     # Only now, when everything else has been verified, code from the checkpoint may run.
     values.update({leaf: pickle.loads(leaf.data) for leaf in leaves if isinstance(leaf, Pickled)})
+    return values
+
+
+def _read_columns(
+    reader: Reader, loads: Collection[TensorLoad], device: torch.device | None, *, verify: bool
+) -> dict[TensorLoad | Pickled, Any]:
+    """The columns of tables that are wanted, of this rank's rows."""
+    values: dict[TensorLoad | Pickled, Any] = {}
+    for table in dict.fromkeys(load.ref.table for load in loads):
+        own = [load for load in loads if load.ref.table == table]
+        assert isinstance(reader, CheckpointReader)
+        size = reader.manifest.world_size if reader.size is None else reader.size
+        columns = SavedTable(reader, table).read([load.column for load in own], reader.rank, size, verify=verify)
+        values.update({load: finished(columns[load.column], load.ref, device, load.cast_to) for load in own})
     return values
 
 

@@ -27,7 +27,7 @@ from sidesave.stager import signal_safe
 from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.treespec import TensorRef, TreeSpec
 from sidesave.writer_daemon.format import integrity
-from sidesave.writer_daemon.format.layout import ELSEWHERE, Box, Layout
+from sidesave.writer_daemon.format.layout import CHANGED, ELSEWHERE, ROWS, Box, Layout
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, FileRecord, Manifest, RankRecord
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorEntry
 from sidesave.writer_daemon.storage import urls
@@ -177,7 +177,11 @@ class CheckpointReader:
         Tensors in :attr:`differing` are not among them. Reads all that is ``wanted`` of all ranks.
         """
         table, first = self.manifest.table.tensors, self.read_treespec(0)
-        own = [fqn for fqn in self.record(0).part.own.tensors if fqn not in table and wanted(fqn)]
+        own = [
+            fqn
+            for fqn, info in self.record(0).part.own.tensors.items()
+            if fqn not in table and not info.container.endswith((ROWS, CHANGED)) and wanted(fqn)
+        ]
         differing: dict[str, bool] = {}
         for rank in range(1, self.manifest.world_size):
             for fqn, is_number in first.differences(self.read_treespec(rank), table.__contains__):
@@ -209,6 +213,10 @@ class CheckpointReader:
         """The content of an extra file, verified; raises like the constructor."""
         with block_io.reading(self.path):
             return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)
+
+    def open_all(self) -> None:
+        """Open the files of all ranks, several at a time; raises like the constructor."""
+        self._open(range(self.manifest.world_size))
 
     def names(self) -> list[str]:
         """All tensors, shared ones first. Opens and compares all files."""

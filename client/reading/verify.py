@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
+from sidesave.client.reading.table_rows import SavedTable, tables_in
 from sidesave.client.runs import catalog, finding
-from sidesave.errors import WriteError
+from sidesave.errors import IntegrityError, WriteError
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.integrity import Fault
-from sidesave.writer_daemon.format.manifest import MANIFEST
+from sidesave.writer_daemon.format.manifest import MANIFEST, rank_file
 from sidesave.writer_daemon.storage import urls
 
 
@@ -86,4 +88,14 @@ def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
         faults = tuple(integrity.check_checkpoint(storage, name, count))
     finally:
         storage.close()
-    return VerifyReport(place, checked, faults)
+    return VerifyReport(place, checked, faults or tuple(_check_tables(place)))
+
+
+def _check_tables(place: str) -> Iterator[Fault]:
+    """What is wrong with rows of tables whose bytes are as they were written."""
+    with CheckpointReader(place) as reader:
+        for fqn, container in tables_in(reader).items():
+            try:
+                SavedTable(reader, fqn).check()
+            except IntegrityError as error:
+                yield Fault(rank_file(container, 0, "safetensors"), str(error), fqns=(fqn,))

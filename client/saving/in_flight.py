@@ -51,6 +51,8 @@ class SaveInFlight:
     released: bool = False
     failed: bool = False
     abandoned: bool = False
+    on_outcome: Callable[[CheckpointInfo | None], object] = lambda info: None
+    """Told of its checkpoint, or with None of its failure, before its futures are."""
 
 
 class SavesInFlight:
@@ -106,6 +108,7 @@ class SavesInFlight:
         """Drop a save whose call raises; idempotent. A copy that fills its slot must have ended."""
         with self._changed:
             entry.failed, entry.filling = True, False
+        entry.on_outcome(None)
         self._release(entry)
         entry.handle.fail(error)
         self._forget(entry)
@@ -170,6 +173,7 @@ class SavesInFlight:
                 with self._changed:
                     self._failures_in_a_row = 0
                 self._on_committed(info)
+                entry.on_outcome(info)
                 self._release(entry)
                 handle.written.resolve(None)
                 handle.committed.resolve(info)
@@ -216,6 +220,7 @@ class SavesInFlight:
                 logger.error("%s", text)
         elif report and self._logs_failures:
             logger.error("the save of step %d failed: %s", entry.save.step, error)
+        entry.on_outcome(None)
         self._release(entry)
         entry.handle.fail(error)
         self._forget(entry)

@@ -12,10 +12,11 @@ from typing import Any, Final
 import torch
 
 from sidesave.client import arguments
+from sidesave.client.increments import Increments
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.saving.in_flight import SaveInFlight
 from sidesave.client.saving.session import Session
-from sidesave.client.saving.shard_plan import ShardPlan, ShardPlanner
+from sidesave.client.saving.shard_plan import ShardPlan, ShardPlanner, with_tables
 from sidesave.errors import (
     HostMemoryError,
     SidesaveError,
@@ -31,7 +32,7 @@ from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import OBJECTS, FlatState
 from sidesave.stager.state.recall import Recall
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.protocol import Extent, Parent, Refuse, Save, Unshared
+from sidesave.writer_daemon.protocol import Extent, Link, Parent, Refuse, Save, Unshared
 from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Submission:
         self._file_nbytes = _FILE_NBYTES if stored else None
         self._planner = None if alone else ShardPlanner(world, self._file_nbytes)
         self._looks = LooksCache()
+        self.increments = Increments()
         self._last: tuple[Looks, Plan] | None = None
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MAX_STEPS)
         self._caught_up = 0
@@ -113,6 +115,8 @@ class Submission:
         handle.nbytes = save.nbytes
         entry.metadata = json.loads(metadata or b"{}")
         session.history.begin(entry)
+        if shards.tables:
+            entry.on_outcome = self.increments.follow(shards.tables, plan.files, entry.sequence)
         session.saves.add(entry)
         session.pacer.began(entry.sequence, entry.called, save.nbytes, arena)
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.
@@ -222,13 +226,15 @@ class Submission:
 
     def shards_of(self, flat: FlatState) -> ShardPlan:
         """What this rank stages of a state, and where; raises for what cannot be staged."""
+        tables = self.increments.shares(flat)
+        flat.row_images = [image for share in tables for image in share.images]
         if self._planner is not None:
-            return self._planner.plan(flat)
+            return self._planner.plan(flat, tables)
         looks = flat.looks = self._looks.of(flat)
         last = self._last
         if last is None or last[0] is not looks:
             last = self._last = looks, _plan_of(looks.structure, self._file_nbytes)
-        return ShardPlan(flat, last[1], (), b"", b"")
+        return ShardPlan(flat, with_tables(last[1], tables, "", self._file_nbytes), (), b"", b"", tuple(tables))
 
     def _fit(
         self,
@@ -296,6 +302,9 @@ class Submission:
             metadata=small.get("metadata"),
             extra_files=small.get("extra_files"),
             droppable=self._session.droppable,
+            links=tuple(
+                Link(names=share.base.names, saves=tuple(share.base.saves)) for share in shards.tables if share.base
+            ),
         )
 
 

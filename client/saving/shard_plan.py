@@ -15,13 +15,15 @@ import math
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from sidesave.client import increments
+from sidesave.client.increments import TableShare
 from sidesave.client.ranks.group import NodeWorld, World
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager.plan import Looks, LooksCache, Plan, make_plan, structure_of
+from sidesave.stager.plan import Looks, LooksCache, Plan, extend, make_plan, structure_of
 from sidesave.stager.state import sharding
 from sidesave.stager.state.dtypes import DTYPES, NAMES
 from sidesave.stager.state.flat_state import FlatState
@@ -46,6 +48,7 @@ class ShardPlan:
         plan: Where they go.
         unshared: The containers at the end of the plan that are written only where ranks differ.
         table: What the rank's record says; ``unshared_table`` is for that case, and empty where nothing is compared.
+        tables: What it stages of tables of rows, behind all else.
     """
 
     flat: FlatState
@@ -53,6 +56,7 @@ class ShardPlan:
     unshared: tuple[str, ...]
     table: bytes
     unshared_table: bytes
+    tables: tuple[TableShare, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +105,16 @@ class ShardPlanner:
         self._layouts: dict[Hashable, _Layout] = {}
         self._has_warned = False
 
-    def plan(self, flat: FlatState) -> ShardPlan:
-        """What this rank stages of ``flat``.
+    def plan(self, flat: FlatState, tables: list[TableShare]) -> ShardPlan:
+        """What this rank stages of ``flat``, and of its tables.
 
         Raises:
             UnsupportedValueError: A part of a tensor is held by ranks only that do not save along.
         """
+        if tables and self._part_of:
+            raise UnsupportedValueError(
+                f"{tables[0].fqn}: the rows of a table go to any rank, and nodes with disks of their own keep theirs"
+            )
         grids = tuple(flat.grids), tuple(map(id, flat.grids.values()))
         looks, undeclared = self._looks.of(flat), tuple(flat.undeclared)
         last = self._last
@@ -121,13 +129,34 @@ class ShardPlanner:
         frozen = {piece.key: None for piece in state_layout.pieces if piece.fqn in flat.frozen} if flat.frozen else {}
         unshared = state_layout.unshared_table
         facts = {"treespec": flat.shared_digest, "per_rank": tuple(flat.per_rank)}
+        tables_own = self._rows_of(tables)
         return ShardPlan(
             flat=dataclasses.replace(flat, containers=containers, frozen=frozen, origin=None, looks=last),
-            plan=state_layout.plan,
+            plan=with_tables(state_layout.plan, tables, self._suffix, self._file_nbytes),
             unshared=state_layout.unshared,
-            table=_encode(dataclasses.replace(state_layout.table, **facts)),
-            unshared_table=b"" if unshared is None else _encode(dataclasses.replace(unshared, **facts)),
+            table=_encode(self._with(state_layout.table, tables_own), facts),
+            unshared_table=b"" if unshared is None else _encode(self._with(unshared, tables_own), facts),
+            tables=tuple(tables),
         )
+
+    @property
+    def _suffix(self) -> str:
+        """What the keys of this rank's own tensors end with."""
+        return f"@rank-{self._rank:05d}" if self._rank else ""
+
+    def _rows_of(self, tables: list[TableShare]) -> dict[str, TensorInfo]:
+        """The tensors of tables, also those in files that are linked."""
+        return {
+            name + self._suffix: TensorInfo(NAMES[dtype], tuple(shape), container)
+            for share in tables
+            for container, kinds in share.containers()
+            for name, (dtype, shape) in kinds.items()
+        }
+
+    def _with(self, part: Part, own: dict[str, TensorInfo]) -> Part:
+        if not own:
+            return part
+        return dataclasses.replace(part, own=layout.whole(part.own.tensors | own, self._rank))
 
     def _find(self, flat: FlatState, key: Hashable) -> _Layout:
         state_layout = self._layouts.get(key)
@@ -189,7 +218,7 @@ class ShardPlanner:
                 if fqn in compared and not (share.box is not None and share.box[1] == tuple(tensor.shape)):
                     more.append(fqn)
                 continue
-            key = fqn if self._rank == 0 else f"{fqn}@rank-{self._rank:05d}"
+            key = fqn + self._suffix
             own[key] = info
             pieces.append(_Piece(container, fqn, container, key, None))
         unshared: tuple[str, ...] = ()
@@ -287,5 +316,22 @@ def _slices(grid: Grid, box: Box, rank: int) -> tuple[slice, ...] | None:
     return tuple(slice(offset - start, offset - start + extent) for offset, extent, start in spans)
 
 
-def _encode(part: Part) -> bytes:
-    return json.dumps(part.to_json(), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+def with_tables(plan: Plan, tables: list[TableShare], suffix: str, file_nbytes: int | None) -> Plan:
+    """A plan with what is staged of tables behind it, under names that end so.
+
+    Raises ``UnsupportedValueError`` where a tensor of the state has the name of one of theirs.
+    """
+    if not tables:
+        return plan
+    more = increments.structure_of(tables, suffix)
+    names = {name for _, fqns, _ in more for name in fqns}
+    taken = next((fqn for _, fqns, _ in plan.structure for fqn in fqns if fqn in names), None)
+    if taken is not None:
+        raise UnsupportedValueError(f"{taken}: a tensor and a part of a table have this name; rename one")
+    return extend(plan, more, sum(share.room_nbytes for share in tables), file_nbytes)
+
+
+def _encode(part: Part, facts: Mapping[str, Any]) -> bytes:
+    return json.dumps(dataclasses.replace(part, **facts).to_json(), separators=(",", ":"), ensure_ascii=False).encode(
+        "utf-8", "surrogatepass"
+    )

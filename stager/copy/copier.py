@@ -183,6 +183,7 @@ class Copier:
         grad = torch.is_grad_enabled()
         try:
             torch_private.set_grad_enabled(False)  # `no_grad` would stay on where this is interrupted
+            slot.fill(flat.row_images)
             tensors = [tensor for container in flat.containers.values() for tensor in container.values()]
             every, lacking = self._what_to_copy(flat, slot, tensors)
             lists = self._lists(flat, plan, slot, tensors, every, blocking=blocking)
@@ -277,7 +278,7 @@ class Copier:
 
     def captures_all(self, flat: FlatState) -> bool:
         """Whether everything will be captured at the call, so that the writer can follow the copy."""
-        return not self._overlap and all(
+        return not (self._overlap or flat.tables) and all(
             tensor.is_cpu for tensors in flat.containers.values() for tensor in tensors.values()
         )
 

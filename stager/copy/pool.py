@@ -7,7 +7,7 @@ previous one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -21,6 +21,7 @@ from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.stager.memory.pinning import PinnedRange
 from sidesave.stager.plan import Plan
 from sidesave.stager.signal_safe import Monitor
+from sidesave.stager.tables import RowImage
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,19 @@ class Slot:
         if self.plan is plan:
             return
         assert self.arena is not None
-        self.plan = None
+        known, self.plan = self.plan, None
         self.arena.begin_generation()  # whoever still reads for an earlier save must notice
         base = self.arena.data_offset
-        self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
-        self.targets, self.prepared, self.held = [], None, Held()
-        tensors = (each for _, fqns, kinds in plan.structure for each in zip(fqns, kinds, strict=True))
-        for file in plan.files:
+        first = plan.first
+        if known is not None and known.first is first and self.image is not None:  # what follows has other shapes
+            containers, files = plan.structure[len(first.structure) :], plan.files[len(first.files) :]
+            del self.targets[sum(len(fqns) for _, fqns, _ in first.structure) :]
+        else:
+            containers, files = plan.structure, plan.files
+            self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
+            self.targets, self.prepared, self.held = [], None, Held()
+        tensors = (each for _, fqns, kinds in containers for each in zip(fqns, kinds, strict=True))
+        for file in files:
             self.arena.view(base + file.offset, len(file.header))[:] = file.header
             for (offset, nbytes), (fqn, (dtype, shape)) in zip(file.placements, tensors, strict=False):
                 begin = file.offset + offset
@@ -91,6 +98,14 @@ class Slot:
                 self.targets.append(Target(fqn, view, begin, self.image.data_ptr() + begin, nbytes))
         assert next(tensors, None) is None
         self.plan = plan
+
+    def fill(self, images: Iterable[RowImage]) -> None:
+        """Put rows of tables into the tensors that the plan ends with; blocks until they are there."""
+        assert self.plan is not None
+        images, last = [*images], sum(len(fqns) for _, fqns, _ in self.plan.first.structure)
+        views = (target.view for target in self.targets[last:])
+        for image in images:
+            image.fill(dict(zip(image.kinds(), views, strict=False)))
 
     def append(self, parts: Sequence[bytes]) -> list[int]:
         """Put the treespec, and what else there is, behind the images, each on a page; returns their offsets."""
@@ -195,8 +210,8 @@ class SlotPool:
             HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
         """
         descriptor_nbytes, data_nbytes, parts_nbytes = _sizes(plan, parts)
-        if not self._has_room(slot, descriptor_nbytes, data_nbytes):
-            self._replace(slot, descriptor_nbytes, data_nbytes + page_up(parts_nbytes // 4), device)
+        if not self._has_room(slot, plan, descriptor_nbytes, data_nbytes):
+            self._replace(slot, descriptor_nbytes, _with_headroom(plan, parts_nbytes), device)
         if device is not None and slot.pinned is None and not slot.unpinnable:
             self._pin(slot, device)
         slot.lay_out(plan)
@@ -204,14 +219,14 @@ class SlotPool:
     def fits(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> bool:
         """Whether :meth:`fit` would have nothing to do."""
         is_pinned = device is None or slot.pinned is not None or slot.unpinnable
-        return slot.plan is plan and is_pinned and self._has_room(slot, *_sizes(plan, parts)[:2])
+        return slot.plan is plan and is_pinned and self._has_room(slot, plan, *_sizes(plan, parts)[:2])
 
     @staticmethod
-    def _has_room(slot: Slot, descriptor_nbytes: int, data_nbytes: int) -> bool:
-        arena = slot.arena
+    def _has_room(slot: Slot, plan: Plan, descriptor_nbytes: int, data_nbytes: int) -> bool:
+        arena, wanted = slot.arena, max(data_nbytes, plan.room_nbytes)
         return (
             arena is not None
-            and data_nbytes <= arena.data_nbytes <= max(2 * data_nbytes, 1 << 20)
+            and data_nbytes <= arena.data_nbytes <= max(2 * wanted, 1 << 20)
             and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
         )
 
@@ -259,6 +274,12 @@ class SlotPool:
                 if slot.owner is None:
                     self._drop(slot)
             self._changed.notify_all()
+
+
+def _with_headroom(plan: Plan, parts_nbytes: int) -> int:
+    """Bytes to make for all data: a quarter more than there is now of what grows, tables and the treespec."""
+    growing = max(plan.nbytes, plan.room_nbytes) - plan.first.nbytes
+    return plan.first.nbytes + growing + page_up(growing // 4) + parts_nbytes + page_up(parts_nbytes // 4)
 
 
 def _sizes(plan: Plan, parts: Sequence[bytes]) -> tuple[int, int, int]:

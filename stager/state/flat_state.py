@@ -11,6 +11,7 @@ import xxhash
 from torch import nn
 
 from sidesave.stager.state.sharding import Grid
+from sidesave.stager.tables import Column, RowImage, RowTable
 
 TENSORS: Final = "tensors"
 """The container of bare tensors at the top level."""
@@ -20,6 +21,15 @@ OBJECTS: Final = "objects"
 """The stem of the file that holds the treespec."""
 _MAX_STEM: Final = 130
 """Of the 200 characters that a file name may have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A table of rows in the state: the object, its columns, and how the names of its containers begin."""
+
+    value: RowTable
+    columns: dict[str, Column]
+    stem: str
 
 
 @dataclass(slots=True)
@@ -38,6 +48,8 @@ class FlatState:
             compared in each save.
         per_rank: The FQNs of items that each rank has for itself: in ``PerRank``, or with a state dict of their own.
         frozen: Tensors that the user has declared ``Frozen``.
+        tables: Tables of rows by FQN; no tensor of theirs is in ``containers``.
+        row_images: What is staged of them, in the order of the plan.
         shared_digest: Of what the treespec says of modules, optimizers and all else that ranks share.
         origin: An object for where the tensors are from: the same one, and all but those in ``fresh`` are the same, in
             the same memory, and all have the same names. None where nothing is remembered.
@@ -54,6 +66,8 @@ class FlatState:
     undeclared: dict[str, None] = field(default_factory=dict[str, None])
     per_rank: list[str] = field(default_factory=list[str])
     frozen: dict[str, None] = field(default_factory=dict[str, None])
+    tables: dict[str, Table] = field(default_factory=dict[str, Table])
+    row_images: list[RowImage] = field(default_factory=list[RowImage])
     shared_digest: str = ""
     origin: object = None
     fresh: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])

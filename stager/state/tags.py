@@ -51,6 +51,8 @@ class Tag(enum.IntEnum):
     MODULE = 29  # metadata (the version of each submodule), then like DICT or ITEMS
     ENUM = 30  # module:qualname of the class, name of the member, node of its value
     OPTIMIZER = 31  # [[FQN of each parameter] of each group], then like DICT or ITEMS
+    TABLE = 32  # {name of a column: node}
+    ROWS = 33  # FQN of a table, name of a column or of its ids
 
 
 FACTORIES: Final[dict[Any, str]] = {None: "", list: "list", dict: "dict", set: "set", int: "int", float: "float"}

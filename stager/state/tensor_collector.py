@@ -23,10 +23,11 @@ from sidesave.stager import torch_private
 from sidesave.stager.state import sharding
 from sidesave.stager.state.annotations import Compared, Frozen, PerRank, Replicated, Whole
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
-from sidesave.stager.state.flat_state import FROZEN, FlatState
+from sidesave.stager.state.flat_state import FROZEN, FlatState, Table, container_name
 from sidesave.stager.state.recall import Taken
 from sidesave.stager.state.sharding import Grid
 from sidesave.stager.state.tags import SPARSE_PARTS, Packed, Tag, pack
+from sidesave.stager.tables import IDS, RowTable, checked_columns
 
 
 class NoValuesYet(UnsupportedValueError):
@@ -49,6 +50,7 @@ class TensorCollector:
         self._scope: tuple[int, ...] | None = None  # who may write a plain tensor; () is not known, None this rank
         self._pinned = False  # inside PerRank, where nothing is shared
         self._frozen = False  # inside Frozen
+        self._annotations = 0  # around what is being encoded
         self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
         self._count = 0
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
@@ -66,6 +68,13 @@ class TensorCollector:
 
     def annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
         """Encode an item of which the user has said something."""
+        self._annotations += 1
+        try:
+            return self._annotated(value, encode, fqn)
+        finally:
+            self._annotations -= 1
+
+    def _annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
         if isinstance(value, Replicated):
             return self.shared(encode, fqn, said=value)
         if isinstance(value, PerRank):
@@ -250,6 +259,16 @@ class TensorCollector:
             node = self.tensor(local, fqn, grid=sharding.describe(value, fqn), origin=value)
         self._by_id[id(value)] = str(node[1])
         return node
+
+    def table(self, value: RowTable, fqn: str) -> Any:
+        """The node of a table, whose rows are looked at only when they are staged."""
+        if self._annotations or self._scope is not None:
+            raise UnsupportedValueError(
+                f"{fqn}: rows of a table are divided among ranks by id; take it out of Replicated, PerRank, Frozen"
+            )
+        columns = checked_columns(value, fqn, NAMES)
+        self.flat.tables[fqn] = Table(value, columns, container_name(fqn))
+        return [Tag.TABLE, {name: [Tag.ROWS, fqn, name] for name in (IDS, *columns)}]
 
     def tensor(
         self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, origin: torch.Tensor | None = None

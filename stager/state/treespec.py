@@ -27,6 +27,7 @@ from sidesave.errors import IntegrityError, UnsupportedValueError
 from sidesave.stager.state.dtypes import CARRIERS, dtype_from_name
 from sidesave.stager.state.merging import Merger, Partial
 from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, SPARSE_PARTS, Tag
+from sidesave.stager.tables import IDS
 
 _FACTORIES_BY_NAME: Final = {name: factory for factory, name in FACTORIES.items()}
 _LAYOUTS_BY_NAME: Final = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
@@ -40,7 +41,8 @@ class TensorRef:
     """A tensor as the treespec names it: the FQN that holds its bytes, and its dtype where that is carried.
 
     For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole. What becomes a NumPy ``array`` has to
-    stay in host memory, of the dtype it has. ``rank`` is the one whose treespec names it.
+    stay in host memory, of the dtype it has. ``rank`` is the one whose treespec names it. Of a column of a ``table`` of
+    rows there is a part on each rank.
     """
 
     fqn: str
@@ -48,6 +50,7 @@ class TensorRef:
     sparse_shape: tuple[int, ...] | None = None
     array: bool = False
     rank: int = 0
+    table: str = ""
 
 
 def _everything(fqn: str) -> bool:
@@ -183,6 +186,11 @@ class Unbuilt:
         """Of a member of an enum the class, as ``module:qualname``, and its name; its value is what is built."""
         return (str(self._node[1]), str(self._node[2])) if self._node[0] == Tag.ENUM else None
 
+    @property
+    def is_ids(self) -> bool:
+        """Whether it is the ids of a table, without which its columns say nothing."""
+        return self._node[0] == Tag.ROWS and self._node[-1] == IDS
+
     def build(self, tensor: Callable[[TensorRef], Any], unpickle: Callable[[bytes], Any] | None = None) -> Any:
         """Its value; arguments and errors are those of :meth:`TreeSpec.build`."""
         builder = _Builder(self._where, self._rank, tensor, _everything, unpickle, set())
@@ -195,7 +203,7 @@ class _Missing(enum.Enum):
 
 _OUT: Final = _Missing.LEFT_OUT
 _DICTS: Final = {Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.OPTIMIZER, Tag.MODULE}
-_CONTAINERS: Final = frozenset(_DICTS | {Tag.LIST, Tag.TUPLE, Tag.DEQUE})
+_CONTAINERS: Final = frozenset(_DICTS | {Tag.LIST, Tag.TUPLE, Tag.DEQUE, Tag.TABLE})
 
 
 class _Builder:
@@ -256,7 +264,7 @@ class _Builder:
 
     def _container(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
-            case Tag.DICT:
+            case Tag.DICT | Tag.TABLE:
                 body = cast("dict[str, Any]", rest[0])
                 if self._stand_for_themselves(body.values(), depth):
                     return dict(zip(map(str, body), body.values(), strict=True))
@@ -318,6 +326,9 @@ class _Builder:
         match tag:
             case Tag.TENSOR:
                 return self._tensor(self._reference(*rest))
+            case Tag.ROWS:
+                table, column = map(str, rest)
+                return self._tensor(TensorRef(f"{table}.{column}", None, rank=self._rank, table=table))
             case Tag.SPARSE:
                 return self._sparse(rest, fqn, depth)
             case Tag.NUMPY_ARRAY:

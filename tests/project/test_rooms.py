@@ -14,12 +14,12 @@ from scripts import rooms
 
 # Each room may import from those before it.
 FLOORS: Sequence[str] = """
-    stager.system_calls stager.torch_private stager.signal_safe stager.wrappers
+    stager.system_calls stager.torch_private stager.signal_safe stager.wrappers stager.tables
     stager.state stager.devices stager.memory stager.plan stager.copy
     writer_daemon.storage writer_daemon.format writer_daemon.protocol writer_daemon.log writer_daemon.lease
     writer_daemon.commit writer_daemon.writing writer_daemon.mirror writer_daemon.process writer_daemon.__main__
     client.arguments client.messages client.runs client.reading client.loading client.options
-    client.daemon_link client.ranks client.saving client.reporting client.export
+    client.increments client.daemon_link client.ranks client.saving client.reporting client.export
     client.checkpointer client.internals client.training client.integrations client.cli
 """.split()  # noqa: SIM905 - floor by floor
 

@@ -23,6 +23,10 @@ from sidesave.writer_daemon.storage.sealed_json import are_whole, get
 ELSEWHERE: Final = -1
 FROZEN: Final = "@frozen"
 """Behind the name of a container: the file of what is not expected to change (``flat_state.FROZEN``)."""
+ROWS: Final = "@rows"
+"""Behind the name of a table: the container of all its rows."""
+CHANGED: Final = "@changed"
+"""Behind the name of a table: the container of those that have changed, beside a link to the other one."""
 UNSHARED: Final = "@more"
 """Behind the name of a container: the file of what is written only where ranks differ."""
 Box = tuple[tuple[int, ...], tuple[int, ...]]

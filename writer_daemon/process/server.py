@@ -114,7 +114,7 @@ class Server:
                 lease.release(final=False)
             self._linger()
             return protocol.EXIT_REFUSED
-        self._lease = lease
+        self._lease, self._storage = lease, storage
         ready = protocol.Ready(
             attempt=boot.attempt, recovered=recovery.committed, removed=recovery.removed, left=recovery.left
         )
@@ -203,7 +203,7 @@ class Server:
                 lease.release()
             storage.close()
             raise
-        writer = Writer(storage, name, self._abandoned, lease.check, boot.options.commit_timeout_s)
+        writer = Writer(storage, name, self._abandoned, lease.check, boot.options.commit_timeout_s, self._storage)
         return Place(storage, lease, writer, name)
 
     # The loop --------------------------------------------------------------------------------------------------

@@ -31,13 +31,15 @@ from sidesave.errors import IntegrityError, NoSpaceError, ProtocolError
 from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.format import layout, manifest, tensor_file
+from sidesave.writer_daemon.format.extra_files import unpack_files
 from sidesave.writer_daemon.format.layout import Part, TensorInfo
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile
-from sidesave.writer_daemon.protocol import Extent, Save, unpack_files
+from sidesave.writer_daemon.protocol import Extent, Save
 from sidesave.writer_daemon.storage import OutputFile, Storage
 from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.writing.frozen import FrozenFiles
+from sidesave.writer_daemon.writing.links import Linked, link_all
 from sidesave.writer_daemon.writing.pace import Turns
 from sidesave.writer_daemon.writing.small_files import CHUNK_NBYTES, SmallFiles, publish
 
@@ -85,16 +87,19 @@ class Writer:
         trainer_gone: threading.Event,
         check_lease: Callable[[], None],
         commit_timeout_s: float = math.inf,
+        run: Storage | None = None,
     ) -> None:
         """Serve ``storage``; ``attempt`` makes this daemon's temporary names differ from any other's.
 
         ``trainer_gone`` ends the wait for memory that nobody fills any more; ``check_lease`` raises once the lease is
-        lost; other ranks are waited for up to ``commit_timeout_s``.
+        lost; other ranks are waited for up to ``commit_timeout_s``. ``run`` is the run directory, if
+        ``storage`` is another one.
         """
         self._commit_timeout_s = commit_timeout_s
         self._check_lease = check_lease
         self._trainer_gone = trainer_gone
         self._storage = storage
+        self._run = run
         self._frozen = FrozenFiles(storage)
         self._attempt = attempt
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="sidesave-write")
@@ -143,6 +148,7 @@ class Writer:
             _ended(self._digester.submit(self._add_objects, save, arena, small)) as staged,
         ):
             images = [self._plan(save, arena, directory, extent) for extent in save.files]
+            linked = link_all(self._storage, self._run, save, f"{self._attempt}.{self._tries}")
             self._store(save, images, arena, small, save.nbytes, on_progress)
             objects, extra_files = staged.result()
             part = None if save.table is None else _read_part(save, arena, save.table)
@@ -166,7 +172,8 @@ class Writer:
             small.publish()
             about = save.metadata
             metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
-            record = _record(save, images, objects, extra_files, part or _whole_part(save, images), metadata)
+            part = part or _whole_part(save, images, linked)
+            record = _record(save, images, linked, objects, extra_files, part, metadata)
             content = record.to_bytes()
             self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
             small.add(manifest.record_file(save.rank), content)
@@ -423,6 +430,7 @@ def _digests_name(save: Save, image: _TensorImage) -> str:
 def _record(
     save: Save,
     images: list[_TensorImage],
+    linked: Linked,
     objects: bytes,
     extra_files: dict[str, bytes],
     part: Part,
@@ -450,7 +458,7 @@ def _record(
         pickled=save.pickled,
         created_s=save.created_s,
         torch_version=save.torch_version,
-        files=files,
+        files=(*files, *linked.files),
         objects=plain(_objects_name(save), objects),
         part=part,
         metadata=metadata,
@@ -468,12 +476,12 @@ def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
         raise ProtocolError(str(error)) from error
 
 
-def _whole_part(save: Save, images: list[_TensorImage]) -> Part:
+def _whole_part(save: Save, images: list[_TensorImage], linked: Linked) -> Part:
     """The part of a rank that saves alone, which sends no table: all tensors are whole, and its own."""
     tensors = {
         entry.name: TensorInfo(entry.dtype, entry.shape, layout.container_of(image.extent.name))
         for image in images
         for entry in image.layout.entries
     }
-    table = layout.whole(tensors, save.rank)
+    table = layout.whole(tensors | linked.tensors, save.rank)
     return Part(table, cells=table.sums().get(save.rank, 0))

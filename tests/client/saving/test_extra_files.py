@@ -31,8 +31,8 @@ import sidesave
 from scripts import fuzz
 from sidesave.client.export.safetensors import export
 from sidesave.errors import IntegrityError, InvalidArgumentError, ProtocolError
-from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, names
+from sidesave.writer_daemon.format.extra_files import pack_files, unpack_files
 from sidesave.writer_daemon.format.names import is_extra_file_name
 
 FILES: dict[str, str | bytes] = {
@@ -435,7 +435,7 @@ def test_a_record_comes_back_as_it_was_and_of_another_rank_lists_none():
 
 @given(st.dictionaries(st.from_regex(r"[a-z0-9]{1,20}(\.json)?", fullmatch=True), st.binary(max_size=40), max_size=6))
 def test_files_are_staged_as_they_are(files: dict[str, bytes]):
-    assert protocol.unpack_files(protocol.pack_files(files)) == files
+    assert unpack_files(pack_files(files)) == files
 
 
 @pytest.mark.parametrize(
@@ -448,15 +448,15 @@ def test_files_are_staged_as_they_are(files: dict[str, bytes]):
             b"\x81\xa1a\xc6\xff\xff\xff\xff",
             b"\x81\xa1a" * 100_000,
         ),
-        *(protocol.pack_files({name: b""}) for name in ("../a", "manifest.json", "a.safetensors", "")),
-        protocol.pack_files({f"f{number}": b"" for number in range(1001)}),
-        protocol.pack_files({"a": bytes((64 << 20) + 1)}),
+        *(pack_files({name: b""}) for name in ("../a", "manifest.json", "a.safetensors", "")),
+        pack_files({f"f{number}": b"" for number in range(1001)}),
+        pack_files({"a": bytes((64 << 20) + 1)}),
     ],
     ids=lambda data: ascii(data[:12]),
 )
 def test_staged_files_that_are_none_are_refused(data: bytes):
     with pytest.raises(ProtocolError):
-        protocol.unpack_files(data)
+        unpack_files(data)
 
 
 # Tools -----------------------------------------------------------------------------------------------------------

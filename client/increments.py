@@ -1,0 +1,177 @@
+"""What a save holds of tables: all rows, or those that have changed beside a link to the last full save.
+
+Every save that holds changes alone is linked to one that is committed and holds all, never to another one of its kind:
+there is no chain, and each step is complete.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+
+from sidesave.client.runs.info import CheckpointInfo
+from sidesave.stager.plan import FileImage, Structure
+from sidesave.stager.state.flat_state import FlatState, Table
+from sidesave.stager.tables import ChangeTracking, Column, RowChanges, RowImage, RowTable, all_rows, changes
+from sidesave.writer_daemon.format.layout import CHANGED, ROWS
+
+MOST_CHANGED: Final = 0.3
+"""Of the rows of the last full save: where more have changed since all are saved."""
+EVERY: Final = 20
+"""Of so many saves one holds all rows: a damaged file must not be in every checkpoint."""
+_MAX_SAVES: Final = 8
+"""So many saves are remembered in which the files of the last full one are."""
+
+Kinds = dict[str, tuple[torch.dtype, torch.Size]]
+"""Dtype and shape by name."""
+
+
+class SavedAs(NamedTuple):
+    """A committed save of this session."""
+
+    step: int
+    sequence: int
+
+
+@dataclass(slots=True, eq=False)
+class Base:
+    """A committed save that holds all rows of a table.
+
+    Attributes:
+        table: The object, if it is still there.
+        token: Its moment.
+        columns: What was in its rows.
+        num_rows: How many there were.
+        container: The one with the rows.
+        kinds: Its tensors.
+        names: How the names of its files begin.
+        saves: Those that have its files.
+        links: How many of these were only linked.
+    """
+
+    table: Callable[[], RowTable | None]
+    token: object
+    columns: dict[str, Column]
+    num_rows: int
+    container: str
+    kinds: Kinds
+    names: tuple[str, ...]
+    saves: list[SavedAs] = field(default_factory=list[SavedAs])
+    links: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What they take."""
+        return _nbytes(self.kinds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableShare:
+    """What one save stages of a table in a container of its own; with a ``base`` what has changed since then."""
+
+    fqn: str
+    table: Table
+    container: str
+    images: list[RowImage]
+    token: object
+    base: Base | None
+
+    def kinds(self) -> Kinds:
+        """The tensors that are staged."""
+        return {name: kind for image in self.images for name, kind in image.kinds().items()}
+
+    def containers(self) -> list[tuple[str, Kinds]]:
+        """All tensors that the save has of the table, by container: also those that are linked."""
+        linked = [] if self.base is None else [(self.base.container, self.base.kinds)]
+        return [(self.container, self.kinds()), *linked]
+
+    @property
+    def room_nbytes(self) -> int:
+        """What the slot should have room for, so that it stays the same when all rows are saved again."""
+        nbytes = _nbytes(self.kinds())
+        return nbytes if self.base is None else max(nbytes, self.base.nbytes)
+
+
+def structure_of(shares: list[TableShare], suffix: str = "") -> Structure:
+    """The containers of tables, with a suffix behind the names of their tensors."""
+    every = [(share.container, share.kinds()) for share in shares]
+    return tuple(
+        (container, tuple(name + suffix for name in kinds), tuple(kinds.values())) for container, kinds in every
+    )
+
+
+class Increments:
+    """Which tables have a committed full save in this session. Thread-safe: saves are committed in another thread."""
+
+    def __init__(self) -> None:
+        """Nothing has been saved."""
+        self._bases: dict[str, Base] = {}
+
+    def shares(self, flat: FlatState) -> list[TableShare]:
+        """What the next save holds of each table."""
+        return [self._share(fqn, table) for fqn, table in flat.tables.items()]
+
+    def _share(self, fqn: str, table: Table) -> TableShare:
+        value, base = table.value, self._bases.get(fqn)
+        if base is not None and isinstance(value, ChangeTracking):
+            changed = _changed(base, value, table.columns)
+            if changed is not None:
+                images = changes(changed, fqn, table.columns)
+                return TableShare(fqn, table, table.stem + CHANGED, images, None, base)
+        token = value.change_token() if isinstance(value, ChangeTracking) else None
+        return TableShare(fqn, table, table.stem + ROWS, all_rows(value, fqn, table.columns), token, None)
+
+    def follow(
+        self, shares: Sequence[TableShare], files: tuple[FileImage, ...], sequence: int
+    ) -> Callable[[CheckpointInfo | None], None]:
+        """What is to be told how the save of these shares ends: its checkpoint, or None where it has failed."""
+        bases = self._bases
+
+        def ended(info: CheckpointInfo | None) -> None:
+            if info is None:
+                for share in shares:
+                    if share.base is not None and bases.get(share.fqn) is share.base:
+                        del bases[share.fqn]
+                return
+            saved = SavedAs(info.step, sequence)
+            for share in shares:
+                base = share.base or _base(share, files)
+                if base is None:
+                    continue
+                base.saves = [saved, *base.saves][:_MAX_SAVES]
+                base.links += share.base is not None
+                if share.base is None:
+                    bases[share.fqn] = base
+
+        return ended
+
+
+def _changed(base: Base, table: ChangeTracking, columns: Mapping[str, Column]) -> RowChanges | None:
+    """What has changed since a full save; None where all rows are to be saved again."""
+    if base.table() is not table or base.columns != columns or base.links >= EVERY - 1:
+        return None
+    changed = table.changed_since(base.token)
+    if changed is None or changed.num_rows + len(changed.removed) > MOST_CHANGED * base.num_rows:
+        return None
+    return changed
+
+
+def _base(share: TableShare, files: tuple[FileImage, ...]) -> Base | None:
+    """What the later saves of a table may link, if it can tell what changes."""
+    if share.token is None:
+        return None
+    try:
+        table = weakref.ref(share.table.value)
+    except TypeError:  # who keeps no references to itself is not to be confused with another one
+        return None
+    names = tuple(file.name for file in files if file.container == share.container)
+    (image,) = share.images
+    return Base(table, share.token, share.table.columns, image.count, share.container, share.kinds(), names)
+
+
+def _nbytes(kinds: Kinds) -> int:
+    return sum(dtype.itemsize * shape.numel() for dtype, shape in kinds.values())
