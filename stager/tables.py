@@ -2,17 +2,23 @@
 
 In a file the rows of a table are sorted by bucket, ``hash(id) mod 1024``, so that any number of ranks can take what is
 theirs by reading ranges. Rows are put where they go chunk by chunk: beside the staging memory a table takes one chunk.
+That is done by NumPy: torch divides such operations among cores, and where these have other work the one that waits
+for all of them was seen to take ten times as long.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 
 from sidesave.errors import StagingError, UnsupportedValueError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BUCKETS: Final = 1024
 IDS: Final = "ids"
@@ -23,8 +29,9 @@ RESERVED: Final = frozenset({IDS, OFFSETS, CHANGED, REMOVED})
 """Names that no column can have."""
 CHUNK_NBYTES: Final = 32 << 20
 """So many bytes of rows are asked of a table at once, and given to it."""
-_MAX_CHUNK_ROWS: Final = 1 << 20
+_MAX_CHUNK_ROWS: Final = 1 << 18
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 Rows = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Ids, int64 ``[n]``, and columns by name, ``[n, *shape]`` each."""
@@ -114,8 +121,11 @@ def is_table(value: object) -> TypeGuard[RowTable]:
 
 def bucket_of(ids: torch.Tensor) -> torch.Tensor:
     """The bucket of each id, int64: the finalizer of splitmix64 on its 64 bits, mod 1024; on the device of the ids."""
-    mixed = _shifted(ids, 30).bitwise_xor_(ids).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
-    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(-0x6B2FB644ECCEEE15)  # 0x94D049BB133111EB
+    first, second = (
+        number - (1 << 64) for number in _MULTIPLIERS
+    )  # as torch knows no numbers of 64 bits without a sign
+    mixed = _shifted(ids, 30).bitwise_xor_(ids).mul_(first)
+    mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(second)
     return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_and_(BUCKETS - 1)
 
 
@@ -129,6 +139,22 @@ def owner_of(ids: torch.Tensor, world_size: int) -> torch.Tensor:
 
 def _shifted(ids: torch.Tensor, bits: int) -> torch.Tensor:
     return (ids >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # as of numbers without a sign
+
+
+def buckets_on_host(ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """The same, as :func:`on_host` has them."""
+    import numpy as np
+
+    mixed = on_host(ids).view(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
+    return ((mixed ^ (mixed >> np.uint64(31))) & np.uint64(BUCKETS - 1)).astype(np.uint16)
+
+
+def on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as integers of the same size, of which NumPy knows each; its own memory where that is on the host."""
+    bits = _BITS[tensor.dtype.itemsize]
+    return cast("Any", tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(bits).numpy())
 
 
 def chunk_rows(columns: Iterable[Column]) -> int:
@@ -164,32 +190,31 @@ class RowImage:
         Raises:
             StagingError: There are more rows, or fewer, than the table has said, or they are of another kind.
         """
-        counts = torch.zeros(BUCKETS, dtype=torch.int64)
-        chunk = chunk_rows(self.columns.values())
+        import numpy as np
+
+        targets = {name: on_host(views[self.prefix + name]) for name in (IDS, OFFSETS, *self.columns)}
+        offsets, names = targets[OFFSETS], tuple(self.columns)
+        offsets[:] = 0
         for ids, _ in self.rows(_MAX_CHUNK_ROWS, ()):
             self._check(ids, {}, ())
-            counts += torch.bincount(bucket_of(ids), minlength=BUCKETS).cpu()
-        offsets = views[self.prefix + OFFSETS]
-        offsets[0] = 0
-        torch.cumsum(counts, 0, out=offsets[1:])
+            offsets[1:] += np.bincount(buckets_on_host(ids), minlength=BUCKETS)
+        np.cumsum(offsets, out=offsets)
         if int(offsets[-1]) != self.count:
             raise self._changed(f"has {int(offsets[-1]):,} rows and not {self.count:,}")
-        names = tuple(self.columns)
-        next_row = offsets[:-1].clone()
-        for ids, columns in self.rows(chunk, names):
+        next_row = offsets[:-1].copy()
+        for ids, columns in self.rows(chunk_rows(self.columns.values()), names):
             self._check(ids, columns, names)
-            bucket, order = torch.sort(bucket_of(ids).to(torch.int16), stable=True)
-            bucket, order = bucket.cpu(), order.cpu()
-            here = torch.bincount(bucket, minlength=BUCKETS)
-            rows = torch.empty_like(order)
-            rows[order] = (next_row - here.cumsum(0) + here)[bucket.to(torch.int64)] + torch.arange(len(bucket))
+            bucket = buckets_on_host(ids)
+            here = np.bincount(bucket, minlength=BUCKETS)
+            rows = np.empty(len(bucket), np.int64)
+            begins = np.repeat(next_row - here.cumsum() + here, here)
+            rows[np.argsort(bucket, kind="stable")] = begins + np.arange(len(rows))
             next_row += here
-            if bool((next_row > offsets[1:]).any()):
+            if (next_row > offsets[1:]).any():
                 raise self._changed("gives other rows")
             for name, values in ((IDS, ids), *((name, columns[name]) for name in names)):
-                bits = _BITS[values.dtype.itemsize]  # index_copy_ does not know every dtype
-                views[self.prefix + name].view(bits).index_copy_(0, rows, values.detach().cpu().view(bits))
-        if not torch.equal(next_row, offsets[1:]):
+                targets[name][rows] = on_host(values)
+        if not np.array_equal(next_row, offsets[1:]):
             raise self._changed("gives fewer rows")
 
     def _check(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
@@ -207,8 +232,15 @@ class RowImage:
         return StagingError(f"{table}: the table {how}; it must not change during save(), and rows must be as it says")
 
 
+def require_numpy(fqn: str) -> None:
+    """Raise ``UnsupportedValueError`` where NumPy, which torch does without, is not there."""
+    if importlib.util.find_spec("numpy") is None:
+        raise UnsupportedValueError(f"{fqn}: tables of rows need NumPy: pip install numpy")
+
+
 def checked_columns(table: RowTable, fqn: str, known: Iterable[torch.dtype]) -> dict[str, Column]:
     """A table's columns; raises ``UnsupportedValueError`` for names and dtypes that no file can have."""
+    require_numpy(fqn)
     columns = dict(table.columns())
     dtypes = frozenset(known)
     for name, column in columns.items():

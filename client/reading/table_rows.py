@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
 from sidesave.client.reading.checkpoint_reader import CheckpointReader, StoredTensor, Wanted, fqn_of
 from sidesave.errors import IntegrityError
-from sidesave.stager.tables import BUCKETS, CHANGED, IDS, OFFSETS, REMOVED, bucket_of
+from sidesave.stager.tables import BUCKETS, CHANGED, IDS, OFFSETS, REMOVED, buckets_on_host, on_host, require_numpy
 from sidesave.writer_daemon.format.layout import ROWS, TensorInfo
 from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _TOGETHER_NBYTES: Final = 64 << 20
 """Columns up to this size are read together, as they lie in the same blocks; each larger one takes room for a while."""
@@ -77,7 +80,11 @@ class SavedTable:
     """A table in a checkpoint."""
 
     def __init__(self, reader: CheckpointReader, fqn: str) -> None:
-        """Find its parts; raises ``IntegrityError`` if there are none, and like the reader."""
+        """Find its parts; raises ``IntegrityError`` if there are none, and like the reader.
+
+        ``UnsupportedValueError`` without NumPy.
+        """
+        require_numpy(fqn)
         self.fqn = fqn
         self._reader = reader
         reader.open_all()
@@ -146,21 +153,23 @@ class SavedTable:
 
     def _own_rows(self, rank: int, size: int, *, verify: bool) -> tuple[list[_Share], torch.Tensor]:
         """Where the rows of a rank are, and their ids."""
+        import numpy as np
+
         every = [rows for part in self._parts for rows in part.all()]
         names = {rows: rows.name(OFFSETS) for rows in every}
         offsets = self._reader.read(names.values(), verify=verify)
         shares = {rows: _Share(rows, self._ranges(offsets[name], rows, rank, size)) for rows, name in names.items()}
         wanted = [rows.name(IDS) for rows in every]
         ids = dict(zip(every, self._values(wanted, [shares[rows] for rows in every], verify), strict=True))
-        buckets = torch.tensor([*range(rank, BUCKETS, size)], dtype=torch.int64)
         for rows, share in shares.items():
-            counts = torch.tensor([stop - start for start, stop in share.ranges], dtype=torch.int64)
-            if not torch.equal(bucket_of(ids[rows]), buckets.repeat_interleave(counts)):
+            counts = [stop - start for start, stop in share.ranges]
+            if not np.array_equal(buckets_on_host(ids[rows]), np.repeat(np.arange(rank, BUCKETS, size), counts)):
                 raise IntegrityError(f"{self._reader.path}: {rows.name(IDS)} has rows in the wrong bucket")
         chosen: list[_Share] = []
         for part in self._parts:
             if part.changed is not None and part.removed is not None:
-                shares[part.rows].kept = ~torch.isin(ids[part.rows], torch.cat([ids[part.changed], ids[part.removed]]))
+                others = np.sort(on_host(torch.cat([ids[part.changed], ids[part.removed]])))
+                shares[part.rows].kept = torch.from_numpy(_are_elsewhere(on_host(ids[part.rows]), others))
             chosen += [shares[rows] for rows in (part.rows, part.changed) if rows is not None]
         own = [_kept(ids[share.rows], share.kept) for share in chosen]
         self._refuse_twice(own, chosen)
@@ -200,11 +209,14 @@ class SavedTable:
         return values
 
     def _refuse_twice(self, ids: Sequence[torch.Tensor], shares: Sequence[_Share]) -> None:
+        import numpy as np
+
         every = _cat(ids)
+        ordered = np.sort(on_host(every))
+        if not (ordered[1:] == ordered[:-1]).any():
+            return
         ordered, order = torch.sort(every, stable=True)
         twice = torch.nonzero(ordered[1:] == ordered[:-1]).flatten()
-        if not len(twice):
-            return
         ends = torch.tensor([len(each) for each in ids], dtype=torch.int64).cumsum(0)
         at = int(twice[0])
         ranks = [shares[int(torch.searchsorted(ends, order[place], right=True))].rows.rank for place in (at, at + 1)]
@@ -212,6 +224,15 @@ class SavedTable:
             f"{self._reader.path}: of the table {self.fqn} the id {int(ordered[at])} is twice there, saved by rank "
             f"{ranks[0]} and by rank {ranks[1]}, and so are {len(twice) - 1:,} more; each id must be on one rank"
         )
+
+
+def _are_elsewhere(ids: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Which ids are not among others, which are sorted."""
+    import numpy as np
+
+    if not len(others):
+        return np.ones(len(ids), bool)
+    return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] != ids
 
 
 def _spans(ranges: _Ranges, row_nbytes: int) -> Iterator[tuple[int, int]]:

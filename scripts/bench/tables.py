@@ -25,20 +25,22 @@ from scripts.bench.report import Report, machine, median, spread
 from sidesave.client.loading.load import LoadRequest
 
 WIDTH = 16
+Rows = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class ArrayTable:
     """Rows in tensors, in the order in which they came; it cannot tell what changes."""
 
     def __init__(self, rows: int, changing: float) -> None:
-        self.ids = torch.arange(rows, dtype=torch.int64) * 7_919 + 11
-        self.weight, self.sum = torch.rand(rows, WIDTH), torch.zeros(rows)
+        self.count = rows
+        self.store = {"ids": torch.arange(rows, dtype=torch.int64) * 7_919 + 11}
+        self.store |= {"weight": torch.rand(rows, WIDTH), "sum": torch.zeros(rows)}
         self.hot = torch.randperm(rows)[: max(1, int(rows * changing))]
 
     def train(self) -> None:
         """Change the rows that are in use."""
-        self.weight[self.hot] += 0.01
-        self.sum[self.hot] += 1
+        self.store["weight"][self.hot] += 0.01
+        self.store["sum"][self.hot] += 1
 
     def columns(self) -> Mapping[str, sidesave.Column]:
         """An embedding, and its slot."""
@@ -46,24 +48,26 @@ class ArrayTable:
 
     def num_rows(self) -> int:
         """How many rows there are."""
-        return len(self.ids)
+        return self.count
 
-    def rows(
-        self, chunk_rows: int, columns: Sequence[str], /
-    ) -> Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    def rows(self, chunk_rows: int, columns: Sequence[str], /) -> Iterable[Rows]:
         """Views of them."""
-        for begin in range(0, len(self.ids), chunk_rows):
-            some = slice(begin, begin + chunk_rows)
-            yield self.ids[some], {name: getattr(self, name)[some] for name in columns}
+        for begin in range(0, self.count, chunk_rows):
+            some = slice(begin, min(begin + chunk_rows, self.count))
+            yield self.store["ids"][some], {name: self.store[name][some] for name in columns}
 
     def insert(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor], /) -> None:
-        """Append rows."""
-        self.ids = torch.cat([self.ids, ids])
-        self.weight, self.sum = (torch.cat([getattr(self, name), columns[name]]) for name in ("weight", "sum"))
+        """Append rows; there is room for as many again whenever there is not enough."""
+        begin, end = self.count, self.count + len(ids)
+        for name, values in (("ids", ids), *columns.items()):
+            if end > len(self.store[name]):
+                self.store[name] = torch.cat([self.store[name], values.new_empty((end, *values.shape[1:]))])
+            self.store[name][begin:end] = values
+        self.count = end
 
     def clear(self) -> None:
         """Have none."""
-        self.ids, self.weight, self.sum = self.ids[:0], self.weight[:0], self.sum[:0]
+        self.count = 0
 
 
 class TrackedTable(ArrayTable):
@@ -76,11 +80,11 @@ class TrackedTable(ArrayTable):
     def changed_since(self, token: object, /) -> sidesave.RowChanges:
         """The rows that are in use."""
 
-        def rows(chunk_rows: int, columns: Sequence[str]) -> Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        def rows(chunk_rows: int, columns: Sequence[str]) -> Iterable[Rows]:
             for some in self.hot.split(chunk_rows):
-                yield self.ids[some], {name: getattr(self, name)[some] for name in columns}
+                yield self.store["ids"][some], {name: self.store[name][some] for name in columns}
 
-        return sidesave.RowChanges(len(self.hot), rows, self.ids[:0])
+        return sidesave.RowChanges(len(self.hot), rows, torch.empty(0, dtype=torch.int64))
 
 
 def main() -> None:
@@ -92,7 +96,7 @@ def main() -> None:
     table = ArrayTable(args.rows, 0.01)
     few, more = TrackedTable(0, 1), TrackedTable(0, 1)
     for each, share in ((few, 0.01), (more, 0.1)):
-        each.ids, each.weight, each.sum = table.ids, table.weight, table.sum
+        each.store, each.count = table.store, table.count
         each.hot = torch.randperm(args.rows)[: int(args.rows * share)]
     report = Report("Tables of rows")
     with workspace(args.dir) as folder, contextlib.ExitStack() as opened:
@@ -102,7 +106,7 @@ def main() -> None:
             return Way(name, state, trained.train, opened.enter_context(sidesave.Checkpointer(place, slots=1)))
 
         ways = [
-            way("plain tensors", lambda: {"t": {"ids": table.ids, "weight": table.weight, "sum": table.sum}}, table),
+            way("plain tensors", lambda: {"t": table.store}, table),
             way("a table, all rows", lambda: {"t": table}, table),
             way("a table, 1 % changed", lambda: {"t": few}, few),
             way("a table, 10 % changed", lambda: {"t": more}, more),

@@ -72,7 +72,9 @@ def splitmix64(number: int) -> int:
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1)))
 def test_a_bucket_is_the_hash_that_the_format_states(ids: list[int]):
-    assert bucket_of(torch.tensor(ids, dtype=torch.int64)).tolist() == [splitmix64(each) % 1024 for each in ids]
+    tensor, buckets = torch.tensor(ids, dtype=torch.int64), [splitmix64(each) % 1024 for each in ids]
+    assert bucket_of(tensor).tolist() == tables.buckets_on_host(tensor).tolist() == buckets
+    assert sidesave.owner_of(tensor, 7).tolist() == [bucket % 7 for bucket in buckets]
 
 
 def test_the_vectors_in_the_format_are_right():
@@ -205,19 +207,20 @@ def test_what_else_is_saved_keeps_its_plan_while_a_table_grows(run: Path):
 
 def test_what_is_frozen_or_prepared_beside_a_table_is_as_ever(run: Path):
     table, base = grown(100), torch.rand(200_000)
-    state = {"base": sidesave.Frozen({"w": base}), "users": table, "bias": torch.zeros(3)}
+    bias = torch.zeros(3)
+    state = {"base": sidesave.Frozen({"w": base}), "users": table, "bias": bias}
     with sidesave.Checkpointer(run, slots=1) as ckpt:
         ckpt.prepare(state).result(DEADLINE_S)
         arena = ckpt._saver.session.pool._slots[0].arena_id
         for step in range(5):
-            state["bias"].fill_(step)
+            bias.fill_(step)
             table.train(range(20 * step, 20 * step + 10))
             if step == 3:
                 base.add_(1)
             ckpt.save(step, state).committed.result(DEADLINE_S)
             back = sidesave.load(step_of(run, step), include=["base", "bias"])
             assert torch.equal(back["base"]["w"], base)
-            assert torch.equal(back["bias"], state["bias"])
+            assert torch.equal(back["bias"], bias)
             assert loaded(step_of(run, step)) == table.values()
         assert ckpt._saver.session.pool._slots[0].arena_id == arena
     assert (step_of(run, 2) / "base@frozen.rank-00000.safetensors").stat().st_nlink == 3
