@@ -45,7 +45,7 @@ _STARTED_DAEMONS = tuple(
 )
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
 _ENDED = "system/test_exits"
-"""Tests whose forked processes end as those of users do; elsewhere, and in a quick run, imports are left standing."""
+"""Tests whose forked processes end as those of users do; elsewhere, and in a quick run, nothing is taken apart."""
 _ON_DISK = tuple(f"{name}.py" for name in ("test_storage", "test_limits", "test_power_loss"))
 """Tests of what a disk does; of a quick run all others lie in memory, which takes a seventh less time."""
 _MEMORY, _ROOM_NBYTES = "/dev/shm", 4 << 30

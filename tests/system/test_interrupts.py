@@ -117,6 +117,7 @@ def interrupt_at_every(subject: Subject, call: Callable[[], object], count: int 
     assert hits, "nothing was interrupted"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_interrupted_at_any_point_leaves_nothing(run: Path, name: str):
     subject = Subject(run)
@@ -225,6 +226,7 @@ def _interrupt_reading(run: Path, name: str, count: int) -> None:
 READING = ["load", "load_into", "steps", "history", "verify"]
 
 
+@pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python has closed it
 @pytest.mark.parametrize("name", READING)
 def test_reading_interrupted_at_any_point_leaves_no_descriptor_or_thread(run: Path, name: str):
