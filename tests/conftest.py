@@ -96,6 +96,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if campaigns.quick:
         _draw(config, items)
+    items.sort(key=_minutes, reverse=True)  # one that is begun last is waited for alone
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _cuda_available():
         for item in gpu:
@@ -104,6 +105,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _minutes(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("slow")
+    return marker.kwargs.get("minutes", 0) if marker else 0
 
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -352,7 +352,7 @@ def test_a_real_interrupt_leaves_nothing(run: Path):
     _campaign(run, 1, 3.0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 @pytest.mark.timeout(2 * CAMPAIGN_S + 300)
 def test_a_campaign_of_real_interrupts_leaves_nothing(run: Path):
     _campaign(run, random.SystemRandom().randrange(1 << 30), CAMPAIGN_S)

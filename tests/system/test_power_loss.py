@@ -611,7 +611,7 @@ def notices(judge: Judge, site: str, traces: Iterable[tuple[Trace, Promise, str]
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 @pytest.mark.timeout(900)
 def test_power_loss_campaign(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Many more moments; then there is no sync that could be left out without being noticed."""
