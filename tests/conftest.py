@@ -45,7 +45,7 @@ _STARTED_DAEMONS = tuple(
 )
 """Tests of which only trainers are forked: their daemons inherit what is tested."""
 _ENDED = "system/test_exits"
-"""Tests whose forked processes end as those of users do; elsewhere, and in a quick run, imports are left standing."""
+"""Tests whose forked processes end as those of users do; elsewhere, and in a quick run, nothing is taken apart."""
 _ON_DISK = tuple(f"{name}.py" for name in ("test_storage", "test_limits", "test_power_loss"))
 """Tests of what a disk does; of a quick run all others lie in memory, which takes a seventh less time."""
 _MEMORY, _ROOM_NBYTES = "/dev/shm", 4 << 30
@@ -96,6 +96,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if campaigns.quick:
         _draw(config, items)
+    items.sort(key=_minutes, reverse=True)  # one that is begun last is waited for alone
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _cuda_available():
         for item in gpu:
@@ -104,6 +105,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("root"):
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+def _minutes(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("slow")
+    return marker.kwargs.get("minutes", 0) if marker else 0
 
 
 def _draw(config: pytest.Config, items: list[pytest.Item]) -> None:

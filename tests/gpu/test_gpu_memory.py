@@ -341,6 +341,7 @@ def test_tensors_of_several_devices_are_saved_and_the_current_one_stays(
         assert torch.cuda.current_device() == current
 
 
+@pytest.mark.any_schedule
 @gpu.needs_two_devices
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_rank_on_one_device_opens_no_context_on_another(tmp_path: Path, blocking: bool):

@@ -11,6 +11,7 @@ import os
 import random
 import re
 
+import campaigns
 import gpu
 import pytest
 from gpu_graph_training import TrainingWithGraphs
@@ -24,7 +25,7 @@ pytestmark = [*gpu.MARKS, pytest.mark.filterwarnings("ignore:the save of step .*
     ("examples", "steps"),
     [
         pytest.param(25, 25, id="short"),
-        pytest.param(110, 40, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        pytest.param(campaigns.length(110), 40, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
 def test_every_save_holds_the_moment_of_its_call_whatever_training_does(

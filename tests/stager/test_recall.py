@@ -299,7 +299,7 @@ class TrainingWithoutGuards(Training):
 
 
 TestTraining = Training.TestCase
-TestTrainingWithoutGuards = TrainingWithoutGuards.TestCase
+TestTrainingWithoutGuards = pytest.mark.slow(TrainingWithoutGuards.TestCase)
 TestTraining.settings = TestTrainingWithoutGuards.settings = settings(
     max_examples=campaigns.examples(100), stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -141,6 +141,7 @@ MESHES: dict[str, tuple[list[Any], list[tuple[Sequence[Placement], Steps]]]] = {
 SHAPES = [(17, 5), (5, 17), (8, 8), (3, 1), (1, 3), (1, 1), (16, 9), (0, 4), (4, 0), (7, 2, 3), (2, 11, 0)]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MESHES)
 def test_every_rank_describes_the_grid_that_torch_has_cut(name: str) -> None:
     layout, cases = MESHES[name]
@@ -319,6 +320,7 @@ def environment() -> dict[str, str]:
 # Describing, among real ranks
 
 
+@pytest.mark.slow
 def test_fsdp_over_tensor_parallelism_holds_what_the_grid_says(tmp_path: Path) -> None:
     """Eight gloo ranks compare the values of their local tensors with the boxes derived, uneven and empty ones too."""
     command = [sys.executable, "-W", "ignore", __file__, str(tmp_path)]
@@ -591,6 +593,7 @@ def transformer(grid: Callable[[tuple[int, ...]], Grid]) -> Tensors:
     return tensors
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("ranks", "sharded", "most"),
     [

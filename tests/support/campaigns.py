@@ -39,8 +39,8 @@ def drawn() -> int:
 
 
 def third(name: str, family: Sequence[T]) -> list[T]:
-    """A third of it, which no order of its members decides; the three thirds make the whole. Four or fewer stay."""
-    if len(family) <= 4:
+    """A third of it, which no order of its members decides; the three thirds make the whole. Two or fewer stay."""
+    if len(family) <= 2:
         return list(family)
     return random.Random(name).sample(family, len(family))[drawn() :: 3]
 

@@ -3,8 +3,8 @@
 Most of the time of the whole suite would go into interpreters that import torch, or what a daemon needs. ``popen`` is
 ``subprocess.Popen`` for such a process; daemons of this process, and of those started so, are started so as well.
 ``/proc`` shows the command line and the environment that they would have had, ``sitecustomize`` is imported, warnings
-are as ``-W`` says. They end as any interpreter does, except that what was imported before is not taken apart, which
-takes ten times as long as the rest. Tests that are about starts, about what is inherited, or about ends do without.
+are as ``-W`` says. They end as any interpreter does, except that modules and objects are not taken apart, which takes
+ten times as long as the rest. Tests that are about starts, about what is inherited, or about ends do without.
 
 As a script this module is the process from which others are forked. It is their parent, and reaps them when asked to,
 or when who has started them is gone.
@@ -398,7 +398,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_to_end(arguments: list[str]) -> None:
-    """Do what an interpreter does with these and end as it does, with all that was made since the fork."""
+    """Do what an interpreter does with these and end as it does, but that nothing is freed one by one."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     try:
@@ -413,8 +413,6 @@ def _run_to_end(arguments: list[str]) -> None:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.modules["__main__"].__dict__.clear()
-    gc.collect()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -373,7 +373,7 @@ def test_both_killed_at_every_step_of_the_daemon_no_committed_save_is_lost(
 # Random instants ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @_BUSY
 @pytest.mark.usefixtures("orders", "started_daemons")
 def test_kills_at_random_instants_lose_no_acknowledged_save(

@@ -135,7 +135,7 @@ def test_killed_workers_and_daemons_are_resumed_bit_for_bit_by_fewer_ranks_too(c
     campaign.story.check(traces)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_ranks_without_a_process_group_meet_again_after_each_death(campaign: Campaign, traces: Traces):
     campaign.train(3, "worker", "daemon", "both", until=300)
     campaign.train(2, until=310)
@@ -143,7 +143,7 @@ def test_ranks_without_a_process_group_meet_again_after_each_death(campaign: Cam
     campaign.story.check(traces, divided=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @pytest.mark.timeout(1500)
 def test_kills_lose_no_acknowledged_step_and_change_no_bit(
     campaign: Campaign, traces: Traces, seed: int, capsys: pytest.CaptureFixture[str]

@@ -153,6 +153,7 @@ def test_trainer_that_execs_itself_resumes_from_what_it_had_staged(run: Path, tr
     traces.check()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("delay_s", [0.01, 0.1, 0.2, 0.3])
 @pytest.mark.usefixtures("started_daemons")
 def test_trainer_killed_while_its_daemon_starts_leaves_nothing(run: Path, traces: Traces, delay_s: float):
@@ -176,6 +177,7 @@ def test_checkpoints_follow_the_umask_of_the_trainer(run: Path, traces: Traces, 
 # Forks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("way", ["child ends", "child ends by os._exit", "child is collected", "child saves elsewhere"])
 def test_forked_child_cannot_use_or_disturb_the_checkpointer(run: Path, traces: Traces, way: str):
     with Trainer(traces, "fork", run, way) as trainer:

@@ -411,6 +411,7 @@ def template(run: Path, faults: Faults, tmp_path: Path) -> Path:
     return template
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("nth", range(3))
 def test_short_read_at_a_start_is_no_damage(run: Path, faults: Faults, nth: int):
     leave(run, faults, 2, "rename")

@@ -117,6 +117,7 @@ def interrupt_at_every(subject: Subject, call: Callable[[], object], count: int 
     assert hits, "nothing was interrupted"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_interrupted_at_any_point_leaves_nothing(run: Path, name: str):
     subject = Subject(run)
@@ -225,6 +226,7 @@ def _interrupt_reading(run: Path, name: str, count: int) -> None:
 READING = ["load", "load_into", "steps", "history", "verify"]
 
 
+@pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # Python has closed it
 @pytest.mark.parametrize("name", READING)
 def test_reading_interrupted_at_any_point_leaves_no_descriptor_or_thread(run: Path, name: str):
@@ -350,7 +352,7 @@ def test_a_real_interrupt_leaves_nothing(run: Path):
     _campaign(run, 1, 3.0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 @pytest.mark.timeout(2 * CAMPAIGN_S + 300)
 def test_a_campaign_of_real_interrupts_leaves_nothing(run: Path):
     _campaign(run, random.SystemRandom().randrange(1 << 30), CAMPAIGN_S)

@@ -68,6 +68,7 @@ def limited(
     return forks.run(arguments, said, env=environment)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("state", "soft", "hard"),
     [(MANY_TENSORS, 1024, 1024), (MANY_ITEMS, 256, 4096), (MANY_ITEMS, 256, 256)],
@@ -255,6 +256,7 @@ for spare in map(int, sys.stdin.read().split()):
 """
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("what", ["start", "save", "load", pytest.param("respawn", marks=pytest.mark.slow)])
 def test_trainer_that_has_no_file_descriptor_left_gets_an_error_and_lives_on(run: Path, what: str):
     """However many are left: libraries below are known to abort the process."""
@@ -318,6 +320,7 @@ def fill(folder: Path, leave: int) -> Path:
     return filler
 
 
+@pytest.mark.drawn
 @pytest.mark.root
 @pytest.mark.parametrize("leave_nbytes", [0, 64 << 10, MIB, 3 * MIB])
 def test_full_ext4_fails_the_saves_until_there_is_room(ext4: Path, leave_nbytes: int):

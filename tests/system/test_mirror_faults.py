@@ -19,6 +19,7 @@ def opened(server: ObjectServer, run: Path, **options: object) -> Checkpointer:
     return Checkpointer(run, mirror=URL, storage_options=store, **options)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("fault", [503, "cut", After(503), After("cut")])
 def test_what_fails_once_is_copied_all_the_same(server: ObjectServer, run: Path, fault: Fault) -> None:
     with opened(server, run) as ckpt:

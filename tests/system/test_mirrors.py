@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import campaigns
 import pytest
 from commands import output
 from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
@@ -95,13 +96,15 @@ def test_daemons_killed_at_any_moment_lose_nothing_that_was_mirrored(run: Path, 
     kill_daemons(run, place, 30)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_many_daemons_killed_at_any_moment(run: Path, place: str):
-    kill_daemons(run, place, 200)
+    kill_daemons(run, place, campaigns.length(200))
 
 
 def kill_daemons(run: Path, place: str, count: int) -> None:
-    generator = random.Random(count)
+    chosen = int(os.environ.get("SIDESAVE_TEST_SEED") or random.randrange(10**6))
+    print(f"SIDESAVE_TEST_SEED={chosen}")
+    generator = random.Random(chosen)
     told: list[int] = []
     known: set[int] = set()
     with sidesave.Checkpointer(run, mirror=place) as ckpt:

@@ -551,8 +551,8 @@ def recordings(folder: Path, sweep: Sweep) -> Iterator[Trace]:
 )
 def test_power_loss_at_any_moment_leaves_what_was_promised(folder: Path, judge: Judge, scenario: Callable[[Run], None]):
     trace = record(folder, scenario)
-    judge.replay(trace, FEWER)
-    judge.replay(trace, FEWER, ordered=True)
+    judge.replay(trace, campaigns.examples(FEWER))
+    judge.replay(trace, campaigns.examples(FEWER), ordered=True)
 
 
 @pytest.mark.slow
@@ -611,7 +611,7 @@ def notices(judge: Judge, site: str, traces: Iterable[tuple[Trace, Promise, str]
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 @pytest.mark.timeout(900)
 def test_power_loss_campaign(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Many more moments; then there is no sync that could be left out without being noticed."""

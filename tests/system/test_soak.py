@@ -177,7 +177,7 @@ def test_hundred_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
     traces.check()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
     run: Path, traces: Traces, orders: Orders, capsys: pytest.CaptureFixture[str]
 ):

@@ -176,7 +176,7 @@ def test_a_store_that_does_not_answer_for_long_fails_the_save_and_no_other(serve
     check_store(server, 1, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1)
 def test_a_minute_without_network_delays_a_save_and_fails_none(server: ObjectServer) -> None:
     """With the retries that a session has by default; the lease is not lost by it either."""
     with Checkpointer(URL, storage_options=server.options) as ckpt:

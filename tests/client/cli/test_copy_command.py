@@ -31,6 +31,7 @@ def place(kind: str, tmp_path: Path, name: str) -> str:
     return {"directory": f"{tmp_path}/{name}", "file": f"file://{tmp_path}/{name}", "s3": f"s3://bucket/{name}"}[kind]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("source", "target"), _WAYS)
 def test_a_run_is_copied_from_anywhere_to_anywhere_and_goes_on_there(
     source: str, target: str, tmp_path: Path, server: ObjectServer

@@ -520,6 +520,7 @@ def test_trigger_finds_a_checkpoint_that_went_elsewhere(mount: Callable[..., Pat
 # The process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("command", [["top", "--once"], ["plot", "RUN", "--output", "x.png"], ["trigger", "RUN"]])
 def test_commands_for_runs_under_way_do_without_torch(command: list[str], tmp_path: Path):
     pytest.importorskip("matplotlib")

@@ -100,6 +100,7 @@ def holds_once(truth: dict[str, torch.Tensor], *parts: Path) -> None:
 # Saved per node, and loaded by the same ranks --------------------------------------------------------------------
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("name", "each_has_all"),
     [("over_nodes", False), ("replicas_within_nodes", False), ("replicas_across_nodes", True), ("alike", True)],

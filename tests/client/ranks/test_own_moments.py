@@ -101,6 +101,7 @@ def test_fsdp1_without_a_mesh_is_told_what_it_needs(tmp_path: Path):
     forks.spawn(_without_mesh, os.fspath(tmp_path))
 
 
+@pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)

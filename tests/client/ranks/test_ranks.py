@@ -89,6 +89,7 @@ def test_rows_that_one_rank_alone_has_trained_come_back_to_it_and_it_is_said_onc
     finish(ranks, run, traces)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("name", "options", "apart"),
     [
@@ -126,6 +127,7 @@ def test_what_a_parallel_model_does_not_keep_equal_is_compared(
     finish(ranks, run, traces)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "count"), [("fsdp", 3), ("hsdp", 4), ("tp_fsdp", 4), ("ddp", 2)])
 def test_state_of_a_parallel_model_is_whole_and_there_once(
     start: Start, run: Path, traces: Traces, name: str, count: int
@@ -244,6 +246,7 @@ def save_positions(start: Start, run: Path, traces: Traces, count: int, **option
     finish(ranks, run, traces)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("where", ["per rank", "object", "tensor"])
 def test_what_each_rank_had_is_not_loaded_by_another_number_of_ranks_that_do_not_say_how(
     start: Start, run: Path, traces: Traces, where: str
@@ -338,6 +341,7 @@ def test_user_says_what_is_shared_and_what_is_not(start: Start, run: Path, trace
     finish(ranks, run, traces)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["fsdp", "experts", "small", "batchnorm"])
 def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(start: Start, run: Path, traces: Traces, name: str):
     ranks = start(3)

@@ -39,6 +39,7 @@ def root(place: str, end_all: None) -> str:
     return place
 
 
+@pytest.mark.drawn
 def test_all_that_reads_takes_a_run_with_a_log(root: str, tmp_path: Path):
     save(root, 1, 2)
     place = f"{root}/step-00000002.{NEW}"

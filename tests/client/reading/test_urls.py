@@ -80,6 +80,7 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         yield options
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("kind", ["file", "memory", "s3", pytest.param("seaweed", marks=pytest.mark.slow)])
 def test_all_that_reads_takes_a_url(
     kind: str, buckets: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -446,6 +447,7 @@ except SidesaveError as error:
     assert "pip install 'sidesave[remote]'" in done.stdout
 
 
+@pytest.mark.slow
 def test_its_library_is_imported_for_a_url_alone(buckets: Path):
     code = "import sys, sidesave; sidesave.load(sys.argv[1]); print('obstore' in sys.modules)"
     for path, expected in ((buckets / "bucket" / "run", "False"), (f"file://{buckets}/bucket/run", "True")):
