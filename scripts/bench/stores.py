@@ -1,13 +1,15 @@
 """What a straight save, a mirror and a load make of a link, and what an upload costs in processor time.
 
-    python -m scripts.bench.stores [--mib 256] [--rounds 3] [--s3fs DIR]
+    python -m scripts.bench.stores [--mib 256] [--rounds 3] [--s3fs DIR] [--unsigned]
 
 The first table is through a proxy that lets 30 MiB/s pass each way, 20 ms late, before the object server of the tests:
 the share of the link is the state's bytes over the time from the call until it is committed or loaded, and of a mirror
 from the commit on the disk until it is mirrored. The
 second is without a limit, against SeaweedFS: processor seconds of trainer and daemon for each GiB, beside those of one
 ``obstore.put`` of as many bytes from memory, and of ``torch.distributed.checkpoint.async_save`` through s3fs, where DIR
-has it (``pip install --target DIR s3fs``). What is compared takes turns.
+has it (``pip install --target DIR s3fs``). What is compared takes turns. Of the saves it tells how much of that is the
+copy into staging memory (all of the trainer's), the upload (the client's threads) and the digests (all else in the
+daemon). With ``--unsigned`` the client does not sign the content.
 """
 
 import argparse
@@ -38,6 +40,7 @@ RATE = 30 * MIB
 LATENCY_S = 0.02
 _CHUNK = 64 << 10
 _SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+_PARTS = ("the copy", "the upload", "the digests")
 Options = dict[str, str]
 
 
@@ -165,7 +168,14 @@ def _cpu_s(*pids: int) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None) -> list[list[str]]:
+def _upload_s(pid: int) -> float:
+    """Processor seconds of the threads by which the client of the store works."""
+    names = {int(path.parent.name): path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm")}
+    threads = psutil.Process(pid).threads()
+    return sum(each.user_time + each.system_time for each in threads if "tokio" in names.get(each.id, ""))
+
+
+def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None, further: Options) -> list[list[str]]:
     """Rows of the second table."""
     weed = find_weed()
     if not weed:
@@ -176,7 +186,7 @@ def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None) -> list[l
     (directory / "weed").mkdir()
     with contextlib.ExitStack() as opened:
         try:
-            options = _options(opened.enter_context(weed_server(weed, directory / "weed", "bucket")))
+            options = _options(opened.enter_context(weed_server(weed, directory / "weed", "bucket"))) | further
         except WeedError as error:
             return [["all", "-", f"weed does not start: {error}"]]
         ckpt = opened.enter_context(sidesave.Checkpointer("s3://bucket/run", storage_options=options))
@@ -187,9 +197,12 @@ def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None) -> list[l
         step = 0
 
         def save() -> float:
-            before = _cpu_s(me, daemon)
+            before = _cpu_s(me), _cpu_s(daemon), _upload_s(daemon)
             ckpt.save(step, state, blocking=True)
-            return _cpu_s(me, daemon) - before
+            copy, rest, upload = _cpu_s(me) - before[0], _cpu_s(daemon) - before[1], _upload_s(daemon) - before[2]
+            for name, part in zip(_PARTS, (copy, upload, rest - upload), strict=True):
+                figures[name].append(part * (1 << 30) / nbytes)
+            return copy + rest
 
         def put() -> float:
             before = _cpu_s(me)
@@ -214,7 +227,9 @@ def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None) -> list[l
         for step in range(1, rounds + 1):
             for name, way in rotated(ways, step):
                 figures[name].append(way() * (1 << 30) / nbytes)
-    medians = {name: statistics.median(figures[name]) for name, _ in ways}
+    medians = {name: statistics.median(values) for name, values in figures.items()}
+    parts = ", ".join(f"{name} {medians[name]:.2f}" for name in _PARTS)
+    print(f"of a straight save: {parts}")
     return [
         [name, "-", reasons[name]]
         if name in reasons
@@ -243,6 +258,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: the current folder)")
     parser.add_argument("--s3fs", metavar="DIR", help="where s3fs was installed to")
+    parser.add_argument("--unsigned", action="store_true", help="the content of the second table's uploads")
     for role in ("--serve", "--proxy", "--dcp"):
         parser.add_argument(role, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -257,7 +273,8 @@ def main() -> None:
         with workspace(args.dir) as directory:
             rows = shares(directory, nbytes, args.rounds)
             print(table(("through 30 MiB/s and 20 ms", "of the link, median", "worst"), rows))
-            rows = costs(directory, nbytes, args.rounds, args.s3fs)
+            further = {"aws_unsigned_payload": "true"} if args.unsigned else {}
+            rows = costs(directory, nbytes, args.rounds, args.s3fs, further)
             print(table(("processor seconds", "for a GiB", "straight save takes, of it"), rows))
 
 

@@ -55,23 +55,24 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kill_at_random(url: str, kills: int) -> None:
-    """Save step after step, killing the daemon within each of so many, at a moment drawn by chance."""
+    """Save step after step, killing the daemon within so many of them, each at a moment drawn by chance."""
     chance = random.Random(SEED)
     longest_s, killed = 0.0, 0
+    learning = 3
     with Checkpointer(url) as ckpt:
-        for step in range(1, kills + 1):
+        for step in range(1, learning + kills + 1):
             wait_until(lambda killed=killed: ckpt.daemon_pid not in (None, killed))
             pid = daemon(ckpt)
             began = time.monotonic()
             handle = ckpt.save(step, a_state(step, SMALL))
-            if step > 3:  # of the first ones it is learnt how long a save takes
+            if step > learning:  # of the first ones it is learnt how long a save takes
                 time.sleep(chance.random() * longest_s)
                 end(pid)
                 killed = pid
             assert handle.committed.result(DEADLINE_S).step == step
-            if step <= 3:
+            if step <= learning:
                 longest_s = max(longest_s, time.monotonic() - began)
-    check(url, *range(1, kills + 1), mib=SMALL)
+    check(url, *range(1, learning + kills + 1), mib=SMALL)
     assert strays(url) == []
 
 

@@ -5,6 +5,7 @@ import errno
 import itertools
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,8 +262,12 @@ def test_what_has_not_changed_is_not_uploaded_again(server: ObjectServer):
     session = begin("s3://bucket/run")
     session.save(1, a_state(1))
     assert (uploads(server), server.count("COPY")) == (1, 0)
+    begun = len(server.requests)
     session.save(2, a_state(2), sequence=2)
     assert (uploads(server), server.count("COPY")) == (1, 2)
+    frozen = ("@frozen", "-00000001.ffffffffffffffff/rank-00000.json")
+    asked = Counter(each.method for each in server.requests[begun:] if any(name in each.key for name in frozen))
+    assert asked == {"GET": 2, "HEAD": 4, "COPY": 2}, "of tensors and digests: is it that save, is it there, now it is"
     check("s3://bucket/run", 2, a_state(2))
     session.close()
 

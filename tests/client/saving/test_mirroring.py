@@ -7,7 +7,13 @@ import pytest
 
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.saving.mirroring import Mirroring
-from sidesave.errors import CheckpointNotFoundError, CommitUnknownError, DirectoryInUseError, WriteError
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    DirectoryInUseError,
+    WriteError,
+    WriteStalledError,
+)
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.protocol import Committed, Failed, Mirror, Mirrored
 
@@ -38,6 +44,7 @@ def failure(error: Exception) -> Failed:
 
 
 def test_only_this_sessions_saves_are_answered(mirroring: Mirroring):
+    mirroring.receive(Mirror(attempt=1, compared=True))
     handle = a_save(mirroring, 1)
     mirroring.receive(mirrored(1, session="0" * 16))
     assert not handle.mirrored.done()
@@ -74,6 +81,7 @@ def test_trouble_fails_nothing_and_the_end_fails_all(mirroring: Mirroring):
 
 
 def test_a_failure_is_raised_once_and_not_where_it_was_read(mirroring: Mirroring):
+    mirroring.receive(Mirror(attempt=1, compared=True))
     read, unread = a_save(mirroring, 1), a_save(mirroring, 2)
     for sequence in (1, 2):
         mirroring.receive(mirrored(sequence, failure(WriteError(errno.EIO, f"of {sequence}", "/mirror"))))
@@ -82,6 +90,25 @@ def test_a_failure_is_raised_once_and_not_where_it_was_read(mirroring: Mirroring
         mirroring.wait(0)
     mirroring.wait(0)
     assert unread.mirrored.done()
+
+
+def test_what_earlier_sessions_have_left_is_waited_for_until_the_mirror_is_given_up(mirroring: Mirroring):
+    for message in (
+        None,
+        Mirror(attempt=1, compared=True, missing=(3, 4)),
+        Mirror(attempt=1, compared=True, missing=(4,)),
+    ):
+        if message is not None:
+            mirroring.receive(message)
+        with pytest.raises(WriteStalledError, match="what earlier sessions have left was not mirrored"):
+            mirroring.wait(0)
+    mirroring.receive(Mirror(attempt=1, compared=True))
+    mirroring.wait(0)
+    mirroring.receive(Mirror(attempt=1, over=True, error=failure(DirectoryInUseError(errno.EBUSY, "taken", "/mirror"))))
+    with pytest.raises(DirectoryInUseError):
+        mirroring.wait(0)
+    mirroring.wait(0)
+    Mirroring("/mirror", SESSION, leads=False).wait(0)
 
 
 def test_what_is_open_at_the_end_is_not_known(mirroring: Mirroring):
