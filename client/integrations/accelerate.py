@@ -10,13 +10,10 @@ from typing import Any, Final, Unpack
 import torch
 from torch import nn
 
-from sidesave.client.loading.sources import Source
-from sidesave.client.options import CheckpointerOptions, LoadOptions
-from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.options import CheckpointerOptions
 from sidesave.client.training.keep_policies import KeepLatest, KeepPolicy
 from sidesave.client.training.links import Naming
 from sidesave.client.training.manager import CheckpointManager
-from sidesave.client.training.metadata import Metrics
 from sidesave.client.training.save_policies import SavePolicy
 from sidesave.errors import InvalidArgumentError
 from sidesave.stager.state.annotations import Replicated
@@ -42,7 +39,7 @@ class SidesaveState(CheckpointManager):
 
     It has the models, optimizers and schedulers, the scaler, the positions of the samplers, registered objects, the
     random number generators, and the accelerator's count of steps. What is prepared or registered later is saved from
-    then on.
+    then on. A loader that is within an epoch is left at its begin by :meth:`restore`: skip what was read.
     """
 
     def __init__(
@@ -82,13 +79,10 @@ class SidesaveState(CheckpointManager):
             directory = os.path.join(project.project_dir, "checkpoints")
         if keep == () and project.total_limit:
             keep = KeepLatest(project.total_limit)
-        self._accelerator = accelerator
-        self._items: dict[str, Any] = {}
-        self._own: Collection[str] = ()
-        self._collect()
+        objects = _Objects(accelerator)
         super().__init__(
             directory,
-            self._items,
+            objects.items,
             save=save,
             keep=keep,
             names=names,
@@ -97,38 +91,20 @@ class SidesaveState(CheckpointManager):
             metadata=metadata,
             **options,
         )
+        self._managed.before = objects.collect
 
-    def step(self, step: int, metrics: Metrics | None = None) -> SaveHandle | None:
-        """As of ``CheckpointManager``."""
-        self._collect()
-        return super().step(step, metrics)
 
-    def save(
-        self,
-        step: int,
-        metrics: Metrics | None = None,
-        *,
-        blocking: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> SaveHandle:
-        """As of ``CheckpointManager``."""
-        self._collect()
-        return super().save(step, metrics, blocking=blocking, metadata=metadata)
+class _Objects:
+    """What an accelerator has prepared and registered by now, as items of a state."""
 
-    def restore(
-        self,
-        step: int | str | os.PathLike[str] | None = None,
-        *,
-        sources: Sequence[Source] | Source = (),
-        fallback: bool = True,
-        **options: Unpack[LoadOptions],
-    ) -> int:
-        """As of ``CheckpointManager``. A loader that is within an epoch is left at its begin: skip what was read."""
-        self._collect()
-        return super().restore(step, sources=sources, fallback=fallback, **options)
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._own: Collection[str] = ()
+        self.items: dict[str, Any] = {}
+        self.collect()
 
-    def _collect(self) -> None:
-        """Bring the items up to date."""
+    def collect(self) -> None:
+        """Bring the items up to date; those that were added to them by others stay."""
         accelerator = self._accelerator
         _refuse(accelerator)
         own: dict[str, Any] = {"accelerator": _Steps(accelerator)}
@@ -145,8 +121,8 @@ class SidesaveState(CheckpointManager):
         if accelerator.scaler is not None:
             own["scaler"] = accelerator.scaler
         for name in self._own:
-            del self._items[name]
-        self._items.update(own)
+            del self.items[name]
+        self.items.update(own)
         self._own = own.keys()
 
 

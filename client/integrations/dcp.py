@@ -123,8 +123,9 @@ def load(
     """Load in place, in the place of torch's ``load``: a checkpoint of sidesave, or one that torch has written.
 
     Tensors are filled, cast from another floating-point dtype if need be; objects with ``load_state_dict`` are given
-    their state, and plain values are replaced. What the checkpoint has and ``state_dict`` has not is left alone. All
-    ranks load, or none does. A save of this process to the same id is waited for.
+    their state, and plain values are replaced. What the checkpoint has and ``state_dict`` has not is left alone, but
+    that a dict of plain values becomes what was saved. All ranks load, or none does. A save of this process to the same
+    id is waited for.
 
     Args:
         state_dict: What to load, by the names that it was saved under.
@@ -157,8 +158,8 @@ def load(
             into=into, strict=False, allow_pickle=allow_pickle, casts=True, rank=world.rank, size=world.size
         )
         loaded = request.read(place)
-        missing = [*loaded.missing, *(key for key in into if key not in loaded.missing and not loaded.has(key))]
-        missing = [name for name in missing if not _is_empty(into.get(name))]
+        lacking = dict.fromkeys([*loaded.missing, *loaded.lacking()])
+        missing = [name for name in lacking if not _is_empty(into.get(name))]
         if missing:
             names = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
             raise StateMismatchError(f"{place} does not fit, and nothing was loaded: it does not have {names}")

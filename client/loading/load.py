@@ -145,6 +145,10 @@ class Loaded:
         """Whether an item of the target is given anything."""
         return name in self._given if isinstance(self._given, dict) else self._given.has(name)
 
+    def lacking(self) -> list[str]:
+        """Names of values in the target's plain data that the checkpoint lacks; ``missing`` has not all of them."""
+        return [] if isinstance(self._given, dict) else self._given.lacking()
+
     def apply(self) -> dict[str, Any]:
         """Assign to the live objects, once. Returns what :func:`load` returns.
 

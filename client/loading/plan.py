@@ -332,6 +332,25 @@ class LoadPlan:
             for path, leaf in leaves.items():
                 leaves[path] = filled(leaf, values)
 
+    def lacking(self) -> list[str]:
+        """Names of values in the target's plain data that are given nothing, once placeholders are replaced.
+
+        A list is one value, unless there are dicts in it.
+        """
+        names: dict[str, None] = {}
+        for slot in self.live.slots.values():
+            if slot.is_plain:
+                given, state = slot.path in self.given, slot.state()
+                there = FlatMap.of(self.flat(slot.path).nest(slot.path), slot.path).nodes() if given else {}
+                dicts = {node for at, each in state.containers.items() if type(each) in DICTS for node in prefixes(at)}
+                for at, leaf in state.leaves.items():
+                    value = next(
+                        (node for node in prefixes(at) if node not in dicts and len(node) >= len(slot.path)), at
+                    )
+                    if value not in there and type(leaf) not in (*DICTS, *SEQUENCES):  # else it is empty
+                        names[fqn_of(value)] = None
+        return [*names]
+
     def _tie(self, given: dict[Path, dict[Path, Any]]) -> None:
         known = {id(slot.target): path for path, slot in self._tensors() if slot.module and path in given}
         for path, slot in self._tensors():

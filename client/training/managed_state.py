@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from sidesave.client import arguments
@@ -38,6 +38,7 @@ class ManagedState:
 
     Attributes:
         last: The latest save, if any.
+        before: Called before each save and load, if set: brings the state up to date.
     """
 
     def __init__(
@@ -66,11 +67,14 @@ class ManagedState:
         self._files: dict[str, bytes] = {}
         self._seed: int | None = None
         self.last: SaveHandle | None = None
+        self.before: Callable[[], None] | None = None
         self._newest: SaveHandle | None = None
 
     @property
     def items(self) -> dict[str, Any]:
-        """The items to save."""
+        """The items to save, or to load into, brought up to date."""
+        if self.before is not None:
+            self.before()
         if self._random is None:
             return self._state
         return {**self._state, RANDOM_STATE: PerRank(self._random, self._random.when_resized)}
@@ -114,6 +118,7 @@ class ManagedState:
             self._stats.watch(handle, now, now)
             return handle
         try:
+            items = self.items
             facts = encode_metadata(
                 as_numbers(step, metrics, self._metric_names),
                 {**self._user, **(metadata or {})},
@@ -130,7 +135,7 @@ class ManagedState:
             try:
                 handle = self._checkpointer.save(
                     step,
-                    self.items,
+                    items,
                     blocking=blocking or self._blocking,
                     overwrite=step == self._seed,
                     metadata=facts,

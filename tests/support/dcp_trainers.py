@@ -82,10 +82,10 @@ def newest(run: Path) -> Path | None:
     return max(found, key=lambda each: int(each.name[3:]), default=None)
 
 
-def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, kill_at: int) -> None:
+def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, kill_at: int, size: int = 2) -> None:
     """Train to step ``until``, saving each step, and go on from what is there; die within the save of ``kill_at``."""
     dcp: Any = ours if api == "ours" else stock
-    join(rank, meeting)
+    join(rank, meeting, size)
     app = an_app(1, kind)
     begin = 0
     group: Any = torch.distributed.new_group(backend="gloo")  # torch saves in a thread, beside what training exchanges

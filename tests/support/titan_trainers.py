@@ -230,9 +230,18 @@ class Progress:
 class Parts:
     """What a checkpoint manager is built of, for a small model; ``names`` are those of its layers, as on a stage."""
 
-    def __init__(self, seed: int, names: tuple[str, ...] = ("first", "last"), ranks: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self,
+        seed: int,
+        names: tuple[str, ...] = ("first", "last"),
+        ranks: tuple[int, int] = (0, 1),
+        frozen: str = "",
+        width: int = 5,
+    ) -> None:
         torch.manual_seed(seed)
-        self.model: Any = nn.Sequential(OrderedDict([(name, nn.Linear(5, 5)) for name in names]))
+        self.model: Any = nn.Sequential(OrderedDict([(name, nn.Linear(width, width)) for name in names]))
+        if frozen:
+            self.model.get_submodule(frozen).requires_grad_(requires_grad=False)
         optimizer: Any = default_adamw(lr=0.01)
         optimizer.implementation = "for-loop"
         self.optimizers = optimizer.build(model_parts=[self.model])
@@ -296,6 +305,26 @@ def save_on_stages(rank: int, size: int, meeting: str, folder: str) -> None:
     assert manager.save(2)
     manager.close()
     torch.save(parts.state(), f"{folder}/expected-{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def train_parts(rank: int, size: int, meeting: str, folder: str, until: int) -> None:
+    """Go on from what is there to step ``until``, saving each.
+
+    What is saved is in ``FOLDER/saved-STEP`` too, what was loaded in ``loaded-STEP``, and the process in ``pid``.
+    """
+    join(rank, size, meeting)
+    Path(folder, "pid").write_text(str(os.getpid()))
+    parts = Parts(1)
+    manager = parts.build(SidesaveCheckpointManager.Config(enable=True, interval=1), folder)
+    if manager.load():
+        torch.save(parts.state(), f"{folder}/loaded-{parts.progress.step}")
+    while parts.progress.step < until:
+        manager.maybe_wait_for_staging()
+        parts.train()
+        torch.save(parts.state(), f"{folder}/saved-{parts.progress.step}")
+        manager.save(parts.progress.step)
+    manager.close()
     torch.distributed.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import guides
 import pytest
 import torch
 
@@ -92,6 +93,25 @@ def test_what_is_registered_later_is_saved_from_then_on(tmp_path: Path):
     assert {"registered_1", "model_1"} <= set(sidesave.load(tmp_path / "run" / "step-00000001"))
 
 
+def test_what_is_registered_after_the_last_step_is_saved_at_the_end(tmp_path: Path):
+    job = Job()
+    with SidesaveState(job.accelerator, tmp_path / "run", save=[sidesave.LastStep()]) as state:
+        state.register("mine", 3)
+        state.step(4)
+        job.accelerator.register_for_checkpointing(torch.nn.Linear(2, 2))
+    assert {"registered_1", "mine"} <= set(sidesave.load(tmp_path / "run" / "step-00000004"))
+
+
+def test_a_loader_of_another_kind_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    job = Job()
+    with SidesaveState(job.accelerator, tmp_path / "run") as state:
+        state.save(0)
+        job.accelerator._dataloaders[:] = [torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4)))]
+        state.restore()
+    told = [each for each in caplog.records if "a data loader is of another kind" in each.message]
+    assert [(each.levelname, each.message.rpartition(": ")[2]) for each in told] == [("WARNING", "sampler")]
+
+
 def test_the_projects_configuration_counts(tmp_path: Path):
     config = accelerate.utils.ProjectConfiguration(project_dir=str(tmp_path), total_limit=2)
     job = Job(project_config=config)
@@ -163,3 +183,8 @@ def test_jobs_that_are_killed_go_on_as_those_that_save_by_themselves(kind: str, 
         assert losses(tmp_path / "ours", rank) == losses(tmp_path / "stock", rank)
         assert [*losses(tmp_path / "ours", rank)] == [str(step) for step in range(9)]
     assert sidesave.verify(tmp_path / "ours").ok
+
+
+@pytest.mark.slow
+def test_the_script_of_the_guide_can_be_killed_and_goes_on(tmp_path: Path):
+    guides.kill_and_run_again("accelerate", tmp_path)

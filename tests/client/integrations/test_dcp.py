@@ -1,6 +1,7 @@
 """The calls of torch.distributed.checkpoint: a script changes its import, and saves with sidesave."""
 
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,15 @@ from typing import Any
 
 import dcp_trainers
 import forks
+import guides
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from dcp_trainers import an_app, tensors
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from trainers import Orders
 
 import sidesave
 import sidesave.integrations.dcp as dcp
@@ -103,15 +108,34 @@ def test_torchs_own_load_reads_what_was_saved(run: Path):
 
 
 def test_what_the_target_lacks_is_left_alone_and_what_the_checkpoint_lacks_is_told(run: Path):
-    dcp.save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "step": 1}, checkpoint_id=run / "1")
+    saved = {
+        "model": {"a": torch.ones(2), "b": torch.ones(2)},
+        "progress": {"step": 1, "seen": [1]},
+        "identity": nn.Identity(),
+    }
+    dcp.save(saved, checkpoint_id=run / "1")
+    stock.save(saved, checkpoint_id=run.with_name("stock"), no_dist=True)
     part = {"model": {"a": torch.zeros(2)}}
     dcp.load(part, checkpoint_id=run / "1")
     assert part["model"]["a"].tolist() == [1, 1]
-    for more in ({"model": {"a": torch.zeros(2), "c": torch.zeros(2)}}, {"other": 1, "model": {"a": torch.zeros(2)}}):
-        state: Any = more
-        with pytest.raises(StateMismatchError, match=r"does not have (model\.c|other)"):
+    zeros = torch.zeros(2)
+    for state, lacking in (
+        ({"model": {"a": zeros, "c": zeros}}, "model.c"),
+        ({"other": 1, "model": {"a": zeros}}, "other"),
+        ({"model": {"a": zeros, "rate": 0.1}}, "model.rate"),  # plain values, which nobody has saved
+        ({"model": {"a": zeros}, "progress": {"step": 0, "seen": [1, 2], "lr": 1}}, "progress.lr"),
+    ):
+        with pytest.raises(StateMismatchError, match=f"it does not have {lacking}$"):
             dcp.load(state, checkpoint_id=run / "1")
-        assert state["model"]["a"].tolist() == [0, 0]
+        with pytest.raises(CheckpointException):  # as torch does, of its own checkpoint
+            stock.load(state, checkpoint_id=run.with_name("stock"), no_dist=True)
+        assert zeros.tolist() == [0, 0]
+    none: Any = {
+        "model": {"a": zeros, "none": [], "nothing": {}},
+        "identity": nn.Identity(),
+    }  # there is nothing to lack
+    dcp.load(none, checkpoint_id=run / "1")
+    assert zeros.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("call", ["save", "async_save"])
@@ -213,16 +237,20 @@ def test_what_all_ranks_hold_alike_is_on_the_disk_once(tmp_path: Path):
     assert len([name for name in names if name.endswith(".0.weight")]) == 1
 
 
-def start(folder: Path, *arguments: Any, died: bool) -> None:
+def begin(folder: Path, *arguments: Any, size: int = 2) -> list[Any]:
     folder.mkdir()
-    call = f"import dcp_trainers; dcp_trainers.run_job(%d, {str(folder)!r}, *{arguments!r})"
-    ranks = [forks.popen([sys.executable, "-c", call % rank]) for rank in range(2)]
-    assert [each.wait(280) for each in ranks] == [-signal.SIGKILL if died else 0] * 2
+    call = f"import dcp_trainers; dcp_trainers.run_job(%d, {str(folder)!r}, *{arguments!r}, size={size})"
+    return [forks.popen([sys.executable, "-c", call % rank]) for rank in range(size)]
 
 
-def losses(run: Path) -> list[dict[str, str]]:
+def start(folder: Path, *arguments: Any, died: bool = False, size: int = 2) -> None:
+    ranks = begin(folder, *arguments, size=size)
+    assert [each.wait(280) for each in ranks] == [-signal.SIGKILL if died else 0] * size
+
+
+def losses(run: Path, size: int = 2) -> list[dict[str, str]]:
     """Of each rank, the loss of each step, the last time that it was taken."""
-    lines = [Path(f"{run}.losses-{rank}").read_text().splitlines() for rank in range(2)]
+    lines = [Path(f"{run}.losses-{rank}").read_text().splitlines() for rank in range(size)]
     return [dict(line.split() for line in each) for each in lines]  # pyright: ignore[reportArgumentType]
 
 
@@ -243,3 +271,36 @@ def test_a_job_killed_within_a_save_goes_on_as_one_that_saves_with_torch(kind: s
     assert [*expected[0]] == [str(step) for step in range(6)]
     assert losses(tmp_path / "ours.run") == losses(tmp_path / "stock.run") == expected
     assert {link.name for link in (tmp_path / "ours.run").glob("at_*")} == {f"at_{step}" for step in range(6)}
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_killed_with_its_daemon_within_a_write_goes_on_from_the_commit(
+    orders: Orders, tmp_path: Path
+):
+    run = tmp_path / "run"
+    start(tmp_path / "1", str(run), "ours", "", 3, -1, size=1)
+    orders.give("stop", starting_at="got SAVE", every_step=True, after=6)
+    (trainer,) = begin(tmp_path / "2", str(run), "ours", "", 6, -1, size=1)
+    try:
+        daemon, _ = orders.obeyed()
+    finally:
+        trainer.kill()
+        trainer.wait()
+    os.kill(daemon, signal.SIGKILL)
+    (partial,) = run.glob(".step-00000003.*.partial")
+    assert [*partial.iterdir()]
+    assert {link.name for link in run.glob("at_*")} == {"at_0", "at_1", "at_2"}
+    assert [info.step for info in sidesave.find(run) if sidesave.verify(info).ok] == [0, 1, 2]
+    start(tmp_path / "3", str(run), "ours", "", 6, -1, size=1)
+    start(tmp_path / "straight", str(tmp_path / "straight.run"), "ours", "", 6, -1, size=1)
+    assert losses(run, 1) == losses(tmp_path / "straight.run", 1)
+    steps = [line.split()[0] for line in Path(f"{run}.losses-0").read_text().splitlines()]
+    assert steps == ["0", "1", "2", *steps[3:-3], "3", "4", "5"]  # from the commit of step 2
+    assert steps[3] == "3"
+    assert not [*run.glob(".step-*")]
+    assert all(sidesave.verify(each).ok for each in run.glob("at_*"))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_guide_can_be_killed_and_goes_on(tmp_path: Path):
+    guides.kill_and_run_again("dcp", tmp_path)

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import pytest
 pytest.importorskip("lightning.pytorch", reason="needs lightning: scripts/test --integrations lightning")
 
 import forks
+import guides
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning_trainers import Net, a_trainer, data
 from torch import nn
 
@@ -51,10 +54,14 @@ class Twin(SidesaveCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def test_what_lightning_saves_comes_back_bit_for_bit(run: Path):
+@pytest.mark.parametrize("frozen", ["", "layers.0"])
+def test_what_lightning_saves_comes_back_bit_for_bit(frozen: str, run: Path):
     io = Twin(run)
     trainer = a_trainer(run, io, 6)
-    trainer.fit(Net(), data())
+    net = Net()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    trainer.fit(net, data())
     assert io.checkpointer is None  # its daemon has ended
     paths = sorted(run.glob("*.ckpt"))
     assert [path.name for path in paths] == sorted(
@@ -124,6 +131,17 @@ def test_the_callback_opens_the_run_before_the_first_save(run: Path):
     other = Trainer(accelerator="cpu", callbacks=[io.callback()], logger=False)
     with pytest.raises(InvalidArgumentError, match=r"plugins=\[\.\.\.\]"):
         other.fit(Net(), data())
+
+
+@pytest.mark.parametrize("kind", [FSDPStrategy, DeepSpeedStrategy])
+def test_a_strategy_that_saves_past_the_plugin_is_refused_by_name(kind: Any, run: Path):
+    strategy = kind.__new__(kind)  # without the device, or the package, that making one asks for
+    strategy._checkpoint_io = io = SidesaveCheckpointIO(run)
+    trainer: Any = SimpleNamespace(strategy=strategy, is_global_zero=True)
+    for stage in ("fit", "validate"):
+        with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} saves past a CheckpointIO: .*ModelParallel"):
+            io.callback().setup(trainer, Net(), stage)
+    assert not run.exists()
 
 
 def test_a_checkpoint_of_lightnings_own_is_resumed_from_and_then_replaced(run: Path):
@@ -283,3 +301,8 @@ def test_a_job_killed_within_a_save_goes_on_as_with_lightnings_own(kind: str, is
         )  # fmt: skip
         assert all(same(ours[key], stock[key]) for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops"))
     assert len(sidesave.find(tmp_path / "ours")) == 3
+
+
+@pytest.mark.slow
+def test_the_script_of_the_guide_can_be_killed_and_goes_on(tmp_path: Path):
+    guides.kill_and_run_again("lightning", tmp_path)

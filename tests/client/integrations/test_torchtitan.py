@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,9 +18,11 @@ import pytest
 pytest.importorskip("torchtitan", reason="needs torchtitan: scripts/test --integrations torchtitan")
 
 import forks
+import guides
 import torch
 from titan_trainers import MANAGERS, Parts
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from trainers import Orders
 
 import sidesave
 from sidesave.errors import (
@@ -305,10 +308,25 @@ class Adapter:
         return HuggingFaceStorageReader(path)
 
 
-def test_weights_go_out_and_come_in_under_the_names_of_hugging_face(opened: Open):
+def test_a_partly_frozen_model_comes_back(opened: Open):
+    states = []
+    for kind in MANAGERS:
+        parts, fresh = Parts(1, frozen="first"), Parts(2, frozen="first")
+        manager = opened(parts, kind, folder=kind, interval=2)
+        train(parts, manager, 2)
+        manager.close()
+        assert opened(fresh, kind, folder=kind).load()
+        assert fresh.state() == parts.state()
+        fresh.train(2)
+        states.append(fresh.state())
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("frozen", ["", "first"])
+def test_weights_go_out_and_come_in_under_the_names_of_hugging_face(frozen: str, opened: Open):
     read = {}
     for kind in MANAGERS:
-        parts = Parts(1)
+        parts = Parts(1, frozen=frozen)
         manager = opened(parts, kind, Adapter(), folder=kind, last_save_in_hf=True, export_dtype="bfloat16")
         assert manager.save(3, last_step=True)
         manager.close()
@@ -420,29 +438,51 @@ def test_the_command_line_sets_the_options():
     assert (config.interval, config.async_mode, config.enable) == (7, "disabled", True)
 
 
+def test_the_guides_configuration_is_found_by_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from torchtitan.config import ConfigManager
+
+    (tmp_path / "my_configs.py").write_text(guides.script("torchtitan", "# With torchtitan"))
+    monkeypatch.syspath_prepend(tmp_path)
+    order = ["--module", "my_configs", "--config", "llama3_8b_sidesave", "--checkpoint.interval=100"]
+    config: Any = ConfigManager().parse_args(order)
+    assert type(config.checkpoint) is Config
+    assert (config.checkpoint.enable, config.checkpoint.folder, config.checkpoint.interval) == (True, "checkpoint", 100)
+
+
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
 class Ranks:
     """Processes that are forked from one which has imported torchtitan, which takes it ten seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        environment = dict(os.environ)
+        self.orders = Orders(folder / "orders", environment.__setitem__)
         command = [sys.executable, "-W", "ignore", "-c", "import titan_trainers; titan_trainers.serve()"]
-        self._server: Any = forks.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._server: Any = forks.popen(command, env=environment, **pipes)
 
     def __call__(self, function: str, size: int, *arguments: Any, ended: int = 0) -> None:
         """Have ``size`` ranks call a function of ``titan_trainers``; each has to end so."""
+        self.begin(function, size, *arguments)
+        assert self.end() == [ended] * size
+
+    def begin(self, function: str, size: int, *arguments: Any) -> None:
         self._server.stdin.write(json.dumps([function, size, arguments]) + "\n")
         self._server.stdin.flush()
-        assert json.loads(self._server.stdout.readline()) == [ended] * size
+
+    def end(self) -> list[int]:
+        """How the ranks have ended."""
+        return json.loads(self._server.stdout.readline())
 
     def close(self) -> None:
         self._server.communicate(timeout=60)
+        self.orders.close()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
 
@@ -450,6 +490,29 @@ def ranks() -> Iterator[Ranks]:
 def test_stages_and_data_come_back_on_another_mesh(ranks: Ranks, tmp_path: Path):
     ranks("save_on_stages", 2, str(tmp_path))
     ranks("load_on_another_mesh", 2, str(tmp_path))
+
+
+def test_a_trainer_that_is_killed_with_its_daemon_within_a_write_goes_on_from_the_commit(ranks: Ranks, tmp_path: Path):
+    ranks("train_parts", 1, str(tmp_path), 2)
+    ranks.orders.give("stop", starting_at="got SAVE", every_step=True, after=6)
+    ranks.begin("train_parts", 1, str(tmp_path), 5)
+    daemon, _ = ranks.orders.obeyed()
+    for pid in (int((tmp_path / "pid").read_text()), daemon):
+        os.kill(pid, signal.SIGKILL)
+    assert ranks.end() == [-signal.SIGKILL]
+    folder = tmp_path / "checkpoint"
+    (partial,) = folder.glob(".step-00000003.*.partial")
+    assert [*partial.iterdir()]
+    assert steps_of(folder) == [1, 2]
+    assert [info.step for info in sidesave.find(folder) if sidesave.verify(info).ok] == [1, 2]
+    (tmp_path / "loaded-2").unlink()
+    ranks("train_parts", 1, str(tmp_path), 5)
+    (tmp_path / "straight").mkdir()
+    ranks("train_parts", 1, str(tmp_path / "straight"), 5)
+    for one, other in (("loaded-2", "saved-2"), ("saved-5", "straight/saved-5")):
+        assert torch.load(tmp_path / one, weights_only=True) == torch.load(tmp_path / other, weights_only=True)
+    assert steps_of(folder) == [1, 2, 3, 4, 5]
+    assert not [*folder.glob(".step-*")]
 
 
 def losses(folder: Path, ranks: int) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ transformers: Any = pytest.importorskip(
     "transformers", reason="needs transformers: scripts/test --integrations transformers"
 )
 
+import guides  # noqa: E402 - after the skip
 import hf_trainers  # noqa: E402 - after the skip
 from hf_trainers import a_dataset, a_model, a_tokenizer, a_trainer, losses, start  # noqa: E402
 
@@ -101,6 +102,31 @@ def test_models_of_other_makes_come_back(kind: str, tmp_path: Path):
     assert equal(model, other) if kind != "extra state" else other.note == model.note == "none...."
     assert torch.equal(model.head.weight, other.head.weight)
     assert (run / "checkpoint-2" / "model.safetensors.index.json").exists() == (kind != "extra state")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "is_tied"), [("transformer.wte", True), ("transformer.h.0.attn", True), ("transformer", False)]
+)
+def test_a_partly_frozen_model_opens_with_from_pretrained_and_is_gone_on_with(
+    frozen: str, is_tied: bool, tmp_path: Path
+):
+    def model(seed: int) -> Any:
+        made = a_model(seed, tie_word_embeddings=is_tied)
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+        return made
+
+    run = tmp_path / "run"
+    first = model(1)
+    a_trainer(run, model=first, args={"max_steps": 4}).train()
+    found = str(run / "checkpoint-4")
+    assert [*Path(found).glob("transformer@frozen.*.safetensors")]
+    opened, about = transformers.AutoModelForCausalLM.from_pretrained(found, output_loading_info=True)
+    assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert equal(opened, first)
+    second = model(2)
+    a_trainer(run, model=second, args={"max_steps": 4}).train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert equal(first, second)
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -332,3 +358,8 @@ def test_values_that_cannot_be_represented_are_refused_before_training_unless_th
     trained(tmp_path / "run", sidesave_options={"allow_pickle": True})
     state = sidesave.load(tmp_path / "run", allow_pickle=True)
     assert state["trainer-scheduler"]["odd"].number == 3
+
+
+@pytest.mark.slow
+def test_the_script_of_the_guide_can_be_killed_and_goes_on(tmp_path: Path):
+    guides.kill_and_run_again("transformers", tmp_path)

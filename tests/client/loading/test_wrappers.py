@@ -52,6 +52,14 @@ def sharded(module: nn.Module) -> Any:
         return FSDP1(module, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+class Around(nn.Module):
+    """A module of the user's, which has a wrapped child under a name that wrappers use too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.module, self.head = inner, nn.Linear(3, 3)
+
+
 WRAP: dict[str, Callable[[Any], nn.Module]] = {
     "plain": lambda module: module,
     "DDP": DistributedDataParallel,
@@ -107,6 +115,21 @@ def test_a_wrapped_model_and_its_optimizer_are_a_plain_ones_and_back(tmp_path: P
     assert difference(tensors(plain), tensors(target["model"])) == ""
     assert difference(moments(source), moments(target)) == ""
     assert target["optimizer"].param_groups[0]["lr"] == 0.03
+
+
+def test_a_wrapper_inside_a_module_of_the_users_is_in_no_name(tmp_path: Path):
+    """Also where the user calls the child as wrappers do, which is part of the name then."""
+    _, source = trained(lambda inner: Around(DistributedDataParallel(inner)), 1)
+    path = save(tmp_path / "wrapped", source)
+    assert sidesave.load(path)["model"].keys() == Around(Trunk()).state_dict().keys()
+    _, target = trained(Around, 2)
+    sidesave.load(path, into=target)
+    assert difference(tensors(source["model"]), tensors(target["model"])) == ""
+    assert difference(moments(source), moments(target)) == ""
+    _, again = trained(lambda inner: Around(DistributedDataParallel(inner)), 3)
+    sidesave.load(save(tmp_path / "plain", target), into=again)
+    assert difference(tensors(source["model"]), tensors(again["model"])) == ""
+    assert difference(moments(source), moments(again)) == ""
 
 
 def old(monkeypatch: pytest.MonkeyPatch, save: Callable[[], Path]) -> Path:
