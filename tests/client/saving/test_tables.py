@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -527,6 +527,22 @@ def test_rows_that_another_save_has_put_in_the_place_of_a_step_are_not_taken_for
         truth = save(ckpt, 2, table)
     assert loaded(step_of(run, 1)) == other.values()
     assert loaded(step_of(run, 2)) == truth
+
+
+@pytest.mark.root
+def test_in_the_fallback_directory_rows_are_copied_and_back_in_the_run_they_are_linked(
+    mount: Callable[..., Path], tmp_path: Path
+):
+    small, other = mount("-t", "tmpfs", "-o", "size=8m", "none") / "run", tmp_path / "other"
+    table, truths = grown(300), dict[int, dict[int, Any]]()
+    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:
+        for step, mib in enumerate((1, 12, 1)):
+            truths[step] = save(ckpt, step, table, large=torch.zeros(mib << 18))
+            table.train([step])
+    places = [small / "step-00000000", other / "step-00000001", small / "step-00000002"]
+    assert [loaded(path, include="users") for path in places] == [*truths.values()]
+    assert [path.exists() for path in (places[1] / CHANGED, places[2] / CHANGED)] == [True, True]
+    assert inode(small, 2) == inode(small, 0)
 
 
 def test_in_a_store_rows_are_copied_by_the_store(tmp_path: Path):
