@@ -15,7 +15,7 @@ import torch
 
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.stager.plan import FileImage, Structure
-from sidesave.stager.state.flat_state import FlatState, Table
+from sidesave.stager.state.flat_state import FlatState, TableItem
 from sidesave.stager.tables import ChangeTracking, Column, RowChanges, RowImage, RowTable, all_rows, changes
 from sidesave.writer_daemon.format.layout import CHANGED, ROWS
 
@@ -74,7 +74,7 @@ class TableShare:
     """What one save stages of a table in a container of its own; with a ``base`` what has changed since then."""
 
     fqn: str
-    table: Table
+    table: TableItem
     container: str
     images: list[RowImage]
     token: object
@@ -115,7 +115,7 @@ class Increments:
         """What the next save holds of each table."""
         return [self._share(fqn, table) for fqn, table in flat.tables.items()]
 
-    def _share(self, fqn: str, table: Table) -> TableShare:
+    def _share(self, fqn: str, table: TableItem) -> TableShare:
         value, base = table.value, self._bases.get(fqn)
         if base is not None and isinstance(value, ChangeTracking):
             changed = _changed(base, value, table.columns)

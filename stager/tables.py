@@ -106,7 +106,7 @@ class ChangeTracking(RowTable, Protocol):
     """A table that can tell what has changed: most saves then hold that alone, beside a link to all its rows."""
 
     def change_token(self) -> object:
-        """Stands for this moment."""
+        """Stands for this moment; anything but None."""
         ...
 
     def changed_since(self, token: object, /) -> RowChanges | None:

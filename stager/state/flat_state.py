@@ -24,7 +24,7 @@ _MAX_STEM: Final = 130
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class TableItem:
     """A table of rows in the state: the object, its columns, and how the names of its containers begin."""
 
     value: RowTable
@@ -66,7 +66,7 @@ class FlatState:
     undeclared: dict[str, None] = field(default_factory=dict[str, None])
     per_rank: list[str] = field(default_factory=list[str])
     frozen: dict[str, None] = field(default_factory=dict[str, None])
-    tables: dict[str, Table] = field(default_factory=dict[str, Table])
+    tables: dict[str, TableItem] = field(default_factory=dict[str, TableItem])
     row_images: list[RowImage] = field(default_factory=list[RowImage])
     shared_digest: str = ""
     origin: object = None

@@ -23,7 +23,7 @@ from sidesave.stager import torch_private
 from sidesave.stager.state import sharding
 from sidesave.stager.state.annotations import Compared, Frozen, PerRank, Replicated, Whole
 from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
-from sidesave.stager.state.flat_state import FROZEN, FlatState, Table, container_name
+from sidesave.stager.state.flat_state import FROZEN, FlatState, TableItem, container_name
 from sidesave.stager.state.recall import Taken
 from sidesave.stager.state.sharding import Grid
 from sidesave.stager.state.tags import SPARSE_PARTS, Packed, Tag, pack
@@ -267,7 +267,7 @@ class TensorCollector:
                 f"{fqn}: rows of a table are divided among ranks by id; take it out of Replicated, PerRank, Frozen"
             )
         columns = checked_columns(value, fqn, NAMES)
-        self.flat.tables[fqn] = Table(value, columns, container_name(fqn))
+        self.flat.tables[fqn] = TableItem(value, columns, container_name(fqn))
         return [Tag.TABLE, {name: [Tag.ROWS, fqn, name] for name in (IDS, *columns)}]
 
     def tensor(

@@ -37,11 +37,12 @@ def trained_to(step: int) -> dict[int, Any]:
     return table.values()
 
 
+@pytest.mark.parametrize("sizes", [(2, 3), pytest.param((4, 3, 8), marks=pytest.mark.slow)])
 def test_a_table_that_is_trained_killed_and_resharded_is_bit_for_bit_what_one_process_trains(
-    run: Path, tmp_path: Path, traces: Traces
+    run: Path, tmp_path: Path, traces: Traces, sizes: tuple[int, ...]
 ):
     step = 0
-    for size in (4, 3, 8):
+    for size in sizes:
         with Ranks(size, tmp_path / str(size), traces, kind=TableRank) as ranks:
             ranks.do("make")
             ranks.open(run)
@@ -59,8 +60,7 @@ def test_a_table_that_is_trained_killed_and_resharded_is_bit_for_bit_what_one_pr
         path = run / f"step-{each:08d}"
         assert loaded(path) == trained_to(each)
         assert sidesave.verify(path).ok
-    changed = [path.parent.name for path in run.glob("*/*@changed.rank-00002.safetensors")]
-    assert "step-00000009" in changed
+    assert [*(run / f"step-{step:08d}").glob("*@changed.rank-00002.safetensors")]
     traces.check()
 
 
