@@ -33,6 +33,8 @@ _MAX_CHUNK_ROWS: Final = 1 << 18
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
+_METHODS: Final = ("columns", "num_rows", "rows", "insert", "clear")
+
 Rows = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 """Ids, int64 ``[n]``, and columns by name, ``[n, *shape]`` each."""
 
@@ -117,6 +119,15 @@ class ChangeTracking(RowTable, Protocol):
 def is_table(value: object) -> TypeGuard[RowTable]:
     """Whether a value is a table; of most the class alone tells that it is none."""
     return hasattr(type(value), "num_rows") and isinstance(value, RowTable)
+
+
+def may_be_meant_as_table(value: object) -> bool:
+    """Whether a value is a table, or lacks one method of one: saved as what else it is, its rows would be lost."""
+    return hasattr(type(value), "num_rows") and len(_lacking(value)) <= 1
+
+
+def _lacking(value: object) -> list[str]:
+    return [name for name in _METHODS if not callable(getattr(type(value), name, None))]
 
 
 def bucket_of(ids: torch.Tensor) -> torch.Tensor:
@@ -241,6 +252,9 @@ def require_numpy(fqn: str) -> None:
 def checked_columns(table: RowTable, fqn: str, known: Iterable[torch.dtype]) -> dict[str, Column]:
     """A table's columns; raises ``UnsupportedValueError`` for names and dtypes that no file can have."""
     require_numpy(fqn)
+    if lacking := _lacking(table):
+        text = f"{fqn}: a {type(table).__qualname__} lacks {lacking[0]}(), and has all else of a sidesave.RowTable"
+        raise UnsupportedValueError(f"{text}: add it, or rename the others")
     columns = dict(table.columns())
     dtypes = frozenset(known)
     for name, column in columns.items():

@@ -31,7 +31,7 @@ from sidesave.stager.state.recall import KINDS, Recall
 from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, PRIMITIVES, Packed, Tag, pack
 from sidesave.stager.state.tensor_collector import NoValuesYet, TensorCollector
 from sidesave.stager.state.treespec import TensorRef, rebuilt
-from sidesave.stager.tables import is_table
+from sidesave.stager.tables import may_be_meant_as_table
 from sidesave.stager.wrappers import WrapperNames, two_of_one_name
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class _Flattener:
     def _encode_by_ancestry(self, value: Any, fqn: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
             return self.tensors.subclass(value, fqn)
-        if is_table(value):
+        if may_be_meant_as_table(value):
             return self.tensors.table(value, fqn)
         if isinstance(value, nn.Module):
             self.tensors.meet_module(value)

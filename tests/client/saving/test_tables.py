@@ -308,9 +308,21 @@ class Odd(GrowingTable):
         return self.odd
 
 
+class Nearly(torch.nn.Linear):
+    """A module that would be saved without its rows."""
+
+    columns, num_rows, rows, clear = (
+        GrowingTable.columns,
+        GrowingTable.num_rows,
+        GrowingTable.rows,
+        GrowingTable.clear,
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "why"),
     [
+        (Nearly(1, 1), r"a Nearly lacks insert\(\)"),
         (sidesave.Replicated(GrowingTable()), "divided among ranks by id"),
         (sidesave.PerRank({"in": GrowingTable()}), "divided among ranks by id"),
         (sidesave.Frozen(GrowingTable()), "divided among ranks by id"),
