@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from object_server import ObjectServer, serving
 from rank_checks import Place, Start
 from rank_trainers import Ranks, orders_to
 from trainers import Orders, Traces
@@ -23,6 +24,16 @@ def start(traces: Traces, tmp_path: Path) -> Iterator[Start]:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Where ranks save that do not mind what it is."""
     return tmp_path / "run" if request.param == "disk" else f"file://{tmp_path}/store/run"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    """A store that ranks, and the commands of the test, find by the environment."""
+    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
+    with serving(tmp_path / "buckets") as server:
+        for name, value in server.options.items():
+            monkeypatch.setenv(name.upper(), value)
+        yield server
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from commands import output
 from managed_ranks import ManagedRank
 from manager_trainer import ManagedTrainer
-from object_server import ObjectServer, Request, serving
+from object_server import ObjectServer, Request
 from rank_checks import Start, left, read, visible
 from rank_trainers import Ranks, same_tensors
 from trainers import DEADLINE_S, Traces, await_end, end, pidfd_of
@@ -24,15 +24,6 @@ pytestmark = pytest.mark.slow
 S3 = "s3://bucket/run"
 TERMINATED = 128 + signal.SIGTERM
 Train = Callable[..., list[ManagedTrainer]]
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "buckets") as server:
-        for name, value in server.options.items():
-            monkeypatch.setenv(name.upper(), value)
-        yield server
 
 
 def save(ranks: Ranks, step: int) -> None:

@@ -31,15 +31,6 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store/run"
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "buckets") as server:
-        for name, value in server.options.items():
-            monkeypatch.setenv(name.upper(), value)
-        yield server
-
-
 # Saving and loading ----------------------------------------------------------------------------------------------
 
 
