@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -25,13 +25,15 @@ EVERY: Final = 20
 """Of so many saves one holds all rows: a damaged file must not be in every checkpoint."""
 _MAX_SAVES: Final = 8
 """So many saves are remembered in which the files of the last full one are."""
+_MAX_STEPS: Final = 1000
+"""Of so many steps it is known which save was the last one of them."""
 
 Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name."""
 
 
 class SavedAs(NamedTuple):
-    """A committed save of this session."""
+    """A save of this session."""
 
     step: int
     sequence: int
@@ -49,8 +51,8 @@ class Base:
         container: The one with the rows.
         kinds: Its tensors.
         names: How the names of its files begin.
-        saves: Those that have its files.
-        links: How many of these were only linked.
+        saves: Those that have its files, or will have them once they are committed.
+        links: How many of these only link them.
     """
 
     table: Callable[[], RowTable | None]
@@ -60,7 +62,7 @@ class Base:
     container: str
     kinds: Kinds
     names: tuple[str, ...]
-    saves: list[SavedAs] = field(default_factory=list[SavedAs])
+    saves: list[SavedAs]
     links: int = 0
 
     @property
@@ -110,6 +112,7 @@ class Increments:
     def __init__(self) -> None:
         """Nothing has been saved."""
         self._bases: dict[str, Base] = {}
+        self._latest: dict[int, int] = {}
 
     def shares(self, flat: FlatState) -> list[TableShare]:
         """What the next save holds of each table."""
@@ -117,7 +120,7 @@ class Increments:
 
     def _share(self, fqn: str, table: TableItem) -> TableShare:
         value, base = table.value, self._bases.get(fqn)
-        if base is not None and isinstance(value, ChangeTracking):
+        if base is not None and isinstance(value, ChangeTracking) and self._stays(base):
             changed = _changed(base, value, table.columns)
             if changed is not None:
                 images = changes(changed, fqn, table.columns)
@@ -125,26 +128,34 @@ class Increments:
         token = value.change_token() if isinstance(value, ChangeTracking) else None
         return TableShare(fqn, table, table.stem + ROWS, all_rows(value, fqn, table.columns), token, None)
 
+    def _stays(self, base: Base) -> bool:
+        """Whether a save that is called next finds the files: no other one that is under way replaces them all."""
+        return any(self._latest.get(step, sequence) == sequence for step, sequence in base.saves)
+
     def follow(
-        self, shares: Sequence[TableShare], files: tuple[FileImage, ...], sequence: int
+        self, shares: Sequence[TableShare], files: tuple[FileImage, ...], saved: SavedAs
     ) -> Callable[[CheckpointInfo | None], None]:
-        """What is to be told how the save of these shares ends: its checkpoint, or None where it has failed."""
-        bases = self._bases
+        """A save is under way. What is returned is to be told how it ends: its checkpoint, or None where it has failed.
+
+        Saves are called for while earlier ones are under way, and written in that order.
+        """
+        bases, latest = self._bases, self._latest
+        if shares or latest:
+            latest.pop(saved.step, None)
+            latest[saved.step] = saved.sequence
+            if len(latest) > _MAX_STEPS:
+                del latest[next(iter(latest))]
+        for share in shares:
+            if share.base is not None:
+                share.base.saves = [saved, *share.base.saves][:_MAX_SAVES]
+                share.base.links += 1
 
         def ended(info: CheckpointInfo | None) -> None:
-            if info is None:
-                for share in shares:
+            for share in shares:
+                if info is None:
                     if share.base is not None and bases.get(share.fqn) is share.base:
                         del bases[share.fqn]
-                return
-            saved = SavedAs(info.step, sequence)
-            for share in shares:
-                base = share.base or _base(share, files)
-                if base is None:
-                    continue
-                base.saves = [saved, *base.saves][:_MAX_SAVES]
-                base.links += share.base is not None
-                if share.base is None:
+                elif share.base is None and (base := _base(share, files, saved)) is not None:
                     bases[share.fqn] = base
 
         return ended
@@ -160,7 +171,7 @@ def _changed(base: Base, table: ChangeTracking, columns: Mapping[str, Column]) -
     return changed
 
 
-def _base(share: TableShare, files: tuple[FileImage, ...]) -> Base | None:
+def _base(share: TableShare, files: tuple[FileImage, ...], saved: SavedAs) -> Base | None:
     """What the later saves of a table may link, if it can tell what changes."""
     if share.token is None:
         return None
@@ -170,7 +181,7 @@ def _base(share: TableShare, files: tuple[FileImage, ...]) -> Base | None:
         return None
     names = tuple(file.name for file in files if file.container == share.container)
     (image,) = share.images
-    return Base(table, share.token, share.table.columns, image.count, share.container, share.kinds(), names)
+    return Base(table, share.token, share.table.columns, image.count, share.container, share.kinds(), names, [saved])
 
 
 def _nbytes(kinds: Kinds) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from sidesave.client import arguments
-from sidesave.client.increments import Increments
+from sidesave.client.increments import Increments, SavedAs
 from sidesave.client.ranks.group import NodeWorld
 from sidesave.client.saving.in_flight import SaveInFlight
 from sidesave.client.saving.session import Session
@@ -115,8 +115,7 @@ class Submission:
         handle.nbytes = save.nbytes
         entry.metadata = json.loads(metadata or b"{}")
         session.history.begin(entry)
-        if shards.tables:
-            entry.on_outcome = self.increments.follow(shards.tables, plan.files, entry.sequence)
+        entry.on_outcome = self.increments.follow(shards.tables, plan.files, SavedAs(entry.step, entry.sequence))
         session.saves.add(entry)
         session.pacer.began(entry.sequence, entry.called, save.nbytes, arena)
         # A large state that is copied right here is written while it is copied: the writer follows the arena's mark.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -520,41 +521,52 @@ def test_a_step_that_was_replaced_is_not_linked_to(run: Path):
     assert loaded(run) == truth
 
 
-def test_rows_that_another_save_has_put_in_the_place_of_a_step_are_not_taken_for_those_of_the_first(run: Path):
+@contextlib.contextmanager
+def stopped(ckpt: sidesave.Checkpointer) -> Iterator[None]:
+    """While the daemon stands still, so that what is called meanwhile is called before any of it is committed."""
+    assert ckpt.daemon_pid is not None
+    os.kill(ckpt.daemon_pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(ckpt.daemon_pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("replacing", ["its changes", "all of another", "no rows"])
+def test_a_step_may_be_replaced_while_it_is_linked_to(run: Path, replacing: str):
     table, other = grown(300), grown(300, seed=8)
     with sidesave.Checkpointer(run, slots=3) as ckpt:
         save(ckpt, 1, table)
-        daemon = ckpt.daemon_pid
-        assert daemon is not None
-        os.kill(daemon, signal.SIGSTOP)  # so that the next two are called before one of them is committed
-        try:
-            replacing = ckpt.save(1, {"users": other}, overwrite=True)
+        with stopped(ckpt):
             table.train([1])
-            handle = ckpt.save(2, {"users": table})
-        finally:
-            os.kill(daemon, signal.SIGCONT)
-        replacing.committed.result(DEADLINE_S)
-        with pytest.raises(WriteError, match="which are gone"):
+            state = {"its changes": {"users": table}, "all of another": {"users": other}, "no rows": {"n": 1}}[
+                replacing
+            ]
+            first = {"its changes": table.values(), "all of another": other.values()}.get(replacing)
+            handles = [ckpt.save(1, state, overwrite=True)]
+            table.train([2])
+            handles.append(ckpt.save(2, {"users": table}))
+        for handle in handles:
             handle.committed.result(DEADLINE_S)
+        assert loaded(step_of(run, 2)) == table.values()
+        assert first is None or loaded(step_of(run, 1)) == first
+
+
+def test_rows_that_another_save_has_put_in_the_place_of_a_step_are_not_taken_for_those_of_the_first(run: Path):
+    table, other = grown(300), grown(300, seed=8)
+    with sidesave.Checkpointer(run) as ckpt:
+        save(ckpt, 1, table)
+        bases = ckpt._saver.submission.increments._bases
+        base = bases["users"]
+        ckpt.save(1, {"users": other}, overwrite=True).committed.result(DEADLINE_S)
+        bases["users"] = base
+        ckpt._saver.submission.increments._latest.clear()  # as where another process has replaced it
+        table.train([1])
+        with pytest.raises(WriteError, match="which are gone"):
+            ckpt.save(2, {"users": table}).committed.result(DEADLINE_S)
         truth = save(ckpt, 2, table)
     assert loaded(step_of(run, 1)) == other.values()
     assert loaded(step_of(run, 2)) == truth
-
-
-@pytest.mark.root
-def test_in_the_fallback_directory_rows_are_copied_and_back_in_the_run_they_are_linked(
-    mount: Callable[..., Path], tmp_path: Path
-):
-    small, other = mount("-t", "tmpfs", "-o", "size=8m", "none") / "run", tmp_path / "other"
-    table, truths = grown(300), dict[int, dict[int, Any]]()
-    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:
-        for step, mib in enumerate((1, 12, 1)):
-            truths[step] = save(ckpt, step, table, large=torch.zeros(mib << 18))
-            table.train([step])
-    places = [small / "step-00000000", other / "step-00000001", small / "step-00000002"]
-    assert [loaded(path, include="users") for path in places] == [*truths.values()]
-    assert [path.exists() for path in (places[1] / CHANGED, places[2] / CHANGED)] == [True, True]
-    assert inode(small, 2) == inode(small, 0)
 
 
 def test_in_a_store_rows_are_copied_by_the_store(tmp_path: Path):
