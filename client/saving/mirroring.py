@@ -156,7 +156,8 @@ class Mirroring:
 
     def _fail(self, entry: _Open, error: SidesaveError) -> None:
         with self._changed:
-            if self._failures[-1:] != [error]:
+            # One that is gone by then, as retention has it go, is no failure of the mirror.
+            if not isinstance(error, errors.CheckpointNotFoundError) and self._failures[-1:] != [error]:
                 self._failures.append(error)
         logger.warning("step %d is not mirrored: %s", entry.handle.step, error)
         entry.handle.mirrored.fail(error)
@@ -173,6 +174,7 @@ class Mirroring:
             WriteStalledError: ``timeout_s`` seconds passed first.
             InvalidArgumentError: There is no mirror. On other ranks than 0 this returns at once.
             SidesaveError: The first that kept a step from being mirrored, unless it was read from the handle's future.
+                A step that was deleted or replaced before its turn is none.
         """
         if not self.mirror:
             raise InvalidArgumentError(_NO_MIRROR)

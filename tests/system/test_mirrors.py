@@ -225,6 +225,7 @@ def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_
         place.parent.unlink()
         place.mkdir(parents=True)
         second.mirrored.result(DEADLINE_S)
+        ckpt.wait(DEADLINE_S, mirrored=True)
         with pytest.raises(CheckpointNotFoundError, match="before it was copied"):
             first.mirrored.result(DEADLINE_S)
     check_mirror(str(place), 0, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -23,7 +22,6 @@ from trainers import DEADLINE_S
 import sidesave
 from sidesave import Frozen
 from sidesave.client.runs import catalog
-from sidesave.errors import CheckpointNotFoundError
 
 IDS = st.lists(st.integers(-40, 40), min_size=1, max_size=30, unique=True)
 PLACES = st.integers(0, 1 << 20)
@@ -184,8 +182,7 @@ class Sequences(RuleBasedStateMachine):
     @precondition(lambda self: self.mirror)
     @rule()
     def wait_for_the_mirror(self) -> None:
-        with contextlib.suppress(CheckpointNotFoundError):  # one that was deleted or replaced before it was mirrored
-            self.ckpt.wait(DEADLINE_S, mirrored=True)
+        self.ckpt.wait(DEADLINE_S, mirrored=True)
 
     def end(self) -> None:
         self.settle()
