@@ -258,13 +258,21 @@ def _captured(stream: torch.cuda.Stream, call: Callable[[], object]) -> int:
     [
         ("pass", {"CAPTURE"}),
         ("values @ values", set()),
-        ("thread = threading.Thread(target=lambda: values @ values); thread.start(); thread.join()", set()),
+        ("in_a_thread(lambda: values @ values)", set()),
     ],
     ids=["none", "here", "in a thread that has ended"],
 )
 def test_the_first_product_of_a_thread_breaks_a_capture_and_is_found(before: str, violations: set[str]):
     program = f"""
-        import contextlib, threading
+        import contextlib, os, threading
+
+        def in_a_thread(work):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            while os.path.exists(f"/proc/self/task/{{thread.native_id}}"):  # it leaves what it had
+                pass
+
         values = torch.ones(8, 8, device="cuda")
         {before}
         with contextlib.suppress(RuntimeError):
