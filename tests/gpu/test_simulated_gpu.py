@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import simulated_gpu
 import torch
+from gpu import needs_two_devices
 from torch import nn
 
 pytestmark = [
@@ -283,6 +284,7 @@ def test_the_first_product_of_a_thread_breaks_a_capture_and_is_found(before: str
     assert _in_a_process(program) == str(violations)
 
 
+@needs_two_devices
 def test_a_context_opened_on_another_device_is_told_with_the_call():
     assert _in_a_process("""
         assert simulated_gpu.contexts() == {}
