@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests and the benchmark that need a GPU, straight from the checkout: nothing is installed.
+# The tests and the benchmarks that need a GPU, straight from the checkout: nothing is installed.
 #   PYTHON=... scripts/gpu_check.sh      takes another interpreter than python3
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -32,7 +32,19 @@ if not torch.cuda.is_available():
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
 EOF
 
-"$PYTHON" -m pytest -m gpu -q tests/gpu/test_gpu*.py tests/client/training/test_manager.py tests/client/loading/test_partial.py
-status=$?
-"$PYTHON" scripts/bench/gpu.py || { rc=$?; [ "$status" -ne 0 ] || status=$rc; }
+# Tests mostly wait for processes. More than twelve at once would want more of the device than some have.
+workers=()
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+    cores=$(nproc)
+    workers=(-n "$((cores > 12 ? 12 : cores))")
+fi
+status=0
+run() {
+    "$@" || { rc=$?; [ "$status" -ne 0 ] || status=$rc; }
+}
+
+mapfile -t tests < <(grep -rlE 'mark\.gpu|gpu\.MARKS' tests --include='test_*.py')
+run "$PYTHON" -m pytest -m gpu -q "${workers[@]}" "${tests[@]}"
+run "$PYTHON" -m scripts.bench.gpu
+run "$PYTHON" -m scripts.bench.training_loop --device cuda
 exit "$status"

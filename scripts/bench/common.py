@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from scripts.bench.peers import PEERS, Peer, PeerUnavailableError, allow_many_files
+from scripts.bench.peers import PEERS, Peer, PeerUnavailableError, Sidesave, allow_many_files
 from scripts.bench.state import SIZES, TrainState
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ def measure_save(peer: Peer, step: int, state: TrainState) -> SaveTimes:
 
 
 class Field:
-    """The peers of one run: starts them, remembers why one could not, and ends all of them.
+    """The peers of one run: starts them, remembers why one could not or broke, and ends all of them.
 
     Args:
         chosen: The peers to compare.
@@ -116,6 +117,7 @@ class Field:
     def __init__(self, chosen: Sequence[type[Peer]], directory: Path, state: TrainState) -> None:
         allow_many_files()
         self.refused: dict[str, str] = {}
+        self.broken: dict[str, str] = {}
         self.chosen = list(chosen)
         self._directory = directory
         self._state = state
@@ -139,19 +141,34 @@ class Field:
         except PeerUnavailableError as error:
             self.refused[kind.name] = str(error)
             return None
-        self._stack.callback(peer.close)
+        self._stack.callback(self._end, peer)
         return peer
 
     def start_all(self) -> list[Peer]:
         """Start every chosen peer that can run here."""
         return [peer for kind in self.chosen if (peer := self.start(kind)) is not None]
 
+    def attempt(self, peer: Peer, work: Callable[[], object]) -> None:
+        """Do the work of a peer; one that breaks is told in the report, and nothing more is done with it."""
+        if peer.name in self.broken:
+            return
+        try:
+            work()
+        except Exception as error:
+            if isinstance(peer, Sidesave):
+                raise
+            traceback.print_exc()
+            self.broken[peer.name] = f"{type(error).__name__}: {error}"
+
+    def _end(self, peer: Peer) -> None:
+        with contextlib.suppress(*[Exception] * (peer.name in self.broken)):
+            peer.close()
+
     def settings(self) -> list[tuple[str, str]]:
         """Return rows that tell how each peer was set up, or why it is missing."""
-        return [
-            (kind.name, f"not run: {self.refused[kind.name]}" if kind.name in self.refused else kind.settings)
-            for kind in self.chosen
-        ]
+        missing = {name: f"not run: {why}" for name, why in self.refused.items()}
+        missing |= {name: f"broke: {why}" for name, why in self.broken.items()}
+        return [(kind.name, missing.get(kind.name, kind.settings)) for kind in self.chosen]
 
     def close(self) -> None:
         """End all peers, the last one first; the field can be used again."""

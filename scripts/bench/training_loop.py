@@ -8,9 +8,9 @@ the same round, divided by the saves of a block. The wait for the last save of a
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -118,14 +118,15 @@ def main() -> None:
     report = Report("Training loop")
 
     with workspace(args.dir) as folder, Field(chosen, folder, state) as field:
-        modes: Sequence[Peer | None] = [None, *field.start_all()]
-        for peer in modes[1:]:
-            assert peer is not None
-            warm_up(trainer, peer)
-        results = {peer.name if peer else NO_SAVING: Blocks() for peer in modes}
+        peers = field.start_all()
+        results = {name: Blocks() for name in (NO_SAVING, *(peer.name for peer in peers))}
+        for peer in peers:
+            field.attempt(peer, partial(warm_up, trainer, peer))
         for turn in range(args.rounds):
-            for peer in rotated(modes, turn):
-                run_block(trainer, peer, pace, 10 + turn * pace.saves, results[peer.name if peer else NO_SAVING])
+            for peer in rotated([None, *peers], turn):
+                blocks = results[peer.name if peer else NO_SAVING]
+                block = partial(run_block, trainer, peer, pace, 10 + turn * pace.saves, blocks)
+                field.attempt(peer, block) if peer else block()
         report.note(
             f"State of {state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors on {state.device}; a save every "
             f"{pace.every} steps, {pace.saves} saves a block, {args.rounds} rounds. {machine(folder)}."
@@ -133,7 +134,7 @@ def main() -> None:
         settings = field.settings()
 
     without = results[NO_SAVING]
-    names = [name for name in results if name != NO_SAVING]
+    names = [name for name in results if name != NO_SAVING and name not in field.broken]
     cost = {name: added(results[name], without, pace.saves) for name in names}
     ours = cost.get(Sidesave.name, [])
     report.note("Milliseconds; added: min / median / max over rounds; ratio pair by pair; steps: medians.")
@@ -165,7 +166,7 @@ def main() -> None:
     )
     report.items(settings)
     report.panel("One save adds to the loop", "ms", {name: [1e3 * s for s in cost[name]] for name in names})
-    report.panel("Slowest step of a block", "ms", {name: _slowest(results[name], pace) for name in results})
+    report.panel("Slowest step of a block", "ms", {n: _slowest(results[n], pace) for n in (NO_SAVING, *names)})
     report.publish(args.markdown, args.chart)
 
 

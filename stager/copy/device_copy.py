@@ -3,7 +3,8 @@
 At the call, on the compute stream: what nothing guards, and small tensors, are packed into device scratch, batch by
 batch; each batch leaves on the side stream behind an event. Large tensors that an optimizer owns are not captured:
 witnesses are taken, and an event marks the point in time that the save is of. Behind it the stager thread enqueues them
-in chunks: a bulk copy holds the copy engine first in, first out, and a short ``.item()`` behind it waits for one chunk.
+in chunks with an empty kernel between two: so a short ``.item()`` waits for one chunk, where the copy engine would take
+them all first.
 
 The scratch of a device has two halves. From the pack until the copy out is enqueued, with an event behind it, a half
 belongs to one batch of one save, which alone gives it back; whoever packs into it next waits for that event in stream
@@ -71,6 +72,8 @@ class _Part:
     start: torch.Event | None = None
     done: torch.Event | None = None
     error: BaseException | None = None
+    in_a_row_nbytes: int = 0
+    """What is enqueued without such a kernel; about that, where device memory is short and two threads copy."""
 
     def copy_out(self, source: torch.Tensor, offset: int) -> None:
         """Enqueue a copy of bytes in chunks, none of which crosses the border of two pinned pieces."""
@@ -81,6 +84,10 @@ class _Part:
             position = offset + done
             to_border = pinning.PIECE_NBYTES - (base + position) % pinning.PIECE_NBYTES
             nbytes = min(CHUNK_NBYTES, source.numel() - done, to_border)
+            if self.in_a_row_nbytes + nbytes > CHUNK_NBYTES:
+                self.lane.runtime.let_others_copy(self.lane.device)
+                self.in_a_row_nbytes = 0
+            self.in_a_row_nbytes += nbytes
             self.slot.image[position : position + nbytes].copy_(_view(source, done, nbytes), non_blocking=True)
             done += nbytes
 

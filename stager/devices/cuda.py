@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import torch
 
 from sidesave.errors import StagingError
+from sidesave.stager import torch_private
 from sidesave.stager.devices.device import DeviceRuntime, exclusions
 from sidesave.stager.signal_safe import Monitor
 from sidesave.stager.state import ownership
@@ -58,6 +59,14 @@ class CudaRuntime(DeviceRuntime):
     def new_event(self) -> torch.Event:
         """See the base class; torch's generic event would have the waiting thread spin."""
         return torch.cuda.Event(blocking=True)
+
+    def let_others_copy(self, device: torch.device) -> None:
+        """See the base class: the copy engine goes on with one stream's copies until that stream has a kernel to run.
+
+        This one reads and writes nothing, so that nothing has to be ordered with it.
+        """
+        with torch.cuda.device(device):
+            torch_private.spin(0)
 
     def register(self, address: int, nbytes: int) -> None:
         """See the base class; the calling thread's device must be one that is used anyway."""

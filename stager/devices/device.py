@@ -58,6 +58,10 @@ class DeviceRuntime(abc.ABC):
         """An event; a host thread that waits for it sleeps."""
 
     @abc.abstractmethod
+    def let_others_copy(self, device: torch.device) -> None:
+        """Between two copies on the device's current stream: have copies of other streams come before the second."""
+
+    @abc.abstractmethod
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock memory for every device of this kind; ``RuntimeError`` with the reason if that is refused."""
 

@@ -315,7 +315,12 @@ def captures_under_a_pending_save(run: str) -> None:
         expected = seen(state)
         with held(checkpointer):
             handle = checkpointer.save(1, state)
-            capturing = Call(lambda: captured(step))
+
+            def capture() -> torch.cuda.CUDAGraph:
+                gpu.make_cublas_handle()
+                return captured(step)
+
+            capturing = Call(capture)
             wait_until(lambda: is_inside(capturing), "the capture waits for the save")
         graph = capturing.result()
         assert_holds(handle, expected)

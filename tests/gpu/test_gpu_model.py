@@ -15,8 +15,11 @@ import campaigns
 import gpu
 import pytest
 from gpu_graph_training import TrainingWithGraphs
+from gpu_model import raced, run_machine
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.errors import FlakyStrategyDefinition
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 pytestmark = [*gpu.MARKS, pytest.mark.filterwarnings("ignore:the save of step .* failed")]
 
@@ -48,15 +51,58 @@ def test_every_save_holds_the_moment_of_its_call_whatever_training_does(
     class Here(TrainingWithGraphs):
         root = tmp_path_factory.mktemp("runs")
 
-    run_state_machine_as_test(seed(chosen)(Here), settings=how)
+    run_machine(seed(chosen)(Here), how, may_vary=gpu.simulator() is None)
 
 
 # The oracle is looked at itself: what it must tell apart from a good save.
 
 
 def test_the_addresses_of_a_race_are_read_from_what_the_simulator_says():
-    from gpu_model import raced
-
     text = "RACE: copy (stream 3) reads device memory that x (stream 1) writes, and nothing orders them: 0x1f00+64"
     assert raced(text) == (0x1F00, 64)
     assert re.match("RACE", text)
+
+
+class _Varying(RuleBasedStateMachine):
+    """What it draws depends on how often it has run."""
+
+    runs = 0
+    fails_at: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).runs += 1
+
+    @rule(data=st.data())
+    def draw(self, data: st.DataObject) -> None:
+        assert self.runs != self.fails_at, "a failed check"
+        data.draw(st.booleans() if self.runs % 2 else st.integers(0, 1 << 20))
+
+
+_HOW = settings(
+    max_examples=50,
+    stateful_step_count=10,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
+)
+
+
+def test_an_example_that_varies_ends_there_on_a_real_device_alone():
+    class Varying(_Varying):
+        pass
+
+    run_machine(Varying, _HOW, may_vary=True)
+    assert Varying.runs > 10, "the others are run"
+    with pytest.raises(FlakyStrategyDefinition):
+        run_machine(Varying, _HOW, may_vary=False)
+
+
+@pytest.mark.parametrize("fails_at", [1, 5])
+def test_a_check_that_fails_in_an_example_that_varies_fails(fails_at: int):
+    class Failing(_Varying):
+        pass
+
+    Failing.fails_at = fails_at
+    with pytest.raises(AssertionError, match="a failed check"):
+        run_machine(Failing, _HOW, may_vary=True)

@@ -1,5 +1,6 @@
 """The two halves of the scratch: who packs into them when, on which stream, and what a failed save leaves behind."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,9 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
     target = device_copy if where == "pack" else checkpointer._saver.session.copier._starter
     compute = torch.cuda.current_stream()
     sides = side_streams(checkpointer) if copies_held else []
-    with gates.held(sides) as copies, gates.held([compute]) as computing:
+    with gates.Gate(compute) as computing, contextlib.ExitStack() as stack:
+        computing.wait_until_reached()  # before the others, for it is opened before them
+        copies = stack.enter_context(gates.held(sides))
         monkeypatch.setattr(target, where, fails)
 
         def save_first() -> None:
@@ -233,12 +236,12 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
 
 @pytest.mark.parametrize("handed_over", [False, True])
 def test_a_call_that_fails_gives_its_slot_back_when_nothing_is_copied_into_it(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, handed_over: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: bool
 ):
     """What was packed is on its way out, or would be soon; the slot's memory is then replaced by a larger one."""
     small = {"buffer": torch.zeros(1000, device="cuda")}
     large = {"buffer": torch.zeros(10 * MIB, device="cuda")}
-    with Checkpointer(checkpointer.directory + "-one", slots=1) as one:
+    with Checkpointer(tmp_path, slots=1) as one:
         warm_up(one, small)
         with gates.held(side_streams(one)), held(one) as go_on:
             if handed_over:
@@ -255,7 +258,7 @@ def test_a_call_that_fails_gives_its_slot_back_when_nothing_is_copied_into_it(
 
 
 def test_a_call_that_fails_without_scratch_gives_its_slot_back_when_nothing_is_copied_into_it(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its copies are on the compute stream, which is far behind."""
     gpu.replace_everywhere(monkeypatch, "HALF_NBYTES", (1 << 45,))
@@ -267,7 +270,7 @@ def test_a_call_that_fails_without_scratch_gives_its_slot_back_when_nothing_is_c
         with torch.cuda.stream(compute):
             return _save(one, state, step)
 
-    with Checkpointer(checkpointer.directory + "-one", slots=1) as one, monkeypatch.context() as patch:
+    with Checkpointer(tmp_path, slots=1) as one, monkeypatch.context() as patch:
         warm_up(one, small)
         with hold_compute_back():
             patch.setattr(device_copy, "DeviceFingerprint", _fails_once(patch, lambda: None))
@@ -320,10 +323,10 @@ def _fails_once(monkeypatch: pytest.MonkeyPatch, first: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 failed")
-def test_a_torn_save_gives_its_slot_back_when_nothing_is_copied_into_it(checkpointer: Checkpointer):
+def test_a_torn_save_gives_its_slot_back_when_nothing_is_copied_into_it(tmp_path: Path):
     state = trained(torch.optim.SGD, momentum=0.9)
     large = {"buffer": torch.zeros(10 * MIB, device="cuda")}
-    with Checkpointer(checkpointer.directory + "-one", slots=1, on_error="warn") as one:
+    with Checkpointer(tmp_path, slots=1, on_error="warn") as one:
         warm_up(one, state)
         with gates.held(side_streams(one)):
             with held(one):

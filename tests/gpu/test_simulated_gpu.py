@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import simulated_gpu
 import torch
+from gpu import needs_two_devices
 from torch import nn
 
 pytestmark = [
@@ -253,6 +254,37 @@ def _captured(stream: torch.cuda.Stream, call: Callable[[], object]) -> int:
     return error
 
 
+@pytest.mark.parametrize(
+    ("before", "violations"),
+    [
+        ("pass", {"CAPTURE"}),
+        ("values @ values", set()),
+        ("in_a_thread(lambda: values @ values)", set()),
+    ],
+    ids=["none", "here", "in a thread that has ended"],
+)
+def test_the_first_product_of_a_thread_breaks_a_capture_and_is_found(before: str, violations: set[str]):
+    program = f"""
+        import contextlib, os, threading
+
+        def in_a_thread(work):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            while os.path.exists(f"/proc/self/task/{{thread.native_id}}"):  # it leaves what it had
+                pass
+
+        values = torch.ones(8, 8, device="cuda")
+        {before}
+        with contextlib.suppress(RuntimeError):
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                values @ values
+        print({{line.partition(":")[0] for line in simulated_gpu.violations()}})
+    """
+    assert _in_a_process(program) == str(violations)
+
+
+@needs_two_devices
 def test_a_context_opened_on_another_device_is_told_with_the_call():
     assert _in_a_process("""
         assert simulated_gpu.contexts() == {}
@@ -320,6 +352,24 @@ def test_a_stream_that_waits_for_a_held_one_is_held_with_it(schedule: str):
     other.synchronize()
     assert values.cpu().eq(5).all()
     opened.join()
+    assert found() == set()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_host_function_that_waits_keeps_those_of_other_streams_waiting(schedule: str):
+    simulated_gpu.schedule(schedule, 7)
+    one, other, first, second = torch.cuda.Stream(), torch.cuda.Stream(), Gate(), Gate()
+    first.close(one)
+    assert not any(one.query() for _ in range(100))  # it has got there
+    second.close(other)
+    second.open()
+    waiting = threading.Thread(target=other.synchronize)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    first.open()
+    waiting.join(30)
+    assert other.query()
     assert found() == set()
 
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Final, Self
 
 import torch
+from trainers import wait_until
 
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # read when CUDA starts; loading one later waits for streams
 
 LIMIT_S: Final = 60.0
 """A gate opens by itself after this long, and says so: below pytest's limit for one test."""
 _SEMAPHORE_NBYTES: Final = 64  # more than a sem_t has anywhere
+_WAITING_OFFSET: Final = 4  # in glibc's, how many threads wait for it: 32 bits behind the 32 of its value
 
 _kept: list[ctypes.Array[ctypes.c_char]] = []  # for ever: nobody tells when the driver's thread has let go of one
 
@@ -43,8 +45,8 @@ class Gate:
     """Holds a stream: what is enqueued on it from now on runs after :meth:`open`.
 
     The host function that the stream waits in is libc's ``sem_wait`` itself: no Python runs in the driver's thread.
-    Host functions of several streams may share one such thread: of gates that are closed together, all must be opened
-    before anything behind one of them can be counted upon.
+    Host functions of all streams share that thread. So of gates that are closed together, all must be opened before
+    anything behind one of them can be counted upon, unless that one was reached before the others were closed.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -54,6 +56,7 @@ class Gate:
         self._lock = threading.Lock()
         self._open = False
         self.gave_up = False
+        self._stream = stream
         _kept.append(self._semaphore)
         assert _libc().sem_init(self._semaphore, 0, 0) == 0
         wait = ctypes.cast(_libc().sem_wait, ctypes.c_void_p)
@@ -63,6 +66,13 @@ class Gate:
         self._watchdog = threading.Timer(LIMIT_S, self._give_up)
         self._watchdog.daemon = True
         self._watchdog.start()
+
+    def wait_until_reached(self) -> None:
+        """Return once the stream stands at this gate, which is closed: it is then the first of all that are to open."""
+        waiting = ctypes.c_uint32.from_buffer(self._semaphore, _WAITING_OFFSET)
+        # A simulated stream that nobody waits for gets there when it has been asked often enough.
+        wait_until(lambda: bool(waiting.value) or self._stream.query(), "the stream at its gate")
+        assert waiting.value, "the gate was opened"
 
     def open(self) -> None:
         """Let the stream go on; idempotent."""

@@ -45,6 +45,7 @@ def simulator() -> Any:
 
 
 needs_counts = pytest.mark.skipif(simulator() is None, reason="counts launches, which the simulated GPU does")
+needs_a_real_device = pytest.mark.skipif(simulator() is not None, reason="is about times, which nothing simulates")
 needs_two_devices = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
 
 
@@ -90,6 +91,18 @@ def run_program(code: str, *arguments: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-4000:]}"
     return done.stdout
+
+
+def make_cublas_handle(device: str = "cuda") -> None:
+    """For what this thread will capture: its first product makes one, which would break the capture."""
+    matrix = torch.ones(8, 8, device=device)
+    torch.mm(matrix, matrix)
+
+
+def allocated(device: str = "cuda") -> int:
+    """Bytes that torch has given out in this process, without cuBLAS's workspaces, one a stream that has multiplied."""
+    cast("Any", torch._C)._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(device)
 
 
 # States ----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class TrainingWithGraphs(Training):
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(DEVICES[0]))
         with torch.cuda.stream(stream):
+            gpu.make_cublas_handle(DEVICES[0])
             graph.capture_begin()
             try:
                 function()

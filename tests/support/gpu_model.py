@@ -10,6 +10,9 @@ from typing import Any
 import gpu
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis.errors import Flaky, FlakyStrategyDefinition
+from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test
 from states import difference, like
 from torch import nn
 
@@ -19,7 +22,7 @@ from sidesave.errors import StagingError, TornSnapshotError
 from sidesave.stager.copy import device_copy, fingerprint
 from sidesave.stager.state import ownership
 
-DEVICES = ["cuda:0", "cuda:1"]
+DEVICES = ["cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"]
 WIDTH = 24  # a weight of 2,304 bytes
 
 
@@ -146,6 +149,35 @@ def is_race_on(line: str, ranges: list[tuple[int, int]]) -> bool:
         return False
     address, nbytes = raced(line)
     return any(begin < address + nbytes and address < begin + size for begin, size in ranges)
+
+
+def run_machine(machine: type[RuleBasedStateMachine], how: settings, *, may_vary: bool) -> None:
+    """Run a state machine as a test.
+
+    With ``may_vary`` hypothesis may find that a rule has drawn something else than before, as the device was at another
+    point: then the example ends there. A check that fails is told, also where its example is another one when repeated.
+    """
+    test: Any = get_state_machine_test(machine, settings=how)
+    run = test.hypothesis.inner_test
+    failed: list[Exception] = []
+
+    def run_until_it_varies(data: Any) -> None:
+        try:
+            run(data)
+        except FlakyStrategyDefinition:
+            data.conjecture_data.mark_overrun()
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    if may_vary:
+        test.hypothesis.inner_test = run_until_it_varies
+    try:
+        test()
+    except Flaky:
+        if failed:
+            raise failed[0] from None
+        raise
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from gpu_model import (
     special_tensors,
 )
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
 
@@ -95,7 +96,7 @@ class Training(RuleBasedStateMachine):
             self.simulator.violations()
         self.folder = Path(tempfile.mkdtemp(dir=self.root))
         self.before = threading.active_count()
-        self.allocated = [torch.cuda.memory_allocated(device) for device in DEVICES]
+        self.allocated = [gpu.allocated(device) for device in DEVICES]
         self.checkpointer = Checkpointer(
             self.folder, overlap=overlap, validate=validate, slots=slots, on_error="warn", max_consecutive_failures=1000
         )
@@ -136,9 +137,7 @@ class Training(RuleBasedStateMachine):
         """What else there is to be made ready."""
 
     def kept(self) -> int:
-        return sum(
-            max(0, torch.cuda.memory_allocated(device) - b) for device, b in zip(DEVICES, self.allocated, strict=True)
-        )
+        return sum(max(0, gpu.allocated(device) - b) for device, b in zip(DEVICES, self.allocated, strict=True))
 
     def set_schedule(self, name: str | None, number: int) -> None:
         """None is that of the environment."""
@@ -363,7 +362,7 @@ class Training(RuleBasedStateMachine):
     @rule(which=st.sampled_from(["side 0", "side 1", "compute", "another"]))
     def hold(self, which: str) -> None:
         lanes = list(self.checkpointer._saver.session.copier._lanes._lanes.values())
-        if len(lanes) < len(DEVICES):  # looking for scratch where there is no memory waits for the device
+        if len(lanes) < len({*DEVICES}):  # looking for scratch where there is no memory waits for the device
             return
         if which.startswith("side"):
             for lane in lanes[int(which[-1]) :][:1]:
@@ -432,7 +431,7 @@ class Training(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "stack"):
             return
-        failing = sys.exc_info()[1] is not None
+        failing = not isinstance(sys.exc_info()[1], (type(None), FlakyStrategyDefinition))
         with self.stack:
             self.stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self.stack.callback(self.set_schedule, None, 0)

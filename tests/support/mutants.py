@@ -29,7 +29,7 @@ SCHEDULES = ("late", "early", "random:1")
 ORDERING = re.compile(
     r"wait_event|wait_stream|record_stream|\.record\(|\.synchronize\(|\.wait\(|wait_for\(|_released\.set|await_end\(|exclusion\(|_opened\("
     r"|no_capture\(|finish_pending\(|close_guards\(|close_guard\(|% ALIGNMENT|to_border|add_pending\(|remove_pending\("
-    r"|\.owner\b|give_back\(|forget\(|\.abandon\(|part\.sources|when_guarded\(|runtime\.on\("
+    r"|\.owner\b|give_back\(|forget\(|\.abandon\(|part\.sources|when_guarded\(|runtime\.on\(|let_others_copy\(|torch_private\.spin\("
 )
 """What an ordering line has in it."""
 
@@ -185,6 +185,12 @@ MUTANTS = [
         ("many_borders",),
         "nbytes = min(CHUNK_NBYTES, source.numel() - done)",
     ),
+    Mutant(_COPY, "self.lane.runtime.let_others_copy(self.lane.device)", ("kernel_is_between",)),
+    Mutant(_COPY, "if self.in_a_row_nbytes + nbytes > CHUNK_NBYTES:", ("kernel_is_between",), "if True:"),
+    Mutant(_COPY, "self.in_a_row_nbytes = 0", ("kernel_is_between",)),
+    Mutant(_COPY, "self.in_a_row_nbytes += nbytes", ("kernel_is_between",)),
+    Mutant(_CUDA, "torch_private.spin(0)", ("kernel_is_between",)),
+    Mutant(_CUDA, "with torch.cuda.device(device):", ("no_context_on_the_current",), "if True:", which=1),
     # Saves that fail
     Mutant(_COPY, "part.lane.forget(part)", ("give_its_half_back",)),
     Mutant(_COPY, "part.lane.stream.synchronize()", ("gives_its_slot_back",)),

@@ -11,6 +11,9 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <map>
+#include <mutex>
+#include <set>
 
 #include "calls.h"
 
@@ -44,6 +47,44 @@ int device_of(const Stack& arguments) {
   }
   return c10::cuda::current_device();
 }
+
+// On a GPU they are cuBLAS's.
+const std::set<std::string> PRODUCTS = {
+    "aten::_addmm_activation", "aten::addmm", "aten::addmm_",    "aten::addmv", "aten::addmv_", "aten::baddbmm",
+    "aten::baddbmm_",          "aten::bmm",   "aten::dot",       "aten::mm",    "aten::vdot",
+};
+
+// The cuBLAS handles of a thread, one a device; torch gives those of a thread that has ended to the next one.
+class Handles {
+ public:
+  void want(int device) {
+    if (mine_.count(device)) return;
+    std::lock_guard<std::mutex> lock(mutex());
+    if (left()[device] > 0)
+      left()[device]--;
+    else
+      C10_CUDA_CHECK(static_cast<cudaError_t>(simgpu_create_handle()));
+    mine_.insert(device);
+  }
+
+  ~Handles() {
+    std::lock_guard<std::mutex> lock(mutex());
+    for (int device : mine_) left()[device]++;
+  }
+
+ private:
+  // Never deleted, for threads outlive main().
+  static std::mutex& mutex() {
+    static auto* the_mutex = new std::mutex;
+    return *the_mutex;
+  }
+  static std::map<int, int>& left() {
+    static auto* counts = new std::map<int, int>;
+    return *counts;
+  }
+
+  std::set<int> mine_;
+};
 
 bool is_empty_foreach(const std::string& name, const Stack& arguments) {
   return name.rfind("aten::_foreach_", 0) == 0 && !arguments.empty() && arguments[0].isTensorList() &&
@@ -199,6 +240,10 @@ void any_operator(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
               " has no CPU kernel");
   int device = device_of(arguments);
   c10::cuda::CUDAGuard on(static_cast<c10::DeviceIndex>(device));
+  if (PRODUCTS.count(name)) {
+    thread_local Handles handles;
+    handles.want(device);
+  }
   Invocation call{op, schema.arguments(), schema.returns(), std::move(arguments), device};
   bool later = returns_tensors(call) && !writes_host_memory(call);
   Stack foreseen;

@@ -36,6 +36,11 @@ int simgpu_is_capturing(void* stream, int device) {
   return stream_of(static_cast<cudaStream_t>(stream), device)->capture != nullptr;
 }
 
+int simgpu_create_handle(void) {
+  Entry entry("cublasCreate", OPENS_CONTEXT | UNSAFE_IN_CAPTURE);
+  return fail(entry.refused);
+}
+
 void simgpu_count(const char* what) {
   Lock lock(world().mutex);
   count(what);

@@ -1,20 +1,48 @@
-// Functions of the host in a stream. Each runs on a thread of its own and without the lock, so that it may wait for
-// whatever the program does meanwhile; its stream stays where it is until it returns, the others go on.
+// Functions of the host in a stream. They run without the lock, so that one may wait for whatever the program does
+// meanwhile; its stream stays where it is until it returns, and the others go on. As on a GPU all streams share one
+// thread, in the order in which they got there: behind a function that waits the others' functions wait as well.
 #include "scheduler.h"
 
 namespace simgpu {
 
+namespace {
+
+struct HostFunction {
+  Stream* stream;
+  std::shared_ptr<const Work> work;
+};
+
+// Under the world's lock; never deleted, for the thread outlives main().
+std::deque<HostFunction>& reached() {
+  static auto* queue = new std::deque<HostFunction>;
+  return *queue;
+}
+
+void run_host_functions() {
+  Lock lock(world().mutex);
+  for (;;) {
+    world().progress.wait(lock, [] { return !reached().empty(); });
+    HostFunction next = std::move(reached().front());
+    reached().pop_front();
+    lock.unlock();
+    in_host_function = true;
+    (*next.work)();
+    in_host_function = false;  // this thread may now run what comes next
+    lock.lock();
+    finish_head(next.stream);
+    breathe();
+  }
+}
+
+}  // namespace
+
 void begin_host_function(Stream* stream) {
+  static std::once_flag started;
+  std::call_once(started, [] { std::thread(run_host_functions).detach(); });
   Operation& head = stream->queue.front();
   head.under_way = true;
-  std::thread([stream, function = head.work] {
-    in_host_function = true;
-    (*function)();
-    in_host_function = false;  // this thread may now run what comes next
-    Lock lock(world().mutex);
-    finish_head(stream);
-    breathe();
-  }).detach();
+  reached().push_back({stream, head.work});
+  world().progress.notify_all();
 }
 
 namespace {
@@ -22,7 +50,7 @@ namespace {
 void enqueue_host_function(const char* name, Work function, cudaStream_t stream) {
   Operation operation;
   operation.name = name;
-  operation.on_own_thread = true;
+  operation.on_host_thread = true;
   operation.work = work(std::move(function));
   enqueue(std::move(operation), stream_of(stream));
 }

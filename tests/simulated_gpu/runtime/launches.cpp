@@ -65,6 +65,7 @@ cudaError_t cudaLaunchKernel(const void* stub, dim3, dim3, void** arguments, siz
   Operation operation;
   operation.name = interned("kernel " + kernel);
   if (kernel.find("spin_kernel") != std::string::npos) {
+    count("spin kernel");
     auto cycles = static_cast<double>(*static_cast<int64_t*>(arguments[0]));
     operation.sleeps_s = cycles / CYCLES_PER_S * w.settings.sleep_factor;
   } else {

@@ -53,7 +53,7 @@ Step step(Stream* stream, double& wake) {
       return Step::SLEEPS;
     }
   }
-  if (head.on_own_thread && head.work) {
+  if (head.on_host_thread && head.work) {
     begin_host_function(stream);
     return Step::UNDER_WAY;
   }

@@ -26,7 +26,7 @@ void abandon_queues();
 void check_races(const Operation& operation, Stream* stream);
 void remember(const Operation& operation, Stream* stream);
 
-// host_functions.cpp: begins the host function at the head of a stream.
+// host_functions.cpp: the host function at the head of a stream is the thread's next but for those before it.
 void begin_host_function(Stream* stream);
 void finish_head(Stream* stream);
 

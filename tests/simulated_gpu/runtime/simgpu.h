@@ -17,6 +17,9 @@ int simgpu_enqueue(void* stream, int device, void (*run)(void*), void (*destroy)
                    const SimgpuRange* ranges, int range_count);
 int simgpu_is_capturing(void* stream, int device);
 
+// What cublasCreate asks of the runtime, on the thread's current device.
+int simgpu_create_handle(void);
+
 void simgpu_count(const char* what);
 void simgpu_violation(const char* text);
 

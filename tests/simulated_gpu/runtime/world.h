@@ -47,7 +47,7 @@ struct Operation {
   std::shared_ptr<const Work> work;  // shared, because a graph runs it again and again
   std::vector<SimgpuRange> touches;
   double sleeps_s = 0, began = -1;
-  bool on_own_thread = false, under_way = false;  // host functions
+  bool on_host_thread = false, under_way = false;  // host functions
 };
 
 // What the race check remembers of an operation.
