@@ -218,7 +218,7 @@ def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_
     place.parent.touch()  # a file where a directory is to be
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         first, second = (ckpt.save(step, a_state(step)) for step in (1, 2))
-        second.committed.result(DEADLINE_S)
+        ckpt.wait(DEADLINE_S)
         with pytest.raises(WriteStalledError, match=r"\[1, 2\] were not mirrored"):
             ckpt.wait(0.01, mirrored=True)
         ckpt.delete(1).result(DEADLINE_S)

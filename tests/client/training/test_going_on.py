@@ -6,7 +6,6 @@ import queue
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from managers import Manage, damage, steps
 from trainers import DEADLINE_S, Orders
 
 import sidesave
+from sidesave.client.internals import saver_of
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -96,6 +96,18 @@ def test_steps_do_not_go_back_behind_a_save(manage: Manage, run: Path):
 # Loading waits for this session's saves --------------------------------------------------------------------------
 
 
+def release_when_waited_for(checkpointer: sidesave.Checkpointer, orders: Orders) -> None:
+    """Let a save that is held go on once somebody waits for all that is under way."""
+    saves = saver_of(checkpointer).session.saves
+    hurry = saves.hurry
+
+    def release() -> None:
+        saves.hurry = hurry
+        orders.release()
+
+    saves.hurry = release
+
+
 @pytest.mark.parametrize("step", [None, 7])
 def test_loading_waits_for_the_saves_under_way(manage: Manage, run: Path, orders: Orders, step: int | None):
     state = {"x": 7}
@@ -104,19 +116,15 @@ def test_loading_waits_for_the_saves_under_way(manage: Manage, run: Path, orders
     manager.save(7)
     orders.obeyed()
     state["x"] = 0
-    releasing = threading.Timer(0.2, orders.release)
-    releasing.start()
+    release_when_waited_for(manager.checkpointer, orders)
     assert (manager.restore(step), state["x"]) == (8, 7)
-    releasing.join()
     assert steps(run) == [7], "the run has begun, so it has no seed"
     with manage(state).checkpointer as checkpointer:
         orders.give("hold")
         checkpointer.save(9, {"x": 9})
         orders.obeyed()
-        releasing = threading.Timer(0.2, orders.release)
-        releasing.start()
+        release_when_waited_for(checkpointer, orders)
         assert checkpointer.load(step and 9)["x"] == 9
-        releasing.join()
 
 
 def test_an_earlier_step_is_loaded_at_once_and_what_was_under_way_is_given_up(
@@ -146,10 +154,8 @@ def test_a_save_that_fails_meanwhile_is_told_and_still_raised(
     orders.obeyed()
     orders.give("EIO")
     handle = manager.save(3)
-    releasing = threading.Timer(0.2, orders.release)
-    releasing.start()
+    release_when_waited_for(manager.checkpointer, orders)
     assert manager.restore() == 3
-    releasing.join()
     assert "step 3 was not saved, so it is not there to be loaded" in caplog.text
     with pytest.raises(WriteError):
         manager.wait()
