@@ -568,7 +568,7 @@ def test_in_a_store_rows_are_copied_by_the_store(tmp_path: Path):
     assert loaded(f"{url}/step-00000002") == truth
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(
