@@ -65,9 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if not is_worker:
         campaigns.draw()
-    # A slow machine is no failure.
-    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("sidesave", max_examples=campaigns.examples(100), **patient)
+    settings.register_profile(  # a slow machine is no failure
+        "sidesave",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=campaigns.examples(100),
+    )
     settings.load_profile("sidesave")
     if config.getoption("numprocesses", None) and not is_worker:
         forks.share()

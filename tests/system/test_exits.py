@@ -31,6 +31,7 @@ from trainers import (
     entries,
     pidfd_of,
     staging_memory,
+    stopped,
 )
 
 import sidesave
@@ -488,10 +489,8 @@ def test_of_several_failures_those_that_were_not_read_are_told(
     with sidesave.Checkpointer(run, slots=3) as ckpt:
         for step in (1, 2, 3):
             blocked(step)
-        pid = daemon(ckpt)
-        os.kill(pid, signal.SIGSTOP)
-        handles = [ckpt.save(step, a_state(step)) for step in (1, 2, 3)]
-        os.kill(pid, signal.SIGCONT)
+        with stopped(daemon(ckpt)):
+            handles = [ckpt.save(step, a_state(step)) for step in (1, 2, 3)]
         assert handles[0].committed.exception(DEADLINE_S) is not None
         concurrent.futures.wait([handle.committed for handle in handles], DEADLINE_S)
         with pytest.raises(CheckpointExistsError, match="step-00000002"):
@@ -659,11 +658,9 @@ def test_commit_that_ends_after_going_back_is_no_obstacle(tmp_path: Path) -> Non
     state = {"w": torch.arange(4)}
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(50, state, blocking=True)
-        pid = daemon(checkpointer)
-        os.kill(pid, signal.SIGSTOP)
-        abandoned = checkpointer.save(100, state)
-        checkpointer.load(50)
-        os.kill(pid, signal.SIGCONT)
+        with stopped(daemon(checkpointer)):
+            abandoned = checkpointer.save(100, state)
+            checkpointer.load(50)
         abandoned.committed.result(300)
         again = checkpointer.save(100, state).committed.result(300)
         assert again.parent is not None

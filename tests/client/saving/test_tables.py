@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 from row_tables import GrowingTable
 from safetensors import safe_open
 from torch import nn
-from trainers import DEADLINE_S
+from trainers import DEADLINE_S, daemon, stopped
 
 import sidesave
 from sidesave.client import increments
@@ -524,15 +522,10 @@ def test_rows_that_another_save_has_put_in_the_place_of_a_step_are_not_taken_for
     table, other = grown(300), grown(300, seed=8)
     with sidesave.Checkpointer(run, slots=3) as ckpt:
         save(ckpt, 1, table)
-        daemon = ckpt.daemon_pid
-        assert daemon is not None
-        os.kill(daemon, signal.SIGSTOP)  # so that the next two are called before one of them is committed
-        try:
+        with stopped(daemon(ckpt)):  # so that the next two are called before one of them is committed
             replacing = ckpt.save(1, {"users": other}, overwrite=True)
             table.train([1])
             handle = ckpt.save(2, {"users": table})
-        finally:
-            os.kill(daemon, signal.SIGCONT)
         replacing.committed.result(DEADLINE_S)
         with pytest.raises(WriteError, match="which are gone"):
             handle.committed.result(DEADLINE_S)
