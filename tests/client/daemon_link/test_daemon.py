@@ -199,13 +199,16 @@ def test_signal_means_finish_what_is_there_and_a_successor_takes_over(
     run: Path, orders: Orders, number: signal.Signals
 ):
     with sidesave.Checkpointer(run) as ckpt:
-        orders.give("stop", after=4)
-        handles = [ckpt.save(step, a_state(step)) for step in (1, 2)]
+        orders.give("hold", after=4)
+        handles = [ckpt.save(1, a_state(1))]
         pid, _ = orders.obeyed()
+        orders.give("report", starting_at="got SAVE", every_step=True)
+        handles.append(ckpt.save(2, a_state(2)))
+        orders.obeyed()  # it has got both
         with pidfd_of(pid) as pidfd:
             orders.give("report", starting_at="os.rename", keep=True)
             os.kill(pid, number)
-            os.kill(pid, signal.SIGCONT)
+            orders.release()
             for handle in handles:
                 handle.committed.result(DEADLINE_S)
             assert [orders.obeyed()[0] for _ in handles] == [pid, pid], "the one that was told to go finished both"
