@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import errno
 import gc
+import operator
 import os
 import signal
 import threading
@@ -32,6 +33,7 @@ from trainers import (
     pidfd_of,
     staging_memory,
     stopped,
+    wait_until,
 )
 
 import sidesave
@@ -263,7 +265,8 @@ def test_sixty_saves_with_reshapes_leak_no_descriptor_thread_or_memory(run: Path
         before, mine = figures(), psutil.Process().memory_info().rss
         daemons = psutil.Process(daemon(ckpt)).memory_info()
         save(range(10, 70))
-        assert figures() == before
+        # What a save has had may go a moment after its commit is known.
+        wait_until(lambda: all(now <= before[name] for name, now in figures().items()), "nothing is left of sixty")
         assert psutil.Process().memory_info().rss - mine < 150 << 20, "less than one more state of each size"
         now = psutil.Process(daemon(ckpt)).memory_info()
         assert (now.rss - now.shared) - (daemons.rss - daemons.shared) < 16 << 20
@@ -283,7 +286,7 @@ def test_closing_gives_everything_back(run: Path, traces: Traces):
             ckpt.save(step, a_state(step, 20))
         assert ckpt.daemon_pid is None
         assert staging_memory() == []
-        assert figures() == before
+        wait_until(lambda: all(map(operator.le, figures(), before)), "a thread that has done all ends")
     traces.check()
 
 

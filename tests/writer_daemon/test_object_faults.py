@@ -213,7 +213,7 @@ def test_any_request_of_a_save_is_carried_out_long_after_it_was_given_up(server:
 
             def hold(request: Request, number: int) -> Fault:
                 if next(count) == last:  # noqa: B023
-                    gate.wait(60)  # noqa: B023
+                    gate.wait(300)  # noqa: B023
                 return None
 
             server.fault = hold
