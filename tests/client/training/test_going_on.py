@@ -15,11 +15,10 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from managers import Manage, damage, steps
+from managers import Manage, damage, release_when_waited_for, steps
 from trainers import DEADLINE_S, Orders
 
 import sidesave
-from sidesave.client.internals import saver_of
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -94,18 +93,6 @@ def test_steps_do_not_go_back_behind_a_save(manage: Manage, run: Path):
 
 
 # Loading waits for this session's saves --------------------------------------------------------------------------
-
-
-def release_when_waited_for(checkpointer: sidesave.Checkpointer, orders: Orders) -> None:
-    """Let a save that is held go on once somebody waits for all that is under way."""
-    saves = saver_of(checkpointer).session.saves
-    hurry = saves.hurry
-
-    def release() -> None:
-        saves.hurry = hurry
-        orders.release()
-
-    saves.hurry = release
 
 
 @pytest.mark.parametrize("step", [None, 7])

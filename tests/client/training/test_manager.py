@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from managers import Manage, damage, steps
+from managers import Manage, damage, release_when_waited_for, steps
 from trainers import DEADLINE_S, ROOT, Orders, wait_until
 
 import sidesave
@@ -197,7 +197,7 @@ def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
         orders.give("hold")
         manager.save(0, {"loss": 1})
         orders.obeyed()
-        threading.Timer(0.2, orders.release).start()
+        release_when_waited_for(manager.checkpointer, orders)
     elif trouble == "the save before has failed":
         orders.give("EROFS")
         concurrent.futures.wait([manager.save(0, {"loss": 1}).committed], DEADLINE_S)
