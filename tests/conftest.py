@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import campaigns
 import forks
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from managers import Manage, managers_of
 from trainers import Orders, Traces
 
@@ -65,9 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if not is_worker:
         campaigns.draw()
-    settings.register_profile(
-        "sidesave", deadline=None, max_examples=campaigns.examples(100)
-    )  # a slow machine is no failure
+    settings.register_profile(  # a slow machine is no failure
+        "sidesave",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=campaigns.examples(100),
+    )
     settings.load_profile("sidesave")
     if config.getoption("numprocesses", None) and not is_worker:
         forks.share()

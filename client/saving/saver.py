@@ -162,15 +162,23 @@ class Saver:
             mirror=mirror,
         )
         saves, connection, copier = session.saves, session.connection, session.copier
-        future: Future[None] = Outcome()
+        answer, future = Future[None](), Outcome[None]()
         future.set_running_or_notify_cancel()
-        if not mirror:
-            future.add_done_callback(lambda done: lineage.remove(step) if done.exception() is None else None)
+
+        def pass_on(answer: Future[None]) -> None:
+            error = answer.exception()
+            if error is not None:
+                future.set_exception(error)
+                return
+            if not mirror:
+                lineage.remove(step)  # first: who learns of it may save the step again
+            future.set_result(None)
 
         def submit() -> None:
-            saves.add_deletion(request.save_id, future)
+            saves.add_deletion(request.save_id, answer)
             connection.submit(request)
 
+        answer.add_done_callback(pass_on)
         session.books.submit(lambda: copier.when_copied(submit))
         return future
 

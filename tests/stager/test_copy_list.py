@@ -12,12 +12,12 @@ import campaigns
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from states import difference, frozen
 from torch import nn
-from trainers import DEADLINE_S
+from trainers import DEADLINE_S, wait_until
 
 import sidesave
 from sidesave.errors import UnsupportedValueError
@@ -122,8 +122,6 @@ TestSaves = Saves.TestCase
 TestSaves.settings = settings(
     max_examples=campaigns.examples(15),
     stateful_step_count=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 
 
@@ -192,5 +190,5 @@ def test_what_is_remembered_keeps_no_memory(tmp_path: Path):
             ckpt.save(step, {"model": model}).committed.result(DEADLINE_S)
         del model
         arrays.clear()
-        gc.collect()
-        assert [each() for each in memory] == [None] * 5
+        let_go = "the thread that has copied it lets go of it"
+        wait_until(lambda: gc.collect() >= 0 and not any(each() is not None for each in memory), let_go)

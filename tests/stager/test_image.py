@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from states import bits, noise
 
 from sidesave.errors import UnsupportedValueError
@@ -47,7 +47,7 @@ def plan_of(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @given(CONTAINERS)
-@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200))
 def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):
     plan = plan_of(containers)
     assert [file.container for file in plan.files] == list(containers)
@@ -69,7 +69,7 @@ def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tup
 
 
 @given(CONTAINERS, st.integers(1, 3000))
-@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200))
 def test_a_container_is_cut_into_files_that_have_its_tensors_in_order(
     containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]], file_nbytes: int
 ):
@@ -100,7 +100,7 @@ def test_a_container_is_cut_into_files_that_have_its_tensors_in_order(
 
 
 @given(CONTAINERS)
-@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200))
 def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):
     for file, body in zip(plan_of(containers).files, containers.values(), strict=True):
         parsed = parse_tensor_file(file.header, "header")
@@ -118,7 +118,7 @@ def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[
 
 
 @given(CONTAINERS)
-@settings(max_examples=campaigns.examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(200))
 def test_the_digest_grid_covers_a_file_once_and_restarts_at_large_tensors(
     containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]],
 ):
@@ -173,7 +173,7 @@ STATES = st.dictionaries(
 
 
 @given(STATES)
-@settings(max_examples=campaigns.examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(60))
 def test_stock_safetensors_reads_every_image_with_the_same_bits(state: dict[str, dict[str, torch.Tensor]]):
     _, files = images(state)
     assert files.keys() == state.keys()

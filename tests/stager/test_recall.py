@@ -11,7 +11,7 @@ from typing import Any
 import campaigns
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import nn
@@ -301,7 +301,7 @@ class TrainingWithoutGuards(Training):
 TestTraining = Training.TestCase
 TestTrainingWithoutGuards = pytest.mark.slow(TrainingWithoutGuards.TestCase)
 TestTraining.settings = TestTrainingWithoutGuards.settings = settings(
-    max_examples=campaigns.examples(100), stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=campaigns.examples(100), stateful_step_count=25
 )
 
 

@@ -20,7 +20,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _dtensor_spec
@@ -513,7 +513,7 @@ CUBE = torch.arange(8).view(2, 2, 2)
 @given(states())
 @example({"a": (true_grid(CUBE, [(1, 0), (2, 1)], (4000, 600)), 4)})  # rows of cells that lie side by side
 @example({"a": (true_grid(CUBE, [(1, 0), (2, 2)], (2, 4000, 600)), 4)})  # cut in the second dimension
-@settings(max_examples=campaigns.examples(100), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(100))
 def test_all_ranks_agree_that_each_element_is_written_once_by_one_who_holds_it(tensors: Tensors) -> None:
     agreed(tensors)
 

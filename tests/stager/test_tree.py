@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from numpy._core._rational_tests import rational  # NumPy's own example of a dtype of somebody else's
 from states import TENSORS, difference
 from torch import nn
@@ -111,7 +111,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(st.recursive(LEAVES, _containers, max_leaves=12))
-@settings(max_examples=campaigns.examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(400))
 def test_plain_data_comes_back_with_type_and_value(value: Any):
     assert_comes_back(value)
 
@@ -506,7 +506,7 @@ def build(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=campaigns.examples(300), deadline=None)
+@settings(max_examples=campaigns.examples(300))
 def test_random_bytes_are_refused_with_a_typed_error(data: bytes):
     build(data)
 
@@ -535,13 +535,13 @@ NODES = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), NODES, min_size=1, max_size=3))
-@settings(max_examples=campaigns.examples(600), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(600))
 def test_random_treespecs_build_or_are_refused_with_a_typed_error(body: dict[str, Any]):
     build(packed(body))
 
 
 @given(NODES, st.sampled_from([0, 1, 50, 102, 103, 104, 105]))
-@settings(max_examples=campaigns.examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.examples(300))
 def test_what_is_taken_as_a_whole_is_as_strict_as_item_by_item(node: Any, depth: int):
     for _ in range(depth):
         node = [Tag.LIST, node]

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainers import Orders
+
 import sidesave
+from sidesave.client.internals import saver_of
 from sidesave.client.runs import catalog
 
 Manage = Callable[..., sidesave.CheckpointManager]
@@ -28,6 +31,18 @@ def managers_of(run: str | os.PathLike[str]) -> Iterator[Manage]:
     yield manage
     for manager in made:
         manager.close()
+
+
+def release_when_waited_for(checkpointer: sidesave.Checkpointer, orders: Orders) -> None:
+    """Let a save that is held go on once somebody waits for all that is under way."""
+    saves = saver_of(checkpointer).session.saves
+    hurry = saves.hurry
+
+    def release() -> None:
+        saves.hurry = hurry
+        orders.release()
+
+    saves.hurry = release
 
 
 def steps(run: Path) -> list[int]:

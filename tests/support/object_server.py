@@ -136,7 +136,7 @@ class ObjectServer:
     def count(self, method: str) -> int:
         return sum(request.method == method for request in self.requests)
 
-    def wait_until_idle(self, timeout_s: float = 60) -> None:
+    def wait_until_idle(self, timeout_s: float = 300) -> None:
         """Wait until every request has been carried out, also those whose client has given up."""
         with self._idle:
             assert self._idle.wait_for(lambda: self._busy == 0, timeout_s)

@@ -115,6 +115,24 @@ def await_end(pidfd: int, timeout_s: float = DEADLINE_S) -> None:
     assert poller.poll(timeout_s * 1000), f"still running after {timeout_s:g} s"
 
 
+def stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped: a signal comes to them one after the other."""
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process stands still within the block, and goes on after it, however that ends."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: stands_still(pid), f"process {pid} stops")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 def _environment_of(process: Path) -> bytes:
     """What a process of ``/proc`` was started with.
 
@@ -254,7 +272,7 @@ class Orders:
         while not line.endswith(b"\n"):
             line += os.read(self._reports, 1)
         what, pid, step = line.decode().strip().split(" ", 2)
-        while what == "stop" and ") T " not in Path(f"/proc/{pid}/stat").read_text():
+        while what == "stop" and not stands_still(int(pid)):
             assert time.monotonic() < deadline, f"process {pid} does not stop"
             time.sleep(0.001)
         return int(pid), step.strip()

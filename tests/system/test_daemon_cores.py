@@ -1,5 +1,6 @@
 """The daemon runs on the cores of the node that staging memory was made on for a device, unless it was told where."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -46,8 +47,11 @@ def attach() -> Iterator[Attach]:
 
 def cores_of(ckpt: sidesave.Checkpointer) -> dict[str, frozenset[int]]:
     """The cores that each thread of the daemon may use."""
-    threads = Path(f"/proc/{ckpt.daemon_pid}/task").iterdir()
-    return {thread.name: frozenset(os.sched_getaffinity(int(thread.name))) for thread in threads}
+    found: dict[str, frozenset[int]] = {}
+    for thread in Path(f"/proc/{ckpt.daemon_pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # one of a save has ended
+            found[thread.name] = frozenset(os.sched_getaffinity(int(thread.name)))
+    return found
 
 
 def save(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> None:

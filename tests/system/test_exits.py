@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import errno
 import gc
+import operator
 import os
 import signal
 import threading
@@ -31,6 +32,8 @@ from trainers import (
     entries,
     pidfd_of,
     staging_memory,
+    stopped,
+    wait_until,
 )
 
 import sidesave
@@ -262,7 +265,8 @@ def test_sixty_saves_with_reshapes_leak_no_descriptor_thread_or_memory(run: Path
         before, mine = figures(), psutil.Process().memory_info().rss
         daemons = psutil.Process(daemon(ckpt)).memory_info()
         save(range(10, 70))
-        assert figures() == before
+        # What a save has had may go a moment after its commit is known.
+        wait_until(lambda: all(now <= before[name] for name, now in figures().items()), "nothing is left of sixty")
         assert psutil.Process().memory_info().rss - mine < 150 << 20, "less than one more state of each size"
         now = psutil.Process(daemon(ckpt)).memory_info()
         assert (now.rss - now.shared) - (daemons.rss - daemons.shared) < 16 << 20
@@ -282,7 +286,7 @@ def test_closing_gives_everything_back(run: Path, traces: Traces):
             ckpt.save(step, a_state(step, 20))
         assert ckpt.daemon_pid is None
         assert staging_memory() == []
-        assert figures() == before
+        wait_until(lambda: all(map(operator.le, figures(), before)), "a thread that has done all ends")
     traces.check()
 
 
@@ -488,10 +492,8 @@ def test_of_several_failures_those_that_were_not_read_are_told(
     with sidesave.Checkpointer(run, slots=3) as ckpt:
         for step in (1, 2, 3):
             blocked(step)
-        pid = daemon(ckpt)
-        os.kill(pid, signal.SIGSTOP)
-        handles = [ckpt.save(step, a_state(step)) for step in (1, 2, 3)]
-        os.kill(pid, signal.SIGCONT)
+        with stopped(daemon(ckpt)):
+            handles = [ckpt.save(step, a_state(step)) for step in (1, 2, 3)]
         assert handles[0].committed.exception(DEADLINE_S) is not None
         concurrent.futures.wait([handle.committed for handle in handles], DEADLINE_S)
         with pytest.raises(CheckpointExistsError, match="step-00000002"):
@@ -659,11 +661,9 @@ def test_commit_that_ends_after_going_back_is_no_obstacle(tmp_path: Path) -> Non
     state = {"w": torch.arange(4)}
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(50, state, blocking=True)
-        pid = daemon(checkpointer)
-        os.kill(pid, signal.SIGSTOP)
-        abandoned = checkpointer.save(100, state)
-        checkpointer.load(50)
-        os.kill(pid, signal.SIGCONT)
+        with stopped(daemon(checkpointer)):
+            abandoned = checkpointer.save(100, state)
+            checkpointer.load(50)
         abandoned.committed.result(300)
         again = checkpointer.save(100, state).committed.result(300)
         assert again.parent is not None

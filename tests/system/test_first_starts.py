@@ -4,6 +4,7 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import output
@@ -16,10 +17,10 @@ from sidesave.errors import SidesaveError, WriteError
 from sidesave.writer_daemon.mirror import identity
 
 
-def save(run: Path, place: str | Path, step: int) -> None:
+def save(run: Path, step: int, **options: Any) -> None:
     """Save, and wait for the daemon's end: to the very last it writes to the mirror's lease."""
     with contextlib.ExitStack() as stack:
-        with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        with sidesave.Checkpointer(run, **options) as ckpt:
             ckpt.save(step, a_state(step)).mirrored.result(DEADLINE_S)
             ending = stack.enter_context(pidfd_of(daemon(ckpt)))
         await_end(ending)
@@ -43,13 +44,13 @@ def at(request: pytest.FixtureRequest) -> Callable[[Path], str]:
 
 
 def test_a_first_start_makes_its_mirror(run: Path, tmp_path: Path, at: Callable[[Path], str]):
-    save(run, at(tmp_path / "mirror"), 0)
+    save(run, 0, mirror=at(tmp_path / "mirror"))
     check_mirror(at(tmp_path / "mirror"), 0)
 
 
 def test_a_directory_that_was_made_for_it_is_a_first_mirror(run: Path, tmp_path: Path, at: Callable[[Path], str]):
     (tmp_path / "mirrors" / "run").mkdir(parents=True)
-    save(run, at(tmp_path / "mirrors" / "run"), 0)
+    save(run, 0, mirror=at(tmp_path / "mirrors" / "run"))
     check_mirror(at(tmp_path / "mirrors" / "run"), 0)
 
 
@@ -57,7 +58,7 @@ def test_a_file_system_that_was_not_mounted_is_no_first_start(
     run: Path, mount: Callable[..., Path], at: Callable[[Path], str]
 ):
     point = mount("-t", "tmpfs", "none")
-    save(run, at(point / "run"), 0)  # an empty file system that is mounted
+    save(run, 0, mirror=at(point / "run"))  # an empty file system that is mounted
     shutil.rmtree(run)
     shutil.move(point / "run", run.parent / "kept")
     below = run.parent / "mount-point"
@@ -87,7 +88,7 @@ def test_a_run_whose_mirror_is_gone_is_told(
     run: Path, tmp_path: Path, at: Callable[[Path], str], caplog: pytest.LogCaptureFixture
 ):
     mirror = tmp_path / "mirror"
-    save(run, at(mirror), 0)
+    save(run, 0, mirror=at(mirror))
     shutil.move(mirror, tmp_path / "kept")
     mirror.mkdir()  # an empty mount point
     with sidesave.Checkpointer(run, mirror=at(mirror)) as ckpt:
@@ -105,14 +106,14 @@ def test_an_empty_run_that_remembers_its_mirror_does_not_begin_anew(
     run: Path, tmp_path: Path, at: Callable[[Path], str]
 ):
     mirror = tmp_path / "mirror"
-    save(run, at(mirror), 0)
+    save(run, 0, mirror=at(mirror))
     shutil.rmtree(run / "step-00000000")
     shutil.move(mirror, tmp_path / "kept")
     refused(run, at(mirror), "is not there any more, or is empty")
     (tmp_path / "mirror").mkdir()
     refused(run, at(mirror), "is not there any more, or is empty")
     mirror.rmdir()
-    save(tmp_path / "other", at(mirror), 5)
+    save(tmp_path / "other", 5, mirror=at(mirror))
     refused(run, at(mirror), "is another mirror")
     shutil.rmtree(mirror)
     shutil.move(tmp_path / "kept", mirror)
@@ -122,37 +123,36 @@ def test_an_empty_run_that_remembers_its_mirror_does_not_begin_anew(
 
 def test_a_lost_mirror_is_begun_anew_by_the_command(run: Path, tmp_path: Path, at: Callable[[Path], str]):
     mirror = tmp_path / "mirror"
-    save(run, at(mirror), 0)
+    save(run, 0, mirror=at(mirror))
     shutil.rmtree(mirror)
     assert "is not there any more" in output("mirror", run, status=1)
     output("mirror", run, at(mirror))
     check_mirror(at(mirror), 0)
-    save(run, at(mirror), 1)
+    save(run, 1, mirror=at(mirror))
     check_mirror(at(mirror), 0, 1)
 
 
 def test_an_empty_bucket_is_a_first_start_and_one_that_does_not_answer_is_an_error(run: Path, tmp_path: Path):
     (tmp_path / "root" / "bucket").mkdir(parents=True)
     with serving(tmp_path / "root") as server:
-        options = {"mirror": "s3://bucket/run", "storage_options": server.options}
-        with sidesave.Checkpointer(run, **options) as ckpt:  # pyright: ignore[reportArgumentType]
-            ckpt.save(0, a_state(0)).mirrored.result(DEADLINE_S)
+        options: dict[str, Any] = {"mirror": "s3://bucket/run", "storage_options": server.options}
+        save(run, 0, **options)
         shutil.rmtree(run / "step-00000000")
         shutil.move(tmp_path / "root" / "bucket", tmp_path / "kept")
         (tmp_path / "root" / "bucket").mkdir()
         with pytest.raises(WriteError, match="is not there any more, or is empty"):
-            sidesave.Checkpointer(run, **options)  # pyright: ignore[reportArgumentType]
+            sidesave.Checkpointer(run, **options)
         shutil.rmtree(run)
         server.fault = lambda request, number: 403
         with pytest.raises(SidesaveError):
-            sidesave.Checkpointer(run, **options)  # pyright: ignore[reportArgumentType]
+            sidesave.Checkpointer(run, **options)
 
 
 def test_the_mirror_of_an_earlier_version_is_adopted(run: Path, tmp_path: Path):
     mirror = tmp_path / "mirror"
-    save(run, mirror, 0)
+    save(run, 0, mirror=mirror)
     (mirror / identity.IDENTITY).unlink()
     (run / identity.REMEMBERED).unlink()
-    save(run, mirror, 1)
+    save(run, 1, mirror=mirror)
     assert sorted(committed_in(str(mirror))) == [0, 1]
     assert (mirror / identity.IDENTITY).exists()

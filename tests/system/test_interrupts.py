@@ -25,7 +25,7 @@ import torch
 from interrupts import Interrupts, dropped_by_python, free_loggers
 from row_tables import GrowingTable
 from states import held
-from trainers import DEADLINE_S, Traces, daemon, wait_until
+from trainers import DEADLINE_S, Traces, daemon, stopped, wait_until
 
 import sidesave
 from sidesave.client.daemon_link.connection import Connection
@@ -373,15 +373,6 @@ def test_a_campaign_of_real_interrupts_leaves_nothing(run: Path):
     _campaign(run, random.SystemRandom().randrange(1 << 30), CAMPAIGN_S)
 
 
-@contextlib.contextmanager
-def _stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_a_start_interrupted_at_its_very_end_leaves_when_the_daemon_is_gone(run: Path, monkeypatch: pytest.MonkeyPatch):
     give_up = Connection.give_up_starting
     pids: list[int] = []
@@ -390,7 +381,7 @@ def test_a_start_interrupted_at_its_very_end_leaves_when_the_daemon_is_gone(run:
         pid = connection.pid
         assert pid is not None
         pids.append(pid)
-        stack.enter_context(_stopped(pid))
+        stack.enter_context(stopped(pid))
         threading.Timer(0.5, stack.close).start()
         give_up(connection, timeout_s)
         connection._thread.join(0.2)  # as where the main thread is held up in between
@@ -416,7 +407,7 @@ def test_a_start_waits_for_the_daemon_that_an_interrupted_close_has_left(run: Pa
     def interrupted(timeout_s: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    with _stopped(pid):
+    with stopped(pid):
         monkeypatch.setattr(ckpt._saver.session.saves, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.close()

@@ -218,7 +218,7 @@ def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_
     place.parent.touch()  # a file where a directory is to be
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         first, second = (ckpt.save(step, a_state(step)) for step in (1, 2))
-        second.committed.result(DEADLINE_S)
+        ckpt.wait(DEADLINE_S)
         with pytest.raises(WriteStalledError, match=r"\[1, 2\] were not mirrored"):
             ckpt.wait(0.01, mirrored=True)
         ckpt.delete(1).result(DEADLINE_S)
@@ -305,16 +305,16 @@ def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
 def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Path, place: str):
     rate = 4 << 20
     stats = sidesave.reporting.SaveStats()
-    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=rate) as ckpt:
+
+    def status() -> sidesave.MirrorStatus:
+        found = ckpt.mirror_status()
+        assert found is not None
+        return found
+
+    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=rate) as ckpt:  # it takes eight seconds
         stats.mirror_status = ckpt.mirror_status
-        first, second = (ckpt.save(step, a_state(step, 6)) for step in (1, 2))
+        first, second = (ckpt.save(step, a_state(step, 16)) for step in (1, 2))
         nbytes, _ = (handle.committed.result(DEADLINE_S).nbytes for handle in (first, second))  # of each
-
-        def status() -> sidesave.MirrorStatus:
-            found = ckpt.mirror_status()
-            assert found is not None
-            return found
-
         wait_until(lambda: status().nbytes_per_s > 0)
         now = status()
         assert now.checkpoints in (1, 2) and now.nbytes == now.checkpoints * nbytes and now.error is None
@@ -322,10 +322,12 @@ def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Pa
         assert "sidesave_mirror_backlog_bytes" in sidesave.reporting.prometheus_text(stats)
         [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
         assert view["mirror"]["nbytes"] == view["mirror"]["checkpoints"] * nbytes
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(3, a_state(3))
         ckpt.wait(DEADLINE_S, mirrored=True)
         wait_until(lambda: status().checkpoints == 0)
-        assert (status().nbytes, status().nbytes_per_s, status().last_step) == (0, 0.0, 2)
-        assert "last step 2" in output("top", "--once").replace("\n", " ")
+        assert (status().nbytes, status().nbytes_per_s, status().last_step) == (0, 0.0, 3)
+        assert "last step 3" in output("top", "--once").replace("\n", " ")
 
 
 def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path):

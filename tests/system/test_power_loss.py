@@ -612,7 +612,7 @@ def notices(judge: Judge, site: str, traces: Iterable[tuple[Trace, Promise, str]
 
 
 @pytest.mark.slow(minutes=5)
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_power_loss_campaign(folder: Path, capsys: pytest.CaptureFixture[str]):
     """Many more moments; then there is no sync that could be left out without being noticed."""
     judge = Judge(folder)

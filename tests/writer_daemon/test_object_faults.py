@@ -202,18 +202,19 @@ def test_any_request_of_a_save_fails_and_no_checkpoint_is_half_or_lost(
 def test_any_request_of_a_save_is_carried_out_long_after_it_was_given_up(server: ObjectServer):
     """As late as that the next session has taken over, and judged what it had found."""
     old, new = a_state(1), a_large_state(2)
-    options = {**server.options, "retry_config": IMPATIENT, "client_options": {"timeout": "400ms"}}
-    with urls.using(options):
+    impatient = {"retry_config": IMPATIENT, "client_options": {"timeout": "400ms"}}
+    with urls.using(server.options):
         for last in campaigns.numbers():
             root = f"s3://bucket/run-{last}"
-            session = begin(root, OLD)
+            with urls.using({**server.options, **impatient}):
+                session = begin(root, OLD)
             session.save(50, a_state(50), sequence=1)
             save = session.stage(100, new, sequence=3)
             gate, count = threading.Event(), itertools.count()
 
             def hold(request: Request, number: int) -> Fault:
                 if next(count) == last:  # noqa: B023
-                    gate.wait(60)  # noqa: B023
+                    gate.wait(300)  # noqa: B023
                 return None
 
             server.fault = hold

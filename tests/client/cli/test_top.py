@@ -87,17 +87,21 @@ def test_rates_are_those_since_the_look_before(tmp_path: Path):
 def test_the_step_that_is_being_written_is_seen_and_how_much_of_it(tmp_path: Path, orders: Orders):
     """Held when the first of its two files has been reserved, and nothing of it is written."""
     with sidesave.Checkpointer(tmp_path) as checkpointer:
-        for step in range(20):
-            orders.give("hold", after=step)
+        checkpointer.save(0, a_state(0)).committed.result(DEADLINE_S)  # the first one has operations of its own
+        after = 0
+        for step in range(1, 40):
+            orders.give("hold", after=after)
             handle = checkpointer.save(step, a_state(step))
             _, where = orders.obeyed()
             [view] = seen(tmp_path)
             orders.release()
             handle.committed.result(DEADLINE_S)
-            if "/.optimizer.rank-" in where and not where.endswith(".probe"):
+            if where.startswith("open ") and "/.optimizer.rank-00000.safetensors." in where:
                 assert (view.step, view.progress) == (step, 0.0)
                 assert view.last_step == step - 1
                 return
+            is_past = ".xxh3." in where or where.startswith(("os.truncate", "os.link", "os.remove"))
+            after += -1 if is_past else 1  # saves differ by an operation or two
     pytest.fail("the daemon has never come to its second file")
 
 
@@ -223,6 +227,7 @@ def test_the_log_of_a_run_is_read_again_when_it_has_grown_and_checkpoints_tell_w
 def test_top_prints_a_table_or_json(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(12, STATE).committed.result()
+        wait_until(lambda: seen(tmp_path)[0].last_step == 12, "the log has the commit, which it follows")
         [line] = [line for line in output("top", "--once").splitlines() if str(tmp_path) in line]
         words = line.split()
         assert words[:4] == [str(tmp_path), "0", str(checkpointer.daemon_pid), str(os.getpid())]

@@ -255,7 +255,10 @@ def test_after_a_kill_each_path_leads_to_its_newest_commit(is_lost: bool, run: P
 CALLS = st.tuples(st.sampled_from(["save", "save", "remove", "hold", "go on", "reopen"]), st.sampled_from("abc"))
 
 
-@settings(max_examples=campaigns.examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=campaigns.examples(20),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(calls=st.lists(CALLS, max_size=14))
 def test_whatever_is_called_each_path_has_its_newest_save_and_nothing_else_is_kept(
     calls: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory

@@ -350,7 +350,7 @@ def test_a_file_that_says_it_is_enormous_takes_no_memory(tmp_path: Path):
 
 def start_sharded(rank: int, world: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=300))
     mesh = dist.init_device_mesh("cpu", (world,))
 
     def sharded(model: nn.Module, dim: int = 0) -> nn.Module:

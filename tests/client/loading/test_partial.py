@@ -625,7 +625,7 @@ def test_words_speak_of_what_any_rank_has_saved(tmp_path: Path):
 def share(rank: int, world: int, folder: str) -> None:
     """A rank of two, each with its half of the parameters and of their moments."""
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=300))
     mesh = dist.init_device_mesh("cpu", (world,))
 
     def stepped(value: float, lr: float) -> dict[str, Any]:

@@ -520,7 +520,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @given(st.dictionaries(st.text(min_size=1, max_size=3), NESTS, min_size=1, max_size=3))
 @settings(
     max_examples=campaigns.examples(60),
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 def test_any_state_comes_back_from_disk_in_type_order_and_bits_or_is_refused(

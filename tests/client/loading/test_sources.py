@@ -298,7 +298,7 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 
 def load_sharded(rank: int, world: int, bank: str, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=300))
     mesh = dist.init_device_mesh("cpu", (world,))
     expected = {seed: whole(trained(seed)["model"]) for seed in (1, 2, 3)}
 

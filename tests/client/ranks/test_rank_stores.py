@@ -19,7 +19,7 @@ from object_server import Fault, Killer, ObjectServer, Request, serving
 from rank_checks import Start, finish, left, read, visible
 from rank_trainers import same_tensors
 from seaweed import seaweed
-from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
+from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, stopped, wait_until
 
 import sidesave
 
@@ -137,12 +137,6 @@ def asked(requests: Iterable[Request]) -> Counter[str]:
     return Counter(request.method for request in requests)
 
 
-def stand_still(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    threads = Path(f"/proc/{pid}/task")
-    wait_until(lambda: all(") T " in (thread / "stat").read_text() for thread in threads.iterdir()))
-
-
 def test_a_save_of_ranks_takes_few_requests(start: Start, server: ObjectServer, traces: Traces):
     """Each rank's part of them, one after the other."""
     ranks = start(2)
@@ -152,20 +146,20 @@ def test_a_save_of_ranks_takes_few_requests(start: Start, server: ObjectServer, 
     began = len(server.requests)
     ranks[1].do("save", 2)
     ranks[1].do("written", 2)
-    stand_still(ranks.daemons[1])
-    server.wait_until_idle()
-    [at] = [number for number, request in enumerate(server.requests) if request.key.endswith("-2/rank-00001.json")]
-    # The names of the run and its log, and the log again for the prefix, its mark; the lease; plain data, the record.
-    assert asked(server.requests[began : at + 1]) == {"LIST": 4, "GET": 3, "PUT-NEW": 3}
-    stopped = len(server.requests)
-    ranks[0].do("save", 2)
-    ranks[0].do("committed", 2)
-    # The mark, tensors, digests, plain data, the record, the manifest, the entry; a record of each rank. What ranks
-    # have written is listed once to see the records and once for the manifest, the names four times, and the log.
-    # A minute may end meanwhile, and the lease is looked at.
-    assert asked(server.requests[stopped:]) in ({"PUT-NEW": 7, "GET": 2, "LIST": lists} for lists in (7, 8))
-    woken = len(server.requests)
-    os.kill(ranks.daemons[1], signal.SIGCONT)
+    with stopped(ranks.daemons[1]):
+        server.wait_until_idle()
+        [at] = [number for number, request in enumerate(server.requests) if request.key.endswith("-2/rank-00001.json")]
+        # The names of the run and its log, and the log again for the prefix, its mark; the lease; plain data, the
+        # record.
+        assert asked(server.requests[began : at + 1]) == {"LIST": 4, "GET": 3, "PUT-NEW": 3}
+        before = len(server.requests)
+        ranks[0].do("save", 2)
+        ranks[0].do("committed", 2)
+        # The mark, tensors, digests, plain data, the record, the manifest, the entry; a record of each rank. What ranks
+        # have written is listed once to see the records and once for the manifest, the names four times, and the log.
+        # A minute may end meanwhile, and the lease is looked at.
+        assert asked(server.requests[before:]) in ({"PUT-NEW": 7, "GET": 2, "LIST": lists} for lists in (7, 8))
+        woken = len(server.requests)
     ranks[1].do("committed", 2)
     learnt = asked(server.requests[woken:])
     # Names, the log, its entry and the manifest; the look that it stood still in ends first.

@@ -162,7 +162,7 @@ def test_what_has_arrived_is_not_fetched_again(server: ObjectServer, tmp_path: P
 
     def fault(request: Request, number: int) -> Any:
         if request.key == model and number:
-            arrived.wait(60)
+            arrived.wait(300)
             return 403
         return None
 

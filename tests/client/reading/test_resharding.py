@@ -597,7 +597,7 @@ def load_in_turn(rank: int, world: int, folder: str) -> None:
     """Rank by rank, so that one which waited for another would wait for ever."""
     os.environ["OMP_NUM_THREADS"] = "1"
     store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=300))
     reference = Net()
     optimizer = one_step(reference)
     mesh = dist.init_device_mesh("cpu", (2, world // 2))

@@ -314,9 +314,11 @@ def deleting_the_first_of_two(run: Path, orders: Orders, order: str) -> Iterator
         manager.save(0, blocking=True)
         manager.pin(0)
         manager.save(1, blocking=True)
-        manager.unpin(0)
         retention = manager._background.retention
         assert retention is not None
+        with retention.reading(None):
+            pass  # it has looked at both while the first one was pinned
+        manager.unpin(0)
         orders.give(order, starting_at="os.rename")
         retention._commits.put(True)
         orders.obeyed()

@@ -19,7 +19,7 @@ import torch
 from trainers import DEADLINE_S, Traces, a_state, await_end, check, commit, entries, pidfd_of, same
 
 import sidesave
-from sidesave.client.saving.handle import SaveHandle
+from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.errors import (
     CheckpointExistsError,
@@ -167,6 +167,30 @@ def test_a_deleted_step_is_gone_at_once_and_its_number_is_free(run: Path):
         assert ckpt.latest_step() == 1
     assert entries(run) == ["step-00000001", "step-00000002", "step-00000003"]
     check(run, 1, 2, 3)
+
+
+def test_the_number_of_a_deleted_step_is_free_before_anybody_learns_of_it(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who waits for the deletion may go on before its callbacks have been called."""
+    go_on = threading.Event()
+    invoke = Outcome._invoke_callbacks
+
+    def invoke_late(future: Outcome[None]) -> None:
+        assert go_on.wait(DEADLINE_S)
+        invoke(future)
+
+    with sidesave.Checkpointer(run) as ckpt:
+        commit(ckpt, 1)
+        commit(ckpt, 2)
+        ckpt.wait()
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Outcome, "_invoke_callbacks", invoke_late)
+                ckpt.delete(1).result(DEADLINE_S)
+            handle = ckpt.save(1, a_state(1))
+        finally:
+            go_on.set()
+        handle.committed.result(DEADLINE_S)
+    check(run, 1, 2)
 
 
 def test_the_newest_checkpoint_is_never_deleted(run: Path):

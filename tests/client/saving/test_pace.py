@@ -1,9 +1,7 @@
 """The daemon gives way where training's own steps show that this costs them less, and never where anybody waits."""
 
-import os
-import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,24 @@ from hypothesis import strategies as st
 import sidesave
 from sidesave.client.internals import saver_of
 from sidesave.client.saving.pace import LEAST, PART, REST_SAVES, SAVES
-from sidesave.errors import WriteStalledError
 from sidesave.stager.memory.arena import PAGE, Arena
 from sidesave.writer_daemon.writing import pace
 from sidesave.writer_daemon.writing.pace import Turns
 from tests.support.paces import NBYTES, STEP_S, Loop, slowed
-from tests.support.trainers import DEADLINE_S, Traces, Trainer, a_state, await_end, check, pidfd_of
+from tests.support.trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_state,
+    await_end,
+    check,
+    daemon,
+    end,
+    pidfd_of,
+    stopped,
+    wait_until,
+)
 
 MIB = 64
 """Of a state that is slowed: four chunks, a second at the slowest pace."""
@@ -229,8 +239,9 @@ def test_a_slowed_write_takes_as_long_as_told_and_its_bytes_are_right(run: Path)
     with sidesave.Checkpointer(run, slots=1) as checkpointer:
         checkpointer.save(1, a_state(1, MIB), blocking=True)
         pacer = slowed(checkpointer)
-        handle = checkpointer.save(2, a_state(2, MIB))
-        assert pacer.search.pace == LEAST
+        with stopped(daemon(checkpointer)):
+            handle = checkpointer.save(2, a_state(2, MIB))
+            assert pacer.search.pace == LEAST
         done = threading.Event()
         handle.written.add_done_callback(lambda _: done.set())
         assert done.wait(DEADLINE_S)  # nobody waits for the future itself
@@ -243,51 +254,45 @@ def test_a_slowed_write_takes_as_long_as_told_and_its_bytes_are_right(run: Path)
 @pytest.mark.drawn
 @pytest.mark.parametrize("way", ["wait", "committed", "written", "close", "save", "load"])
 def test_who_waits_lifts_the_pace_in_the_middle_of_a_write(run: Path, way: str) -> None:
-    checkpointer = sidesave.Checkpointer(run, slots=1, busy_timeout_s=1e-6)
+    checkpointer = sidesave.Checkpointer(run, slots=1)
     checkpointer.save(1, a_state(1, MIB), blocking=True)
-    pacer = slowed(checkpointer)
-    handle = checkpointer.save(2, a_state(2, MIB))
-    arena = the_arena(checkpointer)
-    assert arena.pace() == LEAST
-    match way:
-        case "wait":
-            with pytest.raises(WriteStalledError):
-                checkpointer.wait(0)
-        case "committed":
-            with pytest.raises(TimeoutError):
-                handle.committed.result(0)
-        case "written":
-            with pytest.raises(TimeoutError):
-                handle.written.exception(0)
-        case "close":
-            paces: list[int] = []
-            handle.written.add_done_callback(lambda _: paces.append(pacer.search.pace))
-            checkpointer.close()
-            assert paces == [0]
-        case "save":
-            with pytest.raises(WriteStalledError):
-                checkpointer.save(3, a_state(3, MIB))
-        case _:
-            assert checkpointer.load()["seed"] == 2
-    if way not in ("close", "load"):
-        assert arena.pace() == 0
+    slowed(checkpointer)
+    with stopped(daemon(checkpointer)):  # it neither writes nor ends before somebody waits
+        handle = checkpointer.save(2, a_state(2, MIB))
+        arena = the_arena(checkpointer)
+        assert arena.pace() == LEAST
+        ways: dict[str, Callable[[], object]] = {
+            "wait": checkpointer.wait,
+            "committed": handle.committed.result,
+            "written": handle.written.exception,
+            "close": checkpointer.close,
+            "save": lambda: checkpointer.save(3, a_state(3, MIB)),
+            "load": checkpointer.load,
+        }
+        thread = threading.Thread(target=ways[way])
+        thread.start()
+        wait_until(lambda: arena.pace() == 0)
         assert not handle.written.done()
+    assert ends(thread)
     checkpointer.close()
-    check(run, 1, 2, mib=MIB)
+    check(run, 1, 2, *[3] * (way == "save"), mib=MIB)
 
 
-def test_a_daemon_killed_in_a_slowed_write_leaves_the_pace_to_its_successor_which_finishes(run: Path) -> None:
+def test_a_daemon_killed_in_a_slowed_write_leaves_the_pace_to_its_successor_which_finishes(
+    run: Path, orders: Orders
+) -> None:
     with sidesave.Checkpointer(run, slots=1) as checkpointer:
         checkpointer.save(1, a_state(1, MIB), blocking=True)
         slowed(checkpointer)
+        orders.give("stop", after=1)
         handle = checkpointer.save(2, a_state(2, MIB))
-        pid = checkpointer.daemon_pid
-        assert pid is not None
-        with pidfd_of(pid) as pidfd:
-            os.kill(pid, signal.SIGKILL)
-            await_end(pidfd)
+        pid, _ = orders.obeyed()
+        orders.give("hold", starting_at="got BOOT", every_step=True)
+        end(pid)
+        assert orders.obeyed()[0] != pid
         assert not handle.written.done()
         assert the_arena(checkpointer).pace() == LEAST
+        orders.release()
         handle.committed.result(DEADLINE_S)
     check(run, 1, 2, mib=MIB)
 
@@ -310,7 +315,8 @@ def test_steps_of_a_real_optimizer_are_the_clock_and_renew_the_pace(run: Path) -
             optimizer.step()
         assert saver_of(checkpointer).session.pacer.search.usual_s is not None
         slowed(checkpointer, optimizer)
-        checkpointer.save(2, a_state(2, MIB))
-        the_arena(checkpointer).set_pace(1, 0)  # it has lapsed
-        optimizer.step()
-        assert the_arena(checkpointer).pace() == LEAST
+        with stopped(daemon(checkpointer)):
+            checkpointer.save(2, a_state(2, MIB))
+            the_arena(checkpointer).set_pace(1, 0)  # it has lapsed
+            optimizer.step()
+            assert the_arena(checkpointer).pace() == LEAST

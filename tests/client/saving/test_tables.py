@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import shutil
-import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from hypothesis import strategies as st
 from row_tables import GrowingTable
 from safetensors import safe_open
 from torch import nn
-from trainers import DEADLINE_S
+from trainers import DEADLINE_S, daemon, stopped
 
 import sidesave
 from sidesave.client import increments
@@ -521,23 +518,12 @@ def test_a_step_that_was_replaced_is_not_linked_to(run: Path):
     assert loaded(run) == truth
 
 
-@contextlib.contextmanager
-def stopped(ckpt: sidesave.Checkpointer) -> Iterator[None]:
-    """While the daemon stands still, so that what is called meanwhile is called before any of it is committed."""
-    assert ckpt.daemon_pid is not None
-    os.kill(ckpt.daemon_pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(ckpt.daemon_pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize("replacing", ["its changes", "all of another", "no rows"])
 def test_a_step_may_be_replaced_while_it_is_linked_to(run: Path, replacing: str):
     table, other = grown(300), grown(300, seed=8)
     with sidesave.Checkpointer(run, slots=3) as ckpt:
         save(ckpt, 1, table)
-        with stopped(ckpt):
+        with stopped(daemon(ckpt)):  # so that both are called before one of them is committed
             table.train([1])
             state = {"its changes": {"users": table}, "all of another": {"users": other}, "no rows": {"n": 1}}[
                 replacing
@@ -580,7 +566,7 @@ def test_in_a_store_rows_are_copied_by_the_store(tmp_path: Path):
     assert loaded(f"{url}/step-00000002") == truth
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(

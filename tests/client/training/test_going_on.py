@@ -6,7 +6,6 @@ import queue
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from managers import Manage, damage, steps
+from managers import Manage, damage, release_when_waited_for, steps
 from trainers import DEADLINE_S, Orders
 
 import sidesave
@@ -104,19 +103,15 @@ def test_loading_waits_for_the_saves_under_way(manage: Manage, run: Path, orders
     manager.save(7)
     orders.obeyed()
     state["x"] = 0
-    releasing = threading.Timer(0.2, orders.release)
-    releasing.start()
+    release_when_waited_for(manager.checkpointer, orders)
     assert (manager.restore(step), state["x"]) == (8, 7)
-    releasing.join()
     assert steps(run) == [7], "the run has begun, so it has no seed"
     with manage(state).checkpointer as checkpointer:
         orders.give("hold")
         checkpointer.save(9, {"x": 9})
         orders.obeyed()
-        releasing = threading.Timer(0.2, orders.release)
-        releasing.start()
+        release_when_waited_for(checkpointer, orders)
         assert checkpointer.load(step and 9)["x"] == 9
-        releasing.join()
 
 
 def test_an_earlier_step_is_loaded_at_once_and_what_was_under_way_is_given_up(
@@ -146,10 +141,8 @@ def test_a_save_that_fails_meanwhile_is_told_and_still_raised(
     orders.obeyed()
     orders.give("EIO")
     handle = manager.save(3)
-    releasing = threading.Timer(0.2, orders.release)
-    releasing.start()
+    release_when_waited_for(manager.checkpointer, orders)
     assert manager.restore() == 3
-    releasing.join()
     assert "step 3 was not saved, so it is not there to be loaded" in caplog.text
     with pytest.raises(WriteError):
         manager.wait()

@@ -9,7 +9,7 @@ from typing import Any
 
 import campaigns
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from managers import managers_of
 
@@ -118,7 +118,7 @@ def check(calls: list[tuple[str, int, Any]]) -> None:
         assert {info.step for info in manager.checkpoints() if not info.given_up} == wanted
 
 
-@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5)
 @given(CALLS)
 def test_every_sequence_of_calls_goes_on_from_where_it_stands(calls: list[tuple[str, int, Any]]):
     check(calls)
@@ -126,7 +126,7 @@ def test_every_sequence_of_calls_goes_on_from_where_it_stands(calls: list[tuple[
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=campaigns.length(300), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=campaigns.length(300))
 @given(CALLS)
 def test_many_more_sequences_go_on_from_where_they_stand(calls: list[tuple[str, int, Any]]):
     check(calls)

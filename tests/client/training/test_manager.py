@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from managers import Manage, damage, steps
+from managers import Manage, damage, release_when_waited_for, steps
 from trainers import DEADLINE_S, ROOT, Orders, wait_until
 
 import sidesave
@@ -197,7 +197,7 @@ def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
         orders.give("hold")
         manager.save(0, {"loss": 1})
         orders.obeyed()
-        threading.Timer(0.2, orders.release).start()
+        release_when_waited_for(manager.checkpointer, orders)
     elif trouble == "the save before has failed":
         orders.give("EROFS")
         concurrent.futures.wait([manager.save(0, {"loss": 1}).committed], DEADLINE_S)
@@ -567,7 +567,7 @@ def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest
     assert sum("committed" in record.message for record in caplog.records) == 2
 
 
-def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage, run: Path):
+def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage, run: Path, orders: Orders):
     order: list[str] = []
 
     class Average:
@@ -585,10 +585,14 @@ def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage,
     manager = manage({"average": Average()}, stats=sidesave.reporting.SaveStats([committed]), save=1)
     order.clear()  # the manager has looked whether it can be saved
     for step in range(2):
+        orders.give("hold")
         handle = manager.step(step)
         assert handle is not None
         handle.staged.add_done_callback(lambda future: order.append("staged"))
-        handle.committed.result(DEADLINE_S)
+        wait_until(lambda: order[-1] == "staged")
+        orders.obeyed()
+        orders.release()
+        manager.wait()  # until all who are told of the commit have been
     manager.close()
     one = ["before staging", "staged"]
     assert order == [*one, "step 0 committed", *one, "step 1 committed"]
@@ -722,10 +726,11 @@ def test_a_deletion_that_fails_is_logged_and_tried_again(
     manager.pin(0)
     for step in range(2):
         manager.step(step)
-    manager.wait()
+    assert manager._background.retention is not None
+    with manager._background.retention.reading(None):
+        pass  # it has looked at both, and does not come to the first one twice from here on
     orders.give("EIO", starting_at="os.rename")
     manager.unpin(0)
-    assert manager._background.retention is not None
     manager._background.retention._commits.put(True)
     orders.obeyed()
     wait_until(lambda: "cannot delete step 0" in caplog.text)

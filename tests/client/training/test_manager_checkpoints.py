@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from managers import Manage, steps
+from managers import Manage, release_when_waited_for, steps
 from torch import nn
 from trainers import Orders, wait_until
 
@@ -121,7 +120,7 @@ def test_weights_of_another_step_are_never_exported(manage: Manage, run: Path, o
     orders.give("hold")
     manager.checkpointer.save(9, {"other": torch.zeros(1)})
     orders.obeyed()
-    threading.Timer(0.2, orders.release).start()
+    release_when_waited_for(manager.checkpointer, orders)
     assert exported("busy") == 3
     manager.step(4)
     orders.give("EROFS", starting_at="os.mkdir", keep=True)
