@@ -192,8 +192,10 @@ class RunLog:
 
     # Writing ---------------------------------------------------------------------------------------------------
 
-    def take_over(self, session: str) -> None:
+    def take_over(self, session: str, before_first: Callable[[], None] = lambda: None) -> None:
         """Become the one who writes, for ``session``: what anybody before writes from now on fails and does not count.
+
+        ``before_first`` is called where there is no log yet, and stops this by raising.
 
         Raises:
             WriteError: The store does not refuse to put a second object of one key (EOPNOTSUPP); or somebody else has
@@ -205,7 +207,8 @@ class RunLog:
             token = secrets.token_hex(8)
             while self._token != token:
                 self._token, self._in_doubt = "", False
-                self.look()
+                if not self.look().number:
+                    before_first()
                 self._token = token
                 try:
                     self._append(whole=lambda before: _taken_over(before, session, token))
