@@ -19,7 +19,7 @@ from sidesave.errors import CheckpointNotFoundError, IntegrityError, WriteError
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
-from sidesave.writer_daemon.mirror import copying
+from sidesave.writer_daemon.mirror import copying, identity
 from sidesave.writer_daemon.mirror.identity import open_target
 from sidesave.writer_daemon.mirror.mirror import Mirror
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, steps_in
@@ -264,6 +264,51 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
         uploader.delete(1, 2, spare_read=True)
     holds(place, **{"step-00000002": 2})
     assert (Path(session.root) / "step-00000001").exists()
+
+
+@pytest.mark.parametrize("there", [None, b"", b"\n"])
+def test_who_gives_an_identity_late_gives_no_second_one(session: Session, place: str, there: bytes | None):
+    late, target = open_target(place), open_target(place)
+    if there is not None:
+        target.replace(identity.IDENTITY, there)
+    read, given = late.read, list[str]()
+
+    def read_late(path: str, max_nbytes: int) -> bytes | None:
+        found = read(path, max_nbytes)
+        if not given:  # who has taken over meanwhile is faster
+            given.append(identity.identify(target))
+        return found
+
+    late.read = read_late
+    assert identity.identify(late) == given[0] == identity.identify(target)
+    assert [name for name in target.list_directory("") if "mirror-id" in name] == [identity.IDENTITY]
+
+
+def test_an_identity_that_is_given_while_it_is_looked_for_is_no_other_one(
+    session: Session, place: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By the daemon of the session before, which has begun with the mirror in that moment."""
+    run = str(session.root)
+    has_begun = False
+
+    def begins_after(look: Callable[..., object]) -> Callable[..., object]:
+        def looking(*arguments: object) -> object:
+            nonlocal has_begun
+            found = look(*arguments)
+            if not has_begun:
+                has_begun = True
+                identity.remember(run, place, identity.identify(open_target(place)))
+            return found
+
+        return looking
+
+    for name in ("_remembered", "_identity_at"):
+        monkeypatch.setattr(identity, name, begins_after(getattr(identity, name)))
+    identity.open_known(run, place)
+    identity.open_known(run, place)
+    shutil.rmtree(place.removeprefix("file://"))
+    with pytest.raises(WriteError, match="is not there any more"):
+        identity.open_known(run, place)
 
 
 def thread_of(run: Path, place: str = "", store: Mapping[str, str] | None = None) -> Mirror:
