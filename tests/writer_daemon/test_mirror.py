@@ -126,6 +126,36 @@ def test_a_copy_may_be_interrupted_again_and_again(session: Session, place: str)
     assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_a_beginning_that_failed_is_made_again(session: Session, place: str):
+    session.save(1, a_state(1))
+    with pytest.raises(Interrupted):
+        bring(session, place, interrupted_at(4))
+    again: list[int] = []
+    with mirror(session, place, again.append) as uploader:
+        renamed = [uploader.begin(), uploader.begin(), uploader.begin()]
+        assert renamed[0] == renamed[1] == renamed[2]
+        for step in renamed[-1][0]:
+            uploader.upload(step)
+    holds(place, **{"step-00000001": 1})
+    whole: list[int] = []
+    bring(session, f"{place}-whole", whole.append)
+    assert len(again) < len(whole)  # what had arrived was there
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_of_two_interrupted_copies_of_one_save_one_is_gone_on_with(session: Session, place: str):
+    session.save(1, a_state(1))
+    with contextlib.suppress(Interrupted):
+        bring(session, place, interrupted_at(4))
+    with mirror(session, place) as uploader:
+        uploader.begin()  # renames it
+        uploader.target.make_directory(f".step-00000001.{OLD}-1.partial", 0o700)
+    bring(session, place)
+    holds(place, **{"step-00000001": 1})
+    assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
+
+
 def test_steps_are_copied_in_the_order_of_their_commits_and_once(session: Session, place: str):
     session.save(9, a_state(9), sequence=1)
     session.save(3, a_state(3), sequence=2)
