@@ -23,7 +23,7 @@ from sidesave.writer_daemon.mirror import copying, identity
 from sidesave.writer_daemon.mirror.identity import open_target
 from sidesave.writer_daemon.mirror.mirror import Mirror
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, steps_in
-from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Mirrored
+from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Delete, Mirrored
 from sidesave.writer_daemon.storage import sealed_json, urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
@@ -372,6 +372,20 @@ def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: P
     mirror.start()
     mirror.finish()
     assert mirror.ended.wait(DEADLINE_S)  # the patience with a mirror that does not answer is longer
+
+
+def test_what_was_deleted_is_removed_at_the_end(session: Session, place: str):
+    """Before its grace is over: the next start may never come."""
+    session.save(1, a_state(1), sequence=1)
+    session.save(2, a_state(2), sequence=2)
+    bring(session, place)
+    mirror = thread_of(Path(session.root), place)
+    mirror.delete(Delete(attempt=1, save_id=9, step=1, sequence=2, retry=False, mirror=True))
+    mirror.start()
+    mirror.finish()
+    assert mirror.ended.wait(DEADLINE_S)
+    holds(place, **{"step-00000002": 2})
+    assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
 
 
 def test_a_save_of_the_fallback_directory_is_told_of_by_its_step(session: Session):

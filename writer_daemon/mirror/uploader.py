@@ -231,13 +231,21 @@ class Uploader:
         if trash is not None:
             self._trash.append((time.monotonic() + _TRASH_GRACE_S, trash))
 
-    def empty_trash(self) -> None:
-        """Remove the bytes of what was deleted some time ago and nobody reads."""
+    def empty_trash(self, *, everything: bool = False) -> None:
+        """Remove the bytes of what was deleted some time ago, or ``everything``, and nobody reads."""
         for entry in list(self._trash):
             due, name = entry
-            if due <= time.monotonic() and not commit.is_read(self.target, name):
+            if (everything or due <= time.monotonic()) and not commit.is_read(self.target, name):
                 self.target.remove_tree(name)
                 self._trash.remove(entry)
+
+    def close(self) -> None:
+        """Remove what was deleted; what is still read, or cannot be removed, is left to the next start."""
+        try:
+            self.lease.check()
+            self.empty_trash(everything=True)
+        except WriteError as error:
+            logger.warning("left for the next start to clean: %s", error)
 
 
 def _attempt_of(step: Step) -> str:
