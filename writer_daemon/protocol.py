@@ -23,12 +23,15 @@ import msgpack
 
 from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
 from sidesave.writer_daemon.format.names import is_safe_name
+from sidesave.writer_daemon.storage.sealed_json import are_whole
 
 logger = logging.getLogger(__name__)
 
 VERSION: Final = 2
 MAX_MESSAGE_NBYTES: Final = 1 << 20
 """A longer message is refused unread; a SAVE of 1,000 containers takes 100 KB."""
+_LAST_SECOND: Final = float(1 << 63)
+"""First time that no record holds."""
 EXIT_REFUSED: Final = 3
 """Exit status of a daemon that has sent FAILED in the place of READY: that message may arrive after its end is seen."""
 
@@ -44,7 +47,7 @@ class Extent:
     def __post_init__(self) -> None:
         if not is_safe_name(self.name):
             raise ProtocolError(f"{self.name!r} is no container name")
-        if self.offset % 4096 or self.offset < 4096 or self.nbytes < 0:
+        if self.offset % 4096 or self.offset < 4096 or not are_whole([self.offset, self.nbytes]):
             raise ProtocolError(f"extent {self.name} at {self.offset}+{self.nbytes} is not page-aligned")
 
 
@@ -217,7 +220,8 @@ class Save(Message):
     links: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
+        numbers = [self.step, self.sequence, self.rank, self.world_size, *([self.parent.step] if self.parent else [])]
+        if not are_whole(numbers) or self.rank >= self.world_size or not 0 <= self.created_s < _LAST_SECOND:
             raise ProtocolError(f"SAVE of step {self.step}, rank {self.rank} of {self.world_size} makes no sense")
         if re.fullmatch(r"[0-9a-f]{16}", self.session) is None:
             raise ProtocolError(f"{self.session!r} is no session")
@@ -261,7 +265,7 @@ class Refuse(Message):
     retry: bool
 
     def __post_init__(self) -> None:
-        if self.step < 0 or self.sequence < 0 or not 0 <= self.rank < self.world_size:
+        if not are_whole([self.step, self.sequence, self.rank, self.world_size]) or self.rank >= self.world_size:
             raise ProtocolError(f"REFUSE of step {self.step}, rank {self.rank} of {self.world_size} makes no sense")
 
 
@@ -487,6 +491,6 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _build(hint, cast("dict[str, Any]", value), where)
     if hint is float and type(value) is int:
         return float(value)
-    if type(value) is not hint:
+    if type(value) is not hint or value != value:  # NaN is no number of anything
         raise ProtocolError(f"{where} must be {getattr(hint, '__name__', hint)}, not {type(value).__name__}")
     return value

@@ -138,6 +138,7 @@ def _copy_missing(run: str, place: str, bandwidth: int | None, storage: Storage,
                 except (CheckpointNotFoundError, CheckpointExistsError, IntegrityError) as error:
                     typer.echo(printable(f"sidesave: {step.name} is left out: {error_text(error)}"), err=True)
                     failed += isinstance(error, IntegrityError)
+        uploader.close()
     typer.echo(printable(f"{place}: {size(copied)} in {time.monotonic() - started:.2f} s"))
     if failed:
         raise typer.Exit(1)

@@ -107,12 +107,11 @@ class MirrorView:
         except CheckpointNotFoundError as error:
             if error.errno != errno.ENOENT:
                 raise
-            identity.check_identity(self._directory, self.place, None)
+            identity.check_identity(self._directory, self.place)
             identity.refuse_unmounted(self.place)
             return []  # a directory that is still to be made
         if refuse_newer or not found:  # at the start of a session, or where it may have begun anew
-            with contextlib.closing(urls.open_storage(self.place)) as storage:
-                identity.check_identity(self._directory, self.place, storage)
+            identity.check_identity(self._directory, self.place)
         if not found:
             identity.refuse_unmounted(self.place)
         return found

@@ -32,7 +32,7 @@ class Pins:
             if data is None:
                 return frozenset()
             steps = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{self._path} is damaged: {error}") from error
         if not isinstance(steps, list) or not all(type(step) is int for step in cast("list[Any]", steps)):
             raise IntegrityError(f"{self._path} is damaged: it is no list of steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
@@ -285,6 +286,6 @@ class SavesInFlight:
             for further in failures[1:]:
                 logger.error("another save failed: %s", further)
             if failures:
-                raise failures[0]
+                raise copy.copy(failures[0])  # whose frames, and the state in them, nothing that lives on refers to
         finally:
             del self._failures[:count]

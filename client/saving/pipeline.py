@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import json
 import logging
@@ -173,7 +174,12 @@ class Submission:
         self._session.lineage.give_place(entry)
         if entry.slot is not None:
             entry.slot.void()  # a writer that follows gives up
-        kept = error if isinstance(error, SidesaveError) else StagingError(f"copying the state failed: {error!r}")
+        # Without the traceback, whose frames hold the state, and the handle that holds this.
+        kept = (
+            copy.copy(error)
+            if isinstance(error, SidesaveError)
+            else StagingError(f"copying the state failed: {error!r}")
+        )
         if entry.unrecorded:
             self._session.history.came_to_nothing(entry, error)
         self._session.saves.drop(entry, kept)

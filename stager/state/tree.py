@@ -15,7 +15,7 @@ import pathlib
 import pickle
 import sys
 import zoneinfo
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
 import torch
@@ -115,7 +115,7 @@ def check(state: Mapping[str, Any], *, allow_pickle: bool = False, ranks: tuple[
                 logger.debug("%s does not tell its state yet: %r", key, error)
 
     _without_grad(encode)
-    _refuse([error for error in flattener.refused if not isinstance(error, NoValuesYet)])
+    _refuse(flattener.refused, NoValuesYet)
 
 
 def _without_grad(encode: Callable[[], None]) -> None:
@@ -140,8 +140,10 @@ class _Endless(UnsupportedValueError):
     """The nesting below this point has no end."""
 
 
-def _refuse(errors: Sequence[UnsupportedValueError]) -> None:
-    """Raise one error that lists all of them."""
+def _refuse(refused: list[UnsupportedValueError], but: type[Exception] | tuple[()] = ()) -> None:
+    """Raise one error that lists all of them; the list is emptied, as who has it is in their tracebacks."""
+    errors = [error for error in refused if not isinstance(error, but)]
+    refused.clear()
     if not errors:
         return
     lines = [str(error) for error in errors[:_SHOWN]]

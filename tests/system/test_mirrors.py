@@ -31,6 +31,7 @@ import sidesave
 from sidesave.errors import (
     CheckpointNotFoundError,
     DirectoryInUseError,
+    IntegrityError,
     InvalidArgumentError,
     SidesaveError,
     WriteError,
@@ -342,6 +343,26 @@ def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path
         (tmp_path / "away" / "mirror").mkdir(parents=True)
         wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.last_step == 0)
         assert (status := ckpt.mirror_status()) is not None and status.error is None
+
+
+def test_a_mirror_whose_log_is_gone_is_told_of_and_nothing_of_it_is_removed(run: Path, tmp_path: Path):
+    store, away = tmp_path / "mirror", tmp_path / "away"
+    with sidesave.Checkpointer(run, mirror=f"file://{store}") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, a_state(step))
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        ckpt.delete(1)
+    before = {path: path.read_bytes() for path in store.glob("step-*/*")}
+    (store / ".sidesave.log").rename(away)
+    with sidesave.Checkpointer(run, mirror=f"file://{store}") as ckpt:
+        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.error is not None)
+        assert (status := ckpt.mirror_status()) is not None
+        assert isinstance(status.error, IntegrityError) and "put the log back" in str(status.error)
+        assert before == {path: path.read_bytes() for path in store.glob("step-*/*")}
+        assert not (store / ".sidesave.log").exists()
+        away.rename(store / ".sidesave.log")
+        ckpt.save(3, a_state(3)).mirrored.result(DEADLINE_S)
+    check_mirror(f"file://{store}", 1, 2, 3)
 
 
 def test_a_step_that_went_to_the_fallback_is_named_by_its_number(mount: Callable[..., Path], tmp_path: Path):

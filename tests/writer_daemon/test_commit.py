@@ -387,6 +387,16 @@ def test_replaced_step_is_removed_once_the_new_one_is_there(root: Path):
     check(root, 100, a_state(1))
 
 
+def test_a_deleted_step_does_not_come_back_as_what_it_had_replaced(session: Session, root: Path):
+    session.save(100, a_state(1))
+    session.save(200, a_state(2), sequence=2)
+    shutil.copytree(root / "step-00000100", root / manifest.hidden_directory(100, OLD, "replaced"))
+    assert commit.delete(session.storage, session.lease, 100, 2) is not None
+    assert [info.step for info in catalog.scan(str(root))] == [200]
+    assert session.recover().committed == ()
+    assert entries(root) == ["step-00000200"]
+
+
 def test_leftover_that_was_superseded_does_not_replace_its_successor(root: Path):
     leave(root, 100, a_state(1), sequence=1)
     kept = root / f".step-00000100.{OLD}.partial"

@@ -573,6 +573,29 @@ def test_daemon_without_a_trainer_that_leaves_in_time_is_waited_for(storage: Sto
     second.check()
 
 
+@pytest.mark.parametrize("within_s", ["NaN", "-1", "1" + "0" * 400, "[]", "[" * 2000, '"soon"'])
+def test_a_request_to_leave_that_makes_no_sense_is_none(storage: Storage, root: Path, take: Take, within_s: str):
+    lease = take(storage, 1)
+    (root / LEASE_DIRECTORY / "1.takeover").write_text(f'{{"within_s": {within_s}}}')
+    asked = threading.Event()
+    read = lease._read_request
+
+    def note() -> float:
+        try:
+            return read()
+        finally:
+            asked.set()
+
+    lease._read_request = note
+    lease.tell_trainer_gone()
+    assert asked.wait(60.0)
+    assert lease.end_by == float("inf")
+    lease.release()
+    assert not lease._thread.is_alive()
+    record = LeaseRecord.from_bytes((root / LEASE_DIRECTORY / "1").read_bytes())
+    assert record is not None and record.released
+
+
 def test_daemon_with_a_trainer_is_not_asked_to_leave(storage: Storage, root: Path, take: Take):
     take(storage, 1)
     with pytest.raises(DirectoryInUseError):

@@ -19,11 +19,11 @@ from sidesave.errors import CheckpointNotFoundError, IntegrityError, WriteError
 from sidesave.writer_daemon.format import rollback
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
-from sidesave.writer_daemon.mirror import copying
+from sidesave.writer_daemon.mirror import copying, identity
 from sidesave.writer_daemon.mirror.identity import open_target
 from sidesave.writer_daemon.mirror.mirror import Mirror
 from sidesave.writer_daemon.mirror.uploader import Step, Uploader, steps_in
-from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Mirrored
+from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Delete, Mirrored
 from sidesave.writer_daemon.storage import sealed_json, urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
@@ -122,6 +122,36 @@ def test_a_copy_may_be_interrupted_again_and_again(session: Session, place: str)
             holds(place)
         else:
             break
+    holds(place, **{"step-00000001": 1})
+    assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_beginning_that_failed_is_made_again(session: Session, place: str):
+    session.save(1, a_state(1))
+    with pytest.raises(Interrupted):
+        bring(session, place, interrupted_at(4))
+    again: list[int] = []
+    with mirror(session, place, again.append) as uploader:
+        renamed = [uploader.begin(), uploader.begin(), uploader.begin()]
+        assert renamed[0] == renamed[1] == renamed[2]
+        for step in renamed[-1][0]:
+            uploader.upload(step)
+    holds(place, **{"step-00000001": 1})
+    whole: list[int] = []
+    bring(session, f"{place}-whole", whole.append)
+    assert len(again) < len(whole)  # what had arrived was there
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_of_two_interrupted_copies_of_one_save_one_is_gone_on_with(session: Session, place: str):
+    session.save(1, a_state(1))
+    with contextlib.suppress(Interrupted):
+        bring(session, place, interrupted_at(4))
+    with mirror(session, place) as uploader:
+        uploader.begin()  # renames it
+        uploader.target.make_directory(f".step-00000001.{OLD}-1.partial", 0o700)
+    bring(session, place)
     holds(place, **{"step-00000001": 1})
     assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
 
@@ -266,6 +296,51 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
     assert (Path(session.root) / "step-00000001").exists()
 
 
+@pytest.mark.parametrize("there", [None, b"", b"\n"])
+def test_who_gives_an_identity_late_gives_no_second_one(session: Session, place: str, there: bytes | None):
+    late, target = open_target(place), open_target(place)
+    if there is not None:
+        target.replace(identity.IDENTITY, there)
+    read, given = late.read, list[str]()
+
+    def read_late(path: str, max_nbytes: int) -> bytes | None:
+        found = read(path, max_nbytes)
+        if not given:  # who has taken over meanwhile is faster
+            given.append(identity.identify(target))
+        return found
+
+    late.read = read_late
+    assert identity.identify(late) == given[0] == identity.identify(target)
+    assert [name for name in target.list_directory("") if "mirror-id" in name] == [identity.IDENTITY]
+
+
+def test_an_identity_that_is_given_while_it_is_looked_for_is_no_other_one(
+    session: Session, place: str, monkeypatch: pytest.MonkeyPatch
+):
+    """By the daemon of the session before, which has begun with the mirror in that moment."""
+    run = str(session.root)
+    has_begun = False
+
+    def begins_after(look: Callable[..., object]) -> Callable[..., object]:
+        def looking(*arguments: object) -> object:
+            nonlocal has_begun
+            found = look(*arguments)
+            if not has_begun:
+                has_begun = True
+                identity.remember(run, place, identity.identify(open_target(place)))
+            return found
+
+        return looking
+
+    for name in ("_remembered", "_identity_at"):
+        monkeypatch.setattr(identity, name, begins_after(getattr(identity, name)))
+    identity.open_known(run, place)
+    identity.open_known(run, place)
+    shutil.rmtree(place.removeprefix("file://"))
+    with pytest.raises(WriteError, match="is not there any more"):
+        identity.open_known(run, place)
+
+
 def thread_of(run: Path, place: str = "", store: Mapping[str, str] | None = None) -> Mirror:
     """The mirror of a daemon, which is not started yet."""
     options = DaemonOptions(
@@ -297,6 +372,20 @@ def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: P
     mirror.start()
     mirror.finish()
     assert mirror.ended.wait(DEADLINE_S)  # the patience with a mirror that does not answer is longer
+
+
+def test_what_was_deleted_is_removed_at_the_end(session: Session, place: str):
+    """Before its grace is over: the next start may never come."""
+    session.save(1, a_state(1), sequence=1)
+    session.save(2, a_state(2), sequence=2)
+    bring(session, place)
+    mirror = thread_of(Path(session.root), place)
+    mirror.delete(Delete(attempt=1, save_id=9, step=1, sequence=2, retry=False, mirror=True))
+    mirror.start()
+    mirror.finish()
+    assert mirror.ended.wait(DEADLINE_S)
+    holds(place, **{"step-00000002": 2})
+    assert not [name for name in open_target(place).list_directory("") if name.startswith(".step")]
 
 
 def test_a_save_of_the_fallback_directory_is_told_of_by_its_step(session: Session):

@@ -361,6 +361,22 @@ def test_what_comes_late_is_swept_with_the_leftovers_of_its_session(root: str):
     assert open_run(root).bucket.list_all(prefix) == []
 
 
+def test_what_comes_after_its_session_was_judged_is_swept_by_a_later_one(root: str):
+    prefix = leave(root, 100, a_state(1))
+    whole = {key: content(root, key) for key in open_run(root).bucket.list_all(prefix)}
+    for key in whole:
+        edit(root, key, None)
+    begin(root).end()
+    for number in range(2):  # it is remembered over several sessions
+        begin(root, f"{number:016x}").end()
+    for key, data in whole.items():
+        edit(root, key, data)
+    session = begin(root, "a" * 16)
+    assert open_run(root).bucket.list_all(prefix) == []
+    session.save(100, a_state(2))
+    check(root, 100, a_state(2))
+
+
 # Two jobs on one prefix ------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import math
 import types
 import typing
 from typing import Any, cast
@@ -39,15 +40,15 @@ def saves(draw: st.DrawFn) -> Save:
         generation=draw(INT),
         step=draw(st.integers(0, 10**18)),
         session=draw(st.from_regex(r"[0-9a-f]{16}", fullmatch=True)),
-        sequence=draw(st.integers(0, 2**63)),
+        sequence=draw(st.integers(0, 2**63 - 1)),
         rank=rank,
         world_size=world_size,
         files=tuple(files[:cut]),
         objects=draw(EXTENTS),
-        parent=draw(st.none() | st.builds(Parent, step=INT, session=TEXT)),
+        parent=draw(st.none() | st.builds(Parent, step=st.integers(0, 2**63 - 1), session=TEXT)),
         replace=draw(st.booleans()),
         pickled=draw(st.booleans()),
-        created_s=draw(st.floats(allow_nan=False)),
+        created_s=draw(st.floats(0, 2.0**60)),
         torch_version=draw(TEXT),
         retry=draw(st.booleans()),
         table=draw(st.none() | EXTENTS),
@@ -65,7 +66,7 @@ def refusals(draw: st.DrawFn) -> Refuse:
         save_id=draw(INT),
         step=draw(st.integers(0, 10**18)),
         session=draw(TEXT),
-        sequence=draw(st.integers(0, 2**63)),
+        sequence=draw(st.integers(0, 2**63 - 1)),
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
         error=draw(TEXT),
@@ -273,6 +274,12 @@ def test_safe_name_is_one_path_component_that_is_not_hidden(name: str):
         {"session": "../../etc/passwd"},
         {"session": "0123456789abcdeF"},
         {"session": "0123456789abcdef\n"},
+        {"step": 1 << 63},
+        {"sequence": 1 << 63},
+        {"parent": {"step": -1, "session": "0123456789abcdef"}},
+        {"created_s": -1.0},
+        {"created_s": math.inf},
+        {"created_s": math.nan},
     ],
 )
 def test_save_that_makes_no_sense_is_refused(changes: dict[str, Any]):
@@ -280,7 +287,7 @@ def test_save_that_makes_no_sense_is_refused(changes: dict[str, Any]):
         decode(pack(raw(a_save()) | changes))
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(4097, 1), (0, 1), (-4096, 1), (4096, -1)])
+@pytest.mark.parametrize(("offset", "nbytes"), [(4097, 1), (0, 1), (-4096, 1), (4096, -1), (4096, 1 << 63)])
 def test_extent_outside_the_data_area_is_refused(offset: int, nbytes: int):
     body = raw(a_save())
     body["objects"] = {"name": "objects", "offset": offset, "nbytes": nbytes}
@@ -293,6 +300,12 @@ def test_two_files_of_one_name_are_refused():
     body["files"] *= 2
     with pytest.raises(ProtocolError, match="same name"):
         decode(pack(body))
+
+
+def test_what_is_no_number_is_refused():
+    written = protocol.Written(attempt=1, save_id=1, nbytes=1, seconds=1.0)
+    with pytest.raises(ProtocolError, match="seconds"):
+        decode(pack(raw(written) | {"seconds": math.nan}))
 
 
 def test_whole_number_arrives_as_a_float_where_one_is_due():

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from run_logs import HOW, How, Objects, ObjectsBucket, Process, change, seen
 
 from sidesave.errors import CommitUnknownError, IntegrityError, WriteError
-from sidesave.writer_daemon.storage import run_log
+from sidesave.writer_daemon.storage import run_log, sealed_json
 from sidesave.writer_daemon.storage.run_log import LOG, RunLog
 
 OLD, NEW = "0" * 16, "f" * 16
@@ -166,6 +166,40 @@ def test_entries_that_are_missing_are_an_error(objects: Objects, start: Callable
     del objects.there[f"{LOG}/{2:012d}"]
     with pytest.raises(IntegrityError, match="missing"):
         seen(objects)
+
+
+def test_the_last_sessions_that_were_judged_are_remembered(
+    objects: Objects, start: Callable[[str], Process], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run_log, "_JUDGED", 3)
+    for number in range(6):
+        writer = start(f"{number:016x}")
+        writer.do(writer.log.settle)
+        change(writer, "a", str(number))
+        judged = RunLog(ObjectsBucket(objects)).look().judged
+        assert [int(each, 16) for each in judged] == [*range(number)][-3:]
+
+
+def test_a_session_that_comes_back_is_judged_no_more(objects: Objects, start: Callable[[str], Process]):
+    start(OLD)
+    writer = start(NEW)
+    writer.do(writer.log.settle)
+    writer = start(OLD)
+    writer.begin(writer.log.settle)
+    writer.finish()
+    assert writer.log.look().judged == (NEW,)
+
+
+def test_a_log_that_does_not_say_who_was_judged_is_read(objects: Objects, start: Callable[[str], Process]):
+    change(start(OLD), "a", "1")
+    key = f"{LOG}/{1:012d}"
+    body = sealed_json.load_json(objects.there[key], key)
+    del body["xxh3_128"], body["judged"]
+    objects.there[key] = sealed_json.seal(body)
+    assert seen(objects) == {"a": "1"}
+    writer = start(NEW)
+    writer.do(writer.log.settle)
+    assert writer.log.look().judged == (OLD,)
 
 
 # Requests that fail ----------------------------------------------------------------------------------------------

@@ -165,12 +165,25 @@ def give_name(storage: Storage, lease: Lease, partial: str, target: str, attempt
         storage.rename_directory(partial, target)
     _keep_name(storage, target)
     try:
-        if replaced in storage.list_directory(""):
-            trash = _free_trash(storage, step, attempt)
-            storage.rename_directory(replaced, trash)  # half removed it must not be taken for what it was
-            storage.remove_tree(trash)
+        _remove_replaced(storage, step)
     except WriteError as error:
         logger.warning("left for the next start to clean: %s", error)
+
+
+def _remove_replaced(storage: Storage, step: int) -> bool:
+    """Remove what saves of a step that is there have replaced; whether there was something.
+
+    Without the step it would be taken for it.
+    """
+    found = False
+    for name in storage.list_directory(""):
+        hidden = manifest.parse_hidden_directory(name)
+        if hidden is not None and (hidden[0], hidden[2]) == (step, "replaced"):
+            trash = _free_trash(storage, step, hidden[1])
+            storage.rename_directory(name, trash)  # half removed it must not be taken for what it was
+            storage.remove_tree(trash)
+            found = True
+    return found
 
 
 def _keep_name(storage: Storage, target: str) -> None:
@@ -218,6 +231,8 @@ def delete(
         raise InvalidArgumentError(f"step {step} is the newest checkpoint; it can be deleted once a newer one is there")
     with _unread(storage, target) if spare_read else contextlib.nullcontext():
         lease.check()
+        if _remove_replaced(storage, step):
+            storage.sync_directory("")  # or a power loss might keep that, and not the step
         trash = _free_trash(storage, step, lease.session)
         storage.rename_directory(target, trash)
     storage.sync_directory("")

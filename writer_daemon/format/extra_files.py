@@ -23,7 +23,7 @@ def unpack_files(data: bytes | memoryview) -> dict[str, bytes]:
         pairs = cast("Any", msgpack.unpackb(data, object_pairs_hook=tuple, **limits))
     except Exception as error:
         raise ProtocolError(f"not a msgpack map of files: {error}") from error
-    if not isinstance(pairs, tuple):
+    if type(pairs) is not tuple:  # an empty extension is one of a kind
         raise ProtocolError("files beside the tensors must be a map")
     files: dict[str, bytes] = {}
     for name, content in cast("tuple[tuple[Any, Any], ...]", pairs):

@@ -398,9 +398,9 @@ class Lease:
         data = self._storage.read(f"{LEASE_DIRECTORY}/{name}", RECORD_NBYTES)
         try:
             within_s = float(json.loads(data or b"")["within_s"])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return math.inf
-        return time.monotonic() + within_s
+        return time.monotonic() + within_s if within_s >= 0 else math.inf  # which NaN is not
 
     def _write(self, output: OutputFile, data: bytes) -> None:
         self._page[:] = data.ljust(RECORD_NBYTES)

@@ -52,25 +52,33 @@ def remember(directory: str, place: str, identity: str = "") -> None:
         replace_file(f"{directory}/{REMEMBERED}", sealed_json.seal(body), "cannot write down where the mirror is")
 
 
-def check_identity(directory: str, place: str, target: ReadStorage | None) -> None:
-    """Raise ``WriteError`` for another mirror than the run has had at ``place``, or one that cannot be read.
-
-    A ``target`` that is None is a directory that is not there.
-    """
-    found = "" if target is None else _identity_in(target)
-    known = _remembered(directory)[1].get(place, "")
-    if known and found != known:
+def check_identity(directory: str, place: str) -> None:
+    """Raise ``WriteError`` for another mirror than the run has had at ``place``, or one that cannot be read."""
+    known = _remembered(directory)[1].get(place, "")  # before all else: what is there is written down there first
+    if known and (found := _identity_at(place)) != known:
         what = "is another mirror" if found else "is not there any more, or is empty"
         text = f"the mirror that this run has had {what}: mount or restore it; to begin one anew, call `sidesave mirror"
         raise WriteError(errno.ENOENT, f"{text} {directory} {place}`", place)
 
 
 def identify(target: Storage) -> str:
-    """The identity of a mirror, given to it now where it has none yet; under its lease. Raises ``WriteError``."""
+    """The identity of a mirror, given to it now where it has none yet; under its lease. Raises ``WriteError``.
+
+    Who has lost the lease, and does not know, gives it no second one.
+    """
     found = _identity_in(target)
-    if not found:
-        found = secrets.token_hex(16)
-        target.replace(IDENTITY, f"{found}\n".encode())
+    while not found:
+        new = secrets.token_hex(16)
+        try:
+            target.publish_bytes("", IDENTITY, f"{new}\n".encode(), new)
+            found = new
+        except WriteError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            found = _identity_in(target)
+            if not found:  # there is one, and it says nothing
+                target.remove(IDENTITY)
+    target.sync_directory("")
     return found
 
 
@@ -117,13 +125,17 @@ def open_target(root: str, new: str = "a first start") -> Storage:
 
 def open_known(directory: str, place: str) -> Storage:
     """:func:`open_target` of the mirror that the run has had, or of a first one; ``WriteError`` for another."""
+    check_identity(directory, place)
+    return open_target(place)
+
+
+def _identity_at(place: str) -> str:
+    """The identity in a place, which is read alone: nothing is to be left in what is not the mirror."""
     path = place.removeprefix("file://")
     if not urls.is_url(path) and not os.path.isdir(path):
-        check_identity(directory, place, None)
-    else:  # read alone: nothing is to be left in what is not the mirror
-        with contextlib.closing(urls.open_storage(place)) as storage:
-            check_identity(directory, place, storage)
-    return open_target(place)
+        return ""
+    with contextlib.closing(urls.open_storage(place)) as storage:
+        return _identity_in(storage)
 
 
 def _identity_in(storage: ReadStorage) -> str:

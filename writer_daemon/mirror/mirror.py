@@ -163,6 +163,7 @@ class Mirror:
                 pause_s = min(MAX_PAUSE_S, 2 * pause_s)
                 continue
             if self._leaves_when_done and not self._news:
+                self._uploader.close()
                 return
             self._changed.wait(_IDLE_S)
             self._changed.clear()

@@ -103,6 +103,8 @@ class Uploader:
     def begin(self) -> tuple[list[Step], list[Step]]:
         """Take the place over; what of the run directory is not there yet, in order, and what is there.
 
+        What has failed in the middle may be called again.
+
         Raises:
             WriteError: One of the two places does not answer, or refuses.
         """
@@ -119,6 +121,8 @@ class Uploader:
         return sorted(missing), sorted(there.values())
 
     def _rename_leftovers(self) -> None:
+        self._partials.clear()
+        self._trash.clear()
         self.target.sync_directory("")  # what a dead daemon has renamed counts from here on
         names = self.target.list_directory("")
         for name in names:
@@ -129,14 +133,21 @@ class Uploader:
             if state == "replaced" and manifest.step_directory(step) not in names:
                 self.target.rename_directory(name, manifest.step_directory(step))  # what was to replace it is a partial
             elif state == "partial" or state.startswith("salvage"):
-                place = manifest.hidden_directory(step, attempt, f"salvage-{self.lease.epoch}")
+                key, place = (
+                    f"{step}.{attempt}",
+                    manifest.hidden_directory(step, attempt, f"salvage-{self.lease.epoch}"),
+                )
+                if name != place and (place in names or key in self._partials):
+                    self.target.remove_tree(name)  # of one save one is gone on with
+                    continue
                 try:
-                    self.target.rename_directory(name, place)
+                    if name != place:  # else an earlier try of this process has done it
+                        self.target.rename_directory(name, place)
                 except WriteError as error:
                     if error.errno != errno.ENOENT:  # else it is gone, or a store lists a directory that has no object
                         raise
                 else:
-                    self._partials[f"{step}.{attempt}"] = place
+                    self._partials[key] = place
             elif state == "trash":
                 self._trash.append((time.monotonic() + _TRASH_GRACE_S, name))
             else:
@@ -220,13 +231,21 @@ class Uploader:
         if trash is not None:
             self._trash.append((time.monotonic() + _TRASH_GRACE_S, trash))
 
-    def empty_trash(self) -> None:
-        """Remove the bytes of what was deleted some time ago and nobody reads."""
+    def empty_trash(self, *, everything: bool = False) -> None:
+        """Remove the bytes of what was deleted some time ago, or ``everything``, and nobody reads."""
         for entry in list(self._trash):
             due, name = entry
-            if due <= time.monotonic() and not commit.is_read(self.target, name):
+            if (everything or due <= time.monotonic()) and not commit.is_read(self.target, name):
                 self.target.remove_tree(name)
                 self._trash.remove(entry)
+
+    def close(self) -> None:
+        """Remove what was deleted; what is still read, or cannot be removed, is left to the next start."""
+        try:
+            self.lease.check()
+            self.empty_trash(everything=True)
+        except WriteError as error:
+            logger.warning("left for the next start to clean: %s", error)
 
 
 def _attempt_of(step: Step) -> str:

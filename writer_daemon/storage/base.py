@@ -229,13 +229,14 @@ class Storage(ReadStorage):
         ``attempt`` tells the temporary names of different writers apart. Raises ``WriteError`` (EEXIST) where the name
         is taken by another content.
         """
-        temporary, final = f"{directory}/.{name}.{attempt}", f"{directory}/{name}"
+        parent = f"{directory}/" if directory else ""
+        temporary, final = f"{parent}.{name}.{attempt}", f"{parent}{name}"
         with mmap.mmap(-1, max(page_up(len(data)), page_up(1))) as buffer:
             buffer[: len(data)] = data
             with self.creating(temporary, len(data), final) as output, memoryview(buffer) as view:
                 output.write_at(view, 0)
                 output.finish(len(data))
         if not self.publish(temporary, final):
+            self.remove(temporary)
             if self.read(final, len(data) + 1) != data:
                 raise WriteError(errno.EEXIST, "another file has this name, with other content", f"{self.root}/{final}")
-            self.remove(temporary)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final
 
-from sidesave.errors import WriteError
+from sidesave.errors import IntegrityError, WriteError
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
 from sidesave.writer_daemon.storage.remote import ObjectStorage
 from sidesave.writer_daemon.storage.run_log import LOG, Names, RunLog, session_of
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MARK: Final = ".directory"
 """The object that stands for a directory as such; a prefix without objects is nothing."""
+_MANIFEST: Final = "manifest.json"
+"""What makes a checkpoint of a directory's files."""
 _PARTIAL: Final = re.compile(r"\.(step-\d+\.[^/]+)\.partial")
 _PREFIX: Final = re.compile(r"step-\d+\.[^/]+")
 _NAMED: Final = re.compile(r"\.?step-\d+(\.[^/]+)?")
@@ -48,9 +50,11 @@ class NamedObjects(ObjectStorage):
             entries = super().list_directory(name) if not entries and self._has_moved(name) else entries
             return [each for each in entries if each != MARK]
         levels, objects = self.bucket.list_level("")
-        if LOG not in levels and not self.log.holds:
-            return [*levels, *objects]
-        return [*_told(self._look(), levels), *objects]
+        has_log = LOG in levels or self.log.holds
+        names = self._look() if has_log else Names()
+        if not names.number:
+            self._require_log(levels)
+        return [*(_told(names, levels) if has_log else levels), *objects]
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
         data = super().read(path, max_nbytes)
@@ -89,6 +93,16 @@ class NamedObjects(ObjectStorage):
         self._names = self.log.look()
         return self._names
 
+    def _require_log(self, levels: Iterable[str]) -> None:
+        """Raise ``IntegrityError`` where there is no log, and a whole checkpoint that one must have named."""
+        for prefix in filter(session_of, levels):
+            if self.bucket.nbytes_of(f"{prefix}/{_MANIFEST}") is not None and not self._look().number:
+                text = (
+                    f"{self.bucket.full(LOG)}: the log of this run is missing, without which {prefix}, which is whole,"
+                )
+                hint = "is no checkpoint: put the log back as it was, or choose another place; nothing was changed"
+                raise IntegrityError(f"{text} {hint}")
+
     def _has_moved(self, path: str) -> bool:
         """Whether a directory, in which something was not found, lies elsewhere by what the log says now."""
         if not self.can_list or not _NAMED.fullmatch(path.partition("/")[0]):
@@ -123,7 +137,7 @@ class ObjectRun(NamedObjects, Storage):
         self._taken_over = False
 
     def take_over(self, session: str) -> None:
-        self.log.take_over(session)
+        self.log.take_over(session, lambda: self._require_log(self.bucket.list_level("")[0]))
         self._taken_over = True
         self._look()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import re
 import secrets
@@ -39,6 +40,8 @@ _MAX_NBYTES: Final = 256 << 20
 _TRIES: Final = 4
 """Of an entry whose answer got lost, and of a reader that is overtaken by removals; the library has tried before."""
 _PAUSE_S: Final = 0.5
+_JUDGED: Final = 256
+"""Sessions that are remembered: one whose daemon sends something when so many have come after it leaves that behind."""
 _SESSION: Final = re.compile(r"step-\d+\.([0-9a-f]{16})(?:[-.].*)?")
 
 
@@ -55,6 +58,7 @@ class Names:
         prefixes: Names of directories, and the prefixes that they lead to.
         open: Earlier sessions whose leftovers nobody has judged yet.
         dropped: Prefixes of these sessions, of this one and of none that were removed: what is there late is nothing.
+        judged: The last sessions whose leftovers were judged: what a daemon of theirs sends all the same is rubbish.
     """
 
     number: int = 0
@@ -65,6 +69,7 @@ class Names:
     prefixes: Mapping[str, str] = field(default_factory=dict[str, str])
     open: frozenset[str] = frozenset()
     dropped: frozenset[str] = frozenset()
+    judged: tuple[str, ...] = ()
 
     def counts(self, prefix: str) -> bool:
         """Whether a prefix of a save, which no name leads to, may still become a checkpoint."""
@@ -108,7 +113,7 @@ class _Entry:
         if self.state is not None:
             state = self.state
             body["names"] = {**state.prefixes}
-            body["open"], body["all_dropped"] = sorted(state.open), sorted(state.dropped)
+            body["open"], body["all_dropped"], body["judged"] = sorted(state.open), sorted(state.dropped), state.judged
         return seal(body)
 
     @classmethod
@@ -128,9 +133,11 @@ class _Entry:
         state = None
         if "names" in body:
             names = cast("dict[str, Any]", get(body, "names", dict, path))
-            others = [cast("list[Any]", get(body, key, list, path)) for key in ("open", "all_dropped")]
-            _require_texts([*names.values(), *others[0], *others[1]], path)
-            state = Names(number, number, session, token, serial, names, *map(frozenset, others))
+            known = {"judged": [], **body}  # older ones have none
+            others = [cast("list[Any]", get(known, key, list, path)) for key in ("open", "all_dropped", "judged")]
+            _require_texts([*names.values(), *itertools.chain(*others)], path)
+            is_open, removed = map(frozenset, others[:2])
+            state = Names(number, number, session, token, serial, names, is_open, removed, tuple(others[2]))
         _require_texts([*(each for each in changes.values() if each is not None), *dropped], path)
         return cls(number, whole, session, token, serial, (before[0], before[1]), changes, tuple(dropped), state)
 
@@ -192,8 +199,10 @@ class RunLog:
 
     # Writing ---------------------------------------------------------------------------------------------------
 
-    def take_over(self, session: str) -> None:
+    def take_over(self, session: str, before_first: Callable[[], None] = lambda: None) -> None:
         """Become the one who writes, for ``session``: what anybody before writes from now on fails and does not count.
+
+        ``before_first`` is called where there is no log yet, and stops this by raising.
 
         Raises:
             WriteError: The store does not refuse to put a second object of one key (EOPNOTSUPP); or somebody else has
@@ -205,7 +214,8 @@ class RunLog:
             token = secrets.token_hex(8)
             while self._token != token:
                 self._token, self._in_doubt = "", False
-                self.look()
+                if not self.look().number:
+                    before_first()
                 self._token = token
                 try:
                     self._append(whole=lambda before: _taken_over(before, session, token))
@@ -227,14 +237,13 @@ class RunLog:
             self._require_writer()
             self._append(changes, tuple(dropped))
 
-    def settle(self) -> frozenset[str]:
+    def settle(self) -> tuple[str, ...]:
         """Everything that earlier sessions have left, and that no name leads to, never counts again; which they are."""
         with self._lock:
             self._require_writer()
-            judged = self._names.open
-            if judged:
+            if self._names.open:
                 self._append(whole=_settled)
-            return judged
+            return self._names.judged
 
     def _append(
         self,
@@ -408,12 +417,14 @@ class _Overtaken(WriteError):
 def _taken_over(before: Names, session: str, token: str) -> Names:
     others = before.open.union({before.session} if before.session else ()) - {session}
     dropped = frozenset(each for each in before.dropped if session_of(each) in {*others, session, ""})
-    return replace(before, session=session, token=token, open=others, dropped=dropped)
+    judged = tuple(each for each in before.judged if each != session)  # of a mirror one may come back
+    return replace(before, session=session, token=token, open=others, dropped=dropped, judged=judged)
 
 
 def _settled(names: Names) -> Names:
     own = frozenset(each for each in names.dropped if session_of(each) in (names.session, ""))
-    return replace(names, open=frozenset(), dropped=own)
+    judged = (*(each for each in names.judged if each not in names.open), *sorted(names.open))
+    return replace(names, open=frozenset(), dropped=own, judged=judged[-_JUDGED:])
 
 
 def _key(number: int) -> str:

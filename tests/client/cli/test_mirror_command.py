@@ -1,5 +1,6 @@
 """``sidesave mirror``: what a mirror lacks, copied by hand."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,14 @@ def test_a_damaged_checkpoint_is_left_out_and_told_of(run: Path, place: str):
     assert "step-00000001 is left out" in output("mirror", run, place, status=1)
     check_mirror(place, 2)
     assert sorted(committed_in(place)) == [2]
+
+
+def test_what_was_deleted_in_a_mirror_is_removed(run: Path, tmp_path: Path):
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.save(1, a_state(1), blocking=True)
+    place = tmp_path / "mirror"
+    output("mirror", run, place)
+    shutil.copytree(place / "step-00000001", trash := place / ".step-00000000.0123456789abcdef.trash")
+    output("mirror", run, place)
+    assert not trash.exists()
+    check_mirror(str(place), 1)

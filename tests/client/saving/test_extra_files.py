@@ -442,6 +442,7 @@ def test_files_are_staged_as_they_are(files: dict[str, bytes]):
     "data",
     [
         *(b"", b"\x90", b"\xc0", b"\x80\x80", b"\x81\xa1a\x90", b"\x81\xa1a\x80", b"\x81\xa1a\xa1b", b"\x81\x01\xc4\0"),
+        *(b"\xc7\0\5", b"\x81\xa1a\xc7\0\5", b"\x81\xc7\0\5\xc4\0"),
         *(
             b"\x82\xa1a\xc4\0\xa1a\xc4\0",
             b"\x81\xc4\1a\xc4\0",

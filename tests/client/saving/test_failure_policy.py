@@ -9,9 +9,10 @@ import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import forks
 import pytest
@@ -50,6 +51,39 @@ def fail(ckpt: sidesave.Checkpointer, step: int) -> None:
     handle = ckpt.save(step, a_state(step))
     ckpt._saver.session.saves.wait(DEADLINE_S)
     assert handle.committed.peek() is not None
+
+
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("not this one")
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+@pytest.mark.parametrize("reason", ["value", "step", "exists", "metadata", "memory", "an earlier failure"])
+def test_a_save_that_is_refused_keeps_nothing_of_its_state(run: Path, reason: str, *, allow_pickle: bool):
+    """Not even until the garbage collector comes, which training often has turned off."""
+    state: dict[str, Any] = {"model": {"w": torch.ones(1000)}, **({"odd": Unpicklable()} if reason == "value" else {})}
+    if reason == "memory":
+        state["model"]["large"] = torch.empty(16 << 20)
+    kept = weakref.ref(state["model"]["w"])
+    with sidesave.Checkpointer(run, allow_pickle=allow_pickle, max_host_memory_bytes=32 << 20) as ckpt:
+        ckpt.save(1, a_state(1), blocking=True)
+        if reason == "an earlier failure":
+            in_the_way(run, 2)
+            fail(ckpt, 2)
+        step: int = {"exists": 1, "step": -1}.get(reason, 3)
+        gc.disable()
+        try:
+            ckpt.save(step, state, metadata={"a": object()} if reason == "metadata" else None)
+        except SidesaveError:
+            del state
+            refused = True
+        else:
+            refused = False
+        finally:
+            gc.enable()
+        assert refused
+        assert kept() is None
 
 
 def in_the_way(run: Path, step: int) -> Path:

@@ -17,6 +17,7 @@ from sidesave.client.internals import saver_of
 from sidesave.errors import (
     CheckpointExistsError,
     DirectoryInUseError,
+    IntegrityError,
     InvalidArgumentError,
     WriteError,
 )
@@ -282,3 +283,23 @@ def test_a_save_that_the_store_refuses_fails_and_training_goes_on(url: str) -> N
         commit(ckpt, 1)
         commit(ckpt, 2)
     check(url, 1, 2)
+
+
+def test_a_run_whose_log_is_gone_is_neither_begun_anew_nor_cleaned(url: str, tmp_path: Path) -> None:
+    with Checkpointer(url) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, a_state(step), blocking=True)
+        ckpt.save(2, a_state(3), overwrite=True, blocking=True)
+    log = Path(url.removeprefix("file://")) / ".sidesave.log"
+    away = log.rename(tmp_path / "away")
+    before = {path: path.read_bytes() for path in files(url) if ".sidesave" not in str(path)}
+    for attempt in (lambda: Checkpointer(url), lambda: sidesave.latest(url), lambda: sidesave.load(url)):
+        with pytest.raises(IntegrityError, match=r"\.sidesave\.log: the log of this run is missing.*put the log back"):
+            attempt()
+    assert not log.exists()
+    assert before == {path: path.read_bytes() for path in before}
+    away.rename(log)
+    with Checkpointer(url) as ckpt:
+        assert same(ckpt.load(), a_state(3))
+        ckpt.save(4, a_state(4), blocking=True)
+        assert ckpt.steps() == [1, 2, 4]

@@ -690,11 +690,12 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(manage: Manage, run: Pa
     assert steps(run) == [5]
 
 
+@pytest.mark.parametrize("damaged", ["[1, ", "[" * 100_000, "[true]", "[1.0]"], ids=["torn", "deep", "bool", "float"])
 def test_nothing_is_deleted_while_it_is_not_known_what_is_pinned(
-    manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
+    manage: Manage, run: Path, caplog: pytest.LogCaptureFixture, damaged: str
 ):
     manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
-    (run / PINS).write_text("[1, ")
+    (run / PINS).write_text(damaged)
     for step in range(3):
         manager.step(step)
     manager.close()
