@@ -118,8 +118,9 @@ class Sequences(RuleBasedStateMachine):
     @rule(which=PLACES)
     def delete(self, which: int) -> None:
         self.settle()
-        here = {info.step for info in catalog.scan(f"{self.scheme}{self.place}")} if self.truths else set[int]()
-        if steps := sorted(here - {self.ckpt.latest_step()}):
+        here = catalog.scan(f"{self.scheme}{self.place}") if self.truths else []
+        older = {info.step for info in sorted(here, key=lambda info: info.order)[:-1]}
+        if steps := sorted(older - {self.ckpt.latest_step()}):  # which may be in the mirror alone
             step = steps[which % len(steps)]
             self.ckpt.delete(step).result(DEADLINE_S)
             self.gone(step)
