@@ -362,7 +362,10 @@ class _TrainingRun:
             with self._world.raise_together(f"cannot load {path}"):
                 load(path, into=into, allow_pickle=pickled)
             return
-        with contextlib.nullcontext() if self._retention is None else self._retention.reading(step):
+        with contextlib.ExitStack() as spared:
+            with self._world.raise_together("cannot tell what to keep while it loads"):
+                if self._retention is not None:
+                    spared.enter_context(self._retention.reading(step))
             self._checkpointer.load(step, into=into)
         if self._retention is not None:
             for info in finding.find(self._directory):

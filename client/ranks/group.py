@@ -34,7 +34,7 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest
-from sidesave.writer_daemon.storage import urls
+from sidesave.writer_daemon.storage import Storage, urls
 
 RENDEZVOUS: Final = ".sidesave.rendezvous"
 HERE: Final = "here."
@@ -302,13 +302,15 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
     if not isinstance(world, GroupWorld):
         return world
     world.require_alike(node_local=node_local)
-    storage = urls.open_for_writing(directory)
     nonce = secrets.token_hex(8)
     seen: list[int] = []
-    try:
+    with contextlib.ExitStack() as opened:
         with world.raise_together("cannot write to the run directory"):
+            storage = urls.open_for_writing(directory)
+            opened.callback(storage.close)
             storage.make_directory(RENDEZVOUS, 0o770)
             if node_local or world.rank == 0:
+                opened.callback(_discard, storage, f"{RENDEZVOUS}/{HERE}{nonce}")
                 storage.publish_bytes(RENDEZVOUS, f"{HERE}{nonce}", b"", nonce)
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         gathered = world.gather("hosts", [nonce, socket.gethostname(), boot_id])
@@ -321,10 +323,6 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
                     break
                 time.sleep(0.05)
         views = [tuple(view) for view in world.gather("ranks that are seen", seen)]
-    finally:
-        with contextlib.suppress(OSError):
-            storage.remove(f"{RENDEZVOUS}/{HERE}{nonce}")
-        storage.close()
     hosts = [(host, boot) for _, host, boot in gathered]
     if not node_local:
         if () in views:
@@ -341,6 +339,11 @@ def find_node(world: World, directory: str, *, node_local: bool) -> World:
         return world
     number = nodes.index(views[world.rank])
     return NodeWorld(world, nodes[number], number, len(nodes))
+
+
+def _discard(storage: Storage, path: str) -> None:
+    with contextlib.suppress(OSError):
+        storage.remove(path)
 
 
 def tidy(directory: str) -> None:

@@ -84,8 +84,9 @@ def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
     try:
         with contextlib.suppress(WriteError):  # what is wrong with it is told below
             storage.hold(name, MANIFEST)
-        faults = tuple(integrity.check_checkpoint(storage, name, count))
-        if not faults and (not storage.can_list or any(ROWS in file for file in storage.list_directory(name))):
+        files = set[str]()
+        faults = tuple(integrity.check_checkpoint(storage, name, count, files.update))
+        if not faults and any(ROWS in file for file in files):
             faults = tuple(_check_tables(place))
     finally:
         storage.close()

@@ -81,14 +81,12 @@ class Session:
 
     def start(self) -> None:
         """Start everything, together with the other ranks; where this raises, :meth:`stop` has to follow."""
-        options = self.options
         if urls.is_url(self.directory):
             urls.remember(self.directory, urls.decode_options(self._storage_options))
             self._remembers = True
         if urls.is_url(self.run.mirror.place):
             urls.remember(self.run.mirror.place, urls.decode_options(self._storage_options))
             self._remembers_mirror = True
-        self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
         self._open()
         for name in self.connection.recovered:
             logger.info("finished %s, which a dead session had left", name)
@@ -97,11 +95,12 @@ class Session:
 
     def _open(self) -> None:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
-        world, leads = self.world, self.node.rank == 0
+        world, options, leads = self.world, self.options, self.node.rank == 0
         self.id = world.gather("a session", secrets.token_hex(8))[0]
         existing: list[CheckpointInfo] = []
         leftovers, rollbacks = False, Rollbacks()
         with world.raise_together("cannot open the run directory"):
+            self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
             if leads:
                 self.books.call(self._start_daemon)
                 leftovers, rollbacks, existing = self.books.call(self._look_around)

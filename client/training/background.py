@@ -66,17 +66,18 @@ class Background:
         If this raises, call :meth:`stop`.
         """
         session = saver_of(checkpointer).session
-        if (mirror.keep or mirror.backlog != "fail") and not session.saves.mirroring.mirror:
-            raise InvalidArgumentError("mirror_keep and mirror_backlog are of a mirror: name it with mirror=")
         if session.world.size > 1:
             session.world.require_alike(
                 save=sorted(map(_name, save)),
                 keep=sorted(map(_name, keep)),
                 mirror_keep=sorted(map(_name, mirror.keep)),
+                mirror_backlog=mirror.backlog,
                 random=random_state,
                 on_busy=session.options.on_busy,
             )
         with session.world.raise_together("cannot save its state"):
+            if (mirror.keep or mirror.backlog != "fail") and not session.saves.mirroring.mirror:
+                raise InvalidArgumentError("mirror_keep and mirror_backlog are of a mirror: name it with mirror=")
             saver_of(checkpointer).submission.check(state)
         if isinstance(session.node, NodeWorld) and any(isinstance(policy, KeepEveryMinutes) for policy in keep):
             raise InvalidArgumentError(

@@ -195,11 +195,11 @@ class ManagedState:
         """Restore the items from a checkpoint. Without one, load ``sources`` and return false."""
         into, sources = self.items, check_sources(sources)
         session = saver_of(self._checkpointer).session
-        spared = (
-            contextlib.nullcontext() if self._retention is None else self._retention.reading(arguments.as_index(step))
-        )
         try:
-            with spared:
+            with contextlib.ExitStack() as spared:
+                with session.world.raise_together("cannot tell what to keep while it loads"):
+                    if self._retention is not None:
+                        spared.enter_context(self._retention.reading(arguments.as_index(step)))
                 self._checkpointer.load(step, into=into, fallback=fallback, **options)
         except CheckpointNotFoundError:
             if step is not None:
@@ -214,8 +214,9 @@ class ManagedState:
             self._schedule.begin_anew()
             return False
         self._state.update({name: into[name] for name in self._state})
-        if self._random is not None:
-            self._random.apply()
+        with session.world.raise_together("cannot restore its random state"):
+            if self._random is not None:
+                self._random.apply()
         loaded = _what_was_loaded(self._checkpointer)
         if sources:
             logger.info("this run has a checkpoint of its own, step %d: the sources are not read", loaded.step)

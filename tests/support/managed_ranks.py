@@ -44,6 +44,31 @@ class ManagedActor(Actor):
         self._ckpt = self._manager.checkpointer
         return self._manager.restore()
 
+    def outcome_of(self, command: str, *arguments: Any, **options: Any) -> str:
+        """What a command of this class raises, as text, or "done"."""
+        try:
+            getattr(self, command)(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - told
+            return f"{type(error).__name__}: {error}"
+        return "done"
+
+    def spoil_method(self, name: str) -> None:
+        """Have a method fail, told as ``module:Class.method``."""
+        import importlib
+
+        module, _, path = name.partition(":")
+        kind, _, method = path.partition(".")
+        owner = getattr(importlib.import_module(module), kind)
+        assert callable(getattr(owner, method))
+
+        def fail(*arguments: object, **options: object) -> None:
+            raise RuntimeError("on purpose")
+
+        setattr(owner, method, fail)
+
+    def restore(self) -> int:
+        return self.manager.restore()
+
     def step(self, step: int) -> str | None:
         """Finish a step; "saved" or "skipped", or None where nothing was due."""
         handle = self.manager.step(step)

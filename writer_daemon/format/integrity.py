@@ -85,7 +85,10 @@ def read_small_file(storage: ReadStorage, path: str, entry: FileRecord) -> bytes
 
 
 def check_checkpoint(
-    storage: ReadStorage, directory: str, on_bytes: Callable[[int], None] = lambda nbytes: None
+    storage: ReadStorage,
+    directory: str,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+    on_files: Callable[[set[str]], None] = lambda names: None,
 ) -> Iterator[Fault]:
     """Every fault of a committed directory, files that the manifest does not list included.
 
@@ -93,6 +96,7 @@ def check_checkpoint(
         storage: The run directory.
         directory: The name of the step's directory in it.
         on_bytes: Called with the number of bytes checked since its last call.
+        on_files: Called with the names of the files that belong to it, as far as they are known.
     """
     try:
         manifest = read_manifest(storage, directory)
@@ -118,6 +122,7 @@ def check_checkpoint(
         for file in record.files:
             known.add(file.name)
             known.add(file.digests.name if file.digests else "")
+    on_files(known)
     listed = storage.list_directory(directory) if storage.can_list else ()
     for name in sorted(set(listed) - known):
         if not any(_may_be_of(rank, name) for rank in unknown_ranks):  # what their records list is not known

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from managed_ranks import ManagedRank
 from node_trainers import NodeRank
 from rank_trainers import Ranks, leftovers, same_tensors, stored
 from trainers import Traces
@@ -73,6 +74,50 @@ def test_whatever_one_rank_raises_all_do_and_the_next_agreement_is_about_the_nex
     told = agree(rank0="IntegrityError", rank2="IntegrityError")
     assert told[0] == told[2] == "IntegrityError: on purpose" and "rank 0" in told[1]
     assert agree() == ["done: None"] * 3
+    traces.check()
+
+
+def test_rank_that_cannot_open_the_directory_is_named_by_all(start: Start, run: Path, traces: Traces):
+    ranks = start(2)
+    ranks.do("build", "small")
+    ranks[1].do("set", "sidesave.writer_daemon.storage.urls:open_for_writing", None)
+    told = outcomes(ranks, "open", str(run))
+    assert told[0].startswith("SidesaveError: rank 1 cannot write to the run directory: TypeError")
+    assert told[1].startswith("TypeError")
+    traces.check()
+
+
+@pytest.mark.parametrize("differ", [False, True], ids=["alike", "differing"])
+def test_rank_whose_mirror_is_missing_is_named_by_all_unless_they_differ(
+    start: Start, run: Path, tmp_path: Path, traces: Traces, *, differ: bool
+):
+    ranks = start(2, kind=ManagedRank)
+    ranks.do("build", "small")
+    for rank, options in zip(ranks, ({"mirror": str(tmp_path / "mirror")}, {}), strict=True):
+        save = "[EverySteps(2)]" if differ and options else "[EverySteps(1)]"
+        rank.tell("outcome_of", "manage", str(run), save, mirror_backlog="drop", **options)
+    told = [answer.get() for answer in ranks.answers()]
+    for each in told:
+        assert each.startswith("InvalidArgumentError") and ("EverySteps(n=2" in each if differ else "mirror=" in each)
+    traces.check()
+
+
+@pytest.mark.parametrize(
+    ("rank", "method"), [(0, "retention:Retention.reading"), (1, "rng_state:RandomState.apply")], ids=["kept", "random"]
+)
+def test_rank_that_cannot_do_what_belongs_to_a_restore_is_named_by_all(
+    start: Start, run: Path, traces: Traces, rank: int, method: str
+):
+    ranks = start(2, kind=ManagedRank)
+    ranks.do("build", "small")
+    ranks.do("manage", str(run), "[EverySteps(1)]", "[KeepLatest(1)]", random_state=True)
+    ranks.do("step", 1)
+    ranks.do("committed", 1)
+    ranks[rank].do("spoil_method", f"sidesave.client.training.{method}")
+    told = ranks.do("outcome_of", "restore")
+    assert told[rank] == "RuntimeError: on purpose"
+    assert f"rank {rank} cannot" in told[1 - rank]
+    ranks.do("leave")
     traces.check()
 
 

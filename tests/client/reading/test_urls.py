@@ -122,6 +122,15 @@ def test_live_objects_take_their_state_from_a_url(tmp_path: Path):
         assert difference(into[name].state_dict(), expected[name].state_dict()) == ""
 
 
+def test_verify_asks_once_for_each_record_and_lists_once(buckets: Path, server: ObjectServer):
+    url = f"{server.endpoint}/{STEP.removeprefix('s3://')}"
+    for place, options, lists in ((url, None, 0), (STEP, server.options, 1)):
+        server.requests.clear()
+        assert sidesave.verify(place, storage_options=options).ok
+        assert server.count("LIST") == lists
+        assert sum(request.key.endswith("rank-00000.json") for request in server.requests) == 1
+
+
 def test_one_step_comes_over_http_and_a_run_does_not(buckets: Path):
     with serving(buckets) as server:
         url = f"{server.endpoint}/bucket/run/step-00000002"
