@@ -23,6 +23,7 @@ import msgpack
 
 from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
 from sidesave.writer_daemon.format.names import is_safe_name
+from sidesave.writer_daemon.sealing.keys import SaveKey, Sealing
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class Save(Message):
     without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
     ``metadata`` is the user's, as JSON; ``extra_files`` are the user's (:func:`pack_files`), which rank 0 alone has.
     ``droppable`` are steps, the oldest first, of which each may be deleted where the save finds no room. ``links`` are
-    files of earlier saves that belong to this one too.
+    files of earlier saves that belong to this one too. ``sealing`` is there where it is encrypted.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -215,6 +216,7 @@ class Save(Message):
     extra_files: Extent | None = None
     droppable: tuple[int, ...] = ()
     links: tuple[Link, ...] = ()
+    sealing: Sealing | None = None
 
     def __post_init__(self) -> None:
         if self.step < 0 or self.sequence < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -225,8 +227,15 @@ class Save(Message):
         names += [name for link in self.links for name in link.names]
         if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
+        if self.links and self.sealing is not None:
+            raise ProtocolError("what is encrypted is not linked by its name")
         if self.rank and self.extra_files is not None:
             raise ProtocolError(f"rank {self.rank} has files beside the tensors, which rank 0 alone may have")
+
+    @property
+    def save_key(self) -> SaveKey | None:
+        """What its files are encrypted with, if they are."""
+        return None if self.sealing is None else SaveKey(self.sealing.key, self.session, self.sequence)
 
     @property
     def nbytes(self) -> int:

@@ -149,7 +149,7 @@ def show(
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
         head, path, location = contents.manifest, contents.reader.path, contents.reader.location
-        files = {file.name: file.nbytes for file in contents.reader.record(0).extra_files}
+        files = {file.name: file.nbytes for file in contents.reader.extra_files()}
     metrics = metrics_of(parse_metadata(head.metadata, path))
     items: dict[str, list[int]] = {}
     for facts in tensors.values():

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sidesave.client.arguments import make_directory, path_text
-from sidesave.client.reading import block_io
-from sidesave.client.reading.block_io import BlockFile, ReadRequest
+from sidesave.client.reading import block_file, block_io
+from sidesave.client.reading.block_file import BlockFile
+from sidesave.client.reading.block_io import ReadRequest
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import (
@@ -149,7 +150,7 @@ class _Fetch:
             with ThreadPoolExecutor(_THREADS, "sidesave-fetch") as pool:
                 return list(pool.map(self._rank, range(len(self._manifest.records))))
 
-        with block_io.reading(f"{self._store.root}/{self._name}"):
+        with block_file.reading(f"{self._store.root}/{self._name}"):
             found = signal_safe.run(all_ranks, "sidesave-fetch", stop=lambda: None)
         files = [file for rank in found for file in rank]
         needed, free = sum(file.layout.nbytes for file in files), self._run.free_nbytes()
@@ -182,7 +183,7 @@ class _Fetch:
             if self._is_there(each):
                 self._arrived(each.nbytes)
             else:
-                missing.append(block_io.open_file(self._store, self._name, each, digests))
+                missing.append(block_file.open_file(self._store, self._name, each, digests))
         return missing
 
     def _is_there(self, entry: FileRecord) -> bool:
@@ -195,7 +196,7 @@ class _Fetch:
         if self._is_there(entry):
             data = integrity.read_small_file(self._run, f"{self._partial}/{entry.name}", entry)
         else:
-            block_io.require_room(entry, f"{self._store.root}/{self._name}")
+            block_file.require_room(entry, f"{self._store.root}/{self._name}")
             data = integrity.read_small_file(self._store, f"{self._name}/{entry.name}", entry)
             _write(f"{self._path}/{entry.name}", data)
         self._arrived(len(data))

@@ -26,6 +26,7 @@ from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.runs.save_requests import forget_requests
 from sidesave.client.saving.congestion import Congestion
+from sidesave.client.saving.encrypting import RunEncryption
 from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.mirroring import Mirroring
@@ -76,6 +77,7 @@ class Session:
         """Steps of which a save that finds no room may delete each, the oldest first."""
         self.closed = self._stopped = self.ended = self._left = False
         self._remembers = self._remembers_mirror = False
+        self.encryption = RunEncryption(run.directory, options.encryption)
 
     # The start -------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,7 @@ class Session:
         if urls.is_url(self.run.mirror.place):
             urls.remember(self.run.mirror.place, urls.decode_options(self._storage_options))
             self._remembers_mirror = True
+        self.encryption.remember(options.daemon.fallback_directory, self.run.mirror.place)
         self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
         self._open()
         for name in self.connection.recovered:
@@ -99,6 +102,7 @@ class Session:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
         world, leads = self.world, self.node.rank == 0
         self.id = world.gather("a session", secrets.token_hex(8))[0]
+        self.encryption.agree(world, self.node, self.id)
         existing: list[CheckpointInfo] = []
         leftovers, rollbacks = False, Rollbacks()
         with world.raise_together("cannot open the run directory"):
@@ -132,6 +136,7 @@ class Session:
         if not urls.is_url(self.directory):  # where requests are files
             forget_requests(self.directory)
         self.run.remember_fallbacks()
+        self.encryption.write_down()
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
         self.run.mirror.adopt_rollbacks(self.directory)
@@ -243,6 +248,7 @@ class Session:
             self.saves.mirroring.abandon()
         if hasattr(self, "pool"):
             self.pool.close()
+        self.encryption.forget()
         remembers, self._remembers = self._remembers, False
         if remembers:
             urls.forget(self.directory)

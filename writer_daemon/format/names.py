@@ -35,3 +35,11 @@ def is_extra_file_name(name: str) -> bool:
     .safetensors. Case is ignored, since some file systems ignore it.
     """
     return is_safe_name(name) and _OURS.fullmatch(name) is None
+
+
+_SEALED = re.compile(r"[0-9]{1,9}\.rank-[0-9]{5}\.file\.enc")
+
+
+def is_sealed_file_name(name: str) -> bool:
+    """Whether a user's extra file has this name where it is encrypted, as the name is."""
+    return _SEALED.fullmatch(name) is not None
