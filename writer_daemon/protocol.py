@@ -113,7 +113,7 @@ class Boot(Message):
     """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
 
     ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory. ``storage_options`` are
-    those of its store (``urls.encode_options``): they may be secret, and nothing else says them.
+    those of its store (``urls.encode_options``), which may be secret. One that ``encrypts`` leaves no core dumps.
     """
 
     kind: ClassVar[str] = "BOOT"
@@ -125,6 +125,7 @@ class Boot(Message):
     world_size: int
     trainer_pid: int
     resumes: bool = False
+    encrypts: bool = False
     storage_options: bytes = field(default=b"", repr=False)
     options: DaemonOptions
 
@@ -190,7 +191,7 @@ class Save(Message):
     without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
     ``metadata`` is the user's, as JSON; ``extra_files`` are the user's (:func:`pack_files`), which rank 0 alone has.
     ``droppable`` are steps, the oldest first, of which each may be deleted where the save finds no room. ``links`` are
-    files of earlier saves that belong to this one too. ``sealing`` is there where it is encrypted.
+    files of earlier saves that belong to this one too. ``sealing`` is how it is encrypted.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -227,8 +228,6 @@ class Save(Message):
         names += [name for link in self.links for name in link.names]
         if len(set(names)) != len(names):
             raise ProtocolError("two files of a SAVE have the same name")
-        if self.links and self.sealing is not None:
-            raise ProtocolError("what is encrypted is not linked by its name")
         if self.rank and self.extra_files is not None:
             raise ProtocolError(f"rank {self.rank} has files beside the tensors, which rank 0 alone may have")
 

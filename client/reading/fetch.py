@@ -24,6 +24,7 @@ from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import (
     CheckpointExistsError,
     DirectoryInUseError,
+    IntegrityError,
     InvalidArgumentError,
     NoSpaceError,
     WriteError,
@@ -40,6 +41,8 @@ from sidesave.writer_daemon.format.manifest import (
     step_directory,
 )
 from sidesave.writer_daemon.lease.lease import Observer
+from sidesave.writer_daemon.mirror.copying import read_keys
+from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, RUN_KEYS
 from sidesave.writer_daemon.storage import Descriptor, PosixStorage, ReadStorage, urls
 
 logger = logging.getLogger(__name__)
@@ -101,6 +104,8 @@ def fetch(
         run.make_directory(partial, 0o700)
         opened.callback(_lock(run, partial))
         _Fetch(store, name, run, partial, manifest, on_bytes).run()
+        if manifest.cipher:
+            _bring_keys(store, name, run, partial)
         _write(f"{target}/{partial}/{MANIFEST}", data)
         run.sync_directory(partial)
         run.open_to_readers(partial)
@@ -113,6 +118,17 @@ def fetch(
         run.sync_directory("")
         logger.info("%s was fetched to %s", place, target)
         return catalog.read_info(f"{target}/{final}")
+
+
+def _bring_keys(store: ReadStorage, name: str, run: PosixStorage, partial: str) -> None:
+    """Bring the keys of an encrypted checkpoint, and what tells of its run's key where no key is known here."""
+    keys = read_keys(store, name)
+    if keys is None:
+        raise IntegrityError(f"{store.root}/{name}/{KEYS}: the file is missing")
+    _write(f"{run.root}/{partial}/{KEYS}", keys)
+    of_run = store.read(RUN_KEYS, MAX_KEYS_NBYTES)
+    if of_run is not None and run.read(RUN_KEYS, MAX_KEYS_NBYTES) is None:
+        run.replace(RUN_KEYS, of_run)
 
 
 def _lock(run: PosixStorage, partial: str) -> Callable[[], None]:
@@ -180,6 +196,8 @@ class _Fetch:
         for each in record.files:
             assert each.digests is not None
             digests = self._small(each.digests)
+            if each.tags is not None:
+                self._small(each.tags)
             if self._is_there(each):
                 self._arrived(each.nbytes)
             else:

@@ -167,6 +167,7 @@ class Session:
             rank=self.node.rank,
             world_size=self.node.size,
             trainer_pid=self.pid,
+            encrypts=bool(self.encryption),
             storage_options=self._storage_options,
             options=options.daemon,
         )
