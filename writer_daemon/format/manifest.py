@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 from sidesave import errors
 from sidesave.errors import IntegrityError, SidesaveError
 from sidesave.writer_daemon.format.layout import Part, Table
+from sidesave.writer_daemon.sealing.cipher import SMALL_NBYTES
 from sidesave.writer_daemon.storage.sealed_json import (
     FORMAT_VERSION,
     are_whole,
@@ -267,7 +268,8 @@ def _read_extra_files(body: dict[str, Any], rank: int, path: str) -> tuple[FileR
             raise IntegrityError(f"{path}: {file.name!r:.80} can be no file beside the tensors")
     if len({file.name for file in files}) != len(files):
         raise IntegrityError(f"{path}: two files beside the tensors have the same name")
-    if sum(file.nbytes for file in files) > MAX_EXTRA_NBYTES:
+    more = SMALL_NBYTES * len(files) if "sealed" in body else 0
+    if sum(file.nbytes for file in files) > MAX_EXTRA_NBYTES + more:
         raise IntegrityError(f"{path}: files beside the tensors are over the limit of {MAX_EXTRA_NBYTES:,} bytes")
     return files
 
