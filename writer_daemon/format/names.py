@@ -24,7 +24,8 @@ EXTRA_FILE_NAMES: Final = (
 )
 """What :func:`is_extra_file_name` allows, for people."""
 _OURS = re.compile(
-    r"(manifest|abort|keys)\.json|keys\.json\..*|rank-.*|replica-digest\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)", re.IGNORECASE
+    r"(manifest|abort|keys)\.json|keys\.json\..*|rank-.*|replica-digest\..*|.*\.rank-.*|.*\.(safetensors|xxh3|msgpack)",
+    re.IGNORECASE,
 )
 
 

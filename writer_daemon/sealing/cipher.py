@@ -26,13 +26,13 @@ SMALL_NBYTES: Final = NONCE_NBYTES + TAG_NBYTES
 _EXTRA: Final = "encryption needs `cryptography`, which an extra brings: pip install 'sidesave[encryption]'"
 
 
-def derive(key: bytes, about: str, nbytes: int = KEY_NBYTES, salt: bytes | None = None) -> bytes:
+def derive(key: bytes, about: bytes, nbytes: int = KEY_NBYTES, salt: bytes | None = None) -> bytes:
     """HKDF-SHA256 (RFC 5869) of ``key``, for what ``about`` says."""
     require_library()
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    return HKDF(algorithm=SHA256(), length=nbytes, salt=salt, info=about.encode()).derive(key)
+    return HKDF(algorithm=SHA256(), length=nbytes, salt=salt, info=about).derive(key)
 
 
 def require_library() -> None:
@@ -69,7 +69,7 @@ class FileCipher:
 
     def seal(self, data: bytes, bound: bytes = b"") -> bytes:
         """Seal a small content whole, and bind it to what is ``bound``: the same, the same bytes."""
-        nonce = hmac.digest(derive(self._key, "sidesave nonce"), hashlib.sha256(bound).digest() + data, "sha256")
+        nonce = hmac.digest(derive(self._key, b"sidesave nonce"), hashlib.sha256(bound).digest() + data, "sha256")
         nonce = nonce[:NONCE_NBYTES]
         return nonce + self._aead.encrypt(nonce, data, bound)
 

@@ -48,7 +48,7 @@ class Keys:
     def wrap(cls, key: bytes, session: str, session_key: bytes) -> Keys:
         """Wrap a session's key."""
         salt = secrets.token_bytes(16)
-        wrapped = FileCipher(derive(key, "sidesave wrap", salt=salt)).seal(session_key, session.encode())
+        wrapped = FileCipher(derive(key, b"sidesave wrap", salt=salt)).seal(session_key, session.encode())
         return cls(session, salt, _check_of(key, salt), wrapped)
 
     def is_by(self, key: bytes) -> bool:
@@ -72,7 +72,7 @@ class Keys:
         """
         if not self.is_by(key):
             raise WrongKeyError(f"{where}: it was encrypted with another key; give that one, or exchange the run's")
-        session_key = FileCipher(derive(key, "sidesave wrap", salt=self.salt)).open(
+        session_key = FileCipher(derive(key, b"sidesave wrap", salt=self.salt)).open(
             self.wrapped, where, self.session.encode()
         )
         if len(session_key) != KEY_NBYTES:
@@ -120,7 +120,7 @@ def _read_hex(text: str, nbytes: int, name: str, path: str) -> bytes:
 
 
 def _check_of(key: bytes, salt: bytes) -> bytes:
-    return derive(key, "sidesave check", 16, salt)
+    return derive(key, b"sidesave check", 16, salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +141,14 @@ class SaveKey:
 
     def file(self, rank: int, name: str) -> FileCipher:
         """The cipher of one of its files: the number of a tensor file, or what the other one is."""
-        return FileCipher(derive(self._data_key, f"sidesave file {self._session} {self._sequence} {rank} {name}"))
+        about = f"sidesave file {self._session} {self._sequence} {rank} {name}"
+        return FileCipher(derive(self._data_key, about.encode()))
 
     def keyed_digest(self, digest: str) -> str:
         """A digest that ranks compare, which tells nothing to who lacks the key."""
-        return hmac.digest(derive(self._data_key, "sidesave digest"), digest.encode(), "sha256")[:16].hex()
+        return hmac.digest(derive(self._data_key, b"sidesave digest"), digest.encode(), "sha256")[:16].hex()
 
 
 def data_key_of(session_key: bytes, session: str, sequence: int) -> bytes:
     """The data key of a save of a session."""
-    return derive(session_key, f"sidesave data {session} {sequence}")
+    return derive(session_key, f"sidesave data {session} {sequence}".encode())
