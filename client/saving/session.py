@@ -20,13 +20,13 @@ from typing import Final, Protocol
 
 from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.options import Options
+from sidesave.client.ranks.encryption import RunEncryption
 from sidesave.client.ranks.group import World, tidy
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
 from sidesave.client.runs.save_requests import forget_requests
 from sidesave.client.saving.congestion import Congestion
-from sidesave.client.saving.encrypting import RunEncryption
 from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
 from sidesave.client.saving.lineage import Lineage
 from sidesave.client.saving.mirroring import Mirroring

@@ -19,6 +19,11 @@ from sidesave.errors import KeyMissingError
 ONE, TWO = KEY.hex(), OTHER.hex()
 
 
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """What a rank has written down, but for what moves by itself."""
+    return {fqn: tensor for fqn, tensor in torch.load(path).items() if fqn != "rng"}
+
+
 @pytest.mark.parametrize("group", [True, False], ids=["group", "storage"])
 def test_ranks_save_one_encrypted_checkpoint_and_any_number_loads_it(
     start: Start, place: Place, tmp_path: Path, traces: Traces, group: bool
@@ -33,14 +38,14 @@ def test_ranks_save_one_encrypted_checkpoint_and_any_number_loads_it(
     ranks.do("load")
     ranks.do("truth" if group else "mine", str(tmp_path / "again-{rank}"))
     for path in tmp_path.glob("truth-*"):
-        same_tensors(torch.load(tmp_path / path.name.replace("truth", "again")), torch.load(path))
+        same_tensors(read(tmp_path / path.name.replace("truth", "again")), read(path))
     ranks.do("close")
     assert sidesave.verify(f"{place}/step-00000002").ok
     with pytest.raises(KeyMissingError):
         sidesave.load(place)
     with using(encryption()), CheckpointReader(f"{place}/step-00000002") as reader:  # as one rank
         names = reader.names()
-        truth: dict[str, torch.Tensor] = torch.load(next(tmp_path.glob("truth-*")))
+        truth = read(next(tmp_path.glob("truth-*")))
         assert names and {*names} & {*truth}
         same_tensors(reader.read([name for name in names if name in truth]), {n: truth[n] for n in names if n in truth})
     traces.check()
