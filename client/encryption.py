@@ -10,7 +10,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, cast
 
-from sidesave.errors import IntegrityError, InvalidArgumentError, KeyMissingError, WrongKeyError, write_error
+from sidesave.errors import (
+    IntegrityError,
+    InvalidArgumentError,
+    KeyMissingError,
+    WriteError,
+    WrongKeyError,
+    write_error,
+)
+from sidesave.writer_daemon.format.manifest import parse_step_directory
 from sidesave.writer_daemon.sealing.cipher import KEY_NBYTES, require_library
 from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, RUN_KEYS, Keys, SaveKey, data_key_of
 from sidesave.writer_daemon.storage import ReadStorage, urls
@@ -169,20 +177,32 @@ def missing(where: str) -> KeyMissingError:
     return KeyMissingError(f"{where} is encrypted, and no key was given: {text}")
 
 
-def check_run(directory: str, key: bytes | None) -> Keys | None:
-    """What is written down of a run's key; None where it was never encrypted. Changes nothing.
+def check_run(directory: str, key: bytes | None, mirror: str = "") -> None:
+    """Compare the user's key with that of a run, before anything is changed; one that was never encrypted has none.
+
+    Of one whose disk is gone the ``mirror`` is asked; of one on a disk that says nothing the last step.
 
     Raises:
         KeyMissingError: The run is encrypted, and ``key`` is None.
         WrongKeyError: It is encrypted with another key; or its keys are being exchanged.
-        IntegrityError: The file is damaged.
+        IntegrityError: What it says of its key is damaged.
+        WriteError: The run cannot be read.
     """
-    where = f"{directory}/{RUN_KEYS}"
-    with contextlib.closing(urls.open_storage(directory)) as storage:
-        data = storage.read(RUN_KEYS, MAX_KEYS_NBYTES)
-    if data is None:
-        return None
-    keys = Keys.from_bytes(data, where)
+    keys = None
+    for place in filter(None, (directory, mirror)):
+        unreachable = contextlib.suppress(*[WriteError] * (place == mirror))  # which is told by who needs it
+        with unreachable, contextlib.closing(urls.open_storage(place)) as storage:
+            steps = sorted(name for name in storage.list_directory("") if parse_step_directory(name) is not None)
+            paths = [RUN_KEYS, *(f"{name}/{KEYS}" for name in steps[-1:] if not urls.is_url(place))]
+            for path in paths:
+                data = storage.read(path, MAX_KEYS_NBYTES)
+                if data is not None:
+                    keys = Keys.from_bytes(data, f"{place}/{path}")
+                    break
+            if steps or keys is not None:
+                break
+    if keys is None:
+        return
     if key is None:
         raise missing(directory)
     if keys.following:
@@ -191,4 +211,3 @@ def check_run(directory: str, key: bytes | None) -> Keys | None:
         raise WrongKeyError(
             f"{directory}: the run is encrypted with another key; give that one, or exchange it with `sidesave rekey`"
         )
-    return keys

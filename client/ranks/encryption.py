@@ -11,30 +11,29 @@ from sidesave.client.encryption import Encryption
 from sidesave.client.ranks.group import World
 from sidesave.errors import KeyMissingError, WrongKeyError
 from sidesave.writer_daemon.sealing.cipher import KEY_NBYTES
-from sidesave.writer_daemon.sealing.keys import RUN_KEYS, Keys, Sealing, data_key_of
+from sidesave.writer_daemon.sealing.keys import MAX_KEYS_NBYTES, RUN_KEYS, Keys, Sealing, data_key_of
 from sidesave.writer_daemon.storage import urls
 
 
 class RunEncryption:
     """What one session encrypts with; nothing, where no key was given."""
 
-    def __init__(self, directory: str, given: Encryption | None) -> None:
-        """Nothing is read yet."""
-        self._directory = directory
+    def __init__(self, directory: str, mirror: str, given: Encryption | None) -> None:
+        """Nothing is read yet; an empty ``mirror`` is none."""
+        self._directory, self._mirror = directory, mirror
         self._given = given
         self._remembered: list[str] = []
         self._keys: Keys | None = None
         self._session_key = b""
-        self._is_new = False
 
     def __bool__(self) -> bool:
         """Whether saves are encrypted."""
         return self._given is not None
 
-    def remember(self, *others: str) -> None:
+    def remember(self, fallback: str) -> None:
         """Have the run, and the other places of its checkpoints, read with this key, until :meth:`forget`."""
         if self._given is not None:
-            for place in filter(None, (self._directory, *others)):
+            for place in filter(None, (self._directory, self._mirror, fallback)):
                 encryption.remember(place, self._given)
                 self._remembered.append(place)
 
@@ -57,7 +56,7 @@ class RunEncryption:
         with world.raise_together("cannot use the key"):
             key = None if self._given is None else self._given.read()
             if node.rank == 0:
-                self._is_new = encryption.check_run(self._directory, key) is None
+                encryption.check_run(self._directory, key, self._mirror)
             if key is not None:
                 sent = Keys.wrap(key, session, secrets.token_bytes(KEY_NBYTES)).to_bytes().decode()
         wrapped: list[Any] = world.gather("keys", sent)
@@ -74,10 +73,10 @@ class RunEncryption:
 
     def write_down(self) -> None:
         """Write into the run directory that it is encrypted, and with which key, where nothing says so; durable."""
-        if self._keys is not None and self._is_new:
+        if self._keys is not None:
             with contextlib.closing(urls.open_for_writing(self._directory)) as storage:
-                storage.replace(RUN_KEYS, self._keys.to_bytes())
-            self._is_new = False
+                if storage.read(RUN_KEYS, MAX_KEYS_NBYTES) is None:
+                    storage.replace(RUN_KEYS, self._keys.to_bytes())
 
     def of_save(self, session: str, sequence: int) -> Sealing | None:
         """How a save is encrypted."""

@@ -77,7 +77,7 @@ class Session:
         """Steps of which a save that finds no room may delete each, the oldest first."""
         self.closed = self._stopped = self.ended = self._left = False
         self._remembers = self._remembers_mirror = False
-        self.encryption = RunEncryption(run.directory, options.encryption)
+        self.encryption = RunEncryption(run.directory, run.mirror.place, options.encryption)
 
     # The start -------------------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Session:
         if urls.is_url(self.run.mirror.place):
             urls.remember(self.run.mirror.place, urls.decode_options(self._storage_options))
             self._remembers_mirror = True
-        self.encryption.remember(options.daemon.fallback_directory, self.run.mirror.place)
+        self.encryption.remember(options.daemon.fallback_directory)
         self.copier = self.books.call(lambda: Copier(overlap=options.overlap, validate=options.validate))
         self._open()
         for name in self.connection.recovered:

@@ -28,6 +28,7 @@ from sidesave.errors import (
     InvalidArgumentError,
     KeyMissingError,
     TamperedError,
+    WriteError,
     WrongKeyError,
 )
 from sidesave.writer_daemon.format.manifest import FileRecord, Manifest, RankRecord
@@ -168,6 +169,20 @@ def test_a_lost_key_is_told_at_the_start_and_by_a_load_and_nothing_has_changed(
     check(run, 1, 2)
 
 
+def test_a_run_that_cannot_tell_is_not_taken_for_a_plain_one(run: Path):
+    saved(run, 1)
+    (run / ".sidesave.keys").rename(run / "keys")
+    (run / ".sidesave.keys").mkdir()
+    with pytest.raises(WriteError):
+        sidesave.Checkpointer(run)
+    (run / ".sidesave.keys").rmdir()
+    (run / "keys").rename(run / ".sidesave.keys")
+    flip_bit(run / ".sidesave.keys", 100)
+    for given in (None, encryption()):
+        with pytest.raises(IntegrityError):
+            sidesave.Checkpointer(run, encryption=given)
+
+
 def test_a_plain_run_becomes_encrypted_and_never_plain_again(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
@@ -179,6 +194,17 @@ def test_a_plain_run_becomes_encrypted_and_never_plain_again(run: Path):
     shutil.rmtree(run / "step-00000002")  # that it was encrypted is not forgotten
     with pytest.raises(KeyMissingError):
         sidesave.Checkpointer(run)
+
+
+def test_steps_that_were_copied_by_hand_are_enough_to_tell_a_lost_key(run: Path, tmp_path: Path):
+    saved(run, 1)
+    shutil.copytree(run / "step-00000001", tmp_path / "copy" / "step-00000001")
+    for given, error in ((None, KeyMissingError), (encryption(OTHER), WrongKeyError)):
+        with pytest.raises(error):
+            sidesave.Checkpointer(tmp_path / "copy", encryption=given)
+    saved(tmp_path / "copy", 2)
+    check(tmp_path / "copy", 1, 2)
+    assert (tmp_path / "copy" / ".sidesave.keys").exists()
 
 
 @pytest.mark.parametrize("text", [KEY, KEY.hex().encode(), KEY.hex().upper().encode() + b"\n"])
@@ -481,9 +507,14 @@ def test_an_exchange_of_keys_reaches_the_mirror(run: Path, tmp_path: Path, monke
         commit(ckpt, 3)
         ckpt.wait(DEADLINE_S, mirrored=True)
     check(mirror, 1, 2, 3, key=OTHER)
-    shutil.rmtree(run / "step-00000003")
+    shutil.rmtree(run)  # the disk is gone
+    for given, error in ((None, KeyMissingError), (encryption(), WrongKeyError)):
+        with pytest.raises(error):
+            sidesave.Checkpointer(run, encryption=given, mirror=mirror)
     with sidesave.Checkpointer(run, encryption=encryption(OTHER), mirror=mirror) as ckpt:
-        assert ckpt.load(3)["seed"] == 3  # from there
+        assert ckpt.load()["seed"] == 3  # from there
+        commit(ckpt, 4)
+    assert same(loaded(run / "step-00000004", OTHER), a_state(4))
 
 
 def test_an_exchange_of_keys_while_a_checkpoint_is_copied_comes_along(
