@@ -16,6 +16,7 @@ import torch
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
+from sidesave.client.encryption import Encryption
 from sidesave.client.loading.load import LoadRequest
 from sidesave.client.loading.rename import Rename
 from sidesave.client.options import Options, check_cores, default_stall_timeout_s
@@ -70,6 +71,7 @@ class Checkpointer:
         storage_options: Mapping[str, Any] | None = None,
         mirror: str | os.PathLike[str] | None = None,
         mirror_bandwidth: int | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
         """Open a run directory, creating it if need be.
 
@@ -118,6 +120,8 @@ class Checkpointer:
                 URL. The daemon copies them there behind the saves, which never wait for it; what a session leaves
                 undone goes on after its end, and the next session finishes it. Loading finds what is there alone.
             mirror_bandwidth: The most that goes to the mirror, in bytes per second; None for as fast as it goes.
+            encryption: The key with which all that is saved is encrypted before it reaches storage, the same on all
+                ranks; a run that has begun with one needs it at each start (docs/encryption.md).
 
         Raises:
             WriteError: The directory cannot be created or is none.
@@ -125,6 +129,8 @@ class Checkpointer:
                 very process. (One that nobody refers to any more is closed first, and waited for.)
             DaemonStartError: The daemon did not come up, or another rank did not.
             InvalidArgumentError: An option makes no sense.
+            KeyMissingError: The run is encrypted, or other ranks have a key, and ``encryption`` was not given.
+            WrongKeyError: The run is encrypted with another key, or other ranks have another one.
             SidesaveError: Whatever kept another rank from starting; the message names it.
         """
         path = arguments.place_to_write(directory)
@@ -148,6 +154,7 @@ class Checkpointer:
                 on_busy=on_busy,
                 busy_timeout_s=busy_timeout_s,
                 allow_pickle=allow_pickle,
+                encryption=encryption,
                 daemon=DaemonOptions(
                     fallback_directory=further,
                     retries=retries,

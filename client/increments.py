@@ -109,8 +109,9 @@ def structure_of(shares: list[TableShare], suffix: str = "") -> Structure:
 class Increments:
     """Which tables have a committed full save in this session. Thread-safe: saves are committed in another thread."""
 
-    def __init__(self) -> None:
-        """Nothing has been saved."""
+    def __init__(self, *, links: bool = True) -> None:
+        """Nothing has been saved. Where nothing ``links`` to earlier saves, each holds all rows."""
+        self._links = links
         self._bases: dict[str, Base] = {}
         self._latest: dict[int, int] = {}
 
@@ -125,7 +126,7 @@ class Increments:
             if changed is not None:
                 images = changes(changed, fqn, table.columns)
                 return TableShare(fqn, table, table.stem + CHANGED, images, None, base)
-        token = value.change_token() if isinstance(value, ChangeTracking) else None
+        token = value.change_token() if isinstance(value, ChangeTracking) and self._links else None
         return TableShare(fqn, table, table.stem + ROWS, all_rows(value, fqn, table.columns), token, None)
 
     def _stays(self, base: Base) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, cast
 
 import torch
 
+from sidesave.client.encryption import Encryption
 from sidesave.client.loading.rename import Rename
 from sidesave.errors import InvalidArgumentError, brief
 from sidesave.writer_daemon.protocol import DaemonOptions
@@ -34,9 +35,12 @@ class Options:
     busy_timeout_s: float
     allow_pickle: bool
     daemon: DaemonOptions
+    encryption: Encryption | None = None
 
     def __post_init__(self) -> None:
         daemon = self.daemon
+        given = cast("object", self.encryption)
+        _require("encryption", given, "a sidesave.Encryption", given is None or isinstance(given, Encryption))
         _require("slots", self.slots, "1 or more", type(self.slots) is int and self.slots >= 1)
         most = self.max_host_memory_bytes
         _require("max_host_memory_bytes", most, "positive", most is None or most >= 1)
@@ -130,6 +134,7 @@ class CheckpointerOptions(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
     mirror: str | os.PathLike[str] | None
     mirror_bandwidth: int | None
+    encryption: Encryption | None
 
 
 class LoadOptions(TypedDict, total=False):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sidesave import errors, reporting
     from sidesave.client.checkpointer import Checkpointer
+    from sidesave.client.encryption import Encryption
     from sidesave.client.export.safetensors import export
     from sidesave.client.loading.load import load
     from sidesave.client.loading.sources import Source, load_sources
@@ -69,6 +70,7 @@ __all__ = [
     "CheckpointManager",
     "Checkpointer",
     "Column",
+    "Encryption",
     "Ephemeral",
     "EverySeconds",
     "EverySteps",
@@ -115,6 +117,7 @@ __all__ = [
 
 _MODULES = {
     "sidesave.client.checkpointer": "Checkpointer",
+    "sidesave.client.encryption": "Encryption",
     "sidesave.client.export.safetensors": "export",
     "sidesave.client.loading.load": "load",
     "sidesave.client.loading.sources": "Source load_sources",

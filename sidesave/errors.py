@@ -21,6 +21,9 @@
         ├── CheckpointNotFoundError (FileNotFoundError)
         ├── CheckpointExistsError   (FileExistsError)
         ├── IntegrityError          (ValueError)        bytes do not match their digests, or lack
+        │   └── TamperedError                           they do, and are not what was encrypted
+        ├── KeyMissingError         (LookupError)       it is encrypted, and no key was given
+        ├── WrongKeyError           (ValueError)        it is encrypted with another key
         ├── FormatVersionError      (ValueError)        written by a newer sidesave
         ├── StateMismatchError      (ValueError)        keys, shapes or dtypes differ from the target's
         └── DirectoryInUseError     (OSError)           another live session holds the directory
@@ -48,15 +51,18 @@ __all__ = [
     "HostMemoryError",
     "IntegrityError",
     "InvalidArgumentError",
+    "KeyMissingError",
     "NoSpaceError",
     "ProtocolError",
     "SidesaveError",
     "StagingError",
     "StateMismatchError",
+    "TamperedError",
     "TornSnapshotError",
     "UnsupportedValueError",
     "WriteError",
     "WriteStalledError",
+    "WrongKeyError",
     "from_wire",
     "write_error",
 ]
@@ -139,6 +145,18 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class IntegrityError(CheckpointError, ValueError):
     """Bytes on disk do not match their digests, or are missing."""
+
+
+class TamperedError(IntegrityError):
+    """Encrypted bytes match their digests, and are not what was encrypted: somebody has changed or moved them."""
+
+
+class KeyMissingError(CheckpointError, LookupError):
+    """A run, or a checkpoint, is encrypted, and no key was given."""
+
+
+class WrongKeyError(CheckpointError, ValueError):
+    """A run, or a checkpoint, is encrypted with another key than the one that was given, or ranks have several."""
 
 
 class FormatVersionError(CheckpointError, ValueError):

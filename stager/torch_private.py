@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 foreach_copy: Final = torch._foreach_copy_
 foreach_norm: Final = torch._foreach_norm
 disable_dynamo: Final = torch._disable_dynamo
-spin: Final = torch.cuda._sleep
+spin: Final = cast("Callable[[int], None]", torch.cuda._sleep)
 """A kernel on the current stream that takes so many cycles."""
 set_grad_enabled: Final = torch._C._set_grad_enabled
 """In one instruction, where an interrupt can keep ``no_grad`` from ending."""

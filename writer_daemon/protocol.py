@@ -23,6 +23,7 @@ import msgpack
 
 from sidesave.errors import ProtocolError, SidesaveError, StateMismatchError
 from sidesave.writer_daemon.format.names import is_safe_name
+from sidesave.writer_daemon.sealing.keys import Sealing
 from sidesave.writer_daemon.storage.sealed_json import are_whole
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ class Boot(Message):
     """First on the socket pair, with a pidfd of the trainer: where to connect, what to serve and how.
 
     ``token`` comes back in HELLO. ``resumes``: a daemon before this one has had the directory. ``storage_options`` are
-    those of its store (``urls.encode_options``): they may be secret, and nothing else says them.
+    those of its store (``urls.encode_options``), which may be secret. One that ``encrypts`` leaves no core dumps.
     """
 
     kind: ClassVar[str] = "BOOT"
@@ -127,6 +128,7 @@ class Boot(Message):
     world_size: int
     trainer_pid: int
     resumes: bool = False
+    encrypts: bool = False
     storage_options: bytes = field(default=b"", repr=False)
     options: DaemonOptions
 
@@ -192,7 +194,7 @@ class Save(Message):
     without it they are whole, and this rank's. ``unshared`` is written as well where ranks turn out to differ.
     ``metadata`` is the user's, as JSON; ``extra_files`` are the user's (:func:`pack_files`), which rank 0 alone has.
     ``droppable`` are steps, the oldest first, of which each may be deleted where the save finds no room. ``links`` are
-    files of earlier saves that belong to this one too.
+    files of earlier saves that belong to this one too. ``sealing`` is how it is encrypted.
     """
 
     kind: ClassVar[str] = "SAVE"
@@ -218,6 +220,7 @@ class Save(Message):
     extra_files: Extent | None = None
     droppable: tuple[int, ...] = ()
     links: tuple[Link, ...] = ()
+    sealing: Sealing | None = None
 
     def __post_init__(self) -> None:
         numbers = [self.step, self.sequence, self.rank, self.world_size, *([self.parent.step] if self.parent else [])]

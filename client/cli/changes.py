@@ -17,8 +17,10 @@ import typer
 
 from sidesave.client.arguments import check_step
 from sidesave.client.cli.console import printable
+from sidesave.client.encryption import Encryption
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.pins import Pins
+from sidesave.client.runs.rekey import exchange_keys
 from sidesave.errors import CheckpointNotFoundError, DirectoryInUseError, InvalidArgumentError
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
@@ -33,6 +35,10 @@ _TAKEOVER_TIMEOUT_S: Final = 60.0
 _TRASH_GRACE_S: Final = 30.0
 """How long a deleted checkpoint stays readable for whoever has opened it, where no lock tells of readers."""
 _POLL_S: Final = 0.1
+KeyFileOption = Annotated[
+    str | None, typer.Option(metavar="FILE", help="The key of what is encrypted: 32 bytes, or 64 hex digits.")
+]
+KeyEnvOption = Annotated[str | None, typer.Option(metavar="NAME", help="An environment variable with that key.")]
 _sleep: Final = time.sleep
 
 
@@ -85,6 +91,38 @@ def recover(
         typer.echo(f"{name}: could not be judged, so it stays")
     if recovery.left:
         raise typer.Exit(1)
+
+
+# rekey -----------------------------------------------------------------------------------------------------------
+
+
+def encryption_of(key_file: str | None, key_env: str | None) -> Encryption | None:
+    """What two options say of a key."""
+    return None if key_file is None and key_env is None else Encryption(key=key_file, env=key_env)
+
+
+def rekey(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory that no live session uses, or its URL.")],
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+    new_key_file: KeyFileOption = None,
+    new_key_env: KeyEnvOption = None,
+) -> None:
+    """Exchange the key of an encrypted run, without writing its data again.
+
+    What dead sessions have left is finished or removed before. Interrupted, the same command goes on. Other places of
+    its checkpoints, such as a mirror, are runs of their own. A copy of the old small files, and the old key, still open
+    what was saved before.
+    """
+    old, new = encryption_of(key_file, key_env), encryption_of(new_key_file, new_key_env)
+    if old is None or new is None:
+        raise InvalidArgumentError("say both keys: --key-file or --key-env, and --new-key-file or --new-key-env")
+    directory = finding.locate_run(run, urls_too=True)
+    keys = old.read(), new.read()
+    with contextlib.closing(urls.open_for_writing(directory)) as storage, _taken_over(storage) as lease:
+        _recover(storage, lease)
+        count = exchange_keys(storage, lease, *keys)
+    typer.echo(printable(f"{directory}: the keys of {count} checkpoint{'s' * (count != 1)} were exchanged"))
 
 
 # rm --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import sidesave
 from sidesave.client.arguments import path_text, place_to_write
+from sidesave.client.encryption import using
 from sidesave.client.reading.verify import verify as verify_checkpoint
 from sidesave.client.runs import catalog, finding
 from sidesave.errors import InvalidArgumentError, SidesaveError
@@ -35,6 +36,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the sidesave command needs {error.name}, which an extra brings: pip install 'sidesave[cli]'")
 
 from sidesave.client.cli import changes, run_commands, transfers
+from sidesave.client.cli.changes import KeyEnvOption, KeyFileOption, encryption_of
 from sidesave.client.cli.console import (
     brief,
     error_text,
@@ -109,17 +111,20 @@ def list_checkpoints(
         bool, typer.Option("--all", help="All saves that came to nothing, not only those since the latest checkpoint.")
     ] = False,
     as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """List the checkpoints of a run, and the saves that came to nothing.
 
     Checkpoints stand in the order of their commits. A superseded one is no ancestor of the latest: the run went back
     behind it. Of saves that failed or were skipped, those since the latest checkpoint are listed.
     """
-    listing = Listing(finding.locate_run(run, urls_too=True), every=every)
-    if as_json:
-        print_json(listing.to_json())
-    else:
-        listing.show()
+    with using(encryption_of(key_file, key_env)):
+        listing = Listing(finding.locate_run(run, urls_too=True), every=every)
+        if as_json:
+            print_json(listing.to_json())
+        else:
+            listing.show()
 
 
 # show ------------------------------------------------------------------------------------------------------------
@@ -134,6 +139,8 @@ def show(
         str | None, typer.Option("--filter", metavar="PATTERN", help="Only FQNs that match, such as 'model.layers.*'.")
     ] = None,
     as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """Show what a checkpoint holds.
 
@@ -145,11 +152,11 @@ def show(
     def wanted(fqn: str) -> bool:
         return pattern is None or fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".")
 
-    with Contents(finding.locate(checkpoint, step)) as contents:
+    with using(encryption_of(key_file, key_env)), Contents(finding.locate(checkpoint, step)) as contents:
         tensors = {fqn: facts for fqn, facts in contents.tensors.items() if wanted(fqn)}
         nest = contents.nest(wanted)
         head, path, location = contents.manifest, contents.reader.path, contents.reader.location
-        files = {file.name: file.nbytes for file in contents.reader.record(0).extra_files}
+        files = {file.name: file.nbytes for file in contents.reader.extra_files()}
     metrics = metrics_of(parse_metadata(head.metadata, path))
     items: dict[str, list[int]] = {}
     for facts in tensors.values():
@@ -293,6 +300,8 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     top: Annotated[int, typer.Option(min=0, help="At most so many lines of each kind; 0 for all.")] = 20,
     as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """Compare two checkpoints.
 
@@ -302,7 +311,12 @@ def diff(
     from sidesave.client.export.diff import ABSENT, Contents, common_nbytes, compare
 
     paths = [finding.locate(path) for path in (first, second)]
-    with Contents(paths[0]) as a, Contents(paths[1]) as b, progress(common_nbytes(a, b)) as advance:
+    with (
+        using(encryption_of(key_file, key_env)),
+        Contents(paths[0]) as a,
+        Contents(paths[1]) as b,
+        progress(common_nbytes(a, b)) as advance,
+    ):
         report = compare(a, b, advance)
     report.changed.sort(key=lambda change: -math.inf if change.relative_l2 is None else -change.relative_l2)
     if as_json:
@@ -372,19 +386,22 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="Cast floating-point tensors to this, such as bfloat16.")] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Begin another file before that.")] = "5GB",
     keep_prefix: Annotated[bool, typer.Option("--keep-prefix", help="Keep the item's name in front.")] = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """Export weights as safetensors files, as Hugging Face's tools load them.
 
     Whatever number of ranks has saved them, they come out whole. Tied weights are written once. Files that were saved
-    beside the tensors, such as a config.json, come along.
+    beside the tensors, such as a config.json, come along. Nothing of an export is encrypted.
     """
     from sidesave.client.export.safetensors import Weights, parse_dtype, parse_size
 
     path, most = finding.locate(checkpoint, step), parse_size(max_shard_size)
     cast_to = None if dtype is None else parse_dtype(dtype)
-    chosen = Weights(
-        path, item=item, include=include or None, exclude=exclude or None, keep_prefix=keep_prefix, dtype=cast_to
-    )
+    with using(encryption_of(key_file, key_env)):
+        chosen = Weights(
+            path, item=item, include=include or None, exclude=exclude or None, keep_prefix=keep_prefix, dtype=cast_to
+        )
     with chosen as weights, progress(weights.nbytes, os.path.basename(path)) as advance:
         report = weights.write(target, max_shard_nbytes=most, on_bytes=advance)
     tensors = f"{report.tensors:,} tensor{'s' * (report.tensors != 1)} of {weights.item}"
@@ -437,7 +454,7 @@ def doctor(
 # Of other modules ------------------------------------------------------------------------------------------------
 
 _OTHERS: Final = (
-    *(changes.recover, changes.rm),
+    *(changes.recover, changes.rekey, changes.rm),
     *(transfers.fetch, transfers.copy, transfers.mirror),
     *(run_commands.top, run_commands.watch, run_commands.plot, run_commands.trigger),
 )

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from sidesave.client.encryption import Encryption, using
 from sidesave.client.export.diff import children
 from sidesave.client.export.target import Target, new_target
 from sidesave.client.messages import few
@@ -106,6 +107,7 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     storage_options: Mapping[str, Any] | None = None,
+    encryption: Encryption | None = None,
 ) -> Report:
     """Export the weights in the checkpoint ``path`` to the new place ``target``; blocking, needs no daemon.
 
@@ -122,6 +124,7 @@ def export(
         max_shard_nbytes: Begin another file before one exceeds this many bytes.
         storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Where both
             are URLs it is that of both.
+        encryption: The key of an encrypted checkpoint; what is exported is not encrypted.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -134,6 +137,7 @@ def export(
     """
     with (
         urls.using(storage_options),
+        using(encryption),
         Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype) as weights,
     ):
         return weights.write(target, max_shard_nbytes=max_shard_nbytes)
@@ -292,7 +296,7 @@ class Weights:
 
     def _extra_files(self) -> list[FileRecord]:
         """The files to copy; not an index, which lists other tensor files than the export's."""
-        entries = list(self._reader.record(0).extra_files)
+        entries = self._reader.extra_files()
         if any(entry.name == _INDEX for entry in entries):
             logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
         return [entry for entry in entries if entry.name != _INDEX]

@@ -10,6 +10,7 @@ from typing import Any, TypedDict, cast
 
 import torch
 
+from sidesave.client.encryption import Encryption, using
 from sidesave.client.loading import apply, resized, tensors
 from sidesave.client.loading.flat import FlatMap, LiveMap, fqn_of
 from sidesave.client.loading.messages import PrefixMismatch
@@ -39,6 +40,7 @@ def load(
     verify: bool = True,
     allow_pickle: bool = False,
     storage_options: Mapping[str, Any] | None = None,
+    encryption: Encryption | None = None,
 ) -> dict[str, Any]:
     """Load the checkpoint at ``path``. Needs no daemon; blocks until all is read, at the speed of storage.
 
@@ -77,6 +79,7 @@ def load(
         verify: Compare everything that is read with its digests.
         allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
         storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
+        encryption: The key of an encrypted checkpoint.
 
     Returns:
         The nest, or ``into`` itself.
@@ -90,6 +93,8 @@ def load(
         InvalidArgumentError: An argument is wrong, or ``rename`` gives two things one name.
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
+        KeyMissingError: It is encrypted, and no key was given.
+        WrongKeyError: It is encrypted with another key.
     """
     request = LoadRequest(
         into=into,
@@ -103,7 +108,7 @@ def load(
         allow_pickle=allow_pickle,
         **own_place(),
     )
-    with urls.using(storage_options):
+    with urls.using(storage_options), using(encryption):
         loaded = request.read(path)
     return loaded.apply()
 

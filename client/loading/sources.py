@@ -15,6 +15,7 @@ from torch import nn
 
 from sidesave.client import arguments
 from sidesave.client.arguments import path_text
+from sidesave.client.encryption import Encryption, using
 from sidesave.client.loading import resized, tensors
 from sidesave.client.loading.flat import unwrap
 from sidesave.client.loading.load import Loaded, check, finish, live_map, own_place
@@ -52,6 +53,7 @@ class Source:
             ``include`` the source may have more names than the target.
         dtype: Cast floating-point tensors to this.
         storage_options: For a URL, what its store needs besides the environment.
+        encryption: The key of an encrypted checkpoint.
     """
 
     path: str | os.PathLike[str]
@@ -63,6 +65,7 @@ class Source:
     dtype: torch.dtype | None = None
     item: str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+    encryption: Encryption | None = field(default=None, repr=False, hash=False)
 
     def __post_init__(self) -> None:
         if self.step is not None:
@@ -149,12 +152,12 @@ def read_sources(
                 if source.item is not None:
                     readers.append(SafetensorsReader(place, source.item, rank))
                 else:
-                    with urls.using(source.storage_options):
+                    with urls.using(source.storage_options), using(source.encryption):
                         readers.append(opened.enter_context(CheckpointReader(whereabouts[place], rank, size)))
             for source, reader in zip(wanted, readers, strict=True):
                 choice = source.choice()
                 selection = Selection(reader, choice, live, allow_pickle=allow_pickle)
-                with urls.using(source.storage_options):
+                with urls.using(source.storage_options), using(source.encryption):
                     resized.settle(reader, selection, choice, live, allow_pickle=allow_pickle)
                 unplaced = plan.take(selection, tie=True)
                 _check(source, selection, plan, unplaced)

@@ -10,35 +10,26 @@ import ctypes
 import errno
 import functools
 import itertools
-import math
 import mmap
 import os
 import stat
-import threading
 from abc import ABC, abstractmethod
-from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, write_error
+from sidesave.client.reading.block_file import BlockFile, check_block, reading, scratch_of
+from sidesave.errors import IntegrityError
 from sidesave.stager import signal_safe
-from sidesave.stager.memory import host_memory
-from sidesave.stager.memory.arena import PAGE, madvise, page_up
-from sidesave.stager.state.dtypes import DTYPES
-from sidesave.writer_daemon.format import integrity
-from sidesave.writer_daemon.format.manifest import FileRecord
-from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile, count_blocks, digest, digest_blocks
-from sidesave.writer_daemon.storage import Descriptor, PosixStorage, ReadStorage, urls
+from sidesave.stager.memory.arena import PAGE, page_up
+from sidesave.writer_daemon.storage import Descriptor, PosixStorage, ReadStorage
 
 if TYPE_CHECKING:
     from sidesave.writer_daemon.storage.remote import ObjectStorage
 
-MAX_DIMENSIONS: Final = 64
-"""More than torch computes with."""
 _PIECE_NBYTES: Final = 16 << 20
 _SINK_PIECE_NBYTES: Final = 2 << 20
 """Of what is put together a piece stays in the processor's cache until it is copied on."""
@@ -47,110 +38,15 @@ _REMOTE_PIECE_NBYTES: Final = 8 << 20
 """One request, as vendors of stores advise: much smaller ones are ruled by latency, much larger ones by one stream."""
 _GAP_NBYTES: Final = 256 << 10
 """Read along between two ranges: at 50 MB/s a stream that takes 5 ms, less than the latency of another request."""
-_MADV_HUGEPAGE: Final = 14
-_LARGE_NBYTES: Final = 64 << 20
-"""A digest list or objects file of this size is read only where there is room for it."""
-_DAMAGE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EFBIG)
-"""Errors of opening a file that is missing or whose place something else has taken. Others say nothing about it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_of_thread = threading.local()
-
-
-# Files -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class BlockFile:
-    """A tensor file whose header has been verified; ``borders`` are the offsets of its blocks, and its end."""
-
-    path: str
-    layout: TensorFile
-    digests: bytes
-    borders: array[int]
-
-    def blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """First and last of the blocks that hold the bytes from ``start`` to ``stop``."""
-        return bisect_right(self.borders, start) - 1, bisect_left(self.borders, stop) - 1
-
-    @property
-    def nbytes_of_tables(self) -> int:
-        """Bytes of the header and the digests."""
-        return self.layout.data_offset + len(self.digests)
-
-
-def open_file(storage: ReadStorage, directory: str, record: FileRecord, digests: bytes | None = None) -> BlockFile:
-    """Read and check the digest list, if it is not given, and the header of a tensor file.
-
-    ``IntegrityError`` says what is wrong.
-    """
-    path = f"{storage.root.rstrip('/')}/{directory}/{record.name}"
-    assert record.digests is not None
-    if digests is None:
-        require_room(record.digests, os.path.dirname(path))
-        digests = integrity.read_digests(storage, directory, record)
-    with storage.open(f"{directory}/{record.name}") as source:
-        if source.nbytes != record.nbytes:
-            raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {record.nbytes:,}")
-        layout = integrity.read_header(source, path, digests)
-    if layout.nbytes != record.nbytes or len(digests) != DIGEST_NBYTES * count_blocks(layout):
-        raise IntegrityError(f"{path}: header, record and digest list disagree about the length")
-    for entry in layout.entries:
-        problem = shape_problem(entry.dtype, entry.shape, entry.nbytes)
-        if problem:
-            raise IntegrityError(f"{path}: {entry.name} {problem}")
-    borders = array("Q", (offset for offset, _ in digest_blocks(layout)))
-    borders.append(layout.nbytes)
-    return BlockFile(path, layout, digests, borders)
-
-
-def shape_problem(dtype: str, shape: tuple[int, ...], nbytes: int | None = None) -> str:
-    """The problem with a tensor that a file describes; empty if there is none."""
-    if dtype not in DTYPES:
-        return f"has the unknown dtype {dtype!r:.80}"
-    itemsize = DTYPES[dtype].itemsize
-    if len(shape) > MAX_DIMENSIONS or (nbytes is not None and math.prod(shape) * itemsize != nbytes):
-        return "has a length that is not its shape's"
-    if math.prod(extent for extent in shape if extent) * itemsize >= 1 << 63:
-        return "has a shape that no tensor has, not even an empty one"
-    return ""
-
-
-def require_room(record: FileRecord, directory: str) -> None:
-    """Raise ``HostMemoryError`` if a small file has grown too large for memory."""
-    if record.nbytes > _LARGE_NBYTES:  # asking takes longer than reading a small one
-        path = f"{directory}/{record.name}"
-        with suppress(OSError):  # a file that is missing, or shorter than it should be, is found to be so later
-            there = record.nbytes if urls.is_url(path) else os.lstat(path).st_size
-            host_memory.require(min(record.nbytes, there), f"reading {path}")
-
-
-@contextmanager
-def reading(path: str) -> Generator[None]:
-    """Distinguish damage from failing storage; ``path`` is for errors that do not name one."""
-    try:
-        yield
-    except CheckpointNotFoundError:
-        raise
-    except OSError as error:
-        failed = write_error(error, "cannot read", error.filename or path)
-        if failed.errno not in _DAMAGE:
-            raise failed from error
-        raise IntegrityError(f"{failed.filename}: {failed.strerror}") from error
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
-
-
-def allocate(nbytes: int) -> mmap.mmap:
-    """Fresh memory, in huge pages where the system has them."""
-    memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), len(memory), _MADV_HUGEPAGE)
-    return memory
 
 
 Sink = Callable[[memoryview, int, int, int], None]
@@ -345,7 +241,11 @@ class _Piece:
         spans = [(max(each.first, self.first), min(each.last, self.last)) for each in self.requests]
         if verify:
             for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
-                _check(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
+                check_block(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
+        if self.file.cipher is not None:
+            for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
+                block = window[borders[number] - begin : borders[number + 1] - begin]
+                self.file.open_block(number, block, block)
         for each, (first, last) in zip(self.requests, spans, strict=True):
             if each.sink is not None:
                 each.sink(window, begin, borders[first], borders[last + 1])
@@ -390,20 +290,7 @@ def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tupl
 
 def _scratch(nbytes: int) -> memoryview:
     """Memory that this thread reuses."""
-    memory: mmap.mmap | None = getattr(_of_thread, "scratch", None)
-    if memory is None or len(memory) < nbytes:
-        memory = _of_thread.scratch = allocate(nbytes)
-    return memoryview(memory)[:nbytes]
-
-
-def _check(file: BlockFile, number: int, block: memoryview) -> None:
-    if digest(block) == file.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]:
-        return
-    start, end = file.borders[number], file.borders[number + 1]
-    names = [e.name for e in file.layout.entries if e.offset < end and start < e.offset + e.nbytes]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    holding = f"; it holds {', '.join(names[:5])}{more}" if names else ""
-    raise IntegrityError(f"{file.path}: block {number} (bytes {start:,} to {end:,}) does not match its digest{holding}")
+    return memoryview(scratch_of("scratch", nbytes))[:nbytes]
 
 
 class _Source(ABC):

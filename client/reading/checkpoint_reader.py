@@ -13,23 +13,28 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
 
-from sidesave.client.reading import block_io, regions
-from sidesave.client.reading.block_io import BlockFile, ReadRequest
+from sidesave.client import encryption
+from sidesave.client.reading import block_file, block_io, regions
+from sidesave.client.reading.block_file import BlockFile
+from sidesave.client.reading.block_io import ReadRequest
 from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs import finding
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 from sidesave.stager import signal_safe
 from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.treespec import TensorRef, TreeSpec
+from sidesave.writer_daemon.commit.manifest_builder import assemble
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.layout import CHANGED, ELSEWHERE, ROWS, Box, Layout
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, FileRecord, Manifest, RankRecord
+from sidesave.writer_daemon.format.sealed_records import open_metadata, open_record
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorEntry
+from sidesave.writer_daemon.sealing.cipher import SMALL_NBYTES
 from sidesave.writer_daemon.storage import urls
 
 Wanted = tuple[str, Box | None]
@@ -132,13 +137,17 @@ class CheckpointReader:
         self._records: dict[int, RankRecord] = {}
         self._entries: dict[int, dict[str, list[tuple[BlockFile, TensorEntry]]]] = {}
         self._stored: dict[str, StoredTensor] = {}
+        self._keys: encryption.Opened | None = None
+        self._extra_names: tuple[str, ...] = ()
         try:
-            with block_io.reading(path):
+            with block_file.reading(path):
                 self._storage.hold(self._name, MANIFEST)
                 data = self._storage.read(f"{self._name}/{MANIFEST}", MAX_JSON_NBYTES)
                 if data is None:
                     raise finding.not_found(path)
                 self.manifest: Manifest = Manifest.from_bytes(data, f"{self._name}/{MANIFEST}")
+                if self.manifest.cipher:
+                    self._unlock()
                 self.treespec: TreeSpec = self._read_treespecs()
         except BaseException:  # an interrupt leaves no descriptor either
             self._storage.close()
@@ -204,15 +213,47 @@ class CheckpointReader:
     def record(self, rank: int) -> RankRecord:
         """The record of a rank; raises like the constructor."""
         if rank not in self._records:
-            with block_io.reading(self.path):
+            with block_file.reading(self.path):
                 self._records[rank] = self._read_record(rank)
             self.nbytes_read += self.manifest.records[rank].nbytes
         return self._records[rank]
 
+    def extra_files(self) -> list[FileRecord]:
+        """The files beside the tensors, by their true names and lengths."""
+        files = self.record(0).extra_files
+        if self._keys is None:
+            return list(files)
+        pairs = zip(files, self._extra_names, strict=True)
+        return [FileRecord(name, file.nbytes - SMALL_NBYTES, file.xxh3_128) for file, name in pairs]
+
     def read_extra_file(self, entry: FileRecord) -> bytes:
-        """The content of an extra file, verified; raises like the constructor."""
-        with block_io.reading(self.path):
-            return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)
+        """The content of one of :meth:`extra_files`, verified; raises like the constructor."""
+        with block_file.reading(self.path):
+            if self._keys is None:
+                return integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry)
+            return self._read_sealed(self.record(0).extra_files[self._extra_names.index(entry.name)], 0)
+
+    def _read_sealed(self, entry: FileRecord, rank: int, name: str = "") -> bytes:
+        """A small file, verified and decrypted."""
+        data, path = integrity.read_small_file(self._storage, f"{self._name}/{entry.name}", entry), self.path
+        if self._keys is None:
+            return data
+        key = self._keys.save_key(self.manifest.sequence)
+        return key.file(rank, name or entry.name).open(data, f"{path}/{entry.name}")
+
+    def _unlock(self) -> None:
+        """Open the records of all ranks, which say together what the manifest of an encrypted checkpoint does not."""
+        self._keys = encryption.open_keys(self._storage, self._name, self.manifest.session)
+        ranks = range(self.manifest.world_size)
+        with ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
+            records = list(pool.map(self._read_record, ranks) if len(ranks) > 1 else map(self._read_record, ranks))
+        self._records.update(enumerate(records))
+        self.nbytes_read += sum(entry.nbytes for entry in self.manifest.records)
+        path = f"{self.path}/{MANIFEST}"
+        key = self._keys.save_key(self.manifest.sequence)
+        metadata = open_metadata(self.manifest.metadata, key, path)
+        whole = assemble(records, self.path, opened=True)
+        self.manifest = replace(whole, records=self.manifest.records, metadata=metadata)
 
     def open_all(self) -> None:
         """Open the files of all ranks, several at a time; raises like the constructor."""
@@ -264,17 +305,22 @@ class CheckpointReader:
         if layout is None or key not in table.tensors:
             raise IntegrityError(f"{self.path}: the tensor {name} is missing")
         info = table.tensors[key]
-        problem = block_io.shape_problem(info.dtype, info.shape)
+        problem = block_file.shape_problem(info.dtype, info.shape)
         if problem:
             raise IntegrityError(f"{self.path}: {name} {problem}")
         return StoredTensor(key, DTYPES[info.dtype], info.shape, layout)
 
     def _read_record(self, rank: int) -> RankRecord:
         entry = self.manifest.records[rank]
-        block_io.require_room(entry, self.path)
+        block_file.require_room(entry, self.path)
         record = integrity.read_record(self._storage, self._name, entry)
-        self.manifest.check_record(rank, record, f"{self.path}/{entry.name}")
-        return record
+        path = f"{self.path}/{entry.name}"
+        self.manifest.check_record(rank, record, path)
+        if self._keys is None:
+            return record
+        opened = open_record(record, self._keys.save_key(self.manifest.sequence), path)
+        self._extra_names = opened.extra_names if rank == 0 else self._extra_names
+        return opened.record
 
     def _read_treespecs(self) -> TreeSpec:
         has_own = self.rank < self.manifest.world_size and not self.resized
@@ -287,10 +333,10 @@ class CheckpointReader:
     def read_treespec(self, rank: int) -> TreeSpec:
         """The treespec of one rank; raises like the constructor."""
         objects = self.record(rank).objects
-        block_io.require_room(objects, self.path)
-        with block_io.reading(self.path):
-            data = integrity.read_small_file(self._storage, f"{self._name}/{objects.name}", objects)
-        self.nbytes_read += len(data)
+        block_file.require_room(objects, self.path)
+        with block_file.reading(self.path):
+            data = self._read_sealed(objects, rank, "objects")
+        self.nbytes_read += objects.nbytes
         return TreeSpec(data, f"{self.path}/{objects.name}", rank)
 
     # Ranks -----------------------------------------------------------------------------------------------------
@@ -312,18 +358,26 @@ class CheckpointReader:
         def read(rank: int) -> RankRecord:
             return self._records.get(rank) or self._read_record(rank)
 
-        def open_file(file: FileRecord) -> BlockFile:
-            return block_io.open_file(self._storage, self._name, file)
+        def open_file(rank: int, file: FileRecord) -> BlockFile:
+            cipher = None
+            if self._keys is not None:
+                sequence, number = file.origin
+                cipher = self._keys.save_key(sequence).file(rank, str(number))
+            return block_file.open_file(self._storage, self._name, file, cipher=cipher)
 
         def read_all() -> list[tuple[RankRecord, list[BlockFile]]]:
             with ThreadPoolExecutor(_OPENING_THREADS, "sidesave-open") as pool:
                 records = list(pool.map(read, missing))
-                files = pool.map(open_file, [file for record in records for file in record.files])
+                files = pool.map(
+                    open_file,
+                    [record.rank for record in records for _ in record.files],
+                    [file for record in records for file in record.files],
+                )
                 return [(record, [*itertools.islice(files, len(record.files))]) for record in records]
 
-        with block_io.reading(self.path):
+        with block_file.reading(self.path):
             if len(missing) == 1 and not urls.is_url(self.path):
-                pairs = [(record := read(missing[0]), [*map(open_file, record.files)])]
+                pairs = [(record := read(missing[0]), [open_file(record.rank, each) for each in record.files])]
             else:
                 pairs = signal_safe.run(read_all, "sidesave-open", stop=lambda: None)
         for rank, (record, files) in zip(missing, pairs, strict=True):

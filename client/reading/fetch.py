@@ -16,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from sidesave.client.arguments import make_directory, path_text
-from sidesave.client.reading import block_io
-from sidesave.client.reading.block_io import BlockFile, ReadRequest
+from sidesave.client.reading import block_file, block_io
+from sidesave.client.reading.block_file import BlockFile
+from sidesave.client.reading.block_io import ReadRequest
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import (
     CheckpointExistsError,
     DirectoryInUseError,
+    IntegrityError,
     InvalidArgumentError,
     NoSpaceError,
     WriteError,
@@ -39,6 +41,8 @@ from sidesave.writer_daemon.format.manifest import (
     step_directory,
 )
 from sidesave.writer_daemon.lease.lease import Observer
+from sidesave.writer_daemon.mirror.copying import read_keys
+from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, RUN_KEYS
 from sidesave.writer_daemon.storage import Descriptor, PosixStorage, ReadStorage, urls
 
 logger = logging.getLogger(__name__)
@@ -100,6 +104,8 @@ def fetch(
         run.make_directory(partial, 0o700)
         opened.callback(_lock(run, partial))
         _Fetch(store, name, run, partial, manifest, on_bytes).run()
+        if manifest.cipher:
+            _bring_keys(store, name, run, partial)
         _write(f"{target}/{partial}/{MANIFEST}", data)
         run.sync_directory(partial)
         run.open_to_readers(partial)
@@ -112,6 +118,17 @@ def fetch(
         run.sync_directory("")
         logger.info("%s was fetched to %s", place, target)
         return catalog.read_info(f"{target}/{final}")
+
+
+def _bring_keys(store: ReadStorage, name: str, run: PosixStorage, partial: str) -> None:
+    """Bring the keys of an encrypted checkpoint, and what tells of its run's key where no key is known here."""
+    keys = read_keys(store, name)
+    if keys is None:
+        raise IntegrityError(f"{store.root}/{name}/{KEYS}: the file is missing")
+    _write(f"{run.root}/{partial}/{KEYS}", keys)
+    of_run = store.read(RUN_KEYS, MAX_KEYS_NBYTES)
+    if of_run is not None and run.read(RUN_KEYS, MAX_KEYS_NBYTES) is None:
+        run.replace(RUN_KEYS, of_run)
 
 
 def _lock(run: PosixStorage, partial: str) -> Callable[[], None]:
@@ -149,7 +166,7 @@ class _Fetch:
             with ThreadPoolExecutor(_THREADS, "sidesave-fetch") as pool:
                 return list(pool.map(self._rank, range(len(self._manifest.records))))
 
-        with block_io.reading(f"{self._store.root}/{self._name}"):
+        with block_file.reading(f"{self._store.root}/{self._name}"):
             found = signal_safe.run(all_ranks, "sidesave-fetch", stop=lambda: None)
         files = [file for rank in found for file in rank]
         needed, free = sum(file.layout.nbytes for file in files), self._run.free_nbytes()
@@ -179,10 +196,12 @@ class _Fetch:
         for each in record.files:
             assert each.digests is not None
             digests = self._small(each.digests)
+            if each.tags is not None:
+                self._small(each.tags)
             if self._is_there(each):
                 self._arrived(each.nbytes)
             else:
-                missing.append(block_io.open_file(self._store, self._name, each, digests))
+                missing.append(block_file.open_file(self._store, self._name, each, digests))
         return missing
 
     def _is_there(self, entry: FileRecord) -> bool:
@@ -195,7 +214,7 @@ class _Fetch:
         if self._is_there(entry):
             data = integrity.read_small_file(self._run, f"{self._partial}/{entry.name}", entry)
         else:
-            block_io.require_room(entry, f"{self._store.root}/{self._name}")
+            block_file.require_room(entry, f"{self._store.root}/{self._name}")
             data = integrity.read_small_file(self._store, f"{self._name}/{entry.name}", entry)
             _write(f"{self._path}/{entry.name}", data)
         self._arrived(len(data))

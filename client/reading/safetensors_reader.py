@@ -20,8 +20,9 @@ import msgpack
 import torch
 
 from sidesave.client.messages import few
-from sidesave.client.reading import block_io, regions
-from sidesave.client.reading.block_io import Access, BlockFile
+from sidesave.client.reading import block_file, block_io, regions
+from sidesave.client.reading.block_file import BlockFile
+from sidesave.client.reading.block_io import Access
 from sidesave.client.reading.checkpoint_reader import StoredTensor, Wanted
 from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
 from sidesave.client.runs.finding import INDEX, WEIGHTS
@@ -114,7 +115,7 @@ class SafetensorsReader:
             if self.path.endswith(INDEX):
                 return self._by_index(self.path)
             return dict.fromkeys(self._open(self.path).entries, self.path)
-        with block_io.reading(self.path):
+        with block_file.reading(self.path):
             names = sorted(name for name in os.listdir(self.path) if not name.startswith("."))
         indices = [name for name in names if name.endswith(INDEX)]
         files = [name for name in names if name.endswith(WEIGHTS)]
@@ -135,7 +136,7 @@ class SafetensorsReader:
 
     def _by_index(self, path: str) -> dict[str, str]:
         """The file of each tensor, by an index."""
-        with block_io.reading(path):
+        with block_file.reading(path):
             _, data = _read(path)
         self.nbytes_read += len(data)
         names = load_json(data, path).get("weight_map")
@@ -163,7 +164,7 @@ class SafetensorsReader:
 
     def _open(self, path: str) -> _File:
         if path not in self._files:
-            with block_io.reading(path):
+            with block_file.reading(path):
                 self._files[path] = header = _open(path)
             self.nbytes_read += header.header_nbytes
             extra = [key for key in header.entries if key not in self._listed] if self._listed else []
@@ -267,7 +268,7 @@ def _open(path: str) -> _File:
     if layout.nbytes != nbytes:
         raise IntegrityError(f"{path}: {nbytes:,} bytes instead of {layout.nbytes:,}")
     for entry in layout.entries:
-        problem = block_io.shape_problem(entry.dtype, entry.shape, entry.nbytes) if entry.dtype in DTYPES else ""
+        problem = block_file.shape_problem(entry.dtype, entry.shape, entry.nbytes) if entry.dtype in DTYPES else ""
         if problem:
             raise IntegrityError(f"{path}: {entry.name!r:.80} {problem}")
     return _File(path, identity, len(header), {entry.name: entry for entry in layout.entries})

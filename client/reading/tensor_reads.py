@@ -16,8 +16,9 @@ from typing import Final
 
 import torch
 
-from sidesave.client.reading import block_io, regions
-from sidesave.client.reading.block_io import BlockFile, ReadRequest
+from sidesave.client.reading import block_file, block_io, regions
+from sidesave.client.reading.block_file import BlockFile
+from sidesave.client.reading.block_io import ReadRequest
 from sidesave.stager.memory import host_memory
 from sidesave.writer_daemon.format.layout import Box
 from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, TensorEntry
@@ -82,7 +83,7 @@ class TensorRead:
     def allocate(self) -> None:
         """Allocate memory to put it together in."""
         if self.nbytes >= _HUGE_NBYTES:
-            self._target = torch.frombuffer(block_io.allocate(self.nbytes), dtype=torch.uint8)
+            self._target = torch.frombuffer(block_file.allocate(self.nbytes), dtype=torch.uint8)
         else:
             self._target = torch.empty(self.nbytes, dtype=torch.uint8)
 
@@ -142,7 +143,7 @@ class Gathering:
         self._together = [box for box, it_stays in zip(boxes, stays, strict=True) if box.parts and not it_stays]
         host_memory.require(sum(each.nbytes for each in [*staying, *self._together]), purpose)
         for request in staying:
-            request.memory = block_io.allocate(request.nbytes)
+            request.memory = block_file.allocate(request.nbytes)
         for box in self._together:
             box.allocate()
         self.requests: Final = [*staying, *away]

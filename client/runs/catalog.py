@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from sidesave.client import encryption
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     FormatVersionError,
     IntegrityError,
+    KeyMissingError,
     WriteError,
+    WrongKeyError,
     write_error,
 )
 from sidesave.writer_daemon.format import rollback
@@ -32,6 +36,7 @@ from sidesave.writer_daemon.format.manifest import (
     step_directory,
 )
 from sidesave.writer_daemon.format.rollback import Rollbacks
+from sidesave.writer_daemon.format.sealed_records import open_metadata
 from sidesave.writer_daemon.storage import ReadStorage, urls
 
 logger = logging.getLogger(__name__)
@@ -90,7 +95,8 @@ def _scan_url(url: str, rollbacks: Rollbacks | None, *, refuse_newer: bool) -> l
             rollbacks = _read_rollbacks(storage, strict=refuse_newer)
         steps = {name: step for name in storage.list_directory("") if (step := parse_step_directory(name)) is not None}
         with ThreadPoolExecutor(_AT_ONCE, "sidesave-scan") as pool:
-            asked = {path: pool.submit(read_info, path, storage) for path in (f"{url}/{name}" for name in steps)}
+            paths = [f"{url}/{name}" for name in steps]
+            asked = {path: pool.submit(contextvars.copy_context().run, read_info, path, storage) for path in paths}
 
         def read(path: str) -> CheckpointInfo:
             return asked[path].result()
@@ -309,6 +315,10 @@ def read_info(path: str, storage: ReadStorage | None = None) -> CheckpointInfo:
     opened = urls.open_storage(parent) if storage is None else storage
     try:
         data = opened.read(f"{name}/{MANIFEST}", MAX_JSON_NBYTES)
+        if data is None:
+            raise CheckpointNotFoundError(errno.ENOENT, "there is no manifest", manifest)
+        head = Head.from_bytes(data, manifest)
+        about = _metadata(opened, name, head, manifest)
     except WriteError as error:
         if error.errno not in NO_SUCH_FILE:
             raise
@@ -316,11 +326,18 @@ def read_info(path: str, storage: ReadStorage | None = None) -> CheckpointInfo:
     finally:
         if storage is None:
             opened.close()
-    if data is None:
-        raise CheckpointNotFoundError(errno.ENOENT, "there is no manifest", manifest)
-    head = Head.from_bytes(data, manifest)
-    about = parse_metadata(head.metadata, manifest)
     return CheckpointInfo(head.step, path, head.nbytes, head.session, head.sequence, head.parent, head.created_s, about)
+
+
+def _metadata(storage: ReadStorage, name: str, head: Head, path: str) -> dict[str, Any]:
+    """The user's metadata; of an encrypted checkpoint, unless its key is at hand, none."""
+    if not (head.cipher and head.metadata):
+        return parse_metadata(head.metadata, path)
+    try:
+        key = encryption.open_keys(storage, name, head.session).save_key(head.sequence)
+    except (KeyMissingError, WrongKeyError):
+        return {}
+    return parse_metadata(open_metadata(head.metadata, key, path), path)
 
 
 def has_manifest(url: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from sidesave.client.arguments import path_text
+from sidesave.client.encryption import Encryption, using
 from sidesave.client.runs import catalog
 from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import CheckpointError, CheckpointNotFoundError, InvalidArgumentError, WriteError
@@ -36,7 +37,12 @@ _START: Final = "start from it with Source(path, item='model'), where item is wh
 _NOTHING: Final = (*NO_SUCH_FILE, errno.ENAMETOOLONG)
 
 
-def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> list[CheckpointInfo]:
+def find(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: Encryption | None = None,
+) -> list[CheckpointInfo]:
     """Every committed checkpoint of a run directory, in commit order; for a checkpoint, itself alone.
 
     The last is the latest, also where that is an earlier one, to which the run has gone back since.
@@ -47,6 +53,7 @@ def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
     Args:
         path: A run directory or a checkpoint, or the URL of one (docs/remote.md).
         storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
+        encryption: The key of encrypted checkpoints, whose metadata are empty without.
 
     Returns:
         An empty list also where there is nothing at ``path``.
@@ -55,7 +62,7 @@ def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
         InvalidArgumentError: ``path`` is a URL that cannot be read, or listed.
         WriteError: The directory is there and cannot be read, or the store does not answer or give it.
     """
-    with urls.using(storage_options):
+    with urls.using(storage_options), using(encryption):
         place = place_of(path)
         alone = _info(place)
         if alone is not None or _is_step_url(place):
@@ -70,12 +77,17 @@ def find(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
             raise
 
 
-def latest(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> CheckpointInfo | None:
+def latest(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    encryption: Encryption | None = None,
+) -> CheckpointInfo | None:
     """The latest checkpoint of a run directory, by commit; None if there is none. See :func:`find`.
 
     It is not the one of the highest step where the run has gone back.
     """
-    checkpoints = find(path, storage_options=storage_options)
+    checkpoints = find(path, storage_options=storage_options, encryption=encryption)
     return checkpoints[-1] if checkpoints else None
 
 

@@ -19,7 +19,8 @@ class CheckpointInfo:
         sequence: Its place in the order of commits; ``latest`` is the highest that is not given up.
         parent: Step and session of the checkpoint that the run was resumed from, if any.
         created_s: When ``save()`` was called, in seconds since the epoch.
-        metadata: What ``save()`` was told about it, metrics for instance.
+        metadata: What ``save()`` was told about it, metrics for instance; empty where it is encrypted and the key is
+            not at hand.
         given_up: Whether the run has gone back behind it: it is not the latest then, whatever its sequence.
         in_mirror: Whether ``path`` is in the run's mirror, and the run directory does not have it.
     """

@@ -62,7 +62,7 @@ class Submission:
         self._file_nbytes = _FILE_NBYTES if stored else None
         self._planner = None if alone else ShardPlanner(world, self._file_nbytes)
         self._looks = LooksCache()
-        self.increments = Increments()
+        self.increments = Increments(links=not session.encryption)
         self._last: tuple[Looks, Plan] | None = None
         self._steps: collections.deque[tuple[int, int]] = collections.deque(maxlen=_MAX_STEPS)
         self._caught_up = 0
@@ -310,6 +310,7 @@ class Submission:
             links=tuple(
                 Link(names=share.base.names, saves=tuple(share.base.saves)) for share in shards.tables if share.base
             ),
+            sealing=self._session.encryption.of_save(self._session.id, entry.sequence),
         )
 
 

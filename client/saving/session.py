@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from sidesave.client.daemon_link.connection import Connection
 from sidesave.client.options import Options
+from sidesave.client.ranks.encryption import RunEncryption
 from sidesave.client.ranks.group import World, tidy
 from sidesave.client.runs import catalog, finding
 from sidesave.client.runs.info import CheckpointInfo
@@ -76,6 +77,7 @@ class Session:
         """Steps of which a save that finds no room may delete each, the oldest first."""
         self.closed = self._stopped = self.ended = self._left = False
         self._remembers = self._remembers_mirror = False
+        self.encryption = RunEncryption(run.directory, run.mirror.place, options.encryption)
 
     # The start -------------------------------------------------------------------------------------------------
 
@@ -87,6 +89,7 @@ class Session:
         if urls.is_url(self.run.mirror.place):
             urls.remember(self.run.mirror.place, urls.decode_options(self._storage_options))
             self._remembers_mirror = True
+        self.encryption.remember(self.options.daemon.fallback_directory)
         self._open()
         for name in self.connection.recovered:
             logger.info("finished %s, which a dead session had left", name)
@@ -97,6 +100,7 @@ class Session:
         """The first rank of each node opens the directory, and settles what is there; the others join its session."""
         world, options, leads = self.world, self.options, self.node.rank == 0
         self.id = world.gather("a session", secrets.token_hex(8))[0]
+        self.encryption.agree(world, self.node, self.id)
         existing: list[CheckpointInfo] = []
         leftovers, rollbacks = False, Rollbacks()
         with world.raise_together("cannot open the run directory"):
@@ -131,6 +135,7 @@ class Session:
         if not urls.is_url(self.directory):  # where requests are files
             forget_requests(self.directory)
         self.run.remember_fallbacks()
+        self.encryption.write_down()
         leftovers = bool(self.connection.left)
         leftovers |= self.run.has_leftovers_elsewhere()
         self.run.mirror.adopt_rollbacks(self.directory)
@@ -161,6 +166,7 @@ class Session:
             rank=self.node.rank,
             world_size=self.node.size,
             trainer_pid=self.pid,
+            encrypts=bool(self.encryption),
             storage_options=self._storage_options,
             options=options.daemon,
         )
@@ -242,6 +248,7 @@ class Session:
             self.saves.mirroring.abandon()
         if hasattr(self, "pool"):
             self.pool.close()
+        self.encryption.forget()
         remembers, self._remembers = self._remembers, False
         if remembers:
             urls.forget(self.directory)

@@ -16,22 +16,23 @@ from scripts import rooms
 FLOORS: Sequence[str] = """
     stager.system_calls stager.torch_private stager.signal_safe stager.wrappers stager.tables
     stager.state stager.devices stager.memory stager.plan stager.copy
-    writer_daemon.storage writer_daemon.format writer_daemon.protocol writer_daemon.log writer_daemon.lease
+    writer_daemon.storage writer_daemon.sealing writer_daemon.format writer_daemon.protocol writer_daemon.log
+    writer_daemon.lease
     writer_daemon.commit writer_daemon.writing writer_daemon.mirror writer_daemon.process writer_daemon.__main__
-    client.arguments client.messages client.runs client.reading client.loading client.options
+    client.arguments client.messages client.encryption client.runs client.reading client.loading client.options
     client.increments client.daemon_link client.ranks client.saving client.reporting client.export
     client.checkpointer client.internals client.training client.integrations client.cli
 """.split()  # noqa: SIM905 - floor by floor
 
 # Of its own house it may import from these alone, where they are named here.
 ONLY = {
-    "client.runs": {"client.arguments", "client.messages"},
-    "client.reading": {"client.arguments", "client.messages", "client.runs"},
-    "client.loading": {"client.arguments", "client.messages", "client.runs", "client.reading"},
+    "client.runs": {"client.arguments", "client.messages", "client.encryption"},
+    "client.reading": {"client.arguments", "client.messages", "client.encryption", "client.runs"},
+    "client.loading": {"client.arguments", "client.messages", "client.encryption", "client.runs", "client.reading"},
     "client.daemon_link": {"client.arguments", "client.messages"},
-    "client.ranks": {"client.arguments", "client.messages"},
+    "client.ranks": {"client.arguments", "client.messages", "client.encryption"},
     "client.reporting": {"client.arguments", "client.messages", "client.runs", "client.reading", "client.saving"},
-    "client.export": {"client.arguments", "client.messages", "client.runs", "client.reading"},
+    "client.export": {"client.arguments", "client.messages", "client.encryption", "client.runs", "client.reading"},
 }
 KNOW_MESSAGES = {f"client.{name}" for name in "saving daemon_link checkpointer options ranks arguments".split()}  # noqa: SIM905
 between_rooms = functools.cache(rooms.between_rooms)

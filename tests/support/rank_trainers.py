@@ -181,7 +181,7 @@ def orders_to(folder: Path) -> Iterator[tuple[Orders, dict[str, str]]]:
 
 def leftovers(run: str | os.PathLike[str]) -> list[str]:
     """What a run directory holds beside steps, lease, history, going back, and where ranks met."""
-    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rendezvous", ".sidesave.rollback")
+    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rendezvous", ".sidesave.rollback", ".sidesave.keys")
     names = (path.name for path in Path(run).iterdir())
     return sorted(name for name in names if name not in own and not name.startswith("step-"))
 

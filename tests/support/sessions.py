@@ -14,6 +14,7 @@ import torch
 from sidesave.client.loading import load as loader
 from sidesave.client.reading.verify import verify
 from sidesave.stager.copy.pool import SlotPool
+from sidesave.stager.memory.arena import Arena
 from sidesave.stager.plan import make_plan, structure_of
 from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import OBJECTS
@@ -69,6 +70,11 @@ class Session:
         self.writer = self._writer()
         self._pool = SlotPool(1, None, lambda number, arena: None, lambda number: None)
         self._slot = self._pool.acquire(self, 0.0)
+
+    @property
+    def arena(self) -> Arena | None:
+        """Its staging memory, once something was staged."""
+        return self._slot.arena
 
     def stage(self, step: int, state: State, *, sequence: int = 1, replace: bool = False) -> Save:
         flat = tree.flatten(state)

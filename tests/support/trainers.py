@@ -80,7 +80,7 @@ def check(run: str | os.PathLike[str], *steps: int, mib: float = 1) -> None:
 
 def entries(run: str | os.PathLike[str]) -> list[str]:
     """What a run directory holds beside lease, history, and what it remembers of going back and of other places."""
-    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rollback", ".sidesave.fallback")
+    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rollback", ".sidesave.fallback", ".sidesave.keys")
     return sorted(path.name for path in Path(run).iterdir() if path.name not in own)
 
 

@@ -28,8 +28,10 @@ from sidesave.errors import (
 )
 from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.format.manifest import Head, RankRecord, Refusal
+from sidesave.writer_daemon.format.sealed_records import open_record
 from sidesave.writer_daemon.lease.lease import closed_ranks
 from sidesave.writer_daemon.protocol import Failed, Refuse, Save
+from sidesave.writer_daemon.sealing.keys import save_key
 from sidesave.writer_daemon.storage import Storage
 
 ABORT: Final = "abort.json"
@@ -210,7 +212,8 @@ def _read_record(storage: Storage, save: Save, rank: int) -> RankRecord:
         raise GivenUp(refusal.as_error()) from None
     if (record.session, record.step, record.sequence) != (save.session, save.step, save.sequence):
         raise IntegrityError(f"{storage.root}/{path}: the record belongs to another save")
-    return record
+    key = save_key(save.sealing, save.session, save.sequence)
+    return record if key is None else open_record(record, key, path).record
 
 
 def _refuse_misaligned(storage: Storage, save: Save) -> None:

@@ -8,11 +8,15 @@ from sidesave.errors import IntegrityError, StateMismatchError
 from sidesave.writer_daemon.format import layout
 from sidesave.writer_daemon.format.layout import Table, TensorInfo
 from sidesave.writer_daemon.format.manifest import FileRecord, Manifest, RankRecord, record_file
+from sidesave.writer_daemon.format.sealed_records import without_tables
 from sidesave.writer_daemon.format.tensor_file import digest
+from sidesave.writer_daemon.sealing.cipher import CIPHER
 
 
-def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
+def assemble(records: Sequence[RankRecord], where: str, *, opened: bool = False) -> Manifest:
     """The manifest of a step, from its ranks' records in order; ``where`` is for messages.
+
+    Of an encrypted one names and tables are left out, unless it is for who has ``opened`` the records.
 
     Raises:
         IntegrityError: A record is of another save.
@@ -27,7 +31,7 @@ def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
     _check_cells(table, records)
     _check_replicas(records)
     table, diverged = _add_compared(table, records)
-    return Manifest(
+    manifest = Manifest(
         step=first.step,
         session=first.session,
         sequence=first.sequence,
@@ -42,7 +46,9 @@ def assemble(records: Sequence[RankRecord], where: str) -> Manifest:
         treespecs=_representatives(records),
         diverged=diverged,
         metadata=first.metadata,
+        cipher=CIPHER if first.sealed else "",
     )
+    return manifest if opened or not first.sealed else without_tables(manifest)
 
 
 def _entry(record: RankRecord) -> FileRecord:

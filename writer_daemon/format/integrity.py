@@ -31,6 +31,7 @@ from sidesave.writer_daemon.format.tensor_file import (
     header_nbytes,
     parse_tensor_file,
 )
+from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, Keys
 from sidesave.writer_daemon.storage import InputFile, ReadStorage
 
 _READ_NBYTES: Final = 16 << 20
@@ -107,6 +108,9 @@ def check_checkpoint(
     if step is not None and step != manifest.step:
         yield Fault(MANIFEST, f"it is of step {manifest.step}, its directory is {directory}")
     known = {MANIFEST}
+    if manifest.cipher:
+        known.add(KEYS)
+        yield from _check_keys(storage, f"{directory}/{KEYS}", manifest.session)
     unknown_ranks: list[int] = []
     for rank, entry in enumerate(manifest.records):
         known.add(entry.name)
@@ -118,15 +122,23 @@ def check_checkpoint(
             unknown_ranks.append(rank)
             continue
         yield from _check_files(storage, directory, record, on_bytes)
-        known.update(file.name for file in (record.objects, *record.extra_files))
-        for file in record.files:
-            known.add(file.name)
-            known.add(file.digests.name if file.digests else "")
+        known.update(part.name for file in (record.objects, *record.extra_files, *record.files) for part in file.parts)
     on_files(known)
     listed = storage.list_directory(directory) if storage.can_list else ()
     for name in sorted(set(listed) - known):
         if not any(_may_be_of(rank, name) for rank in unknown_ranks):  # what their records list is not known
             yield Fault(name, "the manifest does not list this file")
+
+
+def _check_keys(storage: ReadStorage, path: str, session: str) -> Iterator[Fault]:
+    try:
+        data = storage.read(path, MAX_KEYS_NBYTES)
+        if data is None:
+            yield Fault(KEYS, "the file is missing, and without it nobody can read this checkpoint")
+        elif Keys.from_bytes(data, path).session != session:
+            yield Fault(KEYS, "it is of another session than the checkpoint")
+    except (IntegrityError, WriteError) as error:
+        yield _fault(KEYS, error)
 
 
 def _may_be_of(rank: int, name: str) -> bool:
@@ -182,17 +194,30 @@ def read_header(source: InputFile, path: str, digests: bytes) -> TensorFile:
     return parse_tensor_file(header, path)
 
 
+def open_grid(source: InputFile, entry: FileRecord, path: str, digests: bytes) -> TensorFile:
+    """The tensors of a file, by its verified header; of an encrypted one, whose grid needs none, there are none."""
+    if source.nbytes != entry.nbytes:
+        raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {entry.nbytes:,}")
+    if entry.tags is not None:
+        file = TensorFile(0, entry.nbytes, (), {})
+        if entry.tags.nbytes != count_blocks(file) * DIGEST_NBYTES:  # which a tag has as well
+            raise IntegrityError(f"{path}: its length and that of its tags disagree")
+    else:
+        file = read_header(source, path, digests)
+    if file.nbytes != entry.nbytes or len(digests) != count_blocks(file) * DIGEST_NBYTES:
+        raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
+    return file
+
+
 def _check_tensor_file(
     storage: ReadStorage, directory: str, entry: FileRecord, on_bytes: Callable[[int], None]
 ) -> Iterator[Fault]:
     path = f"{directory}/{entry.name}"
     digests = read_digests(storage, directory, entry)
+    if entry.tags is not None:
+        on_bytes(len(read_small_file(storage, f"{directory}/{entry.tags.name}", entry.tags)))
     with storage.open(path) as source:
-        if source.nbytes != entry.nbytes:
-            raise IntegrityError(f"{path}: {source.nbytes:,} bytes instead of {entry.nbytes:,}")
-        file = read_header(source, path, digests)
-        if file.nbytes != entry.nbytes or len(digests) != count_blocks(file) * DIGEST_NBYTES:
-            raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
+        file = open_grid(source, entry, path, digests)
         blocks = digest_blocks(file)
         batches = list(_batches(blocks))
         spans = ((blocks[first][0], sum(blocks[last]) - blocks[first][0]) for first, last in batches)

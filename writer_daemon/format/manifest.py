@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 from sidesave import errors
 from sidesave.errors import IntegrityError, SidesaveError
 from sidesave.writer_daemon.format.layout import Part, Table
+from sidesave.writer_daemon.sealing.cipher import SMALL_NBYTES
 from sidesave.writer_daemon.storage.sealed_json import (
     FORMAT_VERSION,
     are_whole,
@@ -30,6 +31,7 @@ from sidesave.writer_daemon.storage.sealed_json import (
 MANIFEST: Final = "manifest.json"
 MAX_JSON_NBYTES: Final = 1 << 30
 _MANY: Final = 20
+_LISTS: Final = ("digests", "tags")
 
 _STEP_DIR = re.compile(r"step-(\d{8,19})")
 _HIDDEN = re.compile(
@@ -100,13 +102,19 @@ def record_file(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint: a tensor file's digests are listed in ``digests``, another has its own ``xxh3_128``."""
+    """A file of a checkpoint: a tensor file's digests are listed in ``digests``, another has its own ``xxh3_128``.
+
+    An encrypted tensor file has ``tags`` too, and was encrypted as number ``origin[1]`` of its rank's files in the save
+    of the same session whose sequence is ``origin[0]``.
+    """
 
     name: str
     nbytes: int
     xxh3_128: str | None = None
     container: str | None = None
     digests: FileRecord | None = None
+    tags: FileRecord | None = None
+    origin: tuple[int, int] = (0, 0)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, without what is absent."""
@@ -117,7 +125,14 @@ class FileRecord:
             body["container"] = self.container
         if self.digests is not None:
             body["digests"] = self.digests.to_json()
+        if self.tags is not None:
+            body |= {"tags": self.tags.to_json(), "origin": list(self.origin)}
         return body
+
+    @property
+    def parts(self) -> tuple[FileRecord, ...]:
+        """Itself, and the files that belong to it."""
+        return (self, *filter(None, (self.digests, self.tags)))
 
     @classmethod
     def from_json(cls, body: Any, path: str) -> FileRecord:
@@ -136,20 +151,27 @@ class FileRecord:
         container = fields.get("container")
         if container is not None and not isinstance(container, str):
             raise IntegrityError(f"{path}: container of {name} is malformed")
-        inner = fields.get("digests")
-        if isinstance(inner, dict) and "digests" in inner:
+        lists = [cast("Any", fields.get(key)) for key in ("digests", "tags")]
+        if any(isinstance(inner, dict) and {"digests", "tags"} & {*inner} for inner in cast("list[object]", lists)):
             raise IntegrityError(f"{path}: the digest list of {name} has one itself")
-        digests = cls.from_json(inner, path) if "digests" in fields else None
-        if (own is None) == (digests is None) or (digests is not None and digests.xxh3_128 is None):
+        digests, tags = (
+            cls.from_json(each, path) if key in fields else None for key, each in zip(_LISTS, lists, strict=True)
+        )
+        of_own = [each for each in (digests, tags) if each is not None]
+        if (own is None) == (digests is None) or any(each.xxh3_128 is None for each in of_own) or (tags and own):
             raise IntegrityError(f"{path}: {name} must have one digest or one digest list")
-        return cls(name, get(fields, "nbytes", int, path), own, container, digests)
+        origin = cast("list[Any]", fields.get("origin", [0, 0]))
+        if type(origin) is not list or len(origin) != 2 or not are_whole(origin):
+            raise IntegrityError(f"{path}: the origin of {name} is malformed")
+        return cls(name, get(fields, "nbytes", int, path), own, container, digests, tags, cast("Any", tuple(origin)))
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
     """What one rank has written, durable before the record is: ``rank-XXXXX.json``.
 
-    ``extra_files`` are files of the user, which rank 0 alone has.
+    ``extra_files`` are files of the user, which rank 0 alone has. Of an encrypted save ``part``, containers and the
+    names of extra files are empty until :mod:`sidesave.writer_daemon.format.sealed_records` opens what is ``sealed``.
     """
 
     session: str
@@ -166,6 +188,7 @@ class RankRecord:
     part: Part
     metadata: str = ""
     extra_files: tuple[FileRecord, ...] = ()
+    sealed: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -174,24 +197,26 @@ class RankRecord:
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
-        return seal(
-            {
-                "format": "sidesave-rank",
-                "version": FORMAT_VERSION,
-                "session": self.session,
-                "step": self.step,
-                "sequence": self.sequence,
-                "rank": self.rank,
-                "world_size": self.world_size,
-                "status": "written",
-                **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
-                "files": [file.to_json() for file in self.files],
-                "objects": self.objects.to_json(),
-                **({"extra_files": [file.to_json() for file in self.extra_files]} if self.extra_files else {}),
-                **self.part.to_json(),
-                **_metadata(self.metadata),
-            }
-        )
+        sealed = {"sealed": self.sealed} if self.sealed else self.part.to_json()
+        return seal(self.in_clear() | sealed | _metadata(self.metadata))
+
+    def in_clear(self) -> dict[str, Any]:
+        """The JSON form of what is never sealed."""
+        files = [replace(file, container=None) for file in self.files] if self.sealed else self.files
+        return {
+            "format": "sidesave-rank",
+            "version": FORMAT_VERSION,
+            "session": self.session,
+            "step": self.step,
+            "sequence": self.sequence,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "status": "written",
+            **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
+            "files": [file.to_json() for file in files],
+            "objects": self.objects.to_json(),
+            **({"extra_files": [file.to_json() for file in self.extra_files]} if self.extra_files else {}),
+        }
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> RankRecord:
@@ -210,6 +235,9 @@ class RankRecord:
         objects = FileRecord.from_json(body.get("objects"), path)
         if objects.xxh3_128 is None:
             raise IntegrityError(f"{path}: the objects file lacks its digest")
+        sealed = get({"sealed": "", **body}, "sealed", str, path)
+        if any((file.tags is not None) != bool(sealed) for file in files):
+            raise IntegrityError(f"{path}: some of it is encrypted, and some is not")
         return cls(
             session=get(body, "session", str, path),
             step=get(body, "step", int, path),
@@ -219,14 +247,15 @@ class RankRecord:
             **_read_lineage(body, path),
             files=files,
             objects=objects,
-            part=Part.from_json(body, rank, world_size, path),
+            part=Part() if sealed else Part.from_json(body, rank, world_size, path),
             metadata=_read_metadata(body, path),
             extra_files=_read_extra_files(body, rank, path),
+            sealed=sealed,
         )
 
 
 def _read_extra_files(body: dict[str, Any], rank: int, path: str) -> tuple[FileRecord, ...]:
-    from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES, is_extra_file_name
+    from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES, is_extra_file_name, is_sealed_file_name
 
     files = tuple(
         FileRecord.from_json(file, path) for file in get({"extra_files": [], **body}, "extra_files", list, path)
@@ -234,11 +263,13 @@ def _read_extra_files(body: dict[str, Any], rank: int, path: str) -> tuple[FileR
     if files and rank:
         raise IntegrityError(f"{path}: files beside the tensors are listed for rank {rank}; rank 0 alone may have them")
     for file in files:
-        if file.xxh3_128 is None or file.container is not None or not is_extra_file_name(file.name):
+        may_be = is_sealed_file_name(file.name) if "sealed" in body else is_extra_file_name(file.name)
+        if file.xxh3_128 is None or file.container is not None or not may_be:
             raise IntegrityError(f"{path}: {file.name!r:.80} can be no file beside the tensors")
     if len({file.name for file in files}) != len(files):
         raise IntegrityError(f"{path}: two files beside the tensors have the same name")
-    if sum(file.nbytes for file in files) > MAX_EXTRA_NBYTES:
+    more = SMALL_NBYTES * len(files) if "sealed" in body else 0
+    if sum(file.nbytes for file in files) > MAX_EXTRA_NBYTES + more:
         raise IntegrityError(f"{path}: files beside the tensors are over the limit of {MAX_EXTRA_NBYTES:,} bytes")
     return files
 
@@ -344,6 +375,7 @@ class Head:
     created_s: float
     nbytes: int
     metadata: str = ""
+    cipher: str = ""
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Head:
@@ -367,6 +399,7 @@ class Head:
             parent=lineage["parent"],
             created_s=lineage["created_s"],
             nbytes=get(body, "nbytes", int, path),
+            cipher=get({"cipher": "", **body}, "cipher", str, path),
         )
 
 
@@ -380,6 +413,7 @@ class Manifest:
         treespecs: The ranks whose treespecs together describe all that ranks share.
         diverged: Tensors that differ between the ranks that hold them: FQN to these ranks.
         metadata: Rank 0's user metadata, as JSON; empty if there is none.
+        cipher: The cipher of an encrypted checkpoint, whose tables are empty until its records are opened; else empty.
     """
 
     step: int
@@ -396,6 +430,7 @@ class Manifest:
     treespecs: tuple[int, ...] = (0,)
     diverged: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     metadata: str = ""
+    cipher: str = ""
 
     def to_bytes(self) -> bytes:
         """The file's content: the digest of all that follows it, then the rest."""
@@ -409,6 +444,7 @@ class Manifest:
                 "world_size": self.world_size,
                 **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
                 "nbytes": self.nbytes,
+                **({"cipher": self.cipher} if self.cipher else {}),
                 "records": [record.to_json() for record in self.records],
                 "treespecs": list(self.treespecs),
                 "diverged": {fqn: list(ranks) for fqn, ranks in self.diverged.items()},
@@ -441,12 +477,15 @@ class Manifest:
             treespecs=treespecs,
             diverged={fqn: _ranks(ranks, world_size, path) for fqn, ranks in diverged.items()},
             metadata=_read_metadata(body, path),
+            cipher=get({"cipher": "", **body}, "cipher", str, path),
         )
 
     def check_record(self, rank: int, record: RankRecord, path: str) -> None:
         """Raise ``IntegrityError`` unless ``record`` is of this save and that rank."""
         identity = (record.session, record.step, record.sequence, record.rank, record.world_size)
-        if identity != (self.session, self.step, self.sequence, rank, self.world_size):
+        if identity != (self.session, self.step, self.sequence, rank, self.world_size) or (
+            bool(record.sealed) != bool(self.cipher)
+        ):
             raise IntegrityError(f"{path}: it is of another checkpoint than the manifest, or of another rank")
 
 

@@ -23,6 +23,7 @@ from sidesave.stager.memory.arena import page_up
 from sidesave.writer_daemon.format import integrity, tensor_file
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, FileRecord, Manifest, RankRecord
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES
+from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, Keys
 from sidesave.writer_daemon.storage import InputFile, OutputFile, ReadStorage, Storage
 
 CHUNK_NBYTES: Final = 5 << 20
@@ -105,12 +106,23 @@ class _Copy:
         self._there = frozenset(self._target.list_directory(self._partial))
         self._copy_files(content)
         for left in self._target.list_directory(self._partial):
-            if left.startswith("."):  # of a copy that was interrupted
+            if left.startswith((".", f"{KEYS}.")):  # of a copy that was interrupted
                 self._target.remove(f"{self._partial}/{left}")
+        if content.cipher:
+            self._put_keys()
         self._put_small(MANIFEST, data)
         self._target.open_to_readers(self._partial)
         self._target.sync_directory(self._partial)
         return content
+
+    def _put_keys(self) -> None:
+        """Last, since they may be exchanged meanwhile; those of a copy that was interrupted may be older."""
+        keys = read_keys(self._source, self._name)
+        if keys is None:
+            raise IntegrityError(f"{self._source.root}/{self._name}/{KEYS}: the file is missing")
+        self._take_turn(len(keys))
+        self._target.replace(f"{self._partial}/{KEYS}", keys)
+        self._tell_arrived()
 
     def _copy_files(self, content: Manifest) -> None:
         """Copy the files of all ranks; into a store small ones go beside large ones, which are sent one by one."""
@@ -185,16 +197,15 @@ class _Copy:
         assert entry.digests is not None
         digests = integrity.read_digests(self._source, self._name, entry)
         self._put_small(entry.digests.name, digests)
+        if entry.tags is not None:
+            tags = integrity.read_small_file(self._source, f"{self._name}/{entry.tags.name}", entry.tags)
+            self._put_small(entry.tags.name, tags)
         if self._is_there(entry.name, entry.nbytes):
             return
         temporary, final = f"{self._partial}/.{entry.name}.{self._attempt}", f"{self._partial}/{entry.name}"
         with self._opened(path) as file:
-            if file.nbytes != entry.nbytes:
-                raise IntegrityError(f"{path}: {file.nbytes:,} bytes instead of {entry.nbytes:,}")
-            header = integrity.read_header(file, path, digests)
-            if header.nbytes != entry.nbytes or len(digests) != tensor_file.count_blocks(header) * DIGEST_NBYTES:
-                raise IntegrityError(f"{path}: header, record and digest list disagree about the file's length")
-            comparison = _Comparison(tensor_file.digest_blocks(header), digests, path)
+            grid = integrity.open_grid(file, entry, path, digests)
+            comparison = _Comparison(tensor_file.digest_blocks(grid), digests, path)
 
             def copy_into(output: OutputFile) -> None:
                 with contextlib.closing(_read_ahead(file)) as pieces:
@@ -229,6 +240,14 @@ class _Copy:
                     raise
                 raise IntegrityError(f"{path}: {error.strerror}") from error
             yield file
+
+
+def read_keys(storage: ReadStorage, name: str) -> bytes | None:
+    """The keys of a checkpoint, as they are now; None where there are none."""
+    data = storage.read(f"{name}/{KEYS}", MAX_KEYS_NBYTES)
+    if data is not None:
+        Keys.from_bytes(data, f"{storage.root}/{name}/{KEYS}")  # damage is not handed on
+    return data
 
 
 def _read_ahead(file: InputFile) -> Generator[tuple[int, memoryview, int]]:

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from sidesave.errors import (
@@ -27,7 +27,9 @@ from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import integrity, manifest, rollback
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, Head
 from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.mirror import copying
 from sidesave.writer_daemon.mirror.copying import copy_checkpoint
+from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, RUN_KEYS, Keys
 from sidesave.writer_daemon.storage import ReadStorage, Storage, urls
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class Step:
     session: str
     step: int
     nbytes: int
+    is_encrypted: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -77,7 +80,7 @@ def read_step(storage: ReadStorage, name: str) -> Step | None:
     except (IntegrityError, FormatVersionError) as error:
         logger.warning("not copied: %s", error)
         return None
-    return Step(head.sequence, head.session, head.step, head.nbytes)
+    return Step(head.sequence, head.session, head.step, head.nbytes, bool(head.cipher))
 
 
 class Uploader:
@@ -113,6 +116,7 @@ class Uploader:
         there = {each.name: each for each in steps_in(self.target)}
         with contextlib.closing(urls.open_storage(self._directory)) as source:
             missing = [each for each in steps_in(source) if not _is_settled(each, there.get(each.name))]
+            self._copy_keys(source)
         wanted = {_attempt_of(each) for each in missing}
         for attempt in self._partials.keys() - wanted:  # of what the run directory does not have any more
             self.target.remove_tree(self._partials.pop(attempt))
@@ -196,6 +200,9 @@ class Uploader:
                 raise self._gone(step) from error  # replaced while it was read
         commit.give_name(self.target, self.lease, partial, step.name, attempt, replace=True)
         del self._partials[_attempt_of(step)]
+        if step.is_encrypted:
+            with contextlib.closing(urls.open_storage(self._directory)) as source:
+                self._copy_keys(source)  # they may have been exchanged meanwhile
 
     def _count_arrived(self) -> None:
         self.arrived += 1
@@ -215,6 +222,20 @@ class Uploader:
         # Read each time: a holder before this one may have written late.
         if data is not None and data != self.target.read(rollback.ROLLBACK_FILE, _MAX_ROLLBACK_NBYTES):
             self.target.replace(rollback.ROLLBACK_FILE, data)
+
+    def _copy_keys(self, source: ReadStorage) -> None:
+        """Where the keys of the run have been exchanged since, exchange those here too, the run's own at last."""
+        data = source.read(RUN_KEYS, MAX_KEYS_NBYTES)
+        if data is None or data == self.target.read(RUN_KEYS, MAX_KEYS_NBYTES):
+            return
+        for step in steps_in(self.target):
+            keys = copying.read_keys(source, step.name) if step.is_encrypted else None
+            path = f"{step.name}/{KEYS}"
+            # Those of another session are of a save that has taken the step's name, and is still to be copied.
+            is_ours = keys is not None and Keys.from_bytes(keys, path).session == step.session
+            if keys is not None and is_ours and keys != self.target.read(path, MAX_KEYS_NBYTES):
+                self.target.replace(path, keys)
+        self.target.replace(RUN_KEYS, data)
 
     def forget(self, step: Step) -> None:
         """Remove what an interrupted copy of a checkpoint has left that will not be gone on with."""

@@ -81,6 +81,8 @@ class Server:
         self._catch_signals()
         boot, self._pidfd = self._receive_boot()
         self._boot, options = boot, boot.options
+        if boot.encrypts:
+            _leave_no_core()
         _be_modest(options)
         _allow_many_files()
         self._jobs = jobs.Jobs(boot.attempt)
@@ -466,6 +468,13 @@ def _allow_many_files() -> None:
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _leave_no_core() -> None:
+    """Keep keys out of core dumps: to a file that is too little, and of a program that takes them the kernel's word."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    limit = 1 if hard == resource.RLIM_INFINITY else min(1, hard)
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 
 def _be_modest(options: protocol.DaemonOptions) -> None:

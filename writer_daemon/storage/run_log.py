@@ -133,7 +133,7 @@ class _Entry:
         state = None
         if "names" in body:
             names = cast("dict[str, Any]", get(body, "names", dict, path))
-            known = {"judged": [], **body}  # older ones have none
+            known: dict[str, Any] = {"judged": [], **body}  # older ones have none
             others = [cast("list[Any]", get(known, key, list, path)) for key in ("open", "all_dropped", "judged")]
             _require_texts([*names.values(), *itertools.chain(*others)], path)
             is_open, removed = map(frozenset, others[:2])

@@ -16,6 +16,7 @@ from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.format import layout, manifest, tensor_file
 from sidesave.writer_daemon.protocol import Save
 from sidesave.writer_daemon.storage import Storage
+from sidesave.writer_daemon.writing.sealed import Sealed
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ EVERY: Final = 20
 class _File:
     digests: bytearray
     links: int
+    sealed: Sealed | None
 
 
 class FrozenFiles:
@@ -43,6 +45,11 @@ class FrozenFiles:
         """The digest list of the last save's file, if this save may link that; else empty."""
         file = self._files.get(extent)
         return bytearray() if file is None or file.links >= EVERY - 1 else file.digests
+
+    def sealed(self, extent: str) -> Sealed | None:
+        """How the last save's file was encrypted, if it was."""
+        file = self._files.get(extent)
+        return None if file is None else file.sealed
 
     def link(self, name: str, final: str) -> bool:
         """Give the last save's file of this name its name in this save; False where that cannot be done."""
@@ -65,11 +72,25 @@ class FrozenFiles:
             return False
         return data is not None and tensor_file.digest(data) == self._record
 
-    def wrote(self, save: Save, record: bytes, digests: Mapping[str, bytearray], linked: frozenset[str]) -> None:
-        """A save is durable with this record, and with these digest lists, by extent, of which some were linked."""
+    def wrote(
+        self,
+        save: Save,
+        record: bytes,
+        written: Mapping[str, tuple[bytearray, Sealed | None]],
+        linked: frozenset[str],
+    ) -> None:
+        """A save is durable with this record and these files, by extent, of which some were linked.
+
+        Of each its digest list, of what was in memory, and how it was encrypted.
+        """
         self._files = {
-            name: _File(each, self._files[name].links + 1 if name in linked else 0)
-            for name, each in digests.items()
-            if layout.container_of(name).removesuffix(layout.UNSHARED).endswith(layout.FROZEN)
+            name: _File(digests, self._files[name].links + 1 if name in linked else 0, sealed)
+            for name, (digests, sealed) in written.items()
+            if is_frozen(name)
         }
         self._save, self._record = save, tensor_file.digest(record)
+
+
+def is_frozen(extent: str) -> bool:
+    """Whether a file holds what is not expected to change."""
+    return layout.container_of(extent).removesuffix(layout.UNSHARED).endswith(layout.FROZEN)

@@ -18,13 +18,20 @@ Read = Callable[[int, int], memoryview]
 """Gives the bytes of a file from an offset on."""
 
 
-def publish(storage: Storage, temporary: str, final: str, nbytes: int, read: Read) -> None:
-    """Give a finished file its final name. One that has it already must have these bytes, else ``WriteError``."""
+def publish(storage: Storage, temporary: str, final: str, nbytes: int, read: Read, *, replaces: bool = False) -> None:
+    """Give a finished file its final name. One that has it already must have these bytes, else ``WriteError``.
+
+    Unless this one ``replaces`` it: what a daemon that died has linked is encrypted under another key.
+    """
     if storage.publish(temporary, final):
         return
     with storage.open(final) as source:
         published = _digest(source.nbytes, source.read_at)
     if published != _digest(nbytes, read):
+        if replaces:
+            storage.remove(final)
+            if storage.publish(temporary, final):
+                return
         raise WriteError(errno.EEXIST, "another file has this name, with other content", f"{storage.root}/{final}")
     storage.remove(temporary)
 
@@ -45,8 +52,17 @@ class SmallFiles:
     As a context manager it ends when no thread is at any of them: nothing may appear in what is being removed then.
     """
 
-    def __init__(self, storage: Storage, directory: str, temporary: Callable[[str], str], pool: Executor) -> None:
-        """There is none yet."""
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        temporary: Callable[[str], str],
+        pool: Executor,
+        *,
+        replaces: bool = False,
+    ) -> None:
+        """There is none yet; ``replaces`` is for :func:`publish`."""
+        self._replaces = replaces
         self._storage = storage
         self._directory = directory
         self._temporary = temporary
@@ -92,4 +108,6 @@ class SmallFiles:
     def _publish(self, name: str, data: bytes) -> None:
         view = memoryview(data)
         final = f"{self._directory}/{name}"
-        publish(self._storage, self._temporary(name), final, len(data), lambda offset, size: view[offset:][:size])
+        temporary = self._temporary(name)
+        read: Read = lambda offset, size: view[offset:][:size]  # noqa: E731
+        publish(self._storage, temporary, final, len(data), read, replaces=self._replaces)

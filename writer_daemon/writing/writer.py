@@ -32,15 +32,18 @@ from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.writer_daemon.commit import coordination
 from sidesave.writer_daemon.format import layout, manifest, tensor_file
 from sidesave.writer_daemon.format.extra_files import unpack_files
-from sidesave.writer_daemon.format.layout import Part, TensorInfo
+from sidesave.writer_daemon.format.layout import Part
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
+from sidesave.writer_daemon.format.sealed_records import name_of_extra, seal_record
 from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES, TensorFile
 from sidesave.writer_daemon.protocol import Extent, Save
+from sidesave.writer_daemon.sealing.keys import KEYS, SaveKey, save_key
 from sidesave.writer_daemon.storage import OutputFile, Storage
-from sidesave.writer_daemon.storage.sealed_json import load_json
-from sidesave.writer_daemon.writing.frozen import FrozenFiles
-from sidesave.writer_daemon.writing.links import Linked, link_all
+from sidesave.writer_daemon.writing.frozen import FrozenFiles, is_frozen
+from sidesave.writer_daemon.writing.links import link_all
 from sidesave.writer_daemon.writing.pace import Turns
+from sidesave.writer_daemon.writing.record import build_record, read_part, small_file, whole_part
+from sidesave.writer_daemon.writing.sealed import Sealed
 from sidesave.writer_daemon.writing.small_files import CHUNK_NBYTES, SmallFiles, publish
 
 T = TypeVar("T")
@@ -70,11 +73,24 @@ class _TensorImage:
     chunks_left: int = 0
     linked: bool = False
     """It has its final name already: the last save had these very bytes."""
+    sealed: Sealed | None = None
+    """Where it is encrypted; ``blocks`` and ``digests`` are those of its memory then."""
 
     @property
     def name(self) -> str:
         """That of the file."""
         return os.path.basename(self.final)
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        """See ``record.Image``."""
+        return (0, 0) if self.sealed is None else self.sealed.origin
+
+    def lists(self, rank: int) -> dict[str, bytes]:
+        """See ``record.Image``."""
+        if self.sealed is not None:
+            return self.sealed.lists()
+        return {manifest.rank_file(self.extent.name, rank, "xxh3"): bytes(self.digests)}
 
 
 class Writer:
@@ -143,21 +159,26 @@ class Writer:
         # Once it is there: made without the lease it must never become whole, or the next start would commit it.
         self._check_lease()
         _check_generation(save, arena)
+        key = save_key(save.sealing, save.session, save.sequence)
+        temporary = functools.partial(self._temporary, directory)
+        replaces = key is not None and save.retry
         with (
-            SmallFiles(self._storage, directory, functools.partial(self._temporary, directory), self._pool) as small,
-            _ended(self._digester.submit(self._add_objects, save, arena, small)) as staged,
+            SmallFiles(self._storage, directory, temporary, self._pool, replaces=replaces) as small,
+            _ended(self._digester.submit(self._add_objects, save, arena, small, key)) as staged,
         ):
-            images = [self._plan(save, arena, directory, extent) for extent in save.files]
+            plan = functools.partial(self._plan, save, arena, directory, key)
+            images = [plan(*each) for each in enumerate(save.files)]
             linked = link_all(self._storage, self._run, save, f"{self._attempt}.{self._tries}")
             self._store(save, images, arena, small, save.nbytes, on_progress)
             objects, extra_files = staged.result()
-            part = None if save.table is None else _read_part(save, arena, save.table)
+            part = None if save.table is None else read_part(save, arena, save.table)
             if save.unshared is not None:
-                rest = [self._plan(save, arena, directory, extent) for extent in save.unshared.files]
-                unshared = _read_part(save, arena, save.unshared.table)
+                rest = [plan(*each) for each in enumerate(save.unshared.files, len(images))]
+                unshared = read_part(save, arena, save.unshared.table)
                 unshared = replace(unshared, compared=self._digest_tensors([*images, *rest], arena, unshared))
                 digests = "".join(map("\0".join, sorted(unshared.compared.items())))
                 replica_digest = tensor_file.digest(digests.encode(*UTF_8)).hex()
+                replica_digest = replica_digest if key is None else key.keyed_digest(replica_digest)
                 if part is not None and self._are_alike(save, replica_digest, waiting or self._check_lease):
                     part = replace(part, replica_digest=replica_digest)
                 else:
@@ -168,32 +189,44 @@ class Writer:
             small.wait()
             _check_generation(save, arena)
             for image in (image for image in images if not image.linked):
-                publish(self._storage, image.temporary, image.final, image.extent.nbytes, _reader(arena, image.extent))
+                read = _reader(arena, image)
+                publish(self._storage, image.temporary, image.final, image.extent.nbytes, read, replaces=replaces)
             small.publish()
             about = save.metadata
             metadata = "" if about is None else bytes(arena.view(about.offset, about.nbytes)).decode()
-            part = part or _whole_part(save, images, linked)
-            record = _record(save, images, linked, objects, extra_files, part, metadata)
+            part = part or whole_part(save, [*images], linked)
+            extra = tuple(extra_files.values())
+            record = build_record(save, [*images], linked, objects, extra, part, metadata)
+            record = record if key is None else seal_record(record, tuple(extra_files), key)
             content = record.to_bytes()
             self._storage.sync_directory("")  # else what is WRITTEN could be lost with its directory
             small.add(manifest.record_file(save.rank), content)
             small.publish()
             self._storage.sync_directory(directory)
-            digests = {image.extent.name: image.digests for image in images}
-            self._frozen.wrote(save, content, digests, frozenset(image.extent.name for image in images if image.linked))
+            written = {image.extent.name: (image.digests, image.sealed) for image in images}
+            self._frozen.wrote(save, content, written, frozenset(image.extent.name for image in images if image.linked))
             on_progress(save.nbytes, save.nbytes)
             return record
 
-    def _add_objects(self, save: Save, arena: Arena, small: SmallFiles) -> tuple[bytes, dict[str, bytes]]:
-        """Once all is staged, begin to write what is no tensor; returns it."""
+    def _add_objects(
+        self, save: Save, arena: Arena, small: SmallFiles, key: SaveKey | None
+    ) -> tuple[FileRecord, dict[str, FileRecord]]:
+        """Once all is staged, begin to write what is no tensor; returns it, the user's files by their true names."""
         self._await_filled(save, arena, arena.nbytes)
         objects = bytes(arena.view(save.objects.offset, save.objects.nbytes))
         at = save.extra_files
         extra_files = {} if at is None else unpack_files(arena.view(at.offset, at.nbytes))
-        small.add(_objects_name(save), objects)
-        for name, data in extra_files.items():
-            small.add(name, data)
-        return objects, extra_files
+        name, stored = manifest.rank_file(save.objects.name, save.rank, "msgpack"), {each: each for each in extra_files}
+        if key is not None:
+            name, objects = f"{name}.enc", key.file(save.rank, "objects").seal(objects)
+            stored = {each: name_of_extra(number, save.rank) for number, each in enumerate(extra_files)}
+            extra_files = {each: key.file(save.rank, stored[each]).seal(data) for each, data in extra_files.items()}
+        small.add(name, objects)
+        for each, data in extra_files.items():
+            small.add(stored[each], data)
+        if save.sealing is not None and save.rank == 0:
+            small.add(KEYS, save.sealing.keys)
+        return small_file(name, objects), {each: small_file(stored[each], data) for each, data in extra_files.items()}
 
     def _store(
         self,
@@ -236,11 +269,17 @@ class Writer:
             if image.digests[some] != known[some]:
                 return False
         _check_generation(save, arena)
-        image.linked = self._frozen.link(image.name, image.final)
-        name = _digests_name(save, image)
-        if image.linked and not self._frozen.link(name, f"{os.path.dirname(image.final)}/{name}"):
-            small.add(name, bytes(image.digests))
-        return image.linked
+        before, directory = self._frozen.sealed(image.extent.name), os.path.dirname(image.final)
+        image.linked = self._frozen.link(image.name if before is None else before.name, image.final)
+        if not image.linked:
+            return False
+        if image.sealed is not None and before is not None:
+            image.sealed = image.sealed.linked_to(before)
+        lists = image.lists(save.rank)
+        for old, (name, data) in zip(lists if before is None else before.lists(), lists.items(), strict=True):
+            if not self._frozen.link(old, f"{directory}/{name}"):
+                small.add(name, data)
+        return True
 
     def _write_images(
         self,
@@ -258,6 +297,7 @@ class Writer:
         """
         lock = threading.Lock()
         stop = threading.Event()
+        check = functools.partial(_check_generation, save, arena)
         # Each has its own: the same bytes are written and digested, at about the same time.
         writing, digesting = (Turns(arena, lambda: stop.is_set() or self._trainer_gone.is_set()) for _ in range(2))
 
@@ -272,7 +312,12 @@ class Writer:
             writing.take(nbytes)
             if stop.is_set():
                 return
-            image.output.write_at(arena.view(image.extent.offset + offset, page_up(nbytes)), offset)
+            if image.sealed is None:
+                image.output.write_at(arena.view(image.extent.offset + offset, page_up(nbytes)), offset)
+            else:
+                data, keeps = arena.view(image.extent.offset + offset, nbytes), bool(self._storage.round_trip_s)
+                for piece, at in image.sealed.pieces(data, offset, keeps=keeps, check=check):
+                    image.output.write_at(piece, at)
             arena.drop_pages(image.extent.offset + offset, nbytes)
             with lock:
                 image.chunks_left -= 1
@@ -281,11 +326,13 @@ class Writer:
                 on_progress(done, total)
             if last:
                 image.output.finish(image.layout.nbytes)
+                for name, content in image.lists(save.rank).items() if image.sealed is not None else ():
+                    small.add(name, content)
 
         def digest(images: list[_TensorImage]) -> None:
             # Not before all is staged: the trainer, which waits for its copy, needs the cores more than the disk does.
             self._await_filled(save, arena, arena.nbytes)
-            for image in images:
+            for image in (one for one in images if one.sealed is None or is_frozen(one.extent.name)):
                 for offset in range(0, image.extent.nbytes, CHUNK_NBYTES):
                     nbytes = min(CHUNK_NBYTES, image.extent.nbytes - offset)
                     digesting.take(nbytes)
@@ -293,7 +340,8 @@ class Writer:
                         return
                     _digest_chunk(image, arena, offset, nbytes)
                     arena.drop_pages(image.extent.offset + offset, nbytes)
-                small.add(_digests_name(save, image), bytes(image.digests))
+                for name, content in image.lists(save.rank).items() if image.sealed is None else ():
+                    small.add(name, content)
 
         for first in range(0, len(images), MAX_OPEN):
             some = images[first : first + MAX_OPEN]
@@ -356,7 +404,9 @@ class Writer:
     def _temporary(self, directory: str, name: str) -> str:
         return f"{directory}/.{name}.{self._attempt}.{self._tries}"
 
-    def _plan(self, save: Save, arena: Arena, directory: str, extent: Extent) -> _TensorImage:
+    def _plan(
+        self, save: Save, arena: Arena, directory: str, key: SaveKey | None, number: int, extent: Extent
+    ) -> _TensorImage:
         name = manifest.rank_file(extent.name, save.rank, "safetensors")
         try:
             start = arena.view(extent.offset, min(8, extent.nbytes))
@@ -369,7 +419,13 @@ class Writer:
             raise ProtocolError(f"{name}: SAVE says {extent.nbytes} bytes, its header {layout.nbytes}")
         blocks = tensor_file.digest_blocks(layout)
         digests = bytearray(DIGEST_NBYTES * len(blocks))
-        return _TensorImage(extent, f"{directory}/{name}", self._temporary(directory, name), layout, blocks, digests)
+        sealed = None
+        if key is not None:
+            cipher = key.file(save.rank, str(number))
+            sealed = Sealed(number, save.rank, layout.nbytes, cipher, (save.sequence, number))
+            name = sealed.name
+        final, temporary = f"{directory}/{name}", self._temporary(directory, name)
+        return _TensorImage(extent, final, temporary, layout, blocks, digests, sealed=sealed)
 
     def _await_filled(self, save: Save, arena: Arena, end: int) -> None:
         """Wait until the trainer has copied the state up to ``end``; it may still be at it. Nothing is read before."""
@@ -381,8 +437,11 @@ class Writer:
             time.sleep(_FOLLOW_POLL_S)
 
 
-def _reader(arena: Arena, extent: Extent) -> Callable[[int, int], memoryview]:
-    return lambda offset, nbytes: arena.view(extent.offset + offset, nbytes)
+def _reader(arena: Arena, image: _TensorImage) -> Callable[[int, int], memoryview]:
+    base = image.extent.offset
+    if image.sealed is not None:
+        return image.sealed.reader(arena.view(base, image.extent.nbytes))
+    return lambda offset, nbytes: arena.view(base + offset, nbytes)
 
 
 def _digest_chunk(image: _TensorImage, arena: Arena, offset: int, nbytes: int) -> slice:
@@ -417,71 +476,3 @@ def _ended(future: Future[T]) -> Generator[Future[T]]:
         yield future
     finally:
         wait([future])
-
-
-def _objects_name(save: Save) -> str:
-    return manifest.rank_file(save.objects.name, save.rank, "msgpack")
-
-
-def _digests_name(save: Save, image: _TensorImage) -> str:
-    return manifest.rank_file(image.extent.name, save.rank, "xxh3")
-
-
-def _record(
-    save: Save,
-    images: list[_TensorImage],
-    linked: Linked,
-    objects: bytes,
-    extra_files: dict[str, bytes],
-    part: Part,
-    metadata: str,
-) -> RankRecord:
-    def plain(name: str, data: bytes) -> FileRecord:
-        return FileRecord(name, len(data), tensor_file.digest(data).hex())
-
-    files = tuple(
-        FileRecord(
-            image.name,
-            image.layout.nbytes,
-            container=layout.container_of(image.extent.name),
-            digests=plain(_digests_name(save, image), bytes(image.digests)),
-        )
-        for image in images
-    )
-    return RankRecord(
-        session=save.session,
-        step=save.step,
-        sequence=save.sequence,
-        rank=save.rank,
-        world_size=save.world_size,
-        parent=None if save.parent is None else (save.parent.step, save.parent.session),
-        pickled=save.pickled,
-        created_s=save.created_s,
-        torch_version=save.torch_version,
-        files=(*files, *linked.files),
-        objects=plain(_objects_name(save), objects),
-        part=part,
-        metadata=metadata,
-        extra_files=tuple(plain(name, data) for name, data in extra_files.items()),
-    )
-
-
-def _read_part(save: Save, arena: Arena, table: Extent) -> Part:
-    """Read the trainer's table of the tensors."""
-    where = f"the table of step {save.step}"
-    try:
-        table_json = load_json(bytes(arena.view(table.offset, table.nbytes)), where)
-        return Part.from_json(table_json, save.rank, save.world_size, where)
-    except IntegrityError as error:
-        raise ProtocolError(str(error)) from error
-
-
-def _whole_part(save: Save, images: list[_TensorImage], linked: Linked) -> Part:
-    """The part of a rank that saves alone, which sends no table: all tensors are whole, and its own."""
-    tensors = {
-        entry.name: TensorInfo(entry.dtype, entry.shape, layout.container_of(image.extent.name))
-        for image in images
-        for entry in image.layout.entries
-    }
-    table = layout.whole(tensors | linked.tensors, save.rank)
-    return Part(table, cells=table.sums().get(save.rank, 0))

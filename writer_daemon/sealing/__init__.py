@@ -1,0 +1,1 @@
+"""Encryption at rest: the cipher, and the keys of a run and of a checkpoint."""
