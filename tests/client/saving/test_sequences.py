@@ -1,4 +1,4 @@
-"""Frozen weights, tables and a mirror together: whatever is called in any order, each step holds what it was given."""
+"""Frozen weights, tables, keys and a mirror: whatever is called in any order, each step holds what it was given."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import campaigns
 import pytest
 import torch
+from commands import output
+from encrypted import KEY, OTHER
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -38,6 +40,7 @@ class Sequences(RuleBasedStateMachine):
 
     scheme = ""
     mirrored = False
+    encrypted = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +51,16 @@ class Sequences(RuleBasedStateMachine):
         self.declared = True
         self.truths: dict[int, Truth] = {}
         self.handles: list[sidesave.SaveHandle] = []
+        self.keys = [KEY, OTHER]
         self.begin()
 
+    @property
+    def encryption(self) -> sidesave.Encryption | None:
+        return sidesave.Encryption(key=self.keys[0]) if self.encrypted else None
+
     def begin(self) -> None:
-        self.ckpt = sidesave.Checkpointer(f"{self.scheme}{self.place}", slots=2, mirror=self.mirror)
+        run = f"{self.scheme}{self.place}"
+        self.ckpt = sidesave.Checkpointer(run, slots=2, mirror=self.mirror, encryption=self.encryption)
 
     def state(self) -> dict[str, Any]:
         base, head = self.model["base"], self.model["head"]
@@ -172,6 +181,18 @@ class Sequences(RuleBasedStateMachine):
             self.gone(int(lost.name.removeprefix("step-")))
         self.begin()
 
+    @precondition(lambda self: self.encrypted)
+    @rule()
+    def exchange_keys(self) -> None:
+        self.end()
+        for place in filter(None, (f"{self.scheme}{self.place}", self.mirror if self.truths else None)):
+            with pytest.MonkeyPatch.context() as environment:
+                for name, key in zip(("OLD", "NEW"), self.keys, strict=True):
+                    environment.setenv(name, key.hex())
+                output("rekey", place, "--key-env", "OLD", "--new-key-env", "NEW")
+        self.keys.reverse()
+        self.begin()
+
     @precondition(lambda self: self.mirror)
     @rule()
     def lose_the_run(self) -> None:
@@ -212,7 +233,7 @@ class Sequences(RuleBasedStateMachine):
         for info in infos:
             report = sidesave.verify(info.path)
             assert report.ok, report.faults
-            sidesave.load(info.path, into=self.state_to_load())
+            sidesave.load(info.path, into=self.state_to_load(), encryption=self.encryption)
             self.compare(self.truths[info.step], self.loaded)
         return {info.step for info in infos}
 
@@ -223,6 +244,21 @@ class ToAStore(Sequences):
 
 class WithAMirror(Sequences):
     mirrored = True
+
+
+class Encrypted(Sequences):
+    encrypted = True
+
+
+class EncryptedInAStore(Encrypted):
+    scheme = "file://"
+
+
+class EncryptedWithAMirror(Encrypted):
+    mirrored = True
+
+
+MACHINES = [Sequences, ToAStore, WithAMirror, Encrypted, EncryptedInAStore, EncryptedWithAMirror]
 
 
 def run_sequences(machine: type[Sequences], count: int, length: int) -> None:
@@ -236,13 +272,13 @@ def run_sequences(machine: type[Sequences], count: int, length: int) -> None:
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("machine", [Sequences, ToAStore, WithAMirror])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_whatever_is_called_each_step_holds_what_it_was_given(machine: type[Sequences]):
     run_sequences(machine, 4, 20)
 
 
 @pytest.mark.slow(minutes=1)
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("machine", [Sequences, ToAStore, WithAMirror])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_whatever_is_called_for_long_each_step_holds_what_it_was_given(machine: type[Sequences]):
-    run_sequences(machine, campaigns.length(45), 40)
+    run_sequences(machine, campaigns.length(30), 40)
