@@ -117,8 +117,11 @@ def await_end(pidfd: int, timeout_s: float = DEADLINE_S) -> None:
 
 def stands_still(pid: int) -> bool:
     """Whether every thread of a process is stopped: a signal comes to them one after the other."""
-    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # this one has ended
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] != "T":
+                return False
+    return True
 
 
 @contextlib.contextmanager

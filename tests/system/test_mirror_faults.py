@@ -59,7 +59,6 @@ def test_saves_go_on_while_the_store_is_away(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
 def test_no_copy_is_lost_by_a_death_at_any_of_its_requests(
     server: ObjectServer, run: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch

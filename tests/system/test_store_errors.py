@@ -223,7 +223,6 @@ def test_no_process_and_no_file_tells_the_credentials(server: ObjectServer) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
 def test_no_save_is_lost_by_a_death_at_any_of_its_requests(
     server: ObjectServer, fault: Fault, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +244,6 @@ def test_no_save_is_lost_by_a_death_at_any_of_its_requests(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
 def test_what_both_leave_at_any_request_is_finished_or_removed(
     server: ObjectServer, fault: Fault, traces: Traces, monkeypatch: pytest.MonkeyPatch
