@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.commit.commit import Recovery
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
+from sidesave.writer_daemon.storage.object_run import ObjectRun
 
 _numbers = itertools.count()
 _TENSORS = "model.rank-00000.safetensors"
@@ -256,7 +257,7 @@ def test_leftovers_of_several_steps_are_each_judged_alone(root: str):
     check(root, 300, a_state(300))
 
 
-def test_steps_that_were_copied_by_hand_are_those_of_the_run(root: str):
+def copy_by_hand(root: str) -> None:
     """A run that has been on a disk: its steps lie under their names, and there is no log yet."""
     elsewhere = f"memory://commits-{next(_numbers)}/run"
     other = begin(elsewhere, OLD)
@@ -266,6 +267,35 @@ def test_steps_that_were_copied_by_hand_are_those_of_the_run(root: str):
         prefix, _, name = key.partition("/")
         if prefix.startswith("step-") and not name.startswith("."):
             edit(root, f"{prefix.partition('.')[0]}/{name}", content(elsewhere, key))
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_removal_that_was_interrupted_is_ended_by_the_next_session(root: str, *, by_hand: bool):
+    if by_hand:
+        copy_by_hand(root)
+    session = begin(root)
+    if not by_hand:
+        session.save(100, a_state(1))
+        session.save(200, a_state(2), sequence=2)
+    trash = commit.delete(session.storage, session.lease, 100, 2)
+    assert trash is not None
+    run = session.storage
+    assert isinstance(run, ObjectRun)
+
+    def remove(keys: Sequence[str]) -> None:
+        raise WriteError(errno.EIO, "the process ends here", root)
+
+    run.bucket.remove = remove
+    with pytest.raises(WriteError, match="ends here"):
+        run.remove_tree(trash)
+    session.end()
+    session = begin(root)  # a daemon of the same session
+    assert [key for key in open_run(root).bucket.list_all("") if key.startswith("step-00000100")] == []
+    check(root, 200, a_state(2))
+
+
+def test_steps_that_were_copied_by_hand_are_those_of_the_run(root: str):
+    copy_by_hand(root)
     assert [info.step for info in catalog.scan(root)] == [100, 200]
     session = begin(root)
     assert [info.step for info in catalog.scan(root)] == [100, 200]

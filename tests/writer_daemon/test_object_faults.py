@@ -20,6 +20,7 @@ from sidesave.client.runs import catalog
 from sidesave.errors import (
     CommitUnknownError,
     SidesaveError,
+    WriteError,
 )
 from sidesave.writer_daemon.commit import commit
 from sidesave.writer_daemon.format import rollback
@@ -238,3 +239,19 @@ def test_any_request_of_a_save_is_carried_out_long_after_it_was_given_up(server:
             for each in (session, following):
                 each._pool.release(each)
                 each._pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [100, 3 << 20, 12 << 20], ids=["kept", "one request", "parts"])
+def test_a_file_of_one_piece_that_the_store_refuses_is_a_write_error(tmp_path: Path, nbytes: int):
+    (tmp_path / "bucket").mkdir()
+    with serving(tmp_path) as server, urls.using({**server.options, "retry_config": IMPATIENT}):
+        run = open_run("s3://bucket/run")
+        run.take_over(OLD)
+        directory = f".step-00000001.{OLD}.partial"
+        run.make_directory(directory, 0o700)
+        server.fault = lambda request, number: 400 if request.key.endswith("file") else None
+        with pytest.raises(WriteError, match="400"):
+            run.publish_bytes(directory, "file", bytes(nbytes), "1")
+        server.fault = lambda request, number: None
+        run.publish_bytes(directory, "file", bytes(nbytes), "1")
+        assert run.read(f"{directory}/file", nbytes) == bytes(nbytes)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+import xxhash
+
 from sidesave.errors import IntegrityError, WriteError
 from sidesave.writer_daemon.format.manifest import (
     MANIFEST,
@@ -192,6 +194,35 @@ def read_header(source: InputFile, path: str, digests: bytes) -> TensorFile:
         if digest(memoryview(header)[offset : offset + nbytes]) != expected:
             raise IntegrityError(f"{path}: the header does not match its digest (block {number})")
     return parse_tensor_file(header, path)
+
+
+class Comparison:
+    """Compares the bytes of a tensor file, which come in order, with the digests of its blocks."""
+
+    def __init__(self, file: InputFile, path: str, entry: FileRecord, digests: bytes) -> None:
+        """Compare its header; ``IntegrityError`` where that, its length, ``entry`` and ``digests`` do not agree."""
+        self._blocks = digest_blocks(open_grid(file, entry, path, digests))
+        self._digests, self._path = digests, path
+        self._number = 0
+        self._done = 0
+        """Of the current block."""
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, data: memoryview) -> None:
+        """Take the next bytes; ``IntegrityError`` where a block that ends in them does not match."""
+        while data:
+            offset, nbytes = self._blocks[self._number]
+            part = data[: nbytes - self._done]
+            data = data[len(part) :]
+            self._done += len(part)
+            self._hash.update(part)
+            if self._done < nbytes:
+                return
+            at = self._number * DIGEST_NBYTES
+            if self._hash.digest() != self._digests[at : at + DIGEST_NBYTES]:
+                raise IntegrityError(f"{self._path}: block {self._number} at byte {offset:,} does not match its digest")
+            self._number, self._done = self._number + 1, 0
+            self._hash.reset()
 
 
 def open_grid(source: InputFile, entry: FileRecord, path: str, digests: bytes) -> TensorFile:

@@ -16,13 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Final
 
-import xxhash
-
 from sidesave.errors import IntegrityError, WriteError
 from sidesave.stager.memory.arena import page_up
-from sidesave.writer_daemon.format import integrity, tensor_file
+from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.manifest import MANIFEST, MAX_JSON_NBYTES, FileRecord, Manifest, RankRecord
-from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES
 from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, Keys
 from sidesave.writer_daemon.storage import InputFile, OutputFile, ReadStorage, Storage
 
@@ -204,8 +201,7 @@ class _Copy:
             return
         temporary, final = f"{self._partial}/.{entry.name}.{self._attempt}", f"{self._partial}/{entry.name}"
         with self._opened(path) as file:
-            grid = integrity.open_grid(file, entry, path, digests)
-            comparison = _Comparison(tensor_file.digest_blocks(grid), digests, path)
+            comparison = integrity.Comparison(file, path, entry, digests)
 
             def copy_into(output: OutputFile) -> None:
                 with contextlib.closing(_read_ahead(file)) as pieces:
@@ -271,30 +267,3 @@ def _read_ahead(file: InputFile) -> Generator[tuple[int, memoryview, int]]:
                 yield asked.popleft().result()
         finally:  # also where the copy is stopped
             pool.shutdown(cancel_futures=True)
-
-
-class _Comparison:
-    """Compares the bytes of a tensor file, which come in order, with the digests of its blocks."""
-
-    def __init__(self, blocks: list[tuple[int, int]], digests: bytes, path: str) -> None:
-        self._blocks, self._digests, self._path = blocks, digests, path
-        self._number = 0
-        self._done = 0
-        """Of the current block."""
-        self._hash = xxhash.xxh3_128()
-
-    def add(self, data: memoryview) -> None:
-        """Take the next bytes; ``IntegrityError`` where a block that ends in them does not match."""
-        while data:
-            offset, nbytes = self._blocks[self._number]
-            part = data[: nbytes - self._done]
-            data = data[len(part) :]
-            self._done += len(part)
-            self._hash.update(part)
-            if self._done < nbytes:
-                return
-            at = self._number * DIGEST_NBYTES
-            if self._hash.digest() != self._digests[at : at + DIGEST_NBYTES]:
-                raise IntegrityError(f"{self._path}: block {self._number} at byte {offset:,} does not match its digest")
-            self._number, self._done = self._number + 1, 0
-            self._hash.reset()

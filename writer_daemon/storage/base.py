@@ -31,6 +31,13 @@ class OutputFile(ABC):
     def finish(self, nbytes: int) -> None:
         """Cut the file to ``nbytes`` and make it durable. After an error, give the file up."""
 
+    def write_all(self, data: bytes) -> None:
+        """The content of a small file: :meth:`write_at` and :meth:`finish`."""
+        view = memoryview(mmap.mmap(-1, max(page_up(len(data)), page_up(1))))  # not closed: an upload may still hold it
+        view[: len(data)] = data
+        self.write_at(view, 0)
+        self.finish(len(data))
+
     @abstractmethod
     def close(self) -> None:
         """Release the descriptor; idempotent. Without :meth:`finish` before, the content means nothing."""
@@ -231,11 +238,8 @@ class Storage(ReadStorage):
         """
         parent = f"{directory}/" if directory else ""
         temporary, final = f"{parent}.{name}.{attempt}", f"{parent}{name}"
-        with mmap.mmap(-1, max(page_up(len(data)), page_up(1))) as buffer:
-            buffer[: len(data)] = data
-            with self.creating(temporary, len(data), final) as output, memoryview(buffer) as view:
-                output.write_at(view, 0)
-                output.finish(len(data))
+        with self.creating(temporary, len(data), final) as output:
+            output.write_all(data)
         if not self.publish(temporary, final):
             self.remove(temporary)
             if self.read(final, len(data) + 1) != data:

@@ -150,7 +150,8 @@ class ObjectRun(NamedObjects, Storage):
         names = self._look()
         levels, _ = self.bucket.list_level("")
         self._levels = {*levels}
-        self._garbage |= {each for each in levels if session_of(each) in judged and not names.lead_to(each)}
+        over = {each for each in levels if session_of(each) in judged or each in names.dropped}
+        self._garbage |= {each for each in over if not names.lead_to(each)}
         try:
             self._remove_garbage()
         except WriteError as error:

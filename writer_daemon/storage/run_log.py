@@ -387,7 +387,8 @@ class RunLog:
                 self._whole_before = found.whole
                 return found
             known = Names()
-        raise IntegrityError(f"{self._bucket.full(LOG)}: entries of the run's log are missing")
+        hint = "put them back, or choose another place"
+        raise IntegrityError(f"{self._bucket.full(LOG)}: entries of the run's log are missing: {hint}")
 
     def _read_entry(self, number: int) -> _Entry | None:
         key = _key(number)

@@ -1,7 +1,8 @@
 """Files of an earlier save that belong to this one too: all rows of tables of which the save has what has changed.
 
 Nothing of them is in memory any more. They are linked from a committed step of the same session whose record lists
-them; where a link is refused (another file system, no hard links, a fallback directory) their bytes are copied.
+them; where a link is refused (another file system, no hard links, a fallback directory) their bytes are copied,
+and compared with their digests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Final
 from sidesave.errors import IntegrityError, WriteError
 from sidesave.stager.memory.arena import page_up
 from sidesave.writer_daemon.commit import coordination
-from sidesave.writer_daemon.format import layout, manifest
+from sidesave.writer_daemon.format import integrity, layout, manifest
 from sidesave.writer_daemon.format.layout import TensorInfo
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
 from sidesave.writer_daemon.protocol import Link, Save
@@ -66,9 +67,10 @@ def _link(storage: Storage, sources: list[Storage], save: Save, link: Link, atte
                 continue
             try:
                 for file in files:
-                    assert file.digests is not None
-                    for one in (file, file.digests):
-                        _take(storage, source, f"{name}/{one.name}", f"{directory}/{one.name}", one.nbytes, attempt)
+                    _take(storage, source, name, directory, file, attempt)
+            except IntegrityError as error:
+                logger.warning("not copied, another step is looked at: %s", error)
+                continue
             except WriteError as error:
                 if error.errno != errno.ENOENT:
                     raise
@@ -81,8 +83,9 @@ def _link(storage: Storage, sources: list[Storage], save: Save, link: Link, atte
             }
             return
     steps = ", ".join(str(step) for step, _ in link.saves)
-    text = f"all rows of a table were saved last in steps {steps}, which are gone; the next save has all of them again"
-    raise WriteError(errno.ENOENT, text, f"{storage.root}/{directory}/{sorted(wanted)[0]}")
+    text = f"all rows of a table were saved last in steps {steps}, which are gone, or damaged"
+    hint = "the next save has all of them again"
+    raise WriteError(errno.ENOENT, f"{text}; {hint}", f"{storage.root}/{directory}/{sorted(wanted)[0]}")
 
 
 def _record(storage: Storage, path: str) -> RankRecord | None:
@@ -94,24 +97,43 @@ def _record(storage: Storage, path: str) -> RankRecord | None:
         return None
 
 
-def _take(storage: Storage, source: Storage, old: str, new: str, nbytes: int, attempt: str) -> None:
-    """Link a file, or copy it; one that has the new name already was taken by an earlier try of the same save."""
-    if (source is storage and storage.link(old, new)) or _is_there(storage, new, nbytes):
-        return
-    parent, _, name = new.rpartition("/")
-    temporary = f"{parent}/.{name}.{attempt}"
-    with (
-        source.open(old) as file,
-        storage.creating(temporary, nbytes, new) as output,
-        mmap.mmap(-1, max(page_up(min(nbytes, _COPY_NBYTES)), page_up(1))) as buffer,
-        memoryview(buffer) as view,
-    ):
-        for offset in range(0, nbytes, _COPY_NBYTES):
-            data = file.read_at(offset, min(_COPY_NBYTES, nbytes - offset))
-            view[: len(data)] = data
-            output.write_at(view[: page_up(len(data))], offset)
-        output.finish(nbytes)
-    if not storage.publish(temporary, new):
+def _take(storage: Storage, source: Storage, old: str, new: str, file: FileRecord, attempt: str) -> None:
+    """Link a tensor file of the directory ``old`` and its digests, or copy them, compared on the way.
+
+    What has the new name already was taken by an earlier try of the same save.
+    """
+    assert file.digests is not None
+    for one in (file, file.digests):
+        if source is storage and storage.link(f"{old}/{one.name}", f"{new}/{one.name}"):
+            continue
+        if _is_there(storage, f"{new}/{one.name}", one.nbytes):
+            continue
+        digests = integrity.read_digests(source, old, file)
+        if one is file:
+            _copy(storage, source, old, new, file, digests, attempt)
+        else:
+            storage.publish_bytes(new, one.name, digests, attempt)
+
+
+def _copy(
+    storage: Storage, source: Storage, old: str, new: str, entry: FileRecord, digests: bytes, attempt: str
+) -> None:
+    path, temporary, final = f"{old}/{entry.name}", f"{new}/.{entry.name}.{attempt}", f"{new}/{entry.name}"
+    with source.open(path) as file:
+        comparison = integrity.Comparison(file, path, entry, digests)
+        try:
+            with storage.creating(temporary, entry.nbytes, final) as output:
+                for offset in range(0, entry.nbytes, _COPY_NBYTES):
+                    data = file.read_at(offset, min(_COPY_NBYTES, entry.nbytes - offset))
+                    comparison.add(data)
+                    view = memoryview(mmap.mmap(-1, page_up(len(data))))  # of its own: a store sends it later
+                    view[: len(data)] = data
+                    output.write_at(view, offset)
+                output.finish(entry.nbytes)
+        except BaseException:
+            storage.remove(temporary)
+            raise
+    if not storage.publish(temporary, final):
         storage.remove(temporary)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import mmap
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from typing import Final, Self
 
 from sidesave.errors import WriteError
-from sidesave.stager.memory.arena import page_up
 from sidesave.writer_daemon.format import tensor_file
 from sidesave.writer_daemon.storage import Storage
 
@@ -96,14 +94,8 @@ class SmallFiles:
 
     def _write(self, name: str, data: bytes) -> None:
         final = f"{self._directory}/{name}"
-        with mmap.mmap(-1, max(page_up(len(data)), page_up(1))) as buffer:
-            buffer[: len(data)] = data
-            with (
-                self._storage.creating(self._temporary(name), len(data), final) as output,
-                memoryview(buffer) as view,
-            ):
-                output.write_at(view, 0)
-                output.finish(len(data))
+        with self._storage.creating(self._temporary(name), len(data), final) as output:
+            output.write_all(data)
 
     def _publish(self, name: str, data: bytes) -> None:
         view = memoryview(data)

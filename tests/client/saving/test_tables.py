@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from commands import output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from object_server import serving
 from row_tables import GrowingTable
 from safetensors import safe_open
 from torch import nn
@@ -564,6 +566,32 @@ def test_in_a_store_rows_are_copied_by_the_store(tmp_path: Path):
         table.train([1])
         truth = save(ckpt, 2, table)
     assert loaded(f"{url}/step-00000002") == truth
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_where_a_store_does_not_copy_rows_are_sent_again_and_compared(tmp_path: Path, *, damaged: bool):
+    (tmp_path / "bucket").mkdir()
+    table = GrowingTable(2000)
+    table.train(range(2500))  # some 40 MB
+    with serving(tmp_path) as server, sidesave.Checkpointer("s3://bucket/run", storage_options=server.options) as ckpt:
+        save(ckpt, 1, table)
+        server.fault = lambda request, number: 400 if request.method == "COPY" else None
+        if damaged:
+            [rows] = tmp_path.glob(f"bucket/run/step-00000001.*/{ROWS}")
+            with rows.open("r+b") as file:
+                file.seek(-5, os.SEEK_END)
+                file.write(b"wrong")
+        table.train([1])
+        handle = ckpt.save(2, {"users": table})
+        if damaged:
+            with pytest.raises(WriteError, match="gone, or damaged"):
+                handle.committed.result(DEADLINE_S)
+            handle = ckpt.save(3, {"users": table})
+        at = handle.committed.result(DEADLINE_S).path
+        assert sidesave.verify(at, storage_options=server.options).ok
+        again = GrowingTable(2000)
+        sidesave.load(at, into={"users": again}, storage_options=server.options)
+        assert again.values() == table.values()
 
 
 @settings(max_examples=15)

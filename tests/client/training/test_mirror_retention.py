@@ -116,7 +116,7 @@ def test_a_save_that_finds_no_room_fails_rather_than_drop_what_waits(waiting: Wa
             manager.save(4).committed.result(DEADLINE_S)
         place = come_back(tmp_path / "away")
         wait_until(lambda: sorted(committed_in(str(place))) == [0, 1, 2, 3])
-        wait_until(lambda: sorted(committed_in(manager._checkpointer.directory)) == [3])
+        wait_until(lambda: sorted(committed_in(manager._checkpointer.directory)) == [3])  # which makes the room
         manager.save(5).mirrored.result(DEADLINE_S)
 
 
