@@ -13,6 +13,8 @@ from sessions import Session, a_state
 
 from sidesave.errors import IntegrityError, ProtocolError, SidesaveError, TamperedError, WrongKeyError
 from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
+from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES
 from sidesave.writer_daemon.sealing.cipher import SMALL_NBYTES, TAG_NBYTES, FileCipher, derive
 from sidesave.writer_daemon.sealing.keys import Keys, SaveKey, Sealing, data_key_of
 from sidesave.writer_daemon.writing.sealed import BOUNCE_NBYTES, Sealed
@@ -192,6 +194,18 @@ def test_memory_that_was_handed_to_another_save_is_not_stored_under_this_one(
     for path in Path(session.root).rglob("*"):
         data = path.read_bytes() if path.is_file() else b""
         assert not any(each in data for each in stored), path
+
+
+def test_as_many_files_beside_the_tensors_as_are_allowed_are_allowed_encrypted(session: Session):
+    record = session.write(sealed_save(session, 1, seed=5))
+    for more, fits in ((SMALL_NBYTES, True), (SMALL_NBYTES + 1, False)):
+        file = FileRecord("0.rank-00000.file.enc", MAX_EXTRA_NBYTES + more, "0" * 32)
+        data = replace(record, extra_files=(file,)).to_bytes()
+        if fits:
+            assert RankRecord.from_bytes(data, "").extra_files == (file,)
+        else:
+            with pytest.raises(IntegrityError, match="over the limit"):
+                RankRecord.from_bytes(data, "")
 
 
 def test_the_buffers_take_8_mib_in_all():

@@ -49,11 +49,11 @@ def open_record(record: RankRecord, key: SaveKey, path: str) -> OpenRecord:
     body = load_json(data, path)
     containers = cast("list[Any]", get(body, "containers", list, path))
     names = cast("list[Any]", get(body, "extra_files", list, path))
+    if not all(isinstance(name, str) and is_extra_file_name(name) for name in names):
+        raise IntegrityError(f"{path}: a file beside the tensors has a name that none can have")
     fits = len(containers) == len(record.files) and len(names) == len(record.extra_files) == len({*names})
     if not fits or not all(isinstance(each, str) for each in containers):
         raise IntegrityError(f"{path}: what is sealed does not fit what is not")
-    if not all(isinstance(name, str) and is_extra_file_name(name) for name in names):
-        raise IntegrityError(f"{path}: a file beside the tensors has a name that none can have")
     files = tuple(replace(file, container=each) for file, each in zip(record.files, containers, strict=True))
     part = Part.from_json(get(body, "part", dict, path), record.rank, record.world_size, path)
     return OpenRecord(replace(record, files=files, part=part), tuple(names))
