@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Session, a_state
 
-from sidesave.errors import IntegrityError, ProtocolError, SidesaveError, TamperedError, WrongKeyError
+from sidesave import Encryption
+from sidesave.errors import (
+    IntegrityError,
+    InvalidArgumentError,
+    ProtocolError,
+    SidesaveError,
+    TamperedError,
+    WrongKeyError,
+)
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
 from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES
@@ -136,6 +146,15 @@ def test_a_damaged_file_of_keys_is_a_typed_error(at: int, byte: int):
     for odd in (bytes(data), bytes(data[:at])):
         with pytest.raises(IntegrityError):
             Keys.from_bytes(odd, "keys.json")
+
+
+def test_without_its_library_encryption_is_refused_and_all_else_works(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'sidesave\[encryption\]'"):
+        Encryption(key=KEY)
+    code = "import sys, sidesave.writer_daemon.process.server, sidesave; sidesave.Checkpointer, sidesave.Encryption"
+    code += "; print('cryptography' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
 def test_a_message_does_not_show_its_key():
