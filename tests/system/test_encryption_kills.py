@@ -33,6 +33,24 @@ def test_daemon_killed_at_a_step_of_an_encrypted_save_the_save_commits(
     traces.check()
 
 
+@pytest.mark.parametrize("after", [1, 3, 4, 5])
+@pytest.mark.parametrize("what", ["kill", "EIO"])
+def test_a_save_that_is_tried_again_after_it_has_linked_commits(
+    run: Path, orders: Orders, traces: Traces, what: str, after: int
+):
+    with sidesave.Checkpointer(run, encryption=encryption()) as ckpt:
+        for step in range(3):
+            if step == 1:
+                orders.give(what, starting_at="os.link", after=after, every_step=what == "kill")
+            ckpt.save(step, a_frozen_state(step)).committed.result(DEADLINE_S)
+        orders.obeyed()
+    for step in range(3):
+        path = run / f"step-{step:08d}"
+        assert sidesave.verify(path).ok
+        assert sidesave.load(path, encryption=encryption())["model"]["base"]["w"].equal(BASE)
+    traces.check()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_daemon_killed_at_every_step_of_encrypted_saves_that_link_every_save_commits(

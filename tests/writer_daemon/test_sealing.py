@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,6 +191,22 @@ def test_a_save_that_is_tried_again_writes_the_same_bytes_under_the_same_nonces(
     session.write(replace(save, retry=True))
     assert {path.name: path.read_bytes() for path in partial.iterdir()} == first
     session.commit(save)
+
+
+def test_a_save_that_is_tried_again_replaces_what_is_there_under_another_key(session: Session):
+    """A daemon that died had linked it, which the next one, of a rank among several, cannot do."""
+    save = sealed_save(session, 1, seed=5)
+    session.write(save)
+    partial = next(Path(session.root).glob(".step-*"))
+    first = {path.name: path.read_bytes() for path in partial.iterdir()}
+    for path in partial.iterdir():
+        if path.name.startswith("rank-"):
+            path.unlink()
+        else:
+            path.write_bytes(os.urandom(path.stat().st_size))
+    session.respawn()
+    session.write(replace(save, retry=True))
+    assert {path.name: path.read_bytes() for path in partial.iterdir()} == first
 
 
 def test_memory_that_was_handed_to_another_save_is_not_stored_under_this_one(
