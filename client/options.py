@@ -39,7 +39,7 @@ class Options:
 
     def __post_init__(self) -> None:
         daemon = self.daemon
-        given: object = self.encryption
+        given = cast("object", self.encryption)
         _require("encryption", given, "a sidesave.Encryption", given is None or isinstance(given, Encryption))
         _require("slots", self.slots, "1 or more", type(self.slots) is int and self.slots >= 1)
         most = self.max_host_memory_bytes
