@@ -10,6 +10,7 @@ that did it. The same mutators and targets serve the tests.
 from __future__ import annotations
 
 import argparse
+import base64
 import datetime
 import json
 import os
@@ -25,7 +26,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -44,8 +45,10 @@ from sidesave.stager.state.treespec import TreeSpec
 from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.format import manifest, tensor_file
 from sidesave.writer_daemon.format.extra_files import pack_files, unpack_files
+from sidesave.writer_daemon.format.sealed_records import bound_to, open_record
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.log import HISTORY_FILE
+from sidesave.writer_daemon.sealing.keys import KEYS, Keys, SaveKey, data_key_of
 
 DEADLINE_S = 20.0
 """For one input, all of which are read in milliseconds: a hang, on however busy a machine."""
@@ -336,8 +339,9 @@ class Forgery:
                 digests = _digest_list(data)
                 self.write(file["digests"]["name"], digests)
                 self._describe(file["digests"], digests)
-            elif name == file["digests"]["name"]:
-                self._describe(file["digests"], data)
+            for part in ("digests", "tags"):
+                if part in file and name == file[part]["name"]:
+                    self._describe(file[part], data)
         if name == record["objects"]["name"]:
             self._describe(record["objects"], data)
         self._write_record(json.dumps(record, separators=(",", ":")).encode())
@@ -454,6 +458,15 @@ def make_tables(folder: Path) -> Path:
             path = Path(checkpointer.save(step, {"t": table}).committed.result().path)
             table.train()
     return path
+
+
+FUZZ_KEY = bytes(range(32))
+
+
+def make_encrypted(folder: Path) -> Path:
+    """A small encrypted checkpoint."""
+    with sidesave.Checkpointer(folder, encryption=sidesave.Encryption(key=FUZZ_KEY)) as checkpointer:
+        return Path(checkpointer.save(7, a_state(), files=EXTRA_FILES).committed.result().path)
 
 
 def messages() -> tuple[bytes, ...]:
@@ -600,6 +613,38 @@ def targets(folder: Path) -> list[Target]:
 
         return load_table
 
+    encrypted = Forgery(make_encrypted(folder / "encrypted"))
+    record = manifest.RankRecord.from_bytes(encrypted.originals["rank-00000.json"], "r")
+    keys = Keys.from_bytes(encrypted.originals[KEYS], KEYS)
+    save_key = SaveKey(
+        data_key_of(keys.unwrap(FUZZ_KEY, KEYS), record.session, record.sequence), record.session, record.sequence
+    )
+
+    def open_encrypted(name: str) -> Callable[[bytes], None]:
+        def open_encrypted(data: bytes) -> None:
+            try:
+                if name == KEYS:
+                    encrypted.write(name, seal(data))
+                else:
+                    encrypted.forge(name, data)
+                sidesave.verify(encrypted.path)
+                sidesave.load(encrypted.path, encryption=sidesave.Encryption(key=FUZZ_KEY))
+            finally:
+                encrypted.restore()
+
+        return open_encrypted
+
+    def ask_keys(data: bytes) -> None:
+        found = Keys.from_bytes(data, KEYS)
+        found.is_by(FUZZ_KEY)
+        found.unwrap(FUZZ_KEY, KEYS)
+
+    def open_sealed(data: bytes) -> None:
+        """What is sealed may be hostile as well: whoever has made it had the key."""
+        content = save_key.file(0, "record").seal(data, bound_to(record))
+        open_record(replace(record, sealed=base64.b64encode(content).decode()), save_key, "r")
+
+    inside = save_key.file(0, "record").open(base64.b64decode(record.sealed), "r", bound_to(record))
     weights = folder / "weights"
     of_others = make_weights(weights)
 
@@ -657,6 +702,23 @@ def targets(folder: Path) -> list[Target]:
         Target("history", (history.read_bytes(),), mutate_history, read_log),
         Target("message", messages(), mutate_msgpack, protocol.decode),
         Target("arena", (memory,), mutate_bytes, attach),
+        Target("keys", (encrypted.originals[KEYS],), sealed(mutate_json), ask_keys),
+        Target("what is sealed", (inside,), mutate_json, open_sealed),
+        *(
+            Target(
+                f"encrypted/{name}",
+                (unseal(encrypted.originals[name]) if name.endswith(".json") else encrypted.originals[name],),
+                mutate,
+                open_encrypted(name),
+            )
+            for name, mutate in (
+                ("manifest.json", mutate_json),
+                ("rank-00000.json", mutate_json),
+                (KEYS, mutate_json),
+                ("objects.rank-00000.msgpack.enc", mutate_bytes),
+                ("0.rank-00000.tags", mutate_bytes),
+            )
+        ),
         *(
             Target(
                 f"weights/{name}", (data,), mutate_json if name.endswith(".json") else mutate_tensor_file, start(name)

@@ -42,7 +42,7 @@ from sidesave.writer_daemon.format.manifest import (
 )
 from sidesave.writer_daemon.lease.lease import Observer
 from sidesave.writer_daemon.mirror.copying import read_keys
-from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, RUN_KEYS
+from sidesave.writer_daemon.sealing.keys import KEYS
 from sidesave.writer_daemon.storage import Descriptor, PosixStorage, ReadStorage, urls
 
 logger = logging.getLogger(__name__)
@@ -121,14 +121,11 @@ def fetch(
 
 
 def _bring_keys(store: ReadStorage, name: str, run: PosixStorage, partial: str) -> None:
-    """Bring the keys of an encrypted checkpoint, and what tells of its run's key where no key is known here."""
+    """Bring the keys of an encrypted checkpoint."""
     keys = read_keys(store, name)
     if keys is None:
         raise IntegrityError(f"{store.root}/{name}/{KEYS}: the file is missing")
     _write(f"{run.root}/{partial}/{KEYS}", keys)
-    of_run = store.read(RUN_KEYS, MAX_KEYS_NBYTES)
-    if of_run is not None and run.read(RUN_KEYS, MAX_KEYS_NBYTES) is None:
-        run.replace(RUN_KEYS, of_run)
 
 
 def _lock(run: PosixStorage, partial: str) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -29,6 +30,24 @@ def test_daemon_killed_at_a_step_of_an_encrypted_save_the_save_commits(
             commit(ckpt, number)
         assert orders.obeyed()[1].startswith(step)
     check(run, 0, 1, 2)
+    traces.check()
+
+
+@pytest.mark.parametrize("after", [1, 3, 4, 5])
+@pytest.mark.parametrize("what", ["kill", "EIO"])
+def test_a_save_that_is_tried_again_after_it_has_linked_commits(
+    run: Path, orders: Orders, traces: Traces, what: str, after: int
+):
+    with sidesave.Checkpointer(run, encryption=encryption()) as ckpt:
+        for step in range(3):
+            if step == 1:
+                orders.give(what, starting_at="os.link", after=after, every_step=what == "kill")
+            ckpt.save(step, a_frozen_state(step)).committed.result(DEADLINE_S)
+        orders.obeyed()
+    for step in range(3):
+        path = run / f"step-{step:08d}"
+        assert sidesave.verify(path).ok
+        assert sidesave.load(path, encryption=encryption())["model"]["base"]["w"].equal(BASE)
     traces.check()
 
 
@@ -138,5 +157,12 @@ def test_the_daemon_leaves_no_core_dump(run: Path):
         lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
         return next(line for line in lines if line.startswith("Max core file size")).split()[4:6]
 
-    with sidesave.Checkpointer(run, encryption=encryption()) as ckpt:
-        assert {*limit(ckpt.daemon_pid)} <= {"0", "1"}
+    before = _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if hard == 0:
+        pytest.skip("nobody leaves core dumps here")
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        with sidesave.Checkpointer(run, encryption=encryption()) as ckpt:
+            assert limit(ckpt.daemon_pid) == ["1", "1"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sessions import Session, a_state
 
-from sidesave.errors import IntegrityError, ProtocolError, SidesaveError, TamperedError, WrongKeyError
+from sidesave import Encryption
+from sidesave.errors import (
+    IntegrityError,
+    InvalidArgumentError,
+    ProtocolError,
+    SidesaveError,
+    TamperedError,
+    WrongKeyError,
+)
 from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
+from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES
 from sidesave.writer_daemon.sealing.cipher import SMALL_NBYTES, TAG_NBYTES, FileCipher, derive
 from sidesave.writer_daemon.sealing.keys import Keys, SaveKey, Sealing, data_key_of
 from sidesave.writer_daemon.writing.sealed import BOUNCE_NBYTES, Sealed
@@ -136,6 +149,15 @@ def test_a_damaged_file_of_keys_is_a_typed_error(at: int, byte: int):
             Keys.from_bytes(odd, "keys.json")
 
 
+def test_without_its_library_encryption_is_refused_and_all_else_works(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'sidesave\[encryption\]'"):
+        Encryption(key=KEY)
+    code = "import sys, sidesave.writer_daemon.process.server, sidesave; sidesave.Checkpointer, sidesave.Encryption"
+    code += "; print('cryptography' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
 def test_a_message_does_not_show_its_key():
     sealing = Sealing(key=KEY, keys=b"{}")
     assert "Sealing()" in repr(sealing)
@@ -171,6 +193,22 @@ def test_a_save_that_is_tried_again_writes_the_same_bytes_under_the_same_nonces(
     session.commit(save)
 
 
+def test_a_save_that_is_tried_again_replaces_what_is_there_under_another_key(session: Session):
+    """A daemon that died had linked it, which the next one, of a rank among several, cannot do."""
+    save = sealed_save(session, 1, seed=5)
+    session.write(save)
+    partial = next(Path(session.root).glob(".step-*"))
+    first = {path.name: path.read_bytes() for path in partial.iterdir()}
+    for path in partial.iterdir():
+        if path.name.startswith("rank-"):
+            path.unlink()
+        else:
+            path.write_bytes(os.urandom(path.stat().st_size))
+    session.respawn()
+    session.write(replace(save, retry=True))
+    assert {path.name: path.read_bytes() for path in partial.iterdir()} == first
+
+
 def test_memory_that_was_handed_to_another_save_is_not_stored_under_this_one(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ):
@@ -192,6 +230,18 @@ def test_memory_that_was_handed_to_another_save_is_not_stored_under_this_one(
     for path in Path(session.root).rglob("*"):
         data = path.read_bytes() if path.is_file() else b""
         assert not any(each in data for each in stored), path
+
+
+def test_as_many_files_beside_the_tensors_as_are_allowed_are_allowed_encrypted(session: Session):
+    record = session.write(sealed_save(session, 1, seed=5))
+    for more, fits in ((SMALL_NBYTES, True), (SMALL_NBYTES + 1, False)):
+        file = FileRecord("0.rank-00000.file.enc", MAX_EXTRA_NBYTES + more, "0" * 32)
+        data = replace(record, extra_files=(file,)).to_bytes()
+        if fits:
+            assert RankRecord.from_bytes(data, "").extra_files == (file,)
+        else:
+            with pytest.raises(IntegrityError, match="over the limit"):
+                RankRecord.from_bytes(data, "")
 
 
 def test_the_buffers_take_8_mib_in_all():

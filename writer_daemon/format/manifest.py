@@ -160,10 +160,11 @@ class FileRecord:
         of_own = [each for each in (digests, tags) if each is not None]
         if (own is None) == (digests is None) or any(each.xxh3_128 is None for each in of_own) or (tags and own):
             raise IntegrityError(f"{path}: {name} must have one digest or one digest list")
-        origin = cast("list[Any]", fields.get("origin", [0, 0]))
-        if type(origin) is not list or len(origin) != 2 or not are_whole(origin):
+        origin = cast("list[Any]", get({"origin": [0, 0], **fields}, "origin", list, path))
+        if len(origin) != 2 or not are_whole(origin):
             raise IntegrityError(f"{path}: the origin of {name} is malformed")
-        return cls(name, get(fields, "nbytes", int, path), own, container, digests, tags, cast("Any", tuple(origin)))
+        at: tuple[int, int] = (origin[0], origin[1])
+        return cls(name, get(fields, "nbytes", int, path), own, container, digests, tags, at)
 
 
 @dataclass(frozen=True, slots=True)

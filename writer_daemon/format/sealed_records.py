@@ -39,21 +39,21 @@ def seal_record(record: RankRecord, extra_names: tuple[str, ...], key: SaveKey) 
     data = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     metadata = seal_metadata(record.metadata, key)
     bare = replace(record, metadata=metadata, sealed="-")  # in which no names are left
-    sealed = key.file(record.rank, "record").seal(data, _bound(bare))
+    sealed = key.file(record.rank, "record").seal(data, bound_to(bare))
     return replace(bare, sealed=base64.b64encode(sealed).decode())
 
 
 def open_record(record: RankRecord, key: SaveKey, path: str) -> OpenRecord:
     """Open what is sealed of a record; ``TamperedError`` if that, or what is in clear, is not what was written."""
-    data = key.file(record.rank, "record").open(_decode(record.sealed, path), path, _bound(record))
+    data = key.file(record.rank, "record").open(_decode(record.sealed, path), path, bound_to(record))
     body = load_json(data, path)
     containers = cast("list[Any]", get(body, "containers", list, path))
     names = cast("list[Any]", get(body, "extra_files", list, path))
+    if not all(isinstance(name, str) and is_extra_file_name(name) for name in names):
+        raise IntegrityError(f"{path}: a file beside the tensors has a name that none can have")
     fits = len(containers) == len(record.files) and len(names) == len(record.extra_files) == len({*names})
     if not fits or not all(isinstance(each, str) for each in containers):
         raise IntegrityError(f"{path}: what is sealed does not fit what is not")
-    if not all(isinstance(name, str) and is_extra_file_name(name) for name in names):
-        raise IntegrityError(f"{path}: a file beside the tensors has a name that none can have")
     files = tuple(replace(file, container=each) for file, each in zip(record.files, containers, strict=True))
     part = Part.from_json(get(body, "part", dict, path), record.rank, record.world_size, path)
     return OpenRecord(replace(record, files=files, part=part), tuple(names))
@@ -85,7 +85,8 @@ def without_tables(manifest: Manifest) -> Manifest:
     return replace(manifest, table=Table(), treespecs=(0,), diverged={})
 
 
-def _bound(record: RankRecord) -> bytes:
+def bound_to(record: RankRecord) -> bytes:
+    """What is in clear of a record, to which what is sealed is bound."""
     body = {**record.in_clear(), "metadata": record.metadata}
     return json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
 

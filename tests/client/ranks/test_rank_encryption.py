@@ -83,7 +83,7 @@ def test_the_key_of_an_earlier_session_is_needed_on_all(start: Start, tmp_path: 
 
 
 def test_tensors_that_ranks_hold_alike_or_not_tell_nothing_of_themselves(start: Start, tmp_path: Path):
-    """They are compared by digests, which are files for a moment: keyed ones."""
+    """They are compared by digests, which are names of files for a moment: keyed ones."""
     ranks = start(2, kind=EncryptedRank)
     ranks.do("build", "plain")
     ranks.open(tmp_path / "run", keys=[ONE])
@@ -92,6 +92,14 @@ def test_tensors_that_ranks_hold_alike_or_not_tell_nothing_of_themselves(start: 
     ranks[1].do("change", fqn, 5.0)
     ranks.save(2)
     ranks.do("close")
+    ranks.do("build", "plain")
+    ranks.open(tmp_path / "plain", keys=[None])
+    ranks.save(1)
+    ranks.do("close")
+    with CheckpointReader(str(tmp_path / "plain" / "step-00000001")) as reader:
+        digest = reader.record(0).part.replica_digest
+    with using(encryption()), CheckpointReader(str(tmp_path / "run" / "step-00000001")) as reader:
+        assert digest and reader.record(0).part.replica_digest not in ("", digest)
     for step, alike in ((1, True), (2, False)):
         path = tmp_path / "run" / f"step-{step:08d}"
         assert sidesave.verify(path).ok

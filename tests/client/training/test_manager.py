@@ -351,7 +351,7 @@ def test_options_that_are_passed_on_are_all_those_there_are():
     assert CheckpointerOptions.__annotations__.keys() == known
     kept = {*Options.__slots__, *DaemonOptions.__slots__} - {"daemon"}
     assert kept == known - {"distributed", "process_group", "node_local", "storage_options"}
-    own = {"path", "target", "storage_options"}
+    own = {"path", "target", "storage_options", "encryption"}  # a manager's run has its own
     assert ExportOptions.__annotations__.keys() == inspect.signature(sidesave.export).parameters.keys() - own
     own = {"self", "step", "into", "map_location", "fallback"}
     assert LoadOptions.__annotations__.keys() == inspect.signature(sidesave.Checkpointer.load).parameters.keys() - own
