@@ -17,6 +17,8 @@ from trainers import DEADLINE_S, Orders, Traces, a_state, commit, end, entries
 import sidesave
 from sidesave.errors import KeyMissingError
 
+pytest.importorskip("cryptography", reason="needs cryptography: pip install 'sidesave[encryption]'")
+
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("step", ["got SAVE", "os.mkdir", "open", "os.link", "os.rename", "sends WRITTEN"])

@@ -31,6 +31,8 @@ from sidesave.writer_daemon.sealing.keys import Keys, SaveKey, Sealing, data_key
 from sidesave.writer_daemon.writing.sealed import BOUNCE_NBYTES, Sealed
 from sidesave.writer_daemon.writing.writer import IN_FLIGHT
 
+pytest.importorskip("cryptography", reason="needs cryptography: pip install 'sidesave[encryption]'")
+
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 SESSION = "0123456789abcdef"
 

@@ -16,6 +16,8 @@ from sidesave.client.encryption import using
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.errors import KeyMissingError
 
+pytest.importorskip("cryptography", reason="needs cryptography: pip install 'sidesave[encryption]'")
+
 ONE, TWO = KEY.hex(), OTHER.hex()
 
 

@@ -35,6 +35,8 @@ from sidesave.writer_daemon.format.manifest import FileRecord, Manifest, RankRec
 from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, digest
 from sidesave.writer_daemon.storage.sealed_json import load_json, seal
 
+pytest.importorskip("cryptography", reason="needs cryptography: pip install 'sidesave[encryption]'")
+
 FIRST = "0.rank-00000.safetensors.enc"
 
 
