@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -122,7 +123,8 @@ class Sequences(RuleBasedStateMachine):
     @rule()
     def kill_the_daemon(self) -> None:
         if pid := self.ckpt.daemon_pid:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has been killed just before
+                os.kill(pid, signal.SIGKILL)
 
     @rule(which=PLACES)
     def delete(self, which: int) -> None:

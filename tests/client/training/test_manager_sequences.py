@@ -103,7 +103,8 @@ class Sequences(RuleBasedStateMachine):
     @rule()
     def kill_the_daemon(self) -> None:
         if pid := self.manager.checkpointer.daemon_pid:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has been killed just before
+                os.kill(pid, signal.SIGKILL)
 
     @rule(which=PLACES)
     def pin(self, which: int) -> None:
