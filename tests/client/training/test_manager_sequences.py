@@ -76,6 +76,12 @@ class Sequences(RuleBasedStateMachine):
         with retention.reading(None):
             pass
 
+    def staying(self) -> list[int]:
+        """The steps that are here to stay, for now: what is not wanted may go at any moment, once it is mirrored."""
+        self.quiet()
+        here = catalog.scan(f"{self.scheme}{self.place}")
+        return sorted({info.step for info in here} - {*to_delete(here, KEPT, self.pins)})
+
     # What training does ------------------------------------------------------------------------------------------
 
     def one_step(self) -> dict[str, float]:
@@ -108,8 +114,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(which=PLACES)
     def pin(self, which: int) -> None:
-        self.quiet()
-        if steps := [info.step for info in self.manager.checkpoints()]:
+        if steps := self.staying():
             self.manager.pin(steps[which % len(steps)])
             self.pins.add(steps[which % len(steps)])
 
@@ -139,8 +144,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(which=PLACES)
     def roll_back(self, which: int) -> None:
-        self.quiet()
-        if steps := [info.step for info in self.manager.checkpoints()]:
+        if steps := self.staying():
             step = steps[which % len(steps)]
             self.stirred = True
             assert self.manager.rollback(step) == step + 1
@@ -189,6 +193,8 @@ class Sequences(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
+            if self.mirror:  # so that the daemon is one that was not killed just now, and its end is seen
+                self.manager.checkpointer.wait(DEADLINE_S, mirrored=True)
             self.close()
             self.check_kept()
         finally:
