@@ -7,6 +7,7 @@ and compared with their digests.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -130,8 +131,9 @@ def _copy(
                     view[: len(data)] = data
                     output.write_at(view, offset)
                 output.finish(entry.nbytes)
-        except BaseException:
-            storage.remove(temporary)
+        except BaseException:  # also of bytes that do not match, which must not stay under any name
+            with contextlib.suppress(WriteError):  # what went wrong first is told
+                storage.remove(temporary)
             raise
     if not storage.publish(temporary, final):
         storage.remove(temporary)
