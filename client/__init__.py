@@ -1,1 +1,1 @@
-"""In the training process: what a user calls."""
+"""The training process's side: the classes and functions that users call."""

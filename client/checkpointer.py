@@ -1,4 +1,4 @@
-"""``Checkpointer``: what a training script holds. One run directory, one daemon, two staging slots, one copier."""
+"""``Checkpointer``, which a training script holds: a run, a daemon, a copier, two staging slots."""
 
 from __future__ import annotations
 
@@ -10,27 +10,35 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 
 from sidesave.client import arguments
-from sidesave.client.arguments import path_text
 from sidesave.client.encryption import Encryption
 from sidesave.client.loading.load import LoadRequest
-from sidesave.client.loading.rename import Rename
-from sidesave.client.options import Options, check_cores, default_stall_timeout_s
-from sidesave.client.ranks.group import find_node, find_world
-from sidesave.client.runs.mirror import check_bandwidth, check_mirror
+from sidesave.client.loading.load_filter import Rename
+from sidesave.client.options import (
+    FailureOptions,
+    MirrorOptions,
+    Observer,
+    Options,
+    PathLike,
+    StagingOptions,
+)
+from sidesave.client.ranks.meeting import find_node, find_world
+from sidesave.client.runs.mirror import check_mirror
 from sidesave.client.runs.run import Run
+from sidesave.client.saving.closing import await_predecessors, checkpointers
 from sidesave.client.saving.handle import SaveHandle
 from sidesave.client.saving.mirroring import MirrorStatus
 from sidesave.client.saving.saver import Saver
-from sidesave.client.saving.session import Session, await_predecessors, close_at_exit, was_closed
+from sidesave.client.saving.session import Session
 from sidesave.errors import InvalidArgumentError, SidesaveError
-from sidesave.stager.state import ownership
-from sidesave.writer_daemon.log import SaveRecord
-from sidesave.writer_daemon.protocol import DaemonOptions
+from sidesave.stager import ownership
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
+from sidesave.writer_daemon.options import DaemonOptions
+from sidesave.writer_daemon.save_record import SaveRecord
 from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
@@ -39,155 +47,129 @@ logger = logging.getLogger(__name__)
 class Checkpointer:
     """Saves the state of a training run without stopping it.
 
-    Constructing one starts the writer daemon and waits until it holds the directory, a fraction of a second; what dead
-    sessions left there is finished or removed first. Use it as a context manager, or call :meth:`close`. All methods
-    may be called from any thread.
+    Constructing one starts the writer daemon and waits until it holds the directory, a fraction of
+    a second; saves left unfinished there by dead sessions are completed or removed first. Use it as
+    a context manager, or call :meth:`close`. All methods may be called from any thread.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
-        slots: int = 2,
-        max_host_memory_bytes: int | None = None,
-        overlap: bool | None = None,
-        validate: bool = False,
-        on_error: Literal["raise", "warn"] = "raise",
-        max_consecutive_failures: int = 5,
-        retries: int = 2,
-        fallback_directory: str | os.PathLike[str] | None = None,
-        on_busy: Literal["wait", "skip"] = "wait",
-        busy_timeout_s: float = 600.0,
-        stall_timeout_s: float | None = None,
-        takeover_timeout_s: float = 60.0,
-        commit_timeout_s: float = 600.0,
-        distributed: bool = True,
         process_group: torch.distributed.ProcessGroup | None = None,
+        distributed: bool = True,
         node_local: bool = False,
         allow_pickle: bool = False,
-        nice: int = 0,
-        io_class: Literal["", "idle", "best-effort"] = "",
-        cpus: Sequence[int] = (),
         storage_options: Mapping[str, Any] | None = None,
-        mirror: str | os.PathLike[str] | None = None,
-        mirror_bandwidth: int | None = None,
+        mirror: PathLike | MirrorOptions | None = None,
         encryption: Encryption | None = None,
+        observers: Sequence[Observer] = (),
+        staging: StagingOptions = StagingOptions(),
+        failures: FailureOptions = FailureOptions(),
+        daemon: DaemonOptions = DaemonOptions(),
     ) -> None:
-        """Open a run directory, creating it if need be.
+        """Open a run directory, and create it if it does not exist.
 
-        Of a job with several ranks each makes one, at the same time, for one directory that all of them see; from then
-        on every rank saves the same steps in the same order, and no rank waits for another in :meth:`save`.
+        In a job with several ranks, each creates one at the same time, for one directory that they
+        all see. From then on every rank saves the same steps in the same order, and no rank waits
+        for another in :meth:`save`.
 
         Args:
-            directory: Where the checkpoints go, one ``step-XXXXXXXX`` directory each; or a URL: then they go
-                to an object store as they are written (docs/remote.md).
-            slots: Staging slots: how many saves can be under way. Each takes host memory of the state's size.
-            max_host_memory_bytes: Most host memory for all slots together; None leaves it to what the machine has.
-            overlap: Copy owned tensors beside training. None does so for CUDA tensors, where it pays; True for CPU
-                tensors as well; False captures everything at the call.
-            validate: Compare everything, not samples, to find tensors that changed under a copy; for debugging.
-            on_error: ``"raise"`` a failed save in the next :meth:`save`, :meth:`wait` or :meth:`close`, unless it was
-                read from a future of its handle; or ``"warn"`` once. With several ranks the next :meth:`save` goes on,
-                for they may have read different things: the failure is logged, and the other two raise it.
-            max_consecutive_failures: With ``"warn"``, one failure more than this in a row is raised, and each after
-                it, until a save is committed.
-            retries: How often a save is tried again, in the background, after an error that may be gone a second
-                later: a server that does not answer, a failing disk. A full disk is none.
-            fallback_directory: A run directory for saves that the first one refuses for good, on another file system;
-                what was saved there is found by this class like the rest, also by later sessions without this option,
-                which say so. Slots are then held until the commit.
-            on_busy: With all slots busy, ``"wait"`` for one or ``"skip"`` the save.
-            busy_timeout_s: How long to wait for a slot before ``WriteStalledError``, in seconds.
-            stall_timeout_s: After this long without a byte moved a save fails with ``WriteStalledError``, in seconds;
-                None is 300 on a disk, and 900 in an object store, where each request is tried again for minutes.
-            takeover_timeout_s: How long to wait for a daemon that still writes here, in seconds: a dead trainer's, or
-                one that an interrupted ``close()`` of this process has left.
-            commit_timeout_s: How long, in seconds, a rank whose part is written waits for the others.
-            distributed: Save together with the other ranks: those of the process group if one is initialised, else
-                those that the launcher tells of (``RANK``, ``WORLD_SIZE``). False for a process that saves alone, such
-                as rank 0 of a job whose ranks hold the same.
-            process_group: The ranks that save together, None for all.
-            node_local: The directory is another one on each node, on a disk of its own: each node keeps what its ranks
-                hold, and a step can be loaded while every node has its part. Needs a process group.
-            allow_pickle: Let values that are no plain data be pickled.
-            nice: Niceness of the daemon, 0 to 19.
-            io_class: I/O scheduling class of the daemon; empty leaves the system's.
-            cpus: Cores the daemon may use; empty means all, or those of the GPU's node where there are several NUMA
-                nodes and it is not kept off them.
-            storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Text,
-                numbers and dicts of these: they reach the daemon by a socket, and stand in no file, log or argument.
-            mirror: A second place for committed checkpoints: a directory, such as one on a network file system, or a
-                URL. The daemon copies them there behind the saves, which never wait for it; what a session leaves
-                undone goes on after its end, and the next session finishes it. Loading finds what is there alone.
-            mirror_bandwidth: The most that goes to the mirror, in bytes per second; None for as fast as it goes.
-            encryption: The key with which all that is saved is encrypted before it reaches storage, the same on all
-                ranks; a run that has begun with one needs it at each start (docs/encryption.md).
+            directory: The run directory: each checkpoint is a ``step-XXXXXXXX`` directory in it. Or
+                a URL: checkpoints are then written to an object store (docs/remote.md).
+            process_group: The ranks that save together; None means all.
+            distributed: Save together with the other ranks: those of the process group if one is
+                initialised, else those that the launcher names (``RANK``, ``WORLD_SIZE``). False
+                for a process that saves alone, such as rank 0 of a job whose ranks hold the same.
+            node_local: The directory is a different one on each node, on a disk of its own: each
+                node keeps what its ranks hold, and a step can be loaded while every node has its
+                part. Needs a process group.
+            allow_pickle: Pickle values that are not plain data.
+            storage_options: For a URL, options of its store besides the environment: credentials,
+                an endpoint. Text, numbers and dicts of these. They reach the daemon by a socket,
+                and are in no file, log or argument.
+            mirror: A second place for committed checkpoints: a directory, a URL, or
+                :class:`MirrorOptions`.
+            encryption: The key that encrypts all that is saved before it reaches storage, the same
+                on all ranks; a run that began with a key needs it at each start
+                (docs/encryption.md).
+            observers: Functions that follow the saves of this rank (docs/monitoring.md). Each is
+                called with a :class:`~sidesave.reporting.SaveRecord` of outcome ``"saving"`` when a
+                state is about to be staged, in the thread that saves, and once with the outcome, in
+                the thread that learns of it. Its exceptions are logged. It must not take long, and
+                cannot save or wait for saves.
+            staging: Host memory for the state, and when it is copied there.
+            failures: Retries, a fallback and tolerance for saves that storage refuses.
+            daemon: How the writer daemon runs, and how long it waits.
 
         Raises:
-            WriteError: The directory cannot be created or is none.
-            DirectoryInUseError: Another live session writes there; the message names it, and says if it is one of this
-                very process. (One that nobody refers to any more is closed first, and waited for.)
-            DaemonStartError: The daemon did not come up, or another rank did not.
-            InvalidArgumentError: An option makes no sense.
-            KeyMissingError: The run is encrypted, or other ranks have a key, and ``encryption`` was not given.
-            WrongKeyError: The run is encrypted with another key, or other ranks have another one.
-            SidesaveError: Whatever kept another rank from starting; the message names it.
+            WriteError: The directory cannot be created, or is not a directory.
+            DirectoryInUseError: Another live session writes there; the message names it, and says
+                if it is one of this process. (A checkpointer that nothing refers to any more is
+                closed first, and waited for.)
+            DaemonStartError: The daemon did not start, or that of another rank did not.
+            InvalidArgumentError: An option is invalid; on all ranks, if it is on one.
+            KeyMissingError: The run is encrypted, or other ranks have a key, and ``encryption`` was
+                not given.
+            WrongKeyError: The run is encrypted with a different key, or other ranks have a
+                different one.
+            SidesaveError: The error that kept another rank from starting; the message names the
+                rank.
         """
         path = arguments.place_to_write(directory)
-        further = "" if fallback_directory is None else path_text(fallback_directory)
-        for each in filter(None, (path, further)):
-            arguments.check_path(each)
-        world = find_world(path, distributed, process_group, node_local=node_local, storage_options=storage_options)
-        with world.raise_together("cannot use the run directory"):  # before anybody waits for anybody
+        arguments.check_path(path)
+        world = find_world(
+            path, distributed, process_group, node_local=node_local, storage_options=storage_options
+        )
+        # before any rank waits for another
+        with world.raise_together("cannot use the run directory"):
             encoded_options = urls.encode_options(storage_options)
-            mirror_place = check_mirror(mirror, path, node_local=node_local)
-            if storage_options and not any(map(urls.is_url, (path, mirror_place))):
-                text = "storage_options are for a URL, and neither the run directory nor the mirror is one"
-                raise InvalidArgumentError(f"{text}: leave them out, or give the URL in the place of {path}")
+            if mirror is not None and not isinstance(mirror, MirrorOptions):
+                mirror = MirrorOptions(place=mirror)
             options = Options(
-                slots=slots,
-                max_host_memory_bytes=max_host_memory_bytes,
-                overlap=overlap,
-                validate=validate,
-                on_error=on_error,
-                max_consecutive_failures=max_consecutive_failures,
-                on_busy=on_busy,
-                busy_timeout_s=busy_timeout_s,
+                staging=staging,
+                failures=failures,
+                daemon=daemon,
+                mirror=mirror,
                 allow_pickle=allow_pickle,
                 encryption=encryption,
-                daemon=DaemonOptions(
-                    fallback_directory=further,
-                    retries=retries,
-                    stall_timeout_s=default_stall_timeout_s(path) if stall_timeout_s is None else stall_timeout_s,
-                    takeover_timeout_s=takeover_timeout_s,
-                    commit_timeout_s=commit_timeout_s,
-                    nice=nice,
-                    io_class=io_class,
-                    cpus=check_cores(cpus),
-                    mirror=mirror_place,
-                    mirror_bandwidth=check_bandwidth(mirror_bandwidth, mirror),
-                ),
+                observers=observers,
             )
+            mirror_place = (
+                "" if mirror is None else check_mirror(mirror.place, path, node_local=node_local)
+            )
+            given = failures.fallback_directory
+            fallback = "" if given is None else arguments.path_text(given)
+            arguments.check_path(fallback)
+            if storage_options and not any(map(urls.is_url, (path, mirror_place))):
+                raise InvalidArgumentError(
+                    "storage_options are for a URL, and neither the run directory nor the mirror "
+                    f"is one: leave them out, or give the URL in the place of {path}"
+                )
             if world.size > 1:
                 options.check_shared()
-            if further and os.path.realpath(further) == os.path.realpath(path):
-                raise InvalidArgumentError(f"fallback_directory is the run directory itself: {further}")
+            if fallback and os.path.realpath(fallback) == os.path.realpath(path):
+                raise InvalidArgumentError(
+                    f"FailureOptions.fallback_directory is the run directory itself: {fallback}"
+                )
             arguments.make_directory(path)
-            await_predecessors(path, takeover_timeout_s)
+            await_predecessors(path, daemon.takeover_timeout_s)
         with urls.using(storage_options):
             node = find_node(world, path, node_local=node_local)
-        session = Session(world, node, Run(path, further, options.daemon.mirror), options, encoded_options)
+        self._session = session = Session(
+            world, node, Run(path, fallback, mirror_place), options, encoded_options
+        )
         self._dropped = weakref.finalize(self, session.drop)
-        self._dropped.atexit = False  # close_at_exit comes first, and waits
+        self._dropped.atexit = False  # the checkpointer is closed first, and waited for
         try:
             session.start()
             self._saver = Saver(session)
-            close_at_exit(self)
+            checkpointers.add(self)
         except BaseException:  # an interrupt leaves no daemon either
             session.stop()
             raise
 
-    # Saving ----------------------------------------------------------------------------------------------------
+    # Saving ---------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -201,72 +183,91 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save ``state`` as ``step``; returns when training may go on.
 
-        CPU tensors are copied before this returns, at memory speed; CUDA tensors are only scheduled, and the next
-        optimizer step waits for them in stream order. Everything else happens elsewhere: see the handle's futures.
+        CPU tensors are copied before this returns, at memory speed; CUDA tensors are only
+        scheduled, and the next optimizer step waits for them in stream order. Everything else
+        happens elsewhere: see the handle's futures.
 
         Args:
-            step: Names the checkpoint; 0 or more, and not yet in this run's lineage unless ``overwrite``.
-            state: Named items: modules, optimizers, anything with ``state_dict``, tensors, containers, plain data.
+            step: Names the checkpoint; 0 or more, and not yet in this run's lineage unless
+                ``overwrite``.
+            state: Named items: modules, optimizers, anything with ``state_dict``, tensors,
+                containers, plain data.
             blocking: Return only when the checkpoint is committed.
-            overwrite: Replace an existing step; the old one stays until the new one is committed.
-            metadata: Facts about the checkpoint, such as metrics: plain JSON data of at most 64 KiB, of which that of
-                rank 0 stands in the manifest and in :attr:`CheckpointInfo.metadata`.
-            files: Small files to write beside the tensors, by name: a model's ``config.json``, a tokenizer. They are
-                durable, verified, committed and deleted with the checkpoint, and copied at each call, so that all of
-                them may take 64 MiB; ``str`` is written as UTF-8. Those of rank 0 are written (with ``node_local`` of
-                the first rank of each node), any others ignored. Names are plain, and none that a file of the
-                checkpoint may have, nor that ends in ``.safetensors``, ``.xxh3`` or ``.msgpack``.
+            overwrite: Replace an existing step; the old one stays until the new one is committed,
+                and for its readers as long as after :meth:`delete`.
+            metadata: Facts about the checkpoint, such as metrics: plain JSON data of at most 64
+                KiB. Rank 0's are written, and read as :attr:`CheckpointInfo.metadata`.
+            files: Small files to write next to the tensors, by name, such as ``config.json``: up to
+                64 MiB in all, since they are copied at each call. ``str`` is written as UTF-8. They
+                are durable, verified, committed and deleted with the checkpoint. Those of rank 0
+                are written (with ``node_local`` of the first rank of each node), others ignored.
+                A name may have one folder in front (``folder/name``); names of a checkpoint's own
+                files and the endings ``.safetensors``, ``.xxh3`` and ``.msgpack`` are refused.
 
         Raises:
-            InvalidArgumentError: Negative step, a state that is no dict, metadata that is no plain JSON, or files that
-                cannot be written beside the tensors.
+            InvalidArgumentError: Negative step, a state that is no dict, metadata that is no plain
+                JSON, or files that cannot be written beside the tensors.
             CheckpointExistsError: The step exists.
             UnsupportedValueError: The state holds something that cannot be saved; nothing was done.
             HostMemoryError: No memory for a staging slot.
-            WriteStalledError: All slots stayed busy for ``busy_timeout_s``.
+            WriteStalledError: All slots are busy, and no byte of any save has moved for longer than
+                the timeouts of :class:`DaemonOptions` allow.
             ClosedError: The checkpointer is closed.
-            SidesaveError: An earlier save failed, and nobody has been told (``on_error="raise"``, one rank).
+            SidesaveError: An earlier save failed and has not been raised yet (with one rank).
         """
-        return self._saver.save(step, state, blocking=blocking, overwrite=overwrite, metadata=metadata, files=files)
+        return self._saver.save(
+            step, state, blocking=blocking, overwrite=overwrite, metadata=metadata, files=files
+        )
 
-    def prepare(self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None) -> Future[None]:
-        """Allocate, populate and pin the staging memory for states of this structure, in the background.
+    def prepare(
+        self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None
+    ) -> Future[None]:
+        """Allocate, populate and pin staging memory for states of this structure in the background.
 
-        With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first saves do so. Raises
-        like :meth:`save` for a state that cannot be saved; what goes wrong later is the future's exception.
+        With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first
+        saves do so. Raises like :meth:`save` for a state that cannot be saved; what goes wrong
+        later is the future's exception.
         """
         return self._saver.prepare(state, arguments.encode_files(files))
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise what :meth:`save` would raise for this state; nothing is saved."""
+        self._saver.check(state)
+
     @contextlib.contextmanager
     def guard(self) -> Generator[None]:
-        """Protects a hand-written update of tensors that an optimizer owns: entering waits for copies under way.
+        """Protect a hand-written update of tensors that an optimizer owns.
 
-        Optimizers from ``torch.optim``, and wrappers that call their ``step``, need nothing of the kind.
+        Entering waits for copies under way. Optimizers from ``torch.optim``, and wrappers that call
+        their ``step``, do not need this.
         """
         with ownership.guard():
             yield
 
     def wait(self, timeout_s: float | None = None, *, mirrored: bool = False) -> None:
-        """Block until every save issued so far is committed, or has failed; with ``mirrored`` until it is mirrored.
+        """Block until every save issued before is committed or has failed.
 
-        And what earlier sessions have left for the mirror, too.
+        With ``mirrored``, block until it is mirrored; this includes checkpoints that earlier
+        sessions left unmirrored.
 
         Raises:
-            SidesaveError: A save failed (``on_error="raise"``); or, with ``mirrored``, the mirror.
+            SidesaveError: A save failed; or, with ``mirrored``, the mirror did.
             InvalidArgumentError: There is no mirror to wait for.
             WriteStalledError: ``timeout_s`` seconds passed first.
         """
-        self._saver.session.check_process()
+        self._session.check_process()
         self._saver.refuse_waiting("wait")
         self._saver.undo_interrupted()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        saves = self._saver.session.saves
+        saves = self._session.saves
         saves.wait(timeout_s)
         saves.raise_failure()
         if mirrored:
-            saves.mirroring.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._session.mirroring.wait(
+                None if deadline is None else max(0.0, deadline - time.monotonic())
+            )
 
-    # Loading ---------------------------------------------------------------------------------------------------
+    # Loading --------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -283,28 +284,30 @@ class Checkpointer:
         fallback: bool = False,
         allow_pickle: bool | None = None,
     ) -> dict[str, Any]:
-        """Load ``step``, or the latest checkpoint, and make it the parent of what is saved from now on.
+        """Load ``step``, or the latest checkpoint, and make it the parent of all later saves.
 
-        Instead of its number a step is also meant by its directory, or by a ``CheckpointInfo``; the run directory means
-        the latest. They have to be of this run: those of another are an ``InvalidArgumentError``, for what is saved
-        next would not descend from them. :func:`sidesave.load` loads them.
+        ``step`` may also be the step's directory, or a ``CheckpointInfo``; the run directory stands
+        for the latest. They must be of this run: others raise ``InvalidArgumentError``, as later
+        saves would not descend from them. Use :func:`sidesave.load` for those.
 
-        To load a ``step`` is to go back to it, durably: when this returns, what was saved after it is given up, and
-        ``load()`` gives this step until something is committed, in this session and in later ones. What was given up
-        can be loaded by its step, which takes it up again.
+        Loading a ``step`` goes back to it, durably: when this returns, later checkpoints are given
+        up, and ``load()`` returns this step until a save is committed, in this session and in later
+        ones. A step that was given up can be loaded by its number, which takes it up again.
 
-        Of several ranks all have to call it, for the same step and with the same ``fallback``: they load the same
-        checkpoint, or none of them does, and the error names the rank that could not. (What a live object raises that
-        is given its state is raised on all of them too, and then others may have been given theirs.) See
-        :func:`sidesave.load` for the arguments and errors. With ``fallback`` the newest older checkpoint that verifies
-        is taken when this one does not; what was passed over is logged.
+        With several ranks all must call it, for the same step and with the same ``fallback``: they
+        load the same checkpoint, or none of them does, and the error names the rank that could not.
+        (If a live object raises while it receives its state, all ranks raise, and other ranks'
+        objects may have received theirs.) See :func:`sidesave.load` for the arguments and errors.
+        With ``fallback`` the newest older checkpoint that verifies is loaded if this one does not
+        verify; skipped checkpoints are logged.
 
-        Saves of this session that are under way are waited for first, of a ``step`` only its own. One that fails
-        meanwhile is logged as a warning, and raised where it would have been without this call.
+        Waits first for this session's saves under way; with a ``step``, only for that of the step.
+        A save that fails meanwhile is logged as a warning, and raised later as it would have been
+        without this call.
         """
-        self._saver.session.check_open()
+        session = self._session
+        session.check_open()
         self._saver.refuse_waiting("load")
-        session = self._saver.session
         request = LoadRequest(
             into=into,
             map_location=map_location,
@@ -320,68 +323,89 @@ class Checkpointer:
         )
         return session.shared.load(step, request, fallback=fallback)
 
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Read the run's checkpoints from its directory, in the order of :func:`sidesave.find`."""
+        return self._session.checkpoints()
+
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending; read from the directory."""
-        return sorted({info.step for info in self._saver.session.shared.checkpoints()})
+        return sorted({info.step for info in self.checkpoints()})
 
     def latest_step(self) -> int | None:
-        """The step committed last, or gone back to since; None when there is none."""
-        checkpoints = self._saver.session.shared.checkpoints()
+        """The step committed last, or loaded since to go back to it; None without either."""
+        checkpoints = self.checkpoints()
         return checkpoints[-1].step if checkpoints else None
 
     def mirror_status(self) -> MirrorStatus | None:
-        """What the mirror still lacks, and how fast it gets it; at once. None without a mirror."""
-        return self._saver.session.saves.mirroring.status()
+        """Return the checkpoints that the mirror still lacks, and its speed; None without a mirror.
+
+        Returns at once.
+        """
+        return self._session.mirroring.status()
 
     def delete(self, step: int) -> Future[None]:
-        """Delete a checkpoint, in the daemon and behind the saves issued so far; the future is done when it is gone.
+        """Delete a checkpoint in the daemon, after the saves issued before.
 
-        It disappears in one step; a reader that has opened it can finish. (On a network file system, where locks do not
-        tell of readers, it has half a minute, less when the session ends or a save needs the room.) What can go wrong
-        is the future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest checkpoint,
-        which can be deleted only once a newer one is committed; ``WriteError``.
+        The future is done when the checkpoint is deleted. It disappears in one step; a reader that
+        has opened it can finish. (On a network file system, where locks do not show readers, they
+        have half a minute, or less if the session ends or a save needs the space.) Errors are the
+        future's exception: ``CheckpointNotFoundError``; ``InvalidArgumentError`` for the newest
+        checkpoint, which can be deleted only once a newer one is committed, and for one that was
+        saved again while the mirror has only the older save of it; ``WriteError``.
         """
         return self._saver.delete(step)
 
     def history(self) -> list[SaveRecord]:
-        """What became of every save of the run directory, in the order of the calls, those under way included.
+        """Return the outcomes of the run's saves, also those under way, in the order of the calls.
 
-        The log that it comes from is bounded: of a long run the oldest are missing. See :func:`sidesave.history`, which
-        needs no checkpointer. In an object store none is kept, and these are the last saves of this session.
+        The log behind this is bounded: the oldest saves of a long run are missing. See
+        :func:`sidesave.history`, which needs no checkpointer. In an object store there is no log,
+        and these are the last saves of this session.
         """
-        self._saver.session.check_process()
-        return self._saver.session.history.records()
+        self._session.check_process()
+        return self._session.history.records()
 
     @property
     def recovered(self) -> tuple[str, ...]:
-        """Checkpoints that dead sessions had left unfinished, and that were finished when this one began."""
-        return self._saver.session.connection.recovered
+        """Checkpoints of dead sessions that this one completed when it started."""
+        return self._session.connection.recovered
 
     @property
     def removed(self) -> tuple[str, ...]:
-        """Leftovers of dead sessions that could not be finished and were removed when this one began."""
-        return self._saver.session.connection.removed
+        """Leftovers of dead sessions that could not be completed; removed when this one started."""
+        return self._session.connection.removed
 
     @property
     def directory(self) -> str:
         """The run directory."""
-        return self._saver.session.directory
+        return self._session.directory
 
     @property
     def daemon_pid(self) -> int | None:
         """The writer daemon's process id; None while it is being replaced, or when closed."""
-        return self._saver.session.connection.pid
+        return self._session.connection.pid
 
-    # The end ---------------------------------------------------------------------------------------------------
+    @property
+    def session(self) -> Session:
+        """The parts of the checkpointer, for managers and adapters; not a public interface."""
+        return self._session
+
+    @property
+    def saver(self) -> Saver:
+        """The calls that save, likewise."""
+        return self._saver
+
+    # The end --------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for every save, end the daemon, give the memory back; idempotent.
+        """Wait for every save, end the daemon, free the memory; idempotent.
 
-        Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s`` seconds the daemon
-        is left to finish what was staged by itself. The mirror is not waited for: the daemon goes on with it alone, and
-        the next session, which may begin at once, finishes what is left; see :meth:`wait`.
+        Raises what :meth:`wait` would raise, after everything has been closed. After ``timeout_s``
+        seconds the daemon is left to write the staged saves by itself. The mirror is not waited
+        for: the daemon continues it alone, and the next session, which may begin at once, completes
+        it; see :meth:`wait`.
         """
-        session = self._saver.session
+        session = self._session
         if session.pid != os.getpid() or session.ended:
             return
         self._saver.refuse_waiting("close")
@@ -395,16 +419,24 @@ class Checkpointer:
         finally:
             session.close(patience_s)
             self._dropped.detach()
-            was_closed(self)
+            checkpointers.open.discard(self)
         session.saves.raise_failure()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the checkpointer was closed."""
+        return self._session.closed
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
-        """Close; a failed save is only logged when the block is already being left by an exception."""
+        """Close; a failed save is only logged if an exception is already leaving the block."""
         if kind is None:
             self.close()
             return
@@ -414,4 +446,4 @@ class Checkpointer:
             logger.error("a save failed as well: %s", failure)
 
     def __repr__(self) -> str:
-        return f"<Checkpointer {self.directory!r}{' closed' if self._saver.session.closed else ''}>"
+        return f"<Checkpointer {self.directory!r}{' closed' if self.closed else ''}>"

@@ -1,11 +1,11 @@
-"""The user's key of encrypted runs: where it comes from, and which one a reader is to use."""
+"""The user's key of encrypted runs: its source, and which key a reader uses."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, cast
@@ -14,26 +14,39 @@ from sidesave.errors import (
     IntegrityError,
     InvalidArgumentError,
     KeyMissingError,
-    WriteError,
     WrongKeyError,
     write_error,
 )
-from sidesave.writer_daemon.format.manifest import parse_step_directory
+from sidesave.writer_daemon.format import sealed_records
+from sidesave.writer_daemon.format.manifest import MANIFEST, Head, parse_metadata
+from sidesave.writer_daemon.format.names import parse_step_directory
 from sidesave.writer_daemon.sealing.cipher import KEY_NBYTES, require_library
-from sidesave.writer_daemon.sealing.keys import KEYS, MAX_KEYS_NBYTES, RUN_KEYS, Keys, SaveKey, data_key_of
+from sidesave.writer_daemon.sealing.keys import (
+    KEYS,
+    MAX_KEYS_NBYTES,
+    RUN_KEYS,
+    Keys,
+    SaveKey,
+    data_key_of,
+)
 from sidesave.writer_daemon.storage import ReadStorage, urls
 
-_HINT: Final = "a key is 32 random bytes, or 64 hex digits of them in a file or variable: `openssl rand -hex 32`"
+_HINT: Final = (
+    "a key is 32 random bytes, or 64 hex digits of them in a file or variable: `openssl rand -hex "
+    "32`"
+)
 _MAX_FILE_NBYTES: Final = 4096
+_MAX_ASKED: Final = 3
+"""The number of checkpoints whose keys are read to find one that is not damaged."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Encryption:
-    """The key that a run is encrypted with (docs/encryption.md). It is in no message, log or ``repr``.
+    """The key that encrypts a run (docs/encryption.md). It is in no message, log or ``repr``.
 
     Attributes:
-        key: 32 bytes; or the path of a file that holds them, or 64 hex digits; or a function that returns them, which
-            is called once, where they come from a key service.
+        key: 32 bytes; or the path of a file that holds them, or 64 hex digits; or a function that
+            returns them, called once, such as a request to a key service.
         env: The name of an environment variable with 64 hex digits, in the place of ``key``.
     """
 
@@ -43,11 +56,18 @@ class Encryption:
 
     def __post_init__(self) -> None:
         if (self.key is None) == (self.env is None):
-            raise InvalidArgumentError("Encryption takes a key, or the env that holds it: one of them")
-        is_one = self.key is None or callable(self.key) or isinstance(cast("Any", self.key), (bytes, str, os.PathLike))
+            raise InvalidArgumentError(
+                "Encryption takes a key, or the env that holds it: one of them"
+            )
+        is_one = (
+            self.key is None
+            or callable(self.key)
+            or isinstance(cast("Any", self.key), (bytes, str, os.PathLike))
+        )
         if not is_one or not isinstance(cast("Any", self.env), (str, type(None))):
             raise InvalidArgumentError(
-                f"a key is bytes, a path or a function, not {type(self.key or self.env).__name__}: {_HINT}"
+                f"a key is bytes, a path or a function, not {type(self.key or self.env).__name__}: "
+                f"{_HINT}"
             )
         require_library()
 
@@ -59,10 +79,10 @@ class Encryption:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an Encryption is not pickled, for its key must reach no disk")
+        raise TypeError("an Encryption cannot be pickled, as its key must not reach a disk")
 
     def read(self) -> bytes:
-        """The key itself; ``InvalidArgumentError`` or ``WriteError`` says why there is none."""
+        """Read the key; ``InvalidArgumentError`` or ``WriteError`` if that fails."""
         if isinstance(self.key, bytes):
             return _checked(self.key, "key=")
         if callable(self.key):
@@ -72,14 +92,16 @@ class Encryption:
         if self.env is not None:
             text = os.environ.get(self.env)
             if text is None:
-                raise KeyMissingError(f"the environment has no {self.env}, which is to hold the key: {_HINT}")
+                raise KeyMissingError(
+                    f"the environment variable {self.env} for the key is not set: {_HINT}"
+                )
             return _checked(text.encode(errors="replace"), f"${self.env}")
         path = os.path.expanduser(os.fspath(cast("str", self.key)))
         try:
             with open(path, "rb") as file:
                 return _checked(file.read(_MAX_FILE_NBYTES), path)
         except FileNotFoundError as error:
-            raise KeyMissingError(f"{path}: the file of the key is not there") from error
+            raise KeyMissingError(f"{path}: the key file does not exist") from error
         except OSError as error:
             raise write_error(error, "cannot read the key", path) from error
 
@@ -94,7 +116,7 @@ def _checked(data: object, where: str) -> bytes:
     raise InvalidArgumentError(f"{where} is no key: {_HINT}")
 
 
-# Which one --------------------------------------------------------------------------------------------------------
+# Which one ----------------------------------------------------------------------------------------
 
 _using: ContextVar[Encryption | None] = ContextVar("_using", default=None)
 _remembered: Final[dict[str, list[Encryption]]] = {}
@@ -102,9 +124,11 @@ _remembered: Final[dict[str, list[Encryption]]] = {}
 
 @contextlib.contextmanager
 def using(encryption: Encryption | None) -> Generator[None]:
-    """What checkpoints are read with in the block, by this thread; None is what a block around it says, or nothing."""
+    """Read checkpoints with this key in this block and thread; None keeps the outer block's key."""
     if encryption is not None and not isinstance(cast("object", encryption), Encryption):
-        raise InvalidArgumentError(f"encryption must be a sidesave.Encryption, not {type(encryption).__name__}")
+        raise InvalidArgumentError(
+            f"encryption must be a sidesave.Encryption, not {type(encryption).__name__}"
+        )
     token = _using.set(encryption or _using.get())
     try:
         yield
@@ -113,12 +137,12 @@ def using(encryption: Encryption | None) -> Generator[None]:
 
 
 def remember(root: str, encryption: Encryption) -> None:
-    """What a run is read with by any thread, where nothing else is said, until :func:`forget`."""
+    """Register a run's key for all threads, until :func:`forget`; used if no other is given."""
     _remembered.setdefault(_place(root), []).append(encryption)
 
 
 def forget(root: str) -> None:
-    """Take back the last :func:`remember` of a run."""
+    """Undo the last :func:`remember` of a run."""
     remembered = _remembered.get(_place(root), [])
     if remembered:
         remembered.pop()
@@ -131,11 +155,11 @@ def _place(root: str) -> str:
 
 
 def known_for(root: str) -> Encryption | None:
-    """What a run is to be read with, if that was said."""
+    """The key given or registered for reading a run; None without one."""
     return _using.get() or next(reversed(_remembered.get(_place(root), [])), None)
 
 
-# What it opens ----------------------------------------------------------------------------------------------------
+# What it opens ------------------------------------------------------------------------------------
 
 
 class Opened:
@@ -145,69 +169,134 @@ class Opened:
         self._session, self._session_key = session, session_key
 
     def save_key(self, sequence: int) -> SaveKey:
-        """Of its own save, or of that from which one of its files was linked."""
+        """The key of the checkpoint's own save, or of the save that a file was linked from."""
         data_key = data_key_of(self._session_key, self._session, sequence)
         return SaveKey(data_key, self._session, sequence)
 
 
 def open_keys(storage: ReadStorage, name: str, session: str) -> Opened:
-    """The keys of the checkpoint ``name``, which ``session`` has saved.
+    """Return the keys of the checkpoint ``name``, saved by ``session``.
 
     Raises:
         KeyMissingError: No key was given.
         WrongKeyError: Another key was given.
-        IntegrityError: Its keys are missing or damaged, or those of another session.
+        IntegrityError: Its keys are missing or damaged, or belong to another session.
     """
     where = f"{storage.root}/{name}/{KEYS}"
     data = storage.read(f"{name}/{KEYS}", MAX_KEYS_NBYTES)
     if data is None:
-        raise IntegrityError(f"{where}: the file is missing, and without it nobody can read this checkpoint")
+        raise IntegrityError(
+            f"{where}: the file is missing; without it this checkpoint cannot be read"
+        )
     keys = Keys.from_bytes(data, where)
     encryption = known_for(storage.root)
     if encryption is None:
         raise missing(f"{storage.root}/{name}")
     if keys.session != session:
-        raise IntegrityError(f"{where}: it is of another session than the checkpoint")
+        raise IntegrityError(f"{where}: it belongs to another session than the checkpoint")
     return Opened(session, keys.unwrap(encryption.read(), where))
 
 
+def open_metadata(storage: ReadStorage, name: str, head: Head) -> dict[str, Any]:
+    """Return the user's metadata; for an encrypted checkpoint without a key, an empty one."""
+    path = f"{storage.root}/{name}/{MANIFEST}"
+    if not (head.cipher and head.metadata):
+        return parse_metadata(head.metadata, path)
+    try:
+        key = open_keys(storage, name, head.session).save_key(head.sequence)
+    except (KeyMissingError, WrongKeyError):
+        return {}
+    return parse_metadata(sealed_records.open_metadata(head.metadata, key, path), path)
+
+
 def missing(where: str) -> KeyMissingError:
-    """The error where no key was given."""
-    text = "pass encryption=sidesave.Encryption(...), or --key-file or --key-env"
+    """The error for a missing key."""
+    text = (
+        "pass encryption=sidesave.Encryption(...), or --key-file or --key-env; to save in clear, "
+        "begin another run"
+    )
     return KeyMissingError(f"{where} is encrypted, and no key was given: {text}")
 
 
-def check_run(directory: str, key: bytes | None, mirror: str = "") -> None:
-    """Compare the user's key with that of a run, before anything is changed; one that was never encrypted has none.
+def check_run(directory: str, key: bytes | None) -> Keys | None:
+    """Compare the user's key with a run's, and return the run's keys; None if never encrypted.
 
-    Of one whose disk is gone the ``mirror`` is asked; of one on a disk that says nothing the last step.
+    If the run's own keys are missing its last step decides. :func:`check_latest` follows, once the
+    latest step is known.
 
     Raises:
         KeyMissingError: The run is encrypted, and ``key`` is None.
         WrongKeyError: It is encrypted with another key; or its keys are being exchanged.
-        IntegrityError: What it says of its key is damaged.
+        IntegrityError: The run's record of its key is damaged.
         WriteError: The run cannot be read.
     """
-    keys = None
-    for place in filter(None, (directory, mirror)):
-        unreachable = contextlib.suppress(*[WriteError] * (place == mirror))  # which is told by who needs it
-        with unreachable, contextlib.closing(urls.open_storage(place)) as storage:
-            steps = sorted(name for name in storage.list_directory("") if parse_step_directory(name) is not None)
-            paths = [RUN_KEYS, *(f"{name}/{KEYS}" for name in steps[-1:] if not urls.is_url(place))]
-            for path in paths:
-                data = storage.read(path, MAX_KEYS_NBYTES)
-                if data is not None:
-                    keys = Keys.from_bytes(data, f"{place}/{path}")
-                    break
-            if steps or keys is not None:
-                break
+    keys = _keys_of(directory)
     if keys is None:
-        return
+        return None
     if key is None:
         raise missing(directory)
     if keys.following:
-        raise WrongKeyError(f"{directory}: an exchange of its keys was interrupted: call `sidesave rekey` again")
-    if not keys.is_by(key):
         raise WrongKeyError(
-            f"{directory}: the run is encrypted with another key; give that one, or exchange it with `sidesave rekey`"
+            f"{directory}: an exchange of its keys was interrupted: call `sidesave rekey` again"
         )
+    if not keys.is_by(key):
+        raise _wrong(directory)
+    return keys
+
+
+def check_mirror(mirror: str, keys: Keys | None, key: bytes | None) -> None:
+    """Compare the user's key with that of a run's mirror, as :func:`check_run` does.
+
+    ``keys`` are those of the run. If they were exchanged since, the mirror has the former ones of
+    the same session: it gets the new ones later.
+    """
+    there = None if key is None or keys is None else _keys_of(mirror)
+    if keys is None or there is None or keys.session != there.session:
+        check_run(mirror, key)
+
+
+def check_latest(paths: Sequence[str], key: bytes | None) -> None:
+    """Compare the user's key with that of encrypted checkpoints, the latest first.
+
+    The first checkpoint with undamaged keys decides. The run's own keys are not used.
+
+    Raises:
+        KeyMissingError: ``key`` is None.
+        WrongKeyError: It is encrypted with another key.
+    """
+    if key is None:
+        raise missing(paths[0])
+    for path in paths[:_MAX_ASKED]:
+        parent, name = urls.parent_of(path)
+        with contextlib.closing(urls.open_storage(parent)) as storage:
+            try:
+                keys = _read_keys(storage, f"{name}/{KEYS}")
+            except IntegrityError:  # reported when this step is read
+                continue
+        if keys is not None and not keys.is_by(key):
+            raise _wrong(path)
+        if keys is not None:
+            return
+
+
+def _keys_of(place: str) -> Keys | None:
+    """The keys of a run, or else of its last step."""
+    with contextlib.closing(urls.open_storage(place)) as storage:
+        steps = sorted(
+            name for name in storage.list_directory("") if parse_step_directory(name) is not None
+        )
+        paths = [RUN_KEYS, *(f"{name}/{KEYS}" for name in steps[-1:])]
+        return next(
+            (keys for path in paths if (keys := _read_keys(storage, path)) is not None), None
+        )
+
+
+def _read_keys(storage: ReadStorage, path: str) -> Keys | None:
+    data = storage.read(path, MAX_KEYS_NBYTES)
+    return None if data is None else Keys.from_bytes(data, f"{storage.root}/{path}")
+
+
+def _wrong(what: str) -> WrongKeyError:
+    return WrongKeyError(
+        f"{what} is encrypted with another key; give that one, or exchange it with `sidesave rekey`"
+    )

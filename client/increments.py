@@ -1,7 +1,7 @@
-"""What a save holds of tables: all rows, or those that have changed beside a link to the last full save.
+"""Decides if a save holds all rows of a table, or changed rows and a link to the last full save.
 
-Every save that holds changes alone is linked to one that is committed and holds all, never to another one of its kind:
-there is no chain, and each step is complete.
+Every save of changes alone is linked to a committed save that holds all rows, never to another save
+of changes: there is no chain, and each step is complete.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from typing import Final, NamedTuple
 
 import torch
 
-from sidesave.client.runs.info import CheckpointInfo
 from sidesave.stager.plan import FileImage, Structure
 from sidesave.stager.state.flat_state import FlatState, TableItem
-from sidesave.stager.tables import ChangeTracking, Column, RowChanges, RowImage, RowTable, all_rows, changes
+from sidesave.stager.tables import (
+    ChangeTracking,
+    Column,
+    RowChanges,
+    RowImage,
+    RowTable,
+    all_rows,
+    changes,
+)
 from sidesave.writer_daemon.format.layout import CHANGED, ROWS
 
 MOST_CHANGED: Final = 0.3
-"""Of the rows of the last full save: where more have changed since all are saved."""
+"""Fraction of the last full save's rows; if more have changed, all are saved."""
 EVERY: Final = 20
-"""Of so many saves one holds all rows: a damaged file must not be in every checkpoint."""
+"""One of this many saves holds all rows: a damaged file must not be in every checkpoint."""
 _MAX_SAVES: Final = 8
-"""So many saves are remembered in which the files of the last full one are."""
+"""Number of saves remembered that have the files of the last full one."""
 _MAX_STEPS: Final = 1000
-"""Of so many steps it is known which save was the last one of them."""
+"""Number of steps for which the last save is remembered."""
 
 Kinds = dict[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name."""
@@ -44,15 +51,15 @@ class Base:
     """A committed save that holds all rows of a table.
 
     Attributes:
-        table: The object, if it is still there.
-        token: Its moment.
-        columns: What was in its rows.
-        num_rows: How many there were.
-        container: The one with the rows.
-        kinds: Its tensors.
-        names: How the names of its files begin.
-        saves: Those that have its files, or will have them once they are committed.
-        links: How many of these only link them.
+        table: The object, if it still exists.
+        token: Its change token at the save.
+        columns: The columns of its rows.
+        num_rows: Number of rows.
+        container: The container with the rows.
+        kinds: Dtype and shape of its tensors.
+        names: Stems of its files' names.
+        saves: The saves that have its files, or will have them once they are committed.
+        links: The number of these that only link them.
     """
 
     table: Callable[[], RowTable | None]
@@ -67,13 +74,16 @@ class Base:
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
+        """Bytes of its tensors."""
         return _nbytes(self.kinds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableShare:
-    """What one save stages of a table in a container of its own; with a ``base`` what has changed since then."""
+    """The part of a table that one save stages in its own container.
+
+    With a ``base``, it has only the changes since then.
+    """
 
     fqn: str
     table: TableItem
@@ -87,36 +97,41 @@ class TableShare:
         return {name: kind for image in self.images for name, kind in image.kinds().items()}
 
     def containers(self) -> list[tuple[str, Kinds]]:
-        """All tensors that the save has of the table, by container: also those that are linked."""
+        """All tensors that the save has of the table, by container: also linked ones."""
         linked = [] if self.base is None else [(self.base.container, self.base.kinds)]
         return [(self.container, self.kinds()), *linked]
 
     @property
     def room_nbytes(self) -> int:
-        """What the slot should have room for, so that it stays the same when all rows are saved again."""
+        """Bytes that the slot needs to keep its size when all rows are saved again."""
         nbytes = _nbytes(self.kinds())
         return nbytes if self.base is None else max(nbytes, self.base.nbytes)
 
 
 def structure_of(shares: list[TableShare], suffix: str = "") -> Structure:
-    """The containers of tables, with a suffix behind the names of their tensors."""
+    """The containers of tables, with a suffix after the names of their tensors."""
     every = [(share.container, share.kinds()) for share in shares]
     return tuple(
-        (container, tuple(name + suffix for name in kinds), tuple(kinds.values())) for container, kinds in every
+        (container, tuple(name + suffix for name in kinds), tuple(kinds.values()))
+        for container, kinds in every
     )
 
 
 class Increments:
-    """Which tables have a committed full save in this session. Thread-safe: saves are committed in another thread."""
+    """Tracks which tables have a committed full save in this session.
+
+    Thread-safe: saves are committed in another thread.
+    """
 
     def __init__(self, *, links: bool = True) -> None:
-        """Nothing has been saved. Where nothing ``links`` to earlier saves, each holds all rows."""
+        """Start empty. Without ``links``, saves cannot link to earlier ones, and hold all rows."""
         self._links = links
         self._bases: dict[str, Base] = {}
         self._latest: dict[int, int] = {}
+        self._under_way: dict[int, tuple[Sequence[TableShare], tuple[FileImage, ...], SavedAs]] = {}
 
     def shares(self, flat: FlatState) -> list[TableShare]:
-        """What the next save holds of each table."""
+        """Choose what the next save holds of each table."""
         return [self._share(fqn, table) for fqn, table in flat.tables.items()]
 
     def _share(self, fqn: str, table: TableItem) -> TableShare:
@@ -127,20 +142,22 @@ class Increments:
                 images = changes(changed, fqn, table.columns)
                 return TableShare(fqn, table, table.stem + CHANGED, images, None, base)
         token = value.change_token() if isinstance(value, ChangeTracking) and self._links else None
-        return TableShare(fqn, table, table.stem + ROWS, all_rows(value, fqn, table.columns), token, None)
+        return TableShare(
+            fqn, table, table.stem + ROWS, all_rows(value, fqn, table.columns), token, None
+        )
 
     def _stays(self, base: Base) -> bool:
-        """Whether a save that is called next finds the files: no other one that is under way replaces them all."""
+        """Whether the next save will find the base's files: no save under way replaces them all."""
         return any(self._latest.get(step, sequence) == sequence for step, sequence in base.saves)
 
-    def follow(
-        self, shares: Sequence[TableShare], files: tuple[FileImage, ...], saved: SavedAs
-    ) -> Callable[[CheckpointInfo | None], None]:
-        """A save is under way. What is returned is to be told how it ends: its checkpoint, or None where it has failed.
+    def began(
+        self, saved: SavedAs, shares: Sequence[TableShare], files: tuple[FileImage, ...]
+    ) -> None:
+        """Add a save under way, even without tables: it may replace a step that others link to.
 
-        Saves are called for while earlier ones are under way, and written in that order.
+        Saves are requested while earlier ones are under way, and written in that order.
         """
-        bases, latest = self._bases, self._latest
+        latest = self._latest
         if shares or latest:
             latest.pop(saved.step, None)
             latest[saved.step] = saved.sequence
@@ -150,20 +167,25 @@ class Increments:
             if share.base is not None:
                 share.base.saves = [saved, *share.base.saves][:_MAX_SAVES]
                 share.base.links += 1
+        if shares:
+            self._under_way[saved.sequence] = shares, files, saved
 
-        def ended(info: CheckpointInfo | None) -> None:
-            for share in shares:
-                if info is None:
-                    if share.base is not None and bases.get(share.fqn) is share.base:
-                        del bases[share.fqn]
-                elif share.base is None and (base := _base(share, files, saved)) is not None:
-                    bases[share.fqn] = base
-
-        return ended
+    def ended(self, sequence: int, *, committed: bool) -> None:
+        """Note the outcome of a save."""
+        under_way = self._under_way.pop(sequence, None)
+        if under_way is None:
+            return
+        shares, files, saved = under_way
+        for share in shares:
+            if not committed:
+                if share.base is not None and self._bases.get(share.fqn) is share.base:
+                    del self._bases[share.fqn]
+            elif share.base is None and (base := _base(share, files, saved)) is not None:
+                self._bases[share.fqn] = base
 
 
 def _changed(base: Base, table: ChangeTracking, columns: Mapping[str, Column]) -> RowChanges | None:
-    """What has changed since a full save; None where all rows are to be saved again."""
+    """The changes since a full save; None if all rows must be saved again."""
     if base.table() is not table or base.columns != columns or base.links >= EVERY - 1:
         return None
     changed = table.changed_since(base.token)
@@ -173,16 +195,25 @@ def _changed(base: Base, table: ChangeTracking, columns: Mapping[str, Column]) -
 
 
 def _base(share: TableShare, files: tuple[FileImage, ...], saved: SavedAs) -> Base | None:
-    """What the later saves of a table may link, if it can tell what changes."""
+    """The base to which later saves of a table may link; None if the table tracks no changes."""
     if share.token is None:
         return None
     try:
         table = weakref.ref(share.table.value)
-    except TypeError:  # who keeps no references to itself is not to be confused with another one
+    except TypeError:  # without weak references the object could be confused with a later one
         return None
     names = tuple(file.name for file in files if file.container == share.container)
     (image,) = share.images
-    return Base(table, share.token, share.table.columns, image.count, share.container, share.kinds(), names, [saved])
+    return Base(
+        table,
+        share.token,
+        share.table.columns,
+        image.count,
+        share.container,
+        share.kinds(),
+        names,
+        [saved],
+    )
 
 
 def _nbytes(kinds: Kinds) -> int:

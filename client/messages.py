@@ -13,12 +13,12 @@ SHOWN: Final = 10
 """Lines of each kind."""
 
 _NEIGHBOURS: Final = 40
-"""So many before and behind are looked at, in the order of the names read forward and in that of them read backward."""
+"""Number of names examined before and after, in the order of names read forward and backward."""
 _LIKE: Final = 0.75
-"""So much of two names must be the same."""
+"""Minimum similarity of two names."""
 _NUMBER: Final = re.compile(r"\d+")
 _MAX_LENGTH: Final = 400
-"""Comparing two names takes the product of their lengths."""
+"""Longest name compared; the time is proportional to the product of both lengths."""
 
 
 class Names:
@@ -30,12 +30,17 @@ class Names:
         self._backward = sorted(name[::-1] for name in self._forward)
 
     def closest_matches(self, name: str, count: int = 3) -> list[str]:
-        """Up to ``count`` names that are like ``name``, the most similar first; some milliseconds."""
+        """Up to ``count`` names like ``name``, the most similar first; takes some milliseconds."""
         if len(name) > _MAX_LENGTH:
             return []
-        candidates = {*_around(self._forward, name), *(other[::-1] for other in _around(self._backward, name[::-1]))}
+        candidates = {
+            *_around(self._forward, name),
+            *(other[::-1] for other in _around(self._backward, name[::-1])),
+        }
         numbers = _NUMBER.findall(name)  # with others it is another layer, and no misspelling
-        alike = [other for other in candidates if other != name and _NUMBER.findall(other) == numbers]
+        alike = [
+            other for other in candidates if other != name and _NUMBER.findall(other) == numbers
+        ]
         return difflib.get_close_matches(name, sorted(alike), n=count, cutoff=_LIKE)
 
     def hint(self, name: str) -> str:
@@ -50,6 +55,12 @@ def _around(ordered: list[str], name: str) -> list[str]:
 
 
 def few(names: Sequence[_T], line: Callable[[_T], str], what: str) -> list[str]:
-    """A line of each of the first ten, and how many ``more`` there are."""
+    """Lines for the first ten items, and one with the number of those left out (``more``)."""
     more = len(names) - SHOWN
     return [*map(line, names[:SHOWN]), *([f"... and {more} more {what}"] if more > 0 else [])]
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Return up to ``most`` names in one line, and the number of those left out."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

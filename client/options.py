@@ -1,9 +1,9 @@
-"""The options of a checkpointer, checked; and keyword arguments that are passed on, by name and type."""
+"""The options of a checkpointer and their checks, and types of keyword arguments passed on."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,70 +12,194 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 
 from sidesave.client.encryption import Encryption
-from sidesave.client.loading.rename import Rename
+from sidesave.client.loading.load_filter import Rename
 from sidesave.errors import InvalidArgumentError, brief
-from sidesave.writer_daemon.protocol import DaemonOptions
-from sidesave.writer_daemon.storage import urls
+from sidesave.writer_daemon.options import DaemonOptions
+from sidesave.writer_daemon.save_record import SaveRecord
+
+PathLike = str | os.PathLike[str]
+Observer = Callable[[SaveRecord], object]
+"""Called with a record when a save begins, and again with its outcome."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingOptions:
+    """Host memory for the state, and when the state is copied there.
+
+    Attributes:
+        slots: Number of saves that can be under way; each takes host memory of the state's size.
+        on_busy: If all slots are busy, ``"wait"`` for one or ``"skip"`` the save.
+        overlap: Copy owned tensors while training goes on: None for CUDA tensors, True for CPU
+            tensors too, False never.
+        validate: Compare all bytes, not samples, to find tensors that changed while they were
+            copied; for debugging.
+    """
+
+    slots: int = 2
+    on_busy: Literal["wait", "skip"] = "wait"
+    overlap: bool | None = None
+    validate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureOptions:
+    """Retries, a fallback and tolerance for saves that storage refuses.
+
+    A failed save is raised by the next ``save()``, ``wait()`` or ``close()``, unless its error was
+    read from a future of its handle. With several ranks the next ``save()`` only logs it, since
+    ranks may have read different futures.
+
+    Attributes:
+        retries: Further tries, in the background, after an error that may be gone a second later,
+            such as a server that does not answer. A full disk is not retried.
+        fallback_directory: A run directory on another file system, for saves that the first one
+            refuses for good. Its checkpoints are found like the others, also by later sessions
+            without this option. Slots are then held until the commit. For one rank only.
+        tolerated: Number of failed saves in a row that are only warned of. The next failure is
+            raised, and each one after it, until a save is committed.
+    """
+
+    retries: int = 2
+    fallback_directory: PathLike | None = None
+    tolerated: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorOptions:
+    """A second place for committed checkpoints.
+
+    The daemon copies them there after the commit, and no save waits for it. What a session leaves
+    uncopied is copied after its end, or by the next session. Loading also finds checkpoints that
+    are only there.
+
+    Attributes:
+        place: A directory, such as one on a network file system, or a URL.
+        bandwidth: Limit in bytes per second; None means no limit.
+        backlog: If unmirrored checkpoints fill the disk, ``"fail"`` the save, or ``"drop"`` the
+            oldest of them; that needs a ``CheckpointManager``.
+    """
+
+    place: PathLike
+    bandwidth: int | None = None
+    backlog: Literal["fail", "drop"] = "fail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a :class:`~sidesave.Checkpointer`; ``daemon`` is the part that is passed to its daemons.
+    """The options of one :class:`~sidesave.Checkpointer` that its session reads.
 
-    Making one raises ``InvalidArgumentError`` for what makes no sense.
+    Making one raises ``InvalidArgumentError`` for options that are invalid. The groups do not check
+    themselves: a rank that raised before it meets the others would have them wait for it.
     """
 
-    slots: int
-    max_host_memory_bytes: int | None
-    overlap: bool | None
-    validate: bool
-    on_error: str
-    max_consecutive_failures: int
-    on_busy: str
-    busy_timeout_s: float
-    allow_pickle: bool
+    staging: StagingOptions
+    failures: FailureOptions
     daemon: DaemonOptions
+    mirror: MirrorOptions | None = None
+    allow_pickle: bool = False
     encryption: Encryption | None = None
+    observers: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
-        daemon = self.daemon
+        for name, kind in (
+            ("staging", StagingOptions),
+            ("failures", FailureOptions),
+            ("daemon", DaemonOptions),
+        ):
+            group = getattr(self, name)
+            _require(name, group, f"a sidesave.{kind.__name__}", isinstance(group, kind))
         given = cast("object", self.encryption)
-        _require("encryption", given, "a sidesave.Encryption", given is None or isinstance(given, Encryption))
-        _require("slots", self.slots, "1 or more", type(self.slots) is int and self.slots >= 1)
-        most = self.max_host_memory_bytes
-        _require("max_host_memory_bytes", most, "positive", most is None or most >= 1)
-        _require("on_error", self.on_error, "'raise' or 'warn'", self.on_error in ("raise", "warn"))
-        _require("on_busy", self.on_busy, "'wait' or 'skip'", self.on_busy in ("wait", "skip"))
-        _require("nice", daemon.nice, "0 to 19", 0 <= daemon.nice <= 19)
-        kinds = ("", "idle", "best-effort")
-        _require("io_class", daemon.io_class, "'', 'idle' or 'best-effort'", daemon.io_class in kinds)
-        for options, name in ((self, "max_consecutive_failures"), (daemon, "retries")):
-            count = getattr(options, name)
-            _require(name, count, "an int, 0 or more", type(count) is int and count >= 0)
-        timeouts = ("stall_timeout_s", "takeover_timeout_s", "commit_timeout_s")
-        for options, name in ((self, "busy_timeout_s"), *((daemon, name) for name in timeouts)):
-            seconds = getattr(options, name)
-            is_one = type(seconds) in (int, float) and 0 < seconds < float("inf")
-            _require(name, seconds, "a positive number of seconds", is_one)
+        _require(
+            "encryption",
+            given,
+            "a sidesave.Encryption",
+            given is None or isinstance(given, Encryption),
+        )
+        are_functions = isinstance(cast("object", self.observers), Sequence) and all(
+            map(callable, self.observers)
+        )
+        _require(
+            "observers",
+            self.observers,
+            "a sequence of functions that take a SaveRecord",
+            are_functions,
+        )
+        staging, failures, daemon, mirror = self.staging, self.failures, self.daemon, self.mirror
+        _require(
+            "StagingOptions.slots", staging.slots, "an int, 1 or more", _is_count(staging.slots, 1)
+        )
+        _require(
+            "StagingOptions.on_busy",
+            staging.on_busy,
+            "'wait' or 'skip'",
+            staging.on_busy in ("wait", "skip"),
+        )
+        for name in ("retries", "tolerated"):
+            count = getattr(failures, name)
+            _require(f"FailureOptions.{name}", count, "an int, 0 or more", _is_count(count))
+        _require(
+            "DaemonOptions.nice",
+            daemon.nice,
+            "an int, 0 to 19",
+            _is_count(daemon.nice) and daemon.nice <= 19,
+        )
+        _check_cores(daemon.cpus)
+        if daemon.stall_timeout_s is not None:
+            _require_seconds("stall_timeout_s", daemon.stall_timeout_s)
+        _require_seconds("takeover_timeout_s", daemon.takeover_timeout_s)
+        _require_seconds("commit_timeout_s", daemon.commit_timeout_s)
+        if mirror is not None:
+            limit = mirror.bandwidth
+            is_one = limit is None or _is_count(limit, 1)
+            _require(
+                "MirrorOptions.bandwidth",
+                limit,
+                "an int of bytes per second, 1 or more, or None",
+                is_one,
+            )
+            _require(
+                "MirrorOptions.backlog",
+                mirror.backlog,
+                "'fail' or 'drop'",
+                mirror.backlog in ("fail", "drop"),
+            )
+            if mirror.backlog == "drop" and not _managed.get():
+                raise InvalidArgumentError(
+                    "MirrorOptions.backlog='drop' needs a CheckpointManager, whose policies say "
+                    "what may be dropped"
+                )
 
     @property
-    def bearable_failures(self) -> int:
-        """How many failed saves in a row are only warned of."""
-        return self.max_consecutive_failures if self.on_error == "warn" else 0
+    def slot_patience_s(self) -> float:
+        """Seconds without a byte moved by any save, after which a save gives up waiting for a slot.
+
+        A daemon that answers has failed each save that hangs by then, which frees the slot.
+        """
+        stall_timeout_s = (
+            900.0 if self.daemon.stall_timeout_s is None else self.daemon.stall_timeout_s
+        )
+        return stall_timeout_s + self.daemon.commit_timeout_s
 
     def check_shared(self) -> None:
-        """Raise ``InvalidArgumentError`` for options that only a process that saves alone can use."""
-        if self.daemon.fallback_directory:
-            text = "fallback_directory is for a process that saves alone; ranks share one directory"
+        """Raise ``InvalidArgumentError`` for options that only a process saving alone can use."""
+        if self.failures.fallback_directory is not None:
+            text = (
+                "FailureOptions.fallback_directory is for a process that saves alone; ranks share "
+                "one directory"
+            )
             raise InvalidArgumentError(text)
-        if self.on_busy == "skip" and not _managed.get():
-            text = "a save takes all ranks, which CheckpointManager has agree on what is skipped"
-            raise InvalidArgumentError(f'on_busy="skip" is for a process that saves alone: {text}')
+        if self.staging.on_busy == "skip" and not _managed.get():
+            text = (
+                "ranks must skip the same saves: use a CheckpointManager, whose ranks agree on them"
+            )
+            raise InvalidArgumentError(
+                f"StagingOptions.on_busy='skip' is for a process that saves alone: {text}"
+            )
 
 
 @contextmanager
 def of_manager() -> Generator[None]:
-    """Checkpointers that are made in the block have a manager, which skips on all ranks or on none."""
+    """Checkpointers made in the block have a manager, which skips on all ranks or on none."""
     token = _managed.set(True)
     try:
         yield
@@ -86,59 +210,53 @@ def of_manager() -> Generator[None]:
 _managed: ContextVar[bool] = ContextVar("_managed", default=False)
 
 
-def default_stall_timeout_s(directory: str) -> float:
-    """After how long without a byte moved a save to a run directory, or its URL, fails: in seconds."""
-    return 900.0 if urls.is_url(directory) else 300.0
+def _is_count(value: object, least: int = 0) -> bool:
+    return type(value) is int and value >= least
 
 
-def check_cores(cpus: object) -> tuple[int, ...]:
-    """The cores that a daemon may use."""
+def _require_seconds(name: str, seconds: float) -> None:
+    is_one = type(seconds) in (int, float) and 0 < seconds < float("inf")
+    _require(f"DaemonOptions.{name}", seconds, "a positive number of seconds", is_one)
+
+
+def _check_cores(cpus: object) -> None:
+    """Raise unless these are cores of this machine; a list travels in BOOT as a tuple does."""
     shown = brief(cpus)
-    cores = cast("list[Any]", list(cast("Iterable[Any]", cpus)) if isinstance(cpus, Iterable) else [None])
-    if not all(type(core) is int and core >= 0 for core in cores):
-        raise InvalidArgumentError(f"cpus must be numbers of cores in a list, not {shown}")
+    cores = cast("Sequence[Any]", cpus if isinstance(cpus, (tuple, list)) else [None])
+    if not all(map(_is_count, cores)):
+        raise InvalidArgumentError(
+            f"DaemonOptions.cpus must be a tuple of core numbers, not {shown}"
+        )
     last = os.sysconf("SC_NPROCESSORS_CONF") - 1
     if max(cores, default=0) > last:
-        raise InvalidArgumentError(f"cpus={shown}: this machine has cores 0 to {last}")
-    return tuple(cores)
+        raise InvalidArgumentError(
+            f"DaemonOptions.cpus={shown}: this machine has cores 0 to {last}"
+        )
 
 
-def _require(name: str, value: object, what: str, holds: bool) -> None:
+def _require(name: str, value: object, expected: str, holds: bool) -> None:
     if not holds:
-        raise InvalidArgumentError(f"{name} must be {what}, not {brief(value)}")
+        raise InvalidArgumentError(f"{name} must be {expected}, not {brief(value)}")
 
 
 class CheckpointerOptions(TypedDict, total=False):
-    """What :class:`~sidesave.Checkpointer` takes beside the directory; the meaning and the defaults are told there."""
+    """The keyword arguments of :class:`~sidesave.Checkpointer`, which documents them."""
 
-    slots: int
-    max_host_memory_bytes: int | None
-    overlap: bool | None
-    validate: bool
-    on_error: Literal["raise", "warn"]
-    max_consecutive_failures: int
-    retries: int
-    fallback_directory: str | os.PathLike[str] | None
-    on_busy: Literal["wait", "skip"]
-    busy_timeout_s: float
-    stall_timeout_s: float | None
-    takeover_timeout_s: float
-    commit_timeout_s: float
-    distributed: bool
     process_group: torch.distributed.ProcessGroup | None
+    distributed: bool
     node_local: bool
     allow_pickle: bool
-    nice: int
-    io_class: Literal["", "idle", "best-effort"]
-    cpus: Sequence[int]
     storage_options: Mapping[str, Any] | None
-    mirror: str | os.PathLike[str] | None
-    mirror_bandwidth: int | None
+    mirror: PathLike | MirrorOptions | None
     encryption: Encryption | None
+    observers: Sequence[Observer]
+    staging: StagingOptions
+    failures: FailureOptions
+    daemon: DaemonOptions
 
 
 class LoadOptions(TypedDict, total=False):
-    """What ``Checkpointer.load`` takes beside step and target; the meaning and the defaults are told there."""
+    """Keyword arguments of ``Checkpointer.load`` besides step and target; see there."""
 
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
@@ -150,7 +268,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 class ExportOptions(TypedDict, total=False):
-    """What :func:`sidesave.export` takes beside checkpoint and target; the meaning and the defaults are told there."""
+    """Keyword arguments of :func:`sidesave.export` besides checkpoint and target; see there."""
 
     item: str | None
     include: str | Sequence[str] | None

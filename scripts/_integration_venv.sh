@@ -20,10 +20,13 @@ use_integration() { # NAME
         return 2
     fi
     _install() {
+        local wanted=(-e "$ROOT[$_name]")
+        # One without an adapter has no extra: all that its file names is installed.
+        grep -q "^$_name = \[" "$ROOT/pyproject.toml" || wanted=(-e "$ROOT" -r "$_CONSTRAINTS/$_name.txt")
         _say "installing $_name, unless it is there (can take minutes)"
         # First and by its exact version, so that a build without CUDA, offered by PIP_FIND_LINKS or an index, is taken.
         _pip install -qq -c "$_CONSTRAINTS/$_name.txt" "$(grep '^torch==' "$_CONSTRAINTS/$_name.txt")" &&
-            _pip install -qq -c "$_CONSTRAINTS/$_name.txt" -e "$ROOT[$_name]" "${_NEEDED_BY_TESTS[@]}"
+            _pip install -qq -c "$_CONSTRAINTS/$_name.txt" "${wanted[@]}" "${_NEEDED_BY_TESTS[@]}"
     }
     _use_environment ".venv-$_name" "$ROOT/pyproject.toml" "$ROOT/scripts/_integration_venv.sh" "$_CONSTRAINTS/$_name.txt"
 }

@@ -2,10 +2,10 @@
 
     python -m scripts.changed          prints the test modules, and in one line on stderr why those
 
-What has changed is what differs from the merge base with ``origin/main``, or from ``HEAD`` where there is none, files
-that git does not know yet included. A test module is chosen if it has changed, or reaches what has: by its imports, by
-the names that it uses of ``sidesave``, by modules and files that it names in strings (which is how it starts other
-processes), by fixtures, and on from there.
+What has changed is what differs from the merge base with ``origin/main``, or from ``HEAD`` where
+there is none, files that git does not know yet included. A test module is chosen if it has changed,
+or reaches what has: by its imports, by the names that it uses of ``sidesave``, by modules and files
+that it names in strings (which is how it starts other processes), by fixtures, and on from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class Graph:
     """Which file depends on which; paths are relative to the root of the checkout."""
 
     def __init__(self) -> None:
-        found = [*(ROOT / "sidesave").glob("*.py"), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+        found = [
+            *(ROOT / "sidesave").glob("*.py"),
+            *(ROOT / "scripts").rglob("*.py"),
+            *(ROOT / "tests").rglob("*.py"),
+        ]
         for house in rooms.HOUSES:
             found += (ROOT / house).rglob("*.py")
         self.files = sorted(str(path.relative_to(ROOT)) for path in found)
@@ -45,7 +49,11 @@ class Graph:
         for file in self.files:
             self._by_name.setdefault(Path(file).name, []).append(file)
         public = ROOT / "sidesave" / "__init__.py"
-        self._public = {name.rpartition(".")[2]: name for _, name in rooms.imports(public) if name.count(".") > 1}
+        self._public = {
+            name.rpartition(".")[2]: name
+            for _, name in rooms.imports(public)
+            if name.count(".") > 1
+        }
         gc.disable()  # each collection would go through all trees, and find nothing
         try:
             self._trees = {file: ast.parse((ROOT / file).read_text()) for file in self.files}
@@ -75,8 +83,17 @@ class Graph:
         while left:
             file = left.pop()
             reached.add(file)
-            top = (node for node in self._trees[file].body if isinstance(node, (ast.Import, ast.ImportFrom)))
-            further = {target for node in top for target in self._of_node(node) if target.startswith("tests/")}
+            top = (
+                node
+                for node in self._trees[file].body
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+            )
+            further = {
+                target
+                for node in top
+                for target in self._of_node(node)
+                if target.startswith("tests/")
+            }
             left += further - reached
         return reached
 
@@ -110,12 +127,17 @@ class Graph:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 yield from self._resolve(f"{node.module}.{alias.name}")
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sidesave":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "sidesave"
+        ):
             yield from self._resolve(f"sidesave.{node.attr}")
         elif isinstance(node, ast.Call) and any(
             isinstance(each, ast.Name) and each.id == "sidesave" for each in node.args
         ):
-            yield from self._everything_public()  # getattr(sidesave, name), monkeypatch.setattr(sidesave, ...)
+            # getattr(sidesave, name), monkeypatch.setattr(sidesave, ...)
+            yield from self._everything_public()
 
     def _of_text(self, text: str) -> Iterator[str]:
         """By a program in a string, or by the name of a file."""
@@ -156,7 +178,9 @@ class Graph:
                     imported[alias.name] = list(self._resolve(f"{node.module}.{alias.name}"))
         found: dict[str, set[str]] = {}
         for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-            if not any("fixture" in ast.unparse(decorator) for decorator in function.decorator_list):
+            if not any(
+                "fixture" in ast.unparse(decorator) for decorator in function.decorator_list
+            ):
                 continue
             nodes = list(ast.walk(function))
             found[function.name] = {target for node in nodes for target in self._of_node(node)}
@@ -171,13 +195,16 @@ def _module_name(file: str) -> str:
     if parts[0] in rooms.HOUSES:
         parts.insert(0, "sidesave")
     elif parts[0] == "tests":
-        del parts[: 1 if "simulated_gpu" in parts else -1]  # where their imports of each other start
+        # where their imports of each other start
+        del parts[: 1 if "simulated_gpu" in parts else -1]
     if parts[-1] == "__init__":
         del parts[-1]
     return ".".join(parts)
 
 
-_TELLING = ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.arg | ast.Expr | ast.Constant
+_TELLING = (
+    ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.arg | ast.Expr | ast.Constant
+)
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -204,7 +231,9 @@ def _strings(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 def choose(changed: Iterable[str], graph: Graph | None = None) -> tuple[list[str], str]:
-    """The test modules that a change of these files can break, and why those; paths are relative to the root."""
+    """The test modules that a change of these files can break, and why those; paths are relative to
+    the root.
+    """
     files = set(changed)
     graph = graph or Graph()
     tests = graph.tests()
@@ -223,12 +252,16 @@ def choose(changed: Iterable[str], graph: Graph | None = None) -> tuple[list[str
 
 
 def _git(*arguments: str) -> list[str]:
-    done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True
+    )
     return [line for line in re.split(r"[\0\n]", done.stdout) if line]
 
 
 def changed_files() -> tuple[set[str], str]:
-    """What differs from the merge base with ``origin/main``, or from ``HEAD``; and the name of which."""
+    """What differs from the merge base with ``origin/main``, or from ``HEAD``; and the name of
+    which.
+    """
     try:
         [base], name = _git("merge-base", "origin/main", "HEAD"), "origin/main"
     except subprocess.CalledProcessError:

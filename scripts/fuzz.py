@@ -1,10 +1,11 @@
-"""Malformed bytes for everything that reads bytes from outside, until the time is up or something gives way.
+"""Malformed bytes for everything that reads bytes from outside, until the time is up or something
+gives way.
 
 python -m scripts.fuzz --seconds 60 --seed 7
 
-Every parser may answer with one of its own typed errors, or accept what it got. It may not raise anything else, take
-long, take memory out of proportion, import or run anything, or write. What breaks a rule is printed with the bytes
-that did it. The same mutators and targets serve the tests.
+Every parser may answer with one of its own typed errors, or accept what it got. It may not raise
+anything else, take long, take memory out of proportion, import or run anything, or write. What
+breaks a rule is printed with the bytes that did it. The same mutators and targets serve the tests.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from sidesave.errors import SidesaveError
 from sidesave.stager.memory.arena import Arena
 from sidesave.stager.state import tree
 from sidesave.stager.state.treespec import TreeSpec
-from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon import protocol, wire
 from sidesave.writer_daemon.format import manifest, tensor_file
 from sidesave.writer_daemon.format.extra_files import pack_files, unpack_files
 from sidesave.writer_daemon.format.sealed_records import bound_to, open_record
@@ -54,8 +55,17 @@ DEADLINE_S = 20.0
 """For one input, all of which are read in milliseconds: a hang, on however busy a machine."""
 MEMORY_FACTOR = 64
 MEMORY_NBYTES = 100 << 20
-"""An input may cost so many times its length, and so much besides: msgpack keeps room for 10,000 items a level."""
-FORBIDDEN = {"pickle.find_class", "os.system", "os.exec", "os.fork", "subprocess.Popen", "socket.connect"}
+"""An input may cost so many times its length, and so much besides: msgpack keeps room for 10,000
+items a level.
+"""
+FORBIDDEN = {
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+}
 """What Python audits that no parser has any business with."""
 
 
@@ -67,9 +77,26 @@ class Breach(Exception):
     """A parser broke a rule; the message says which, with the input."""
 
 
-# Mutation --------------------------------------------------------------------------------------------------------
+# Mutation -----------------------------------------------------------------------------------------
 
-NUMBERS = [0, 1, -1, 2, 7, 255, 256, 4095, 4096, 65535, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**62, 2**63 - 1]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    7,
+    255,
+    256,
+    4095,
+    4096,
+    65535,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**62,
+    2**63 - 1,
+]
 TEXTS = [
     *(
         "",
@@ -85,8 +112,26 @@ TEXTS = [
         "\u202e",
         "\U0001d518" * 50,
     ),
-    *("manifest.json", "rank-00000.json", "step-00000001", "x" * 5000, "O", "V9999999999", "_dynamo", "cuda:99"),
-    *("F64", "F32", "BOOL", "sparse_csr", "float8_e4m3fn", "complex128", "Europe/Berlin", "../../../etc/localtime"),
+    *(
+        "manifest.json",
+        "rank-00000.json",
+        "step-00000001",
+        "x" * 5000,
+        "O",
+        "V9999999999",
+        "_dynamo",
+        "cuda:99",
+    ),
+    *(
+        "F64",
+        "F32",
+        "BOOL",
+        "sparse_csr",
+        "float8_e4m3fn",
+        "complex128",
+        "Europe/Berlin",
+        "../../../etc/localtime",
+    ),
 ]
 
 
@@ -119,8 +164,12 @@ def nested(rng: random.Random, depth: int) -> Any:
     return value
 
 
-def mutate_tree(rng: random.Random, value: Any, hostile: Callable[[random.Random], Any] = hostile_value) -> Any:
-    """A copy of a nest in which a few nodes are replaced, removed, doubled, or swapped with others."""
+def mutate_tree(
+    rng: random.Random, value: Any, hostile: Callable[[random.Random], Any] = hostile_value
+) -> Any:
+    """A copy of a nest in which a few nodes are replaced, removed, doubled, or swapped with
+    others.
+    """
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         places = list(_places(value))
         if not places:
@@ -153,7 +202,13 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     stack = [value]
     while stack:
         holder = stack.pop()
-        keys = list(holder) if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
+        keys = (
+            list(holder)
+            if isinstance(holder, dict)
+            else range(len(holder))
+            if isinstance(holder, list)
+            else ()
+        )
         for key in keys:
             yield holder, key
             stack.append(holder[key])
@@ -182,15 +237,37 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
     return bytes(work)
 
 
-RAW_JSON = ["NaN", "Infinity", "-Infinity", "1e999", "-0", "9" * 4000, "9" * 5000, "0.1e-400", '"\\ud800"', '"\\u0000"']
-RAW_JSON += ["[" * 5000, "[" * 5000 + "]" * 5000, '{"a":1,"a":2}', "01", "'a'", "\xff", "//", '{"a":' * 3000]
+RAW_JSON = [
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "1e999",
+    "-0",
+    "9" * 4000,
+    "9" * 5000,
+    "0.1e-400",
+    '"\\ud800"',
+    '"\\u0000"',
+]
+RAW_JSON += [
+    "[" * 5000,
+    "[" * 5000 + "]" * 5000,
+    '{"a":1,"a":2}',
+    "01",
+    "'a'",
+    "\xff",
+    "//",
+    '{"a":' * 3000,
+]
 
 
 def mutate_json(rng: random.Random, data: bytes) -> bytes:
     """Malformed as text or as a nest."""
     if rng.random() < 0.2:
         return mutate_bytes(rng, data)
-    body = mutate_tree(rng, json.loads(data), lambda rng: "@raw@" if rng.random() < 0.2 else hostile_value(rng))
+    body = mutate_tree(
+        rng, json.loads(data), lambda rng: "@raw@" if rng.random() < 0.2 else hostile_value(rng)
+    )
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=rng.random() < 0.5)
     text = re.sub('"@raw@"', lambda _: rng.choice(RAW_JSON), text)
     if rng.random() < 0.1:  # a key twice
@@ -227,7 +304,9 @@ def hostile_msgpack(rng: random.Random) -> Any:
             return [15, rng.choice(TEXTS), rng.randbytes(rng.choice([0, 1, 8, 16]))]
         case 6:
             shape = [rng.choice([0, 1, 5, 2**31, 2**62]) for _ in range(2)]
-            nodes = {name: [0, "x.w"] for name in ("indices", "values", "crow_indices", "col_indices")}
+            nodes = {
+                name: [0, "x.w"] for name in ("indices", "values", "crow_indices", "col_indices")
+            }
             return [27, rng.choice(["sparse_coo", "sparse_csr", "_dynamo"]), shape, None, nodes]
         case _:
             return hostile_value(rng)
@@ -241,15 +320,43 @@ def npy(descr: bytes, shape: bytes) -> bytes:
 
 def hostile_npy(rng: random.Random) -> bytes:
     """A .npy file that says what it likes of itself."""
-    descr = rng.choice(["'<f8'", "'|O'", "'V2147483647'", "[('a','|O')]", "'U0'", "('<f8',(99999,99999))", "1+" * 2000])
-    shape = rng.choice(["()", "(3,)", "(10**9,)", "(1000000000000,)", "(-1,)", "(4294967296,4294967296)", "(1," * 300])
+    descr = rng.choice(
+        [
+            "'<f8'",
+            "'|O'",
+            "'V2147483647'",
+            "[('a','|O')]",
+            "'U0'",
+            "('<f8',(99999,99999))",
+            "1+" * 2000,
+        ]
+    )
+    shape = rng.choice(
+        [
+            "()",
+            "(3,)",
+            "(10**9,)",
+            "(1000000000000,)",
+            "(-1,)",
+            "(4294967296,4294967296)",
+            "(1," * 300,
+        ]
+    )
     text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
     version = rng.choice([b"\1\0"] * 3 + [b"\2\0", b"\3\0", b"\7\0"])
-    length = struct.pack("<H" if version == b"\1\0" else "<I", len(text) + rng.choice([0] * 9 + [1, -1]))
+    length = struct.pack(
+        "<H" if version == b"\1\0" else "<I", len(text) + rng.choice([0] * 9 + [1, -1])
+    )
     return b"\x93NUMPY" + version + length + text.encode() + rng.randbytes(rng.choice([0, 8, 24]))
 
 
-RAW_MSGPACK = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 2000, b"\xc1"]
+RAW_MSGPACK = [
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\x91" * 2000,
+    b"\xc1",
+]
 RAW_MSGPACK += [
     b"\xdd\0\0\xf0\0" * 900,
     b"\xc7\xff\x05",
@@ -263,7 +370,11 @@ def mutate_msgpack(rng: random.Random, data: bytes) -> bytes:
     """Malformed as bytes or as a nest."""
     if rng.random() < 0.3:
         at = rng.randrange(len(data))
-        return mutate_bytes(rng, data) if rng.random() < 0.7 else data[:at] + rng.choice(RAW_MSGPACK) + data[at:]
+        return (
+            mutate_bytes(rng, data)
+            if rng.random() < 0.7
+            else data[:at] + rng.choice(RAW_MSGPACK) + data[at:]
+        )
     body = mutate_tree(rng, unpack(data), hostile_msgpack)
     with suppress(ValueError, OverflowError):  # nested deeper than msgpack packs
         return pack(body)
@@ -280,7 +391,7 @@ def unpack(data: bytes) -> Any:
     return msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
 
 
-# Checkpoints whose digests are right ------------------------------------------------------------------------------
+# Checkpoints whose digests are right --------------------------------------------------------------
 
 
 def seal(body: bytes) -> bytes:
@@ -300,14 +411,18 @@ EXTRA_FILES = {"config.json": b"{}", "vocab.txt": b"a\nb\n"}
 def with_extra_files(record: bytes) -> bytes:
     """A record that lists files beside the tensors as well."""
     body = json.loads(unseal(record))
-    body["extra_files"] = [{"name": name, "nbytes": len(data)} for name, data in EXTRA_FILES.items()]
+    body["extra_files"] = [
+        {"name": name, "nbytes": len(data)} for name, data in EXTRA_FILES.items()
+    ]
     for entry, data in zip(body["extra_files"], EXTRA_FILES.values(), strict=True):
         entry["xxh3_128"] = tensor_file.digest(data).hex()
     return seal(json.dumps(body, separators=(",", ":")).encode())
 
 
 class Forgery:
-    """A checkpoint in a directory of its own, each file of which can be replaced so that all digests fit again."""
+    """A checkpoint in a directory of its own, each file of which can be replaced so that all
+    digests fit again.
+    """
 
     def __init__(self, path: Path) -> None:
         """Take over ``path``, a checkpoint of one rank."""
@@ -387,12 +502,14 @@ def split_tensor_file(data: bytes) -> tuple[bytes, bytes]:
     return data[8:end], data[end:]
 
 
-# Targets ---------------------------------------------------------------------------------------------------------
+# Targets ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads bytes: what it usually gets, how that is malformed, and what reads it."""
+    """Something that reads bytes: what it usually gets, how that is malformed, and what reads
+    it.
+    """
 
     name: str
     seeds: tuple[bytes, ...]
@@ -404,10 +521,16 @@ def a_state() -> dict[str, Any]:
     """A state with a value of every kind that a treespec knows."""
     berlin = datetime.timezone(datetime.timedelta(hours=1))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse CSR is said to be in beta
+        # torch warns of beta features, and of those that it will remove
+        warnings.simplefilter("ignore")
         csr = torch.eye(3).to_sparse_csr()
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     return {
-        "x": {"w": torch.arange(6.0).reshape(2, 3), "complex": torch.ones(2, dtype=torch.complex128)},
+        "x": {
+            "w": torch.arange(6.0).reshape(2, 3),
+            "complex": torch.ones(2, dtype=torch.complex128),
+        },
         "bare": torch.arange(4),
         "plain": {
             "numbers": [1, -1, 2**70, 1.5, 1j, None, True],
@@ -423,9 +546,16 @@ def a_state() -> dict[str, Any]:
                 np.zeros((2, 0)),
             ],
             "torch": [torch.Size([2, 3]), torch.float16, torch.device("cpu")],
-            "times": [datetime.datetime(2020, 1, 1, tzinfo=berlin), datetime.timedelta(1), datetime.time(1)],
+            "times": [
+                datetime.datetime(2020, 1, 1, tzinfo=berlin),
+                datetime.timedelta(1),
+                datetime.time(1),
+            ],
             "sparse": torch.eye(3).to_sparse(),
             "csr": csr,
+            "quantized": quantized,
+            "jagged": jagged,
+            "last": torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last),
             "paths": [Path("/a/b")],
         },
     }
@@ -465,7 +595,9 @@ FUZZ_KEY = bytes(range(32))
 
 def make_encrypted(folder: Path) -> Path:
     """A small encrypted checkpoint."""
-    with sidesave.Checkpointer(folder, encryption=sidesave.Encryption(key=FUZZ_KEY)) as checkpointer:
+    with sidesave.Checkpointer(
+        folder, encryption=sidesave.Encryption(key=FUZZ_KEY)
+    ) as checkpointer:
         return Path(checkpointer.save(7, a_state(), files=EXTRA_FILES).committed.result().path)
 
 
@@ -500,7 +632,8 @@ def messages() -> tuple[bytes, ...]:
         return made
 
     return tuple(
-        pack({"kind": name, "version": protocol.VERSION, **body(kind)}) for name, kind in protocol._KINDS.items()
+        pack({"kind": name, "version": wire.VERSION, **body(kind)})
+        for name, kind in wire.KINDS.items()
     )
 
 
@@ -510,16 +643,20 @@ def targets(folder: Path) -> list[Target]:
     whole = forgery.originals
     header, _ = split_tensor_file(whole["x.rank-00000.safetensors"])
     flat = tree.flatten(a_state())
-    tensors = {fqn: tensor for container in flat.containers.values() for fqn, tensor in container.items()}
+    tensors = {
+        fqn: tensor for container in flat.containers.values() for fqn, tensor in container.items()
+    }
 
     def build(data: bytes) -> None:
         treespec = TreeSpec(data, "objects")
         treespec.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
-        treespec.build(lambda ref: None, only=lambda fqn: "1" in fqn)
+        treespec.leaves(unpickle=len)
         for first, second in ((flat.objects, data), (data, flat.objects)):
             merged = TreeSpec(first, "objects", 0)
             for optimizers in (True, False):
-                merged.add(TreeSpec(second, "objects", 1), tensors.__contains__, optimizers=optimizers)
+                merged.add(
+                    TreeSpec(second, "objects", 1), tensors.__contains__, optimizers=optimizers
+                )
                 merged.build(lambda ref: tensors.get(ref.fqn, torch.zeros(3)))
 
     def read_npy(data: bytes) -> None:
@@ -543,9 +680,13 @@ def targets(folder: Path) -> list[Target]:
         finally:
             history.write_bytes(before)
 
-    def sealed(mutate: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, bytes], bytes]:
+    def sealed(
+        mutate: Callable[[random.Random, bytes], bytes],
+    ) -> Callable[[random.Random, bytes], bytes]:
         def mutate_inside(rng: random.Random, data: bytes) -> bytes:
-            return mutate_bytes(rng, data) if rng.random() < 0.1 else seal(mutate(rng, unseal(data)))
+            return (
+                mutate_bytes(rng, data) if rng.random() < 0.1 else seal(mutate(rng, unseal(data)))
+            )
 
         return mutate_inside
 
@@ -578,10 +719,14 @@ def targets(folder: Path) -> list[Target]:
                     sidesave.load(forgery.path, include="x", verify=False)
                 else:
                     faults = [
-                        fault for fault in report.faults if not re.search("does not list|its directory is", str(fault))
+                        fault
+                        for fault in report.faults
+                        if not re.search("does not list|its directory is", str(fault))
                     ]
                     assert not faults, faults
-                into = {"x": {"w": torch.zeros(2, 3), "complex": torch.ones(2, dtype=torch.complex128)}}
+                into = {
+                    "x": {"w": torch.zeros(2, 3), "complex": torch.ones(2, dtype=torch.complex128)}
+                }
                 sidesave.load(forgery.path, into=into)
             finally:
                 forgery.restore()
@@ -592,7 +737,9 @@ def targets(folder: Path) -> list[Target]:
         header, body = split_tensor_file(data)
         if rng.random() < 0.2:
             return mutate_bytes(rng, data)
-        return pack_tensor_file(mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body)
+        return pack_tensor_file(
+            mutate_json(rng, header), mutate_bytes(rng, body) if rng.random() < 0.2 else body
+        )
 
     tables = Forgery(make_tables(folder / "tables"))
 
@@ -604,7 +751,9 @@ def targets(folder: Path) -> list[Target]:
                 try:
                     sidesave.load(tables.path)
                 except SidesaveError:
-                    sidesave.load(tables.path, into={"t": TrackedTable(3, 1)}, strict=False, verify=False)
+                    sidesave.load(
+                        tables.path, into={"t": TrackedTable(3, 1)}, strict=False, verify=False
+                    )
                 else:
                     assert report.ok, report.faults
                 sidesave.load(tables.path, into={"t": TrackedTable(3, 1)})
@@ -617,7 +766,9 @@ def targets(folder: Path) -> list[Target]:
     record = manifest.RankRecord.from_bytes(encrypted.originals["rank-00000.json"], "r")
     keys = Keys.from_bytes(encrypted.originals[KEYS], KEYS)
     save_key = SaveKey(
-        data_key_of(keys.unwrap(FUZZ_KEY, KEYS), record.session, record.sequence), record.session, record.sequence
+        data_key_of(keys.unwrap(FUZZ_KEY, KEYS), record.session, record.sequence),
+        record.session,
+        record.sequence,
     )
 
     def open_encrypted(name: str) -> Callable[[bytes], None]:
@@ -675,7 +826,10 @@ def targets(folder: Path) -> list[Target]:
             lambda data: manifest.Manifest.from_bytes(data, "m"),
         ),
         Target(
-            "head", (whole["manifest.json"],), sealed(mutate_json), lambda data: manifest.Head.from_bytes(data, "m")
+            "head",
+            (whole["manifest.json"],),
+            sealed(mutate_json),
+            lambda data: manifest.Head.from_bytes(data, "m"),
         ),
         Target(
             "record",
@@ -698,16 +852,25 @@ def targets(folder: Path) -> list[Target]:
         Target("files beside", (pack_files(EXTRA_FILES),), mutate_msgpack, unpack_files),
         Target("objects", (flat.objects,), mutate_msgpack, build),
         Target("npy", (npy(b"'<f8'", b"(3,)"),), lambda rng, data: hostile_npy(rng), read_npy),
-        Target("lease", (LeaseRecord.current("0" * 16, os.getpid()).to_bytes(),), mutate_json, ask_holder),
+        Target(
+            "lease",
+            (LeaseRecord.current("0" * 16, os.getpid()).to_bytes(),),
+            mutate_json,
+            ask_holder,
+        ),
         Target("history", (history.read_bytes(),), mutate_history, read_log),
-        Target("message", messages(), mutate_msgpack, protocol.decode),
+        Target("message", messages(), mutate_msgpack, wire.decode),
         Target("arena", (memory,), mutate_bytes, attach),
         Target("keys", (encrypted.originals[KEYS],), sealed(mutate_json), ask_keys),
         Target("what is sealed", (inside,), mutate_json, open_sealed),
         *(
             Target(
                 f"encrypted/{name}",
-                (unseal(encrypted.originals[name]) if name.endswith(".json") else encrypted.originals[name],),
+                (
+                    unseal(encrypted.originals[name])
+                    if name.endswith(".json")
+                    else encrypted.originals[name],
+                ),
                 mutate,
                 open_encrypted(name),
             )
@@ -721,7 +884,10 @@ def targets(folder: Path) -> list[Target]:
         ),
         *(
             Target(
-                f"weights/{name}", (data,), mutate_json if name.endswith(".json") else mutate_tensor_file, start(name)
+                f"weights/{name}",
+                (data,),
+                mutate_json if name.endswith(".json") else mutate_tensor_file,
+                start(name),
             )
             for name, data in of_others.items()
         ),
@@ -745,7 +911,7 @@ def targets(folder: Path) -> list[Target]:
     ]
 
 
-# Running ---------------------------------------------------------------------------------------------------------
+# Running ------------------------------------------------------------------------------------------
 
 _watching: list[str] | None = None
 _hooked = False
@@ -775,7 +941,9 @@ def _hang(number: int, frame: FrameType | None) -> None:
 
 
 def attack(target: Target, data: bytes) -> bool:
-    """Have one input read. Whether it was accepted; raises :class:`Breach` when a rule is broken."""
+    """Have one input read. Whether it was accepted; raises :class:`Breach` when a rule is
+    broken.
+    """
     before = signal.signal(signal.SIGALRM, _hang)
     problem = None
     accepted = False
@@ -801,25 +969,35 @@ def attack(target: Target, data: bytes) -> bool:
     if problem is None and peak > MEMORY_FACTOR * len(data) + MEMORY_NBYTES:
         problem = f"it took {peak:,} bytes of memory for {len(data):,}"
     if problem is not None:
-        raise Breach(f"{target.name} broke a rule: {problem}\ninput: {data[:2000].hex()}{'...' * (len(data) > 2000)}")
+        raise Breach(
+            f"{target.name} broke a rule: {problem}\ninput: "
+            f"{data[:2000].hex()}{'...' * (len(data) > 2000)}"
+        )
     return accepted
 
 
 def campaign(
-    folder: Path, seed: int, *, seconds: float = float("inf"), rounds: int = sys.maxsize, keep_going: bool = False
+    folder: Path,
+    seed: int,
+    *,
+    seconds: float = float("inf"),
+    rounds: int = sys.maxsize,
+    keep_going: bool = False,
 ) -> dict[str, list[int]]:
     """Attack all targets in turn; per target, how many inputs were accepted and refused."""
     found: dict[str, list[int]] = {}
     everything = targets(folder)
     for target in everything:
         for whole in target.seeds:
-            target.read(whole)  # what is well formed is accepted; and what is imported at first use has been imported
+            # what is well formed is accepted; and what is imported at first use has been imported
+            target.read(whole)
     end = time.monotonic() + seconds
     for number in range(rounds):
         for target in everything:
             if time.monotonic() > end:
                 return found
-            rng = random.Random(f"{seed}/{number}/{target.name}")  # one input can be made again without those before
+            # one input can be made again without those before
+            rng = random.Random(f"{seed}/{number}/{target.name}")
             try:
                 data = target.mutate(rng, rng.choice(target.seeds))
             except RecursionError:  # nested in itself so often that it cannot be written down
@@ -836,15 +1014,21 @@ def campaign(
 
 def main() -> None:
     """Attack everything for a while."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default: 60)")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="default: a random one")
+    parser.add_argument(
+        "--seed", type=int, default=int.from_bytes(os.urandom(4)), help="default: a random one"
+    )
     parser.add_argument("--keep-going", action="store_true", help="go on after a breach")
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = campaign(Path(folder), args.seed, seconds=args.seconds, keep_going=args.keep_going)
+            found = campaign(
+                Path(folder), args.seed, seconds=args.seconds, keep_going=args.keep_going
+            )
         except Breach as breach:
             sys.exit(str(breach))
     for name, (accepted, refused) in found.items():

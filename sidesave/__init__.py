@@ -1,13 +1,13 @@
 """Asynchronous, out-of-process checkpoints for PyTorch training.
 
-Public names are resolved on first use (PEP 562), so that ``python -m sidesave.writer_daemon`` stays without torch.
-Errors are in :mod:`sidesave.errors`, statistics, metrics and records in :mod:`sidesave.reporting`.
+Public names are resolved on first use (PEP 562), so that ``python -m sidesave.writer_daemon`` stays
+without torch. Errors are in :mod:`sidesave.errors`, statistics, metrics and records in
+:mod:`sidesave.reporting`.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from sidesave.client.export.safetensors import export
     from sidesave.client.loading.load import load
     from sidesave.client.loading.sources import Source, load_sources
+    from sidesave.client.options import FailureOptions, MirrorOptions, StagingOptions
     from sidesave.client.reading.fetch import fetch
     from sidesave.client.reading.verify import verify
     from sidesave.client.runs.finding import contains_checkpoint, find, is_checkpoint, latest
     from sidesave.client.runs.history import history
-    from sidesave.client.runs.info import CheckpointInfo
     from sidesave.client.runs.watch import hold, watch
     from sidesave.client.saving.handle import SaveHandle
     from sidesave.client.saving.mirroring import MirrorStatus
@@ -47,13 +47,14 @@ if TYPE_CHECKING:
         OnRequest,
         OnSignal,
         OptimalInterval,
-        OverheadBudget,
         PolicyContext,
         SavePolicy,
     )
     from sidesave.errors import SidesaveError
     from sidesave.stager.state.annotations import Frozen, PerRank, Replicated
     from sidesave.stager.tables import ChangeTracking, Column, RowChanges, RowTable, owner_of
+    from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
+    from sidesave.writer_daemon.options import DaemonOptions
 
 if sys.platform != "linux":
     raise ImportError("sidesave runs on Linux only: it is built on memfd, O_DIRECT and pidfd")
@@ -70,10 +71,12 @@ __all__ = [
     "CheckpointManager",
     "Checkpointer",
     "Column",
+    "DaemonOptions",
     "Encryption",
     "Ephemeral",
     "EverySeconds",
     "EverySteps",
+    "FailureOptions",
     "FirstStep",
     "Frozen",
     "KeepBest",
@@ -83,12 +86,12 @@ __all__ = [
     "KeepPolicy",
     "KeepSteps",
     "LastStep",
+    "MirrorOptions",
     "MirrorStatus",
     "OnException",
     "OnRequest",
     "OnSignal",
     "OptimalInterval",
-    "OverheadBudget",
     "PerRank",
     "PolicyContext",
     "Replicated",
@@ -98,6 +101,7 @@ __all__ = [
     "SavePolicy",
     "SidesaveError",
     "Source",
+    "StagingOptions",
     "contains_checkpoint",
     "errors",
     "export",
@@ -121,11 +125,12 @@ _MODULES = {
     "sidesave.client.export.safetensors": "export",
     "sidesave.client.loading.load": "load",
     "sidesave.client.loading.sources": "Source load_sources",
+    "sidesave.client.options": "FailureOptions MirrorOptions StagingOptions",
     "sidesave.client.reading.fetch": "fetch",
     "sidesave.client.reading.verify": "verify",
     "sidesave.client.runs.finding": "contains_checkpoint find is_checkpoint latest",
     "sidesave.client.runs.history": "history",
-    "sidesave.client.runs.info": "CheckpointInfo",
+    "sidesave.writer_daemon.checkpoints.info": "CheckpointInfo",
     "sidesave.client.runs.watch": "hold watch",
     "sidesave.client.saving.handle": "SaveHandle",
     "sidesave.client.saving.mirroring": "MirrorStatus",
@@ -135,15 +140,14 @@ _MODULES = {
     "sidesave.client.training.manager": "CheckpointManager",
     "sidesave.client.training.save_policies": (
         "AtSteps BeforeTraining Ephemeral EverySeconds EverySteps FirstStep LastStep OnException "
-        "OnRequest OnSignal OptimalInterval OverheadBudget PolicyContext SavePolicy"
+        "OnRequest OnSignal OptimalInterval PolicyContext SavePolicy"
     ),
     "sidesave.errors": "SidesaveError",
     "sidesave.stager.state.annotations": "Frozen PerRank Replicated",
     "sidesave.stager.tables": "ChangeTracking Column RowChanges RowTable owner_of",
+    "sidesave.writer_daemon.options": "DaemonOptions",
 }
 _ELSEWHERE = {name: module for module, names in _MODULES.items() for name in names.split()}
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@
     ├── StagingError                                    the state could not be copied to host memory
     │   ├── TornSnapshotError                           a tensor changed while it was being copied
     │   ├── HostMemoryError         (MemoryError)       not enough host memory for a staging slot
-    │   └── UnsupportedValueError   (TypeError)         the state holds something that cannot be saved
+    │   └── UnsupportedValueError   (TypeError)         the state has a value that cannot be saved
     ├── DaemonError                                     the writer daemon failed
     │   ├── DaemonStartError                            it did not come up
     │   ├── DaemonDiedError                             it died, and respawning it did not help
@@ -16,16 +16,17 @@
     ├── WriteError                  (OSError)           storage refused; errno and filename are set
     │   ├── WriteStalledError       (TimeoutError)      storage did not answer within the deadline
     │   ├── NoSpaceError                                full disk or quota
-    │   └── CommitUnknownError      (TimeoutError)      the bytes are durable, the commit is not known
-    └── CheckpointError                                 a checkpoint, or its directory, is not as asked
+    │   └── CommitUnknownError      (TimeoutError)      the bytes are durable, the commit is unknown
+    └── CheckpointError                                 a checkpoint, or its directory, is unusable
         ├── CheckpointNotFoundError (FileNotFoundError)
+        │   └── CheckpointReplacedError                 it was replaced or deleted while it was read
         ├── CheckpointExistsError   (FileExistsError)
         ├── IntegrityError          (ValueError)        bytes do not match their digests, or lack
         │   └── TamperedError                           they do, and are not what was encrypted
         ├── KeyMissingError         (LookupError)       it is encrypted, and no key was given
         ├── WrongKeyError           (ValueError)        it is encrypted with another key
         ├── FormatVersionError      (ValueError)        written by a newer sidesave
-        ├── StateMismatchError      (ValueError)        keys, shapes or dtypes differ from the target's
+        ├── StateMismatchError      (ValueError)        keys, shapes or dtypes of the target differ
         └── DirectoryInUseError     (OSError)           another live session holds the directory
 
 Each mixes in the built-in class that a caller would expect. Nothing here imports torch.
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "ClosedError",
     "CommitUnknownError",
     "DaemonDiedError",
@@ -72,7 +74,7 @@ class SidesaveError(Exception):
     """Base of every error that sidesave raises on purpose."""
 
     was_read = False
-    """Whether the user has read it from a future of the save that failed of it: it is then not raised again."""
+    """Whether the user has read it from a future of the failed save: it is not raised again."""
 
 
 class InvalidArgumentError(SidesaveError, ValueError):
@@ -139,6 +141,13 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No such checkpoint."""
 
 
+class CheckpointReplacedError(CheckpointNotFoundError):
+    """The checkpoint was replaced or deleted while it was read; it is not damaged.
+
+    Read it again.
+    """
+
+
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """The step exists in the current lineage and ``overwrite=True`` was not given."""
 
@@ -148,7 +157,7 @@ class IntegrityError(CheckpointError, ValueError):
 
 
 class TamperedError(IntegrityError):
-    """Encrypted bytes match their digests, and are not what was encrypted: somebody has changed or moved them."""
+    """Encrypted bytes match their digests, but were changed or moved after encryption."""
 
 
 class KeyMissingError(CheckpointError, LookupError):
@@ -156,7 +165,10 @@ class KeyMissingError(CheckpointError, LookupError):
 
 
 class WrongKeyError(CheckpointError, ValueError):
-    """A run, or a checkpoint, is encrypted with another key than the one that was given, or ranks have several."""
+    """A run or checkpoint is encrypted with a key other than the given one.
+
+    Also raised if ranks were given different keys.
+    """
 
 
 class FormatVersionError(CheckpointError, ValueError):
@@ -164,7 +176,10 @@ class FormatVersionError(CheckpointError, ValueError):
 
 
 class StateMismatchError(CheckpointError, ValueError):
-    """Keys, shapes or dtypes of a checkpoint differ from those of the target, or what ranks save together differs."""
+    """Keys, shapes or dtypes of a checkpoint differ from those of the target.
+
+    Also raised if state that ranks save together differs between them.
+    """
 
     saved_instead: int | None = None
     """The step that another rank has saved at the same turn, where that is what differs."""
@@ -186,7 +201,10 @@ _REPR.maxother = _REPR.maxstring = _REPR.maxlong = _BRIEF
 
 
 def write_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> WriteError:
-    """Turn an ``OSError`` of storage into the ``WriteError`` that says what was being done where."""
+    """Return the ``WriteError`` for an ``OSError`` of storage.
+
+    It says what was being done where.
+    """
     if isinstance(error, WriteError):
         return error
     code = error.errno or _errno.EIO

@@ -1,8 +1,9 @@
-"""The plan of a save: which tensor lies at which offset of which file, and which file at which offset of the arena.
+"""The plan of a save: the offset of each tensor in its file, and of each file in the arena.
 
-A file image is a complete safetensors file: header first, padded so that data starts on a page, then the tensors,
-largest elements first, so that each is aligned to its element size without a hole. Plans depend on structure alone
-(FQNs, dtypes, shapes) and are cached: a steady-state save reuses one.
+A file image is a complete safetensors file: the header, padded so that data starts on a page, then
+the tensors, largest element size first, so that each is aligned to its element size without gaps. A
+plan depends only on the structure (FQNs, dtypes, shapes), and is reused while the structure is
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch
 
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager import torch_private
+from sidesave.stager.dtypes import NAMES
 from sidesave.stager.memory.arena import PAGE, page_up
-from sidesave.stager.state.dtypes import NAMES
 from sidesave.stager.state.flat_state import FlatState
 
 MAX_HEADER_NBYTES: Final = 100_000_000
-"""What stock safetensors accepts."""
+"""Largest header that the safetensors library accepts."""
 SMALL_NBYTES: Final = 256 << 10
 """Tensors below this size are packed together; the digest grid has the same threshold."""
 DCP_VERSION: Final = "1.0"
@@ -32,11 +33,11 @@ DCP_VERSION: Final = "1.0"
 Structure = tuple[tuple[str, tuple[str, ...], tuple[tuple[torch.dtype, torch.Size], ...]], ...]
 
 Offsets = Mapping[str, tuple[int, ...]]
-"""By FQN, where a piece begins in the tensor that it is of; of what is not named here it is the beginning."""
+"""Offsets of a shard in its full tensor, one per dimension, by FQN; all 0 for FQNs not listed."""
 
 
 class Placement(NamedTuple):
-    """Where a tensor's bytes go, counted from the start of its file's image."""
+    """Offset of a tensor's bytes from the start of its file's image, and their number."""
 
     offset: int
     nbytes: int
@@ -44,7 +45,14 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """One file: its container, its own name, header, and where the tensors go, in the order of the flat state."""
+    """One file of a plan.
+
+    Attributes:
+        container: The container whose tensors it holds.
+        name: The file's name without its suffix.
+        placements: Offsets of the tensors, in the order of the flat state.
+        offset: Offset of the image from the arena's first data byte.
+    """
 
     container: str
     name: str
@@ -56,14 +64,15 @@ class FileImage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All images of one structure; offsets count from the arena's first data byte, ``nbytes`` is what they take.
+    """All file images of one structure.
 
     Attributes:
-        structure: What is in the files, one after the other.
+        structure: Containers, FQNs, dtypes and shapes, in the order of the files.
         files: The images.
-        nbytes: What they take.
-        fixed: The plan that it begins with, of all that has the same shape in each save; None is this one.
-        room_nbytes: What should be there for the next saves too, whose tables have grown.
+        nbytes: Size of all images.
+        fixed: The plan of the part whose shapes are the same in each save; None if that is all of
+            it.
+        room_nbytes: Size to allocate, so that tables can grow in later saves; 0 for ``nbytes``.
     """
 
     structure: Structure
@@ -74,12 +83,12 @@ class Plan:
 
     @property
     def first(self) -> Plan:
-        """The plan that it begins with, or this one."""
+        """The plan of the part with fixed shapes, or this plan."""
         return self.fixed or self
 
 
 def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Structure:
-    """What a plan depends on; equal structures share a plan."""
+    """Return the structure of a state's containers; equal structures share a plan."""
     return tuple(
         (name, tuple(tensors), tuple([(tensor.dtype, tensor.shape) for tensor in tensors.values()]))
         for name, tensors in containers.items()
@@ -87,77 +96,116 @@ def structure_of(containers: Mapping[str, Mapping[str, torch.Tensor]]) -> Struct
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Looks:
-    """What can be seen of a state's tensors without their memory: names, dtypes, shapes, strides, devices and kinds.
+class StateSignature:
+    """Names, classes, dtypes, shapes, strides and devices of a state's tensors, not their memory.
 
-    Of the same looks there is one object: see :class:`LooksCache`.
+    Compared by identity: :class:`SignatureCache` returns the same object for equal states.
     """
 
     structure: Structure
 
 
-_LookAlike = Callable[[Sequence[torch.Tensor]], bool]
+_HasSameLayout = Callable[[Sequence[torch.Tensor]], bool]
 
 
-class LooksCache:
-    """Tells whether the tensors of a state look like those of the state before, which they nearly always do."""
+class Target(NamedTuple):
+    """The place in the arena where one tensor is staged.
+
+    ``offset`` counts from the arena's first data byte; ``nbytes`` is the tensor's size.
+    """
+
+    fqn: str
+    view: torch.Tensor
+    offset: int
+    address: int
+    nbytes: int
+
+
+class Job(NamedTuple):
+    """A tensor and the place that it is copied to."""
+
+    source: torch.Tensor
+    target: Target
+
+
+class SignatureCache:
+    """Returns the signature of a state, which is usually that of the previous state."""
 
     def __init__(self) -> None:
-        """Begin without a state before."""
-        self._last: tuple[Looks, list[tuple[str, tuple[str, ...]]], _LookAlike] | None = None
-        self._met: tuple[object, _LookAlike, Looks] | None = None
-        """The origin of the state before, what tells the looks of its fresh tensors, and those of all."""
+        """Start without a previous state."""
+        self._last: (
+            tuple[StateSignature, list[tuple[str, tuple[str, ...]]], _HasSameLayout] | None
+        ) = None
+        self._last_origin: tuple[object, _HasSameLayout, StateSignature] | None = None
+        """Origin of the previous state, a check of its fresh tensors, and its signature."""
 
-    def of(self, flat: FlatState) -> Looks:
-        """The looks of a state's tensors; the same object as last time if they are equal."""
-        met, fresh = self._met, [*flat.fresh.values()]
-        if met is not None and flat.origin is not None and flat.origin is met[0] and met[1](fresh):
-            return met[2]
-        looks = self._look(flat)
-        self._met = flat.origin, torch_private.tensor_guard(fresh), looks
-        return looks
+    def of(self, flat: FlatState) -> StateSignature:
+        """Return the signature of a state; the same object as last time if it is unchanged."""
+        last, fresh = self._last_origin, [*flat.fresh.values()]
+        if (
+            last is not None
+            and flat.origin is not None
+            and flat.origin is last[0]
+            and last[1](fresh)
+        ):
+            return last[2]
+        signature = self._compare(flat)
+        self._last_origin = flat.origin, torch_private.tensor_guard(fresh), signature
+        return signature
 
-    def _look(self, flat: FlatState) -> Looks:
+    def _compare(self, flat: FlatState) -> StateSignature:
         tensors = [tensor for named in flat.containers.values() for tensor in named.values()]
         names = [(name, tuple(named)) for name, named in flat.containers.items()]
         last = self._last
         if last is not None and names == last[1] and last[2](tensors):
             return last[0]
-        looks = Looks(structure_of(flat.containers))
-        self._last = looks, names, torch_private.tensor_guard(tensors)
-        return looks
+        signature = StateSignature(structure_of(flat.containers))
+        self._last = signature, names, torch_private.tensor_guard(tensors)
+        return signature
 
 
 def make_plan(
-    structure: Structure, offsets: Mapping[str, Offsets] | None = None, file_nbytes: int | None = None
+    structure: Structure,
+    offsets: Mapping[str, Offsets] | None = None,
+    file_nbytes: int | None = None,
 ) -> Plan:
-    """Lay a structure out; ``offsets`` are, by container and FQN, those of pieces of larger tensors.
+    """Lay out a structure.
 
-    A container with more than ``file_nbytes`` bytes of tensors gets several files, each with some that follow one
-    another; a larger tensor has one of its own.
+    Args:
+        structure: Containers, FQNs, dtypes and shapes.
+        offsets: Offsets of shards in their full tensors, by container.
+        file_nbytes: Split a container's tensors, in order, into files of at most this size; a
+            larger tensor gets its own file. None writes one file for each container.
 
-    Raises ``UnsupportedValueError`` when a header would exceed what stock readers accept.
+    Raises:
+        UnsupportedValueError: A header exceeds :data:`MAX_HEADER_NBYTES`.
     """
     files, offset = _lay_out_all(structure, 0, offsets or {}, file_nbytes)
     return Plan(structure, tuple(files), offset)
 
 
 def extend(plan: Plan, more: Structure, room_nbytes: int, file_nbytes: int | None = None) -> Plan:
-    """A plan with further containers behind its own, of which the next save may have larger ones."""
+    """Return ``plan`` with containers appended, and ``room_nbytes`` for them in later saves."""
     files, nbytes = _lay_out_all(more, plan.nbytes, {}, file_nbytes)
-    return Plan(plan.structure + more, (*plan.files, *files), nbytes, plan, plan.nbytes + room_nbytes)
+    return Plan(
+        plan.structure + more, (*plan.files, *files), nbytes, plan, plan.nbytes + room_nbytes
+    )
 
 
 def _lay_out_all(
     structure: Structure, offset: int, offsets: Mapping[str, Offsets], file_nbytes: int | None
 ) -> tuple[list[FileImage], int]:
-    """The images of a structure from ``offset`` on, and where they end."""
+    """Return a structure's images, laid out from ``offset`` on, and the offset of their end."""
     files: list[FileImage] = []
     for container, fqns, kinds in structure:
         borders = _cut(kinds, file_nbytes)
         for number, (begin, end) in enumerate(itertools.pairwise(borders), start=1):
             # No container has a dot in its name.
-            name = container if len(borders) == 2 else f"{container}.{number:05d}-of-{len(borders) - 1:05d}"
+            name = (
+                container
+                if len(borders) == 2
+                else f"{container}.{number:05d}-of-{len(borders) - 1:05d}"
+            )
             own = offsets.get(container, {})
             file = _lay_out(container, name, fqns[begin:end], kinds[begin:end], offset, own)
             files.append(file)
@@ -166,7 +214,7 @@ def _lay_out_all(
 
 
 def _cut(kinds: tuple[tuple[torch.dtype, torch.Size], ...], file_nbytes: int | None) -> list[int]:
-    """Which tensor each file begins with, and how many there are."""
+    """Return the index of each file's first tensor, and last the number of tensors."""
     borders, nbytes = [0], 0
     for index, (dtype, shape) in enumerate(kinds):
         own = shape.numel() * dtype.itemsize
@@ -185,7 +233,8 @@ def _lay_out(
     offset: int,
     offsets: Offsets,
 ) -> FileImage:
-    # Within an element size the small tensors come last and side by side: one copy from the device takes them all.
+    # Small tensors come last within an element size: adjacent ones are copied from the device at
+    # once.
     small = [shape.numel() * dtype.itemsize < SMALL_NBYTES for dtype, shape in kinds]
     order = sorted(range(len(fqns)), key=lambda index: (-kinds[index][0].itemsize, small[index]))
     begins = [0] * len(fqns)
@@ -225,12 +274,15 @@ def _encode(container: str, body: dict[str, object]) -> bytes:
     try:
         text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise UnsupportedValueError(f"{container}: a tensor's name is not valid Unicode: {error}") from error
+        raise UnsupportedValueError(
+            f"{container}: a tensor's name is not valid Unicode: {error}"
+        ) from error
     padded = page_up(8 + len(text))
     if padded > MAX_HEADER_NBYTES:
         raise UnsupportedValueError(
-            f"{container}: {len(body) - 1:,} tensors need a header of {len(text):,} bytes, and safetensors allows "
-            f"{MAX_HEADER_NBYTES:,}; spread them over several top-level items"
+            f"{container}: {len(body) - 1:,} tensors need a header of {len(text):,} bytes, but "
+            f"safetensors allows {MAX_HEADER_NBYTES:,}; distribute them over several top-level "
+            "items"
         )
     assert padded % PAGE == 0
     return struct.pack("<Q", padded - 8) + text + b" " * (padded - 8 - len(text))

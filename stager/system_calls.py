@@ -1,7 +1,7 @@
-"""The system calls that sidesave needs: what for, what is done without them, and how to have them allowed.
+"""System calls that sidesave uses: their purpose, the fallback without them, how to allow them.
 
-Containers forbid calls, old kernels lack them, and file systems refuse them. The one list is here: errors are worded by
-it, ``sidesave doctor`` tries it out, and the tests take each entry away.
+Containers forbid calls, old kernels lack them, and file systems refuse them. Error messages quote
+this list, ``sidesave doctor`` tries each call, and the tests deny each.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from dataclasses import dataclass
 from typing import Final
 
 REFUSED: Final = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
-"""How a kernel, a seccomp profile or a file system says that it does not know a call, or does not allow it."""
+"""Error numbers of a kernel, seccomp profile or file system that lacks or forbids a call."""
 _PROFILE: Final = "use a newer kernel or, in a container, a seccomp profile that allows it"
-_STORAGE: Final = "put the run directory on another file system; in a container, use a seccomp profile that allows it"
-_OVERLAY: Final = "on an overlay file system, which cannot rename a directory of the image, put it on a volume"
+_STORAGE: Final = (
+    "put the run directory on another file system; in a container, use a seccomp profile that "
+    "allows it"
+)
+_OVERLAY: Final = (
+    "on an overlay file system, which cannot rename a directory of the image, put it on a volume"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class SystemCall:
-    """One call. If ``without`` is empty, sidesave does not work where the call is refused."""
+    """One call. If ``without``, the fallback, is empty, sidesave does not work without the call."""
 
     name: str
     purpose: str
@@ -34,56 +39,87 @@ CALLS: Final = {
     call.name: call
     for call in (
         SystemCall("memfd_create", "holds staging memory, shared with the daemon", "", _PROFILE),
-        SystemCall("pidfd_open", "tells trainer and daemon of each other's end", "", _PROFILE),
+        SystemCall("pidfd_open", "lets trainer and daemon notice each other's end", "", _PROFILE),
         SystemCall("eventfd2", "wakes threads, those of ZeroMQ as well", "", _PROFILE),
-        SystemCall("socketpair", "hands staging memory to the daemon", "", _PROFILE),
+        SystemCall("socketpair", "passes staging memory to the daemon", "", _PROFILE),
         SystemCall(
             "pidfd_send_signal",
-            "ends the daemon of a dead trainer that does not leave in time",
-            "it is left behind without its lease",
+            "ends the daemon of a dead trainer that does not exit in time",
+            "it is left running without its lease",
             _PROFILE,
         ),
         SystemCall(
-            "setsid", "keeps signals to the trainer's group from the daemon", "the daemon has its own group", _PROFILE
+            "setsid",
+            "keeps signals to the trainer's group from the daemon",
+            "the daemon has its own group",
+            _PROFILE,
         ),
-        SystemCall("madvise", "makes staging memory of huge pages, ahead", "it is touched page by page", _PROFILE),
-        SystemCall("sched_getaffinity", "counts the cores to copy with", "all cores count", _PROFILE),
         SystemCall(
-            "sched_setaffinity", "keeps the daemon on `cpus`, or near the GPU", "it may use all cores", _PROFILE
+            "madvise",
+            "allocates staging memory in huge pages",
+            "it is touched page by page",
+            _PROFILE,
+        ),
+        SystemCall(
+            "sched_getaffinity", "counts the cores to copy with", "all cores count", _PROFILE
+        ),
+        SystemCall(
+            "sched_setaffinity",
+            "keeps the daemon on `cpus`, or near the GPU",
+            "it may use all cores",
+            _PROFILE,
         ),
         SystemCall("setpriority", "makes the daemon `nice`", "its niceness stays", _PROFILE),
-        SystemCall("ioprio_set", "gives the daemon its `io_class`", "its class stays", _PROFILE),
-        SystemCall("prlimit64", "raises the daemon's limit of open files", "the limit stays", _PROFILE),
         SystemCall(
-            "flock", "tells whether the holder of a directory, or a reader, lives", "pids and a counter tell", _STORAGE
+            "prlimit64", "raises the daemon's limit of open files", "the limit stays", _PROFILE
         ),
-        SystemCall("fstatfs", "tells a full disk before a save", "it shows while writing", _STORAGE),
-        SystemCall("fallocate", "reserves space before the first byte", "a full disk shows while writing", _STORAGE),
-        SystemCall("linkat", "gives a finished file its name", "renameat2 does", _STORAGE),
-        SystemCall("renameat2", "gives a finished file its name where linkat does not", "linkat does", _STORAGE),
-        SystemCall("fchmodat", "opens a committed checkpoint to other users", "it stays this user's alone", _STORAGE),
+        SystemCall(
+            "flock",
+            "detects whether the holder of a directory, or a reader, is alive",
+            "pids and a counter are used",
+            _STORAGE,
+        ),
+        SystemCall(
+            "fstatfs", "detects a full disk before a save", "it is noticed while writing", _STORAGE
+        ),
+        SystemCall(
+            "fallocate",
+            "reserves space before the first byte",
+            "a full disk is noticed later",
+            _STORAGE,
+        ),
+        SystemCall("linkat", "names a finished file", "renameat2 does", _STORAGE),
+        SystemCall("renameat2", "names a finished file if linkat cannot", "linkat does", _STORAGE),
+        SystemCall(
+            "fchmodat",
+            "opens a committed checkpoint to other users",
+            "only this user can read it",
+            _STORAGE,
+        ),
         SystemCall("fsync", "makes a checkpoint durable", "", _STORAGE),
-        SystemCall("ftruncate", "gives memory and files their length", "", _STORAGE),
+        SystemCall("ftruncate", "sets the length of memory and files", "", _STORAGE),
         SystemCall("pwrite64", "writes a checkpoint", "", _STORAGE),
         SystemCall("preadv", "reads a checkpoint", "", _STORAGE),
-        SystemCall("mkdirat", "makes the directory of a checkpoint", "", _STORAGE),
-        SystemCall("unlinkat", "removes what is temporary or was given up", "", _STORAGE),
+        SystemCall("mkdirat", "creates the directory of a checkpoint", "", _STORAGE),
+        SystemCall("unlinkat", "removes temporary and abandoned files", "", _STORAGE),
         SystemCall("renameat", "commits a checkpoint", "", f"{_STORAGE}; {_OVERLAY}"),
     )
 }
 
 
 def hint(name: str, error: OSError) -> str:
-    """What a refused call is needed for and what to do; empty for other errors and for calls not in the list."""
+    """Return a refused call's purpose and the remedy; empty for other errors and unlisted calls."""
     call = CALLS.get(name)
-    if call is None or (error.errno not in REFUSED and (name, error.errno) != ("renameat", errno.EXDEV)):
+    if call is None or (
+        error.errno not in REFUSED and (name, error.errno) != ("renameat", errno.EXDEV)
+    ):
         return ""
     return f"{call.name} {call.purpose}; {call.remedy}"
 
 
 @contextlib.contextmanager
 def needs(name: str) -> Generator[None]:
-    """Word the ``OSError`` of a refused call by the list."""
+    """Add the purpose and remedy of a refused call to its ``OSError``."""
     try:
         yield
     except OSError as error:
@@ -94,7 +130,7 @@ def needs(name: str) -> Generator[None]:
 
 
 def usable_cpus() -> frozenset[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     try:
         return frozenset(os.sched_getaffinity(0))
     except OSError:

@@ -1,14 +1,15 @@
-"""Tables of rows by 64-bit id, which grow: what such an object offers, and how its rows become tensors of a file.
+"""Growing tables of rows by 64-bit ID: their interface, and their conversion to tensors of a file.
 
-In a file the rows of a table are sorted by bucket, ``hash(id) mod 1024``, so that any number of ranks can take what is
-theirs by reading ranges. Rows are put where they go chunk by chunk: beside the staging memory a table takes one chunk.
-That is done by NumPy: torch divides such operations among cores, and where these have other work the one that waits
-for all of them was seen to take ten times as long.
+In a file the rows of a table are sorted by bucket, ``hash(id) mod 1024``, so that any number of
+ranks can load their rows by reading ranges. Rows are copied chunk by chunk, so a table needs memory
+for only one chunk besides the staging memory. NumPy does this: torch divides such operations among
+cores and waits for all of them, which took ten times as long on a busy machine.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeGuard, cast, runtime_checkable
@@ -28,24 +29,26 @@ REMOVED: Final = "removed"
 RESERVED: Final = frozenset({IDS, OFFSETS, CHANGED, REMOVED})
 """Names that no column can have."""
 CHUNK_NBYTES: Final = 32 << 20
-"""So many bytes of rows are asked of a table at once, and given to it."""
+"""Bytes of rows that are requested from a table, or passed to it, at once."""
 _MAX_CHUNK_ROWS: Final = 1 << 18
+_SORTED_ROWS: Final = 1 << 14
+"""Approximate number of IDs sorted at once; they fit into a core's cache."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MULTIPLIERS: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 _METHODS: Final = ("columns", "num_rows", "rows", "insert", "clear")
 
 Rows = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
-"""Ids, int64 ``[n]``, and columns by name, ``[n, *shape]`` each."""
+"""IDs, int64 ``[n]``, and columns by name, ``[n, *shape]`` each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What a table has in each row under one name: an embedding, a slot of an optimizer, a counter.
+    """One column of a table: an embedding, an optimizer slot, a counter.
 
     Attributes:
-        dtype: Of the numbers.
-        shape: Of one row: ``(16,)`` for an embedding of width 16, ``()`` for a counter.
+        dtype: The column's dtype.
+        shape: The shape of one row: ``(16,)`` for an embedding of width 16, ``()`` for a counter.
     """
 
     dtype: torch.dtype
@@ -53,49 +56,54 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in a row."""
+        """Bytes of one row."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @runtime_checkable
 class RowTable(Protocol):
-    """An object that holds rows by 64-bit id, such as a dynamic embedding: each rank has those of some ids.
+    """An object with rows by 64-bit ID, such as a dynamic embedding; each rank holds some IDs.
 
-    No id may be on two ranks. Between ``save()`` being called and its return a table must not change.
+    An ID must not be on two ranks. The table must not change while ``save()`` runs.
     """
 
     def columns(self) -> Mapping[str, Column]:
-        """What is in each row, by name."""
+        """Return the columns by name."""
         ...
 
     def num_rows(self) -> int:
-        """How many rows there are here."""
+        """Return the number of rows on this rank."""
         ...
 
     def rows(self, chunk_rows: int, columns: Sequence[str], /) -> Iterable[Rows]:
-        """All rows, once each, in any order, at most so many at a time; of the columns these alone, on any device."""
+        """Yield all rows of this rank, each once, in any order.
+
+        Args:
+            chunk_rows: The maximum number of rows in one item.
+            columns: The columns to yield. Tensors may be on any device.
+        """
         ...
 
     def insert(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor], /) -> object:
-        """Take rows of ids that are not here yet; tensors are in host memory, and may be kept.
+        """Add rows with new IDs. The tensors are on the CPU and may be kept.
 
-        Columns that are not given get what a new row has.
+        Columns that are not passed get the values of a new row.
         """
         ...
 
     def clear(self) -> object:
-        """Forget all rows."""
+        """Remove all rows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowChanges:
-    """What has changed in a table since some moment.
+    """The changes of a table since a change token was taken.
 
     Attributes:
-        num_rows: How many rows are new, or may have other values.
-        rows: Gives these as :meth:`RowTable.rows` does.
-        removed: The ids of rows that are gone, int64 ``[n]``; ids that were not there then do no harm.
+        num_rows: The number of rows that are new or may have changed.
+        rows: Yields these rows as :meth:`RowTable.rows` does.
+        removed: IDs of removed rows, int64 ``[n]``; IDs that were absent at the token are allowed.
     """
 
     num_rows: int
@@ -105,24 +113,24 @@ class RowChanges:
 
 @runtime_checkable
 class ChangeTracking(RowTable, Protocol):
-    """A table that can tell what has changed: most saves then hold that alone, beside a link to all its rows."""
+    """A table that tracks changes; most saves write only these and link the file with all rows."""
 
     def change_token(self) -> object:
-        """Stands for this moment; anything but None."""
+        """Return a token for the current content; must not be None."""
         ...
 
     def changed_since(self, token: object, /) -> RowChanges | None:
-        """What has changed since then; None where that is not known any more."""
+        """Return the changes since a token was taken; None if they are no longer known."""
         ...
 
 
 def is_table(value: object) -> TypeGuard[RowTable]:
-    """Whether a value is a table; of most the class alone tells that it is none."""
+    """Whether a value is a table."""
     return hasattr(type(value), "num_rows") and isinstance(value, RowTable)
 
 
 def may_be_meant_as_table(value: object) -> bool:
-    """Whether a value is a table, or lacks one method of one: saved as what else it is, its rows would be lost."""
+    """Whether a value is a table or lacks just one method; saving it otherwise would lose rows."""
     return hasattr(type(value), "num_rows") and len(_lacking(value)) <= 1
 
 
@@ -131,29 +139,28 @@ def _lacking(value: object) -> list[str]:
 
 
 def bucket_of(ids: torch.Tensor) -> torch.Tensor:
-    """The bucket of each id, int64: the finalizer of splitmix64 on its 64 bits, mod 1024; on the device of the ids."""
-    first, second = (
-        number - (1 << 64) for number in _MULTIPLIERS
-    )  # as torch knows no numbers of 64 bits without a sign
+    """Return each ID's bucket, int64, on the device of ``ids``: splitmix64's finalizer mod 1024."""
+    # torch lacks arithmetic for uint64
+    first, second = (number - (1 << 64) for number in _MULTIPLIERS)
     mixed = _shifted(ids, 30).bitwise_xor_(ids).mul_(first)
     mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(second)
     return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_and_(BUCKETS - 1)
 
 
 def owner_of(ids: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The rank of so many that is given the rows of these ids when it loads them, int64; on the device of the ids.
+    """Return the rank, of ``world_size``, that loads each ID, as int64 on the device of ``ids``.
 
-    A table whose rows are divided among ranks by this rule has after a load what belongs to it.
+    A table that distributes its rows over ranks by this rule has the right rows after a load.
     """
     return bucket_of(ids) % world_size
 
 
 def _shifted(ids: torch.Tensor, bits: int) -> torch.Tensor:
-    return (ids >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # as of numbers without a sign
+    return (ids >> bits).bitwise_and_((1 << (64 - bits)) - 1)  # a logical shift, as for uint64
 
 
 def buckets_on_host(ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """The same, as :func:`on_host` has them."""
+    """Return the bucket of each ID, as :func:`bucket_of` does, in a NumPy array."""
     import numpy as np
 
     mixed = on_host(ids).view(np.uint64)
@@ -163,25 +170,29 @@ def buckets_on_host(ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint16]]:
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as integers of the same size, of which NumPy knows each; its own memory where that is on the host."""
+    """Return a tensor's bits as a NumPy integer array; shares a CPU tensor's memory if possible."""
     bits = _BITS[tensor.dtype.itemsize]
-    return cast("Any", tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(bits).numpy())
+    return cast(
+        "Any", tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(bits).numpy()
+    )
 
 
 def chunk_rows(columns: Iterable[Column]) -> int:
-    """How many rows are one chunk."""
-    return max(1, min(_MAX_CHUNK_ROWS, CHUNK_NBYTES // (8 + sum(column.nbytes for column in columns))))
+    """Return the number of rows in one chunk."""
+    return max(
+        1, min(_MAX_CHUNK_ROWS, CHUNK_NBYTES // (8 + sum(column.nbytes for column in columns)))
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowImage:
-    """Rows that will be tensors of a file: ``ids``, ``offsets`` and the columns, under names that begin alike.
+    """Rows to write as tensors of a file: ``ids``, ``offsets`` and columns, with a common prefix.
 
     Attributes:
-        prefix: The beginning of the names, with its dot.
-        count: How many rows.
-        columns: What is in them.
-        rows: Gives them as :meth:`RowTable.rows` does.
+        prefix: The common prefix of the tensors' names, with its dot.
+        count: The number of rows.
+        columns: The columns by name.
+        rows: Yields the rows as :meth:`RowTable.rows` does.
     """
 
     prefix: str
@@ -190,20 +201,29 @@ class RowImage:
     rows: Callable[[int, Sequence[str]], Iterable[Rows]]
 
     def kinds(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Dtype and shape of each tensor, by its whole name."""
-        kinds = {IDS: (torch.int64, torch.Size([self.count])), OFFSETS: (torch.int64, torch.Size([BUCKETS + 1]))}
-        kinds |= {name: (each.dtype, torch.Size([self.count, *each.shape])) for name, each in self.columns.items()}
+        """Return dtype and shape of each tensor, by its full name."""
+        kinds = {
+            IDS: (torch.int64, torch.Size([self.count])),
+            OFFSETS: (torch.int64, torch.Size([BUCKETS + 1])),
+        }
+        kinds |= {
+            name: (each.dtype, torch.Size([self.count, *each.shape]))
+            for name, each in self.columns.items()
+        }
         return {self.prefix + name: kind for name, kind in kinds.items()}
 
     def fill(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Put the rows into these tensors, by their whole names; blocks until they are there.
+        """Copy the rows into ``views``, tensors by their full names; blocks until done.
 
         Raises:
-            StagingError: There are more rows, or fewer, than the table has said, or they are of another kind.
+            StagingError: The number, dtype or shape of the rows is not what the table has stated.
+            UnsupportedValueError: An ID occurs twice. (Lists of removed IDs may repeat IDs.)
         """
         import numpy as np
 
-        targets = {name: on_host(views[self.prefix + name]) for name in (IDS, OFFSETS, *self.columns)}
+        targets = {
+            name: on_host(views[self.prefix + name]) for name in (IDS, OFFSETS, *self.columns)
+        }
         offsets, names = targets[OFFSETS], tuple(self.columns)
         offsets[:] = 0
         for ids, _ in self.rows(_MAX_CHUNK_ROWS, ()):
@@ -211,55 +231,92 @@ class RowImage:
             offsets[1:] += np.bincount(buckets_on_host(ids), minlength=BUCKETS)
         np.cumsum(offsets, out=offsets)
         if int(offsets[-1]) != self.count:
-            raise self._changed(f"has {int(offsets[-1]):,} rows and not {self.count:,}")
+            raise self._changed(f"yielded {int(offsets[-1]):,} rows instead of {self.count:,}")
         next_row = offsets[:-1].copy()
         for ids, columns in self.rows(chunk_rows(self.columns.values()), names):
             self._check(ids, columns, names)
             bucket = buckets_on_host(ids)
-            here = np.bincount(bucket, minlength=BUCKETS)
+            counts = np.bincount(bucket, minlength=BUCKETS)
             rows = np.empty(len(bucket), np.int64)
-            begins = np.repeat(next_row - here.cumsum() + here, here)
+            begins = np.repeat(next_row - counts.cumsum() + counts, counts)
             rows[np.argsort(bucket, kind="stable")] = begins + np.arange(len(rows))
-            next_row += here
+            next_row += counts
             if (next_row > offsets[1:]).any():
-                raise self._changed("gives other rows")
+                raise self._changed("yielded other rows the second time")
             for name, values in ((IDS, ids), *((name, columns[name]) for name in names)):
                 targets[name][rows] = on_host(values)
         if not np.array_equal(next_row, offsets[1:]):
-            raise self._changed("gives fewer rows")
+            raise self._changed("yielded fewer rows the second time")
+        if self.columns and len(repeated := _repeated(targets[IDS], offsets)):
+            ids = ", ".join(map(str, repeated[:5].tolist())) + (
+                ", ..." if len(repeated) > 5 else ""
+            )
+            raise UnsupportedValueError(
+                f"{self._table}: the table yields {len(repeated):,} ids more than once: {ids}; "
+                "each id must have one row"
+            )
 
-    def _check(self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor], names: Sequence[str]) -> None:
+    def _check(
+        self, ids: torch.Tensor, columns: Mapping[str, torch.Tensor], names: Sequence[str]
+    ) -> None:
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise self._changed(f"gives ids of {ids.dtype}{list(ids.shape)}, which must be int64 and one after another")
+            raise self._changed(
+                f"yielded ids of {ids.dtype}{list(ids.shape)}, which must be one-dimensional int64"
+            )
         for name in names:
             column, values = self.columns[name], columns.get(name)
             shape = (len(ids), *column.shape)
             if values is None or values.dtype != column.dtype or tuple(values.shape) != shape:
-                found = "nothing" if values is None else f"{values.dtype}{list(values.shape)}"
-                raise self._changed(f"gives {found} for {name}, which is {column.dtype}{list(shape)}")
+                kind = "nothing" if values is None else f"{values.dtype}{list(values.shape)}"
+                raise self._changed(
+                    f"yielded {kind} for {name}, which must be {column.dtype}{list(shape)}"
+                )
+
+    @property
+    def _table(self) -> str:
+        return self.prefix.removesuffix(".").removesuffix(f".{CHANGED}").removesuffix(f".{REMOVED}")
 
     def _changed(self, how: str) -> StagingError:
-        table = self.prefix.removesuffix(".").removesuffix(f".{CHANGED}").removesuffix(f".{REMOVED}")
-        return StagingError(f"{table}: the table {how}; it must not change during save(), and rows must be as it says")
+        text = (
+            f"{self._table}: the table {how}; it must not change during save(), and rows must "
+            "match columns()"
+        )
+        return StagingError(text)
+
+
+def _repeated(ids: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return repeated IDs, each once; ``ids`` are sorted by bucket, see ``offsets``."""
+    import numpy as np
+
+    # sorted together: equal ids are in one bucket
+    buckets = max(1, BUCKETS * _SORTED_ROWS // max(1, len(ids)))
+    borders = [*offsets[:-1:buckets].tolist(), len(ids)]
+    groups = (np.sort(ids[begin:end]) for begin, end in itertools.pairwise(borders))
+    return np.unique(np.concatenate([group[1:][group[1:] == group[:-1]] for group in groups]))
 
 
 def require_numpy(fqn: str) -> None:
-    """Raise ``UnsupportedValueError`` where NumPy, which torch does without, is not there."""
+    """Raise ``UnsupportedValueError`` if NumPy, which torch does not require, is not installed."""
     if importlib.util.find_spec("numpy") is None:
         raise UnsupportedValueError(f"{fqn}: tables of rows need NumPy: pip install numpy")
 
 
 def checked_columns(table: RowTable, fqn: str, known: Iterable[torch.dtype]) -> dict[str, Column]:
-    """A table's columns; raises ``UnsupportedValueError`` for names and dtypes that no file can have."""
+    """Return a table's columns; ``UnsupportedValueError`` for names or dtypes files cannot hold."""
     require_numpy(fqn)
     if lacking := _lacking(table):
-        text = f"{fqn}: a {type(table).__qualname__} lacks {lacking[0]}(), and has all else of a sidesave.RowTable"
-        raise UnsupportedValueError(f"{text}: add it, or rename the others")
+        text = (
+            f"{fqn}: a {type(table).__qualname__} lacks {lacking[0]}(), but has the other methods "
+            "of a"
+        )
+        raise UnsupportedValueError(f"{text} sidesave.RowTable: add it, or rename the others")
     columns = dict(table.columns())
     dtypes = frozenset(known)
     for name, column in columns.items():
         if name in RESERVED or not name or "." in name or name.endswith("_extra_state"):
-            raise UnsupportedValueError(f"{fqn}: a column cannot be called {name!r}; rename it")
+            raise UnsupportedValueError(
+                f"{fqn}: {name!r} is not a valid name of a column; rename it"
+            )
         if column.dtype not in dtypes:
             raise UnsupportedValueError(f"{fqn}.{name}: a column of {column.dtype} cannot be saved")
     if not columns:
@@ -268,18 +325,18 @@ def checked_columns(table: RowTable, fqn: str, known: Iterable[torch.dtype]) -> 
 
 
 def all_rows(table: RowTable, fqn: str, columns: Mapping[str, Column]) -> list[RowImage]:
-    """All rows of a table."""
+    """Return the image of all rows of a table."""
     return [RowImage(f"{fqn}.", table.num_rows(), columns, table.rows)]
 
 
 def changes(changed: RowChanges, fqn: str, columns: Mapping[str, Column]) -> list[RowImage]:
-    """What has changed in a table, and what is gone."""
+    """Return the images of a table's changed rows and of its removed IDs."""
     removed = changed.removed
 
-    def gone(chunk_rows: int, columns: Sequence[str]) -> Iterable[Rows]:
+    def removed_rows(chunk_rows: int, columns: Sequence[str]) -> Iterable[Rows]:
         return [(removed[at : at + chunk_rows], {}) for at in range(0, len(removed), chunk_rows)]
 
     return [
         RowImage(f"{fqn}.{CHANGED}.", changed.num_rows, columns, changed.rows),
-        RowImage(f"{fqn}.{REMOVED}.", len(removed), {}, gone),
+        RowImage(f"{fqn}.{REMOVED}.", len(removed), {}, removed_rows),
     ]

@@ -1,6 +1,6 @@
-"""The names of a module's state without what torch's wrappers put in front of them.
+"""Removes the prefixes that torch's wrappers add to the names of a module's state.
 
-A wrapper is told by its type, and never by a name: a child of the user's may be called ``module``.
+A wrapper is recognized by its type, never by its name: a user's submodule may be called ``module``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from typing import Any, Final
 
 from torch import nn
 
+from sidesave.errors import UnsupportedValueError
+
 _WRAPPERS: Final = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module", False),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module", False),
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod", False),
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module", True),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+        True,
+    ),
     (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "ActivationWrapper",
@@ -23,22 +30,20 @@ _WRAPPERS: Final = (
         True,
     ),
 )
-"""Modules with their classes that wrap, the child that is wrapped, and whether their own hooks take its name away."""
+"""Wrapper classes' module and name, the wrapped child's name, and whether their hooks remove it."""
 PARTS: Final = frozenset(child for _, _, child, _ in _WRAPPERS)
-"""The parts of names that wrappers add, which a user's own child may have too."""
+"""The name parts that wrappers add; a user's own submodule may have such a name."""
 
 
 class WrapperNames:
-    """The names of one module's state, as the module has them and without wrappers.
-
-    False where nothing in the module is wrapped, so that all names are the same.
-    """
+    """Maps names of a module's state to names without wrappers; false if nothing is wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Look at a module and all below it; none of them is asked for its state."""
+        """Read the names of a module and its submodules, without calling ``state_dict()``."""
         self._module = module
-        self._in_state: dict[str, str] = {}  # prefixes, without wrappers; those of the keys of the state dict
-        self._in_tree: dict[str, str] = {}  # those of the modules
+        # prefixes of state dict keys -> prefixes without wrappers
+        self._in_state: dict[str, str] = {}
+        self._in_tree: dict[str, str] = {}  # prefixes of submodules -> prefixes without wrappers
         for _, tree, state, name in _walk(module):
             if tree != name:
                 self._in_tree[tree] = name
@@ -49,9 +54,10 @@ class WrapperNames:
         return bool(self._in_tree)
 
     def keys(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """By each key of the module's ``state_dict(keep_vars=True)`` the one without wrappers.
+        """Map each key of the module's ``state_dict(keep_vars=True)`` to the key without wrappers.
 
-        A name that a hook or a ``state_dict`` of the user's has freed of wrappers already stays as it is.
+        Keys from which the user's hook or ``state_dict`` has already removed the wrappers stay the
+        same.
         """
         own: dict[int, set[str]] = {}
         for module, tree, _, _ in _walk(self._module):
@@ -60,18 +66,41 @@ class WrapperNames:
                     own.setdefault(id(tensor), set()).add(tree + name)
         names: dict[Any, Any] = {}
         for key, value in state.items():
-            known = own.get(id(value), ())
-            is_free = key not in known and any(_without(name, self._in_tree) == key for name in known)
-            names[key] = key if is_free or not isinstance(key, str) else _without(key, self._in_state)
+            full_names = own.get(id(value), ())
+            is_unwrapped = key not in full_names and any(
+                _without(name, self._in_tree) == key for name in full_names
+            )
+            names[key] = (
+                key if is_unwrapped or not isinstance(key, str) else _without(key, self._in_state)
+            )
         return names
 
     def module(self, name: str) -> str:
-        """The name of a module without wrappers, of which all that wrap it have the same."""
+        """Return a submodule's name without wrappers; a module and its wrappers have the same."""
         return _without(f"{name}.", self._in_tree)[:-1]
 
 
+def unwrapped_state(module: nn.Module, fqn: str) -> tuple[dict[Any, Any], dict[str, Any] | None]:
+    """Return a module's state and its metadata, if any, with names without wrappers.
+
+    Raises ``UnsupportedValueError`` if two names are the same without wrappers.
+    """
+    state: dict[Any, Any] = module.state_dict(keep_vars=True)
+    metadata = getattr(state, "_metadata", None)
+    if wrappers := WrapperNames(module):
+        names = wrappers.keys(state)
+        if two := two_of_one_name(names):
+            raise UnsupportedValueError(
+                f"{fqn}.{names[two[0]]}: without wrappers {two[0]} and {two[1]} are one name; "
+                "rename one"
+            )
+        state = {names[key]: value for key, value in state.items()}
+        metadata = metadata and {wrappers.module(key): each for key, each in metadata.items()}
+    return state, metadata
+
+
 def two_of_one_name(names: Mapping[Any, Any]) -> tuple[Any, Any] | None:
-    """Two keys that have one name without wrappers; None if there are none."""
+    """Return two keys with the same name without wrappers; None if all names differ."""
     first: dict[Any, Any] = {}
     for key, name in names.items():
         if first.setdefault(name, key) != key:
@@ -80,7 +109,7 @@ def two_of_one_name(names: Mapping[Any, Any]) -> tuple[Any, Any] | None:
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, str]]:
-    """Every module, with the prefixes that it has among modules, in the state dict, and without wrappers."""
+    """Yield each module with its prefixes in the tree, in the state dict, and without wrappers."""
     kinds = [
         (kind, child, hides)
         for home, name, child, hides in _WRAPPERS
@@ -93,17 +122,23 @@ def _walk(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, str]]:
         yield each, tree, state, name
         kind = type(each)
         if kind not in wrapped:
-            found = ((child, hides) for wrapper, child, hides in kinds if issubclass(kind, wrapper))
-            wrapped[kind] = next(found, (None, False))
+            matches = (
+                (child, hides) for wrapper, child, hides in kinds if issubclass(kind, wrapper)
+            )
+            wrapped[kind] = next(matches, (None, False))
         inner, hides = wrapped[kind]
         for key, child in getattr(each, "_modules", {}).items():
             if child is not None:
                 below = f"{tree}{key}.", f"{state}{key}.", f"{name}{key}."
-                left.append((child, *below) if key != inner else (child, below[0], state if hides else below[1], name))
+                left.append(
+                    (child, *below)
+                    if key != inner
+                    else (child, below[0], state if hides else below[1], name)
+                )
 
 
 def _without(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name with the longest of the prefixes that it begins with replaced."""
+    """Return a name with its longest prefix that is in ``prefixes`` replaced."""
     end = len(name)
     while (end := name.rfind(".", 0, end)) >= 0:
         if name[: end + 1] in prefixes:

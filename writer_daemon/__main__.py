@@ -1,4 +1,7 @@
-"""Process entry: ``python -P -m sidesave.writer_daemon FD``, with FD the inherited end of a socket pair."""
+"""Process entry: ``python -P -m sidesave.writer_daemon FD``.
+
+FD is the inherited end of a socket pair.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def main() -> None:
 
 
 def _end_process(failed: threading.ExceptHookArgs) -> None:
-    """End the daemon if a thread dies: it would send heartbeats and do nothing, and a successor can do better."""
+    """End the daemon if a thread dies.
+
+    Otherwise the daemon would send heartbeats and do nothing; a successor can do better.
+    """
     try:
         name = failed.thread.name if failed.thread is not None else "a thread"
         logger.error("%s of the daemon died", name, exc_info=failed.exc_value)

@@ -35,7 +35,9 @@ _SPEED_DEADLINE_S: Final = 10.0
 _SPEED_THREADS: Final = 4
 _START_LIMIT_S: Final = 5.0
 _ANSWER_TIMEOUT_S: Final = 60.0
-_NETWORK: Final = re.compile("9p|afs|beegfs|ceph|cifs|fuse.*|glusterfs|gpfs|lustre|nfs4?|smb3|virtiofs")
+_NETWORK: Final = re.compile(
+    "9p|afs|beegfs|ceph|cifs|fuse.*|glusterfs|gpfs|lustre|nfs4?|smb3|virtiofs"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -46,13 +48,20 @@ def examine_directory(directory: Path, scratch: Path) -> Iterator[Finding]:
     another = "put the run directory on another file system"
     yield from run("directory", partial(_file_system, directory.resolve()), another)
     yield from run("system calls", partial(_system_calls, scratch), another)
-    yield from run("file locks", partial(_file_locks, scratch), "mount with locks (Lustre: -o flock); " + another)
+    yield from run(
+        "file locks",
+        partial(_file_locks, scratch),
+        "mount with locks (Lustre: -o flock); " + another,
+    )
     yield from run("direct I/O", partial(_direct_io, scratch), another)
     yield from run("preallocation", partial(_preallocation, scratch), another)
-    yield from run("publishing", partial(_publishing, scratch), another)
     yield from run("space", partial(_space, scratch), another)
     yield from run("disk speed", partial(_disk_speed, scratch), "free some space, or " + another)
-    yield from run("daemon", partial(_daemon, scratch), "see the checks above; Checkpointer raises the same error")
+    yield from run(
+        "daemon",
+        partial(_daemon, scratch),
+        "see the checks above; Checkpointer raises the same error",
+    )
 
 
 def _file_system(directory: Path) -> Iterator[Verdict]:
@@ -61,27 +70,39 @@ def _file_system(directory: Path) -> Iterator[Verdict]:
     if kind in ("tmpfs", "ramfs"):
         yield "warn", f"{detail}: in memory, gone with a reboot", "choose a directory on a disk"
     elif kind == "overlay":
-        yield "warn", f"{detail}: it may be a container's own layer and go with the container", "mount a volume"
+        yield (
+            "warn",
+            f"{detail}: it may be a container's own layer and go with the container",
+            "mount a volume",
+        )
     elif _NETWORK.fullmatch(kind):
-        remedy = "measure a save and a load; after the crash of another host its runs are free only after 3 minutes"
-        yield "warn", f"{detail}: a network or user-space file system, where sidesave has been tried little", remedy
+        remedy = (
+            "measure a save and a load; after the crash of another host its runs are free only "
+            "after 3 minutes"
+        )
+        yield (
+            "warn",
+            f"{detail}: a network or user-space file system, on which sidesave is little tested",
+            remedy,
+        )
     else:
         yield "ok", detail, ""
 
 
 def _mount(directory: Path) -> tuple[str, str]:
-    """Type and source of the file system of ``directory``."""
+    """Return type and source of the file system of ``directory``."""
     best, mount = Path("/"), ("unknown", "unknown")
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4]))
-        if directory.is_relative_to(point) and len(point.parts) >= len(best.parts):  # of two in one place the later one
+        # the later of two mounts
+        if directory.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, mount = point, (right.split()[0], right.split()[1])
     return mount
 
 
 def _system_calls(scratch: Path) -> Iterator[Verdict]:
-    """Try each call in the list that also words the errors."""
+    """Try each system call of the list from which error messages are made."""
     refused: list[Verdict] = []
     for name, attempt in system_call_attempts(scratch):
         call = CALLS[name]
@@ -100,7 +121,7 @@ def _system_calls(scratch: Path) -> Iterator[Verdict]:
 
 
 def system_call_attempts(scratch: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A use of each call in the list, in a possible order, with its files in ``scratch``."""
+    """Yield a use of each call in the list, in an order that works, with files in ``scratch``."""
     me = psutil.Process()
     yield "memfd_create", lambda: os.close(os.memfd_create("sidesave"))
     yield "pidfd_open", lambda: os.close(os.pidfd_open(os.getpid()))
@@ -112,21 +133,31 @@ def system_call_attempts(scratch: Path) -> Iterator[tuple[str, Callable[[], obje
     yield "sched_getaffinity", lambda: os.sched_getaffinity(0)
     yield "sched_setaffinity", lambda: os.sched_setaffinity(0, usable_cpus())
     yield "setpriority", lambda: me.nice(me.nice())
-    yield "ioprio_set", lambda: me.ionice(*me.ionice())
-    yield "prlimit64", lambda: resource.setrlimit(resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield (
+        "prlimit64",
+        lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE)
+        ),
+    )
     directory = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     file = os.open("calls", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, dir_fd=directory)
     fds = {"src_dir_fd": directory, "dst_dir_fd": directory}
     try:
         yield "flock", lambda: fcntl.flock(file, fcntl.LOCK_UN)
         yield "fstatfs", lambda: os.fstatvfs(file)
-        yield "fallocate", lambda: _raise(ctypes.get_errno() if _libc.fallocate(file, 0, 0, PAGE) else 0)
+        yield (
+            "fallocate",
+            lambda: _raise(ctypes.get_errno() if _libc.fallocate(file, 0, 0, PAGE) else 0),
+        )
         yield "pwrite64", lambda: os.pwrite(file, b"x", 0)
         yield "preadv", lambda: os.preadv(file, [bytearray(1)], 0)
         yield "ftruncate", lambda: os.ftruncate(file, 1)
         yield "fsync", lambda: os.fsync(file)
         yield "linkat", lambda: os.link("calls", "linked", **fds, follow_symlinks=False)
-        yield "renameat2", lambda: _raise(renameat2(directory, "calls", "renamed", RENAME_NOREPLACE))
+        yield (
+            "renameat2",
+            lambda: _raise(renameat2(directory, "calls", "renamed", RENAME_NOREPLACE)),
+        )
         yield "mkdirat", lambda: os.mkdir("directory", dir_fd=directory)
         yield "fchmodat", lambda: os.chmod("directory", 0o700, dir_fd=directory)
         yield "renameat", lambda: os.rename("directory", "other", **fds)
@@ -152,7 +183,7 @@ def _file_locks(scratch: Path) -> Iterator[Verdict]:
         else:
             yield (
                 "fail",
-                "a file can be locked twice: nobody can tell if a run is in use",
+                "a file can be locked twice, so a run in use cannot be detected",
                 "mount it with file locks",
             )
 
@@ -165,7 +196,11 @@ def _direct_io(scratch: Path) -> Iterator[Verdict]:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        yield "warn", "not taken; writes go through the page cache", "expect slower saves; ext4 and XFS take O_DIRECT"
+        yield (
+            "warn",
+            "not taken; writes go through the page cache",
+            "expect slower saves; ext4 and XFS take O_DIRECT",
+        )
     else:
         yield "ok", "an aligned O_DIRECT write is taken", ""
 
@@ -176,46 +211,47 @@ def _preallocation(scratch: Path) -> Iterator[Verdict]:
             yield "ok", "fallocate reserves space before the first byte", ""
             return
     why = f"no fallocate ({os.strerror(ctypes.get_errno())})"
-    yield "warn", f"{why}: a full disk shows only while writing", "watch the free space; ext4 and XFS can reserve it"
-
-
-def _publishing(scratch: Path) -> Iterator[Verdict]:
-    (scratch / "file").touch()
-    try:
-        (scratch / "link").hardlink_to(scratch / "file")
-        yield "ok", "files get their names by hard links", ""
-    except OSError as error:
-        storage = PosixStorage(str(scratch))
-        try:
-            storage.publish("file", "renamed")
-        finally:
-            storage.close()
-        yield "ok", f"no hard links ({error.strerror}); files get their names by renaming", ""
+    yield (
+        "warn",
+        f"{why}: a full disk shows only while writing",
+        "watch the free space; ext4 and XFS can reserve it",
+    )
 
 
 def _space(scratch: Path) -> Iterator[Verdict]:
     facts = os.statvfs(scratch)
     free, total = facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
-    inodes = f", {facts.f_favail:,} inodes" if facts.f_files else ""  # btrfs and others have no such limit
+    # btrfs and others have no such limit
+    inodes = f", {facts.f_favail:,} inodes" if facts.f_files else ""
     detail = f"{gb(free)} of {gb(total)} free{inodes}"
     if free < 10 * 10**9 or (facts.f_files and facts.f_favail < 10_000):
-        yield "warn", detail, "free some: a checkpoint takes the size of the state, and about ten files a rank"
+        yield (
+            "warn",
+            detail,
+            "free some: a checkpoint takes the size of the state, and about ten files a rank",
+        )
     else:
         yield "ok", detail, ""
 
 
 def _disk_speed(scratch: Path) -> Iterator[Verdict]:
-    """Measure as the daemon writes and the loader reads: past the page cache, four pieces at a time."""
+    """Measure like the daemon writes and the loader reads: direct I/O, four pieces at a time."""
     storage = PosixStorage(str(scratch))
 
     def read(offset: int) -> None:
         with storage.open("speed") as source:
             source.read_at(offset, _PIECE_NBYTES)
 
-    with contextlib.closing(storage), mmap.mmap(-1, _PIECE_NBYTES) as buffer, memoryview(buffer) as piece:
+    with (
+        contextlib.closing(storage),
+        mmap.mmap(-1, _PIECE_NBYTES) as buffer,
+        memoryview(buffer) as piece,
+    ):
         piece[:] = os.urandom(_PIECE_NBYTES)
         with storage.creating("speed", _SPEED_NBYTES) as output:
-            wrote = _rate(lambda offset: output.write_at(piece, offset), lambda: output.finish(_SPEED_NBYTES))
+            wrote = _rate(
+                lambda offset: output.write_at(piece, offset), lambda: output.finish(_SPEED_NBYTES)
+            )
         detail = f"{wrote:.2f} GB/s written and synced, {_rate(read):.2f} GB/s read"
     if wrote < 0.2:
         detail += f": 100 GB take {100 / wrote / 60:,.0f} minutes"
@@ -225,7 +261,7 @@ def _disk_speed(scratch: Path) -> Iterator[Verdict]:
 
 
 def _rate(work: Callable[[int], object], finish: Callable[[], object] = lambda: None) -> float:
-    """GB/s of ``work`` on consecutive pieces by several threads; none starts after the deadline."""
+    """Return GB/s of ``work`` on consecutive pieces in threads; none starts after the deadline."""
     started = time.monotonic()
 
     def one(offset: int) -> int:
@@ -244,10 +280,13 @@ def _daemon(scratch: Path) -> Iterator[Verdict]:
     import torch
 
     from sidesave.client.checkpointer import Checkpointer
+    from sidesave.writer_daemon.options import DaemonOptions
 
-    state = {"tensor": torch.zeros(1 << 20)}
+    state = {"tensor": torch.zeros(1 << 20, device="cpu")}
     started = time.monotonic()
-    with Checkpointer(scratch / "run", stall_timeout_s=_ANSWER_TIMEOUT_S) as checkpointer:
+    with Checkpointer(
+        scratch / "run", daemon=DaemonOptions(stall_timeout_s=_ANSWER_TIMEOUT_S)
+    ) as checkpointer:
         up = time.monotonic()
         checkpointer.save(0, state).committed.result(_ANSWER_TIMEOUT_S)
         saved = time.monotonic()

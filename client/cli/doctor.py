@@ -1,6 +1,6 @@
-"""``sidesave doctor``: checks what sidesave needs of a machine and a directory, by trying it where possible.
+"""``sidesave doctor``: checks what sidesave needs from a machine and a directory.
 
-The checks write only into a temporary subdirectory, which is removed.
+The checks try what they can, and write only into a temporary subdirectory, which is removed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _OLDEST_KERNEL: Final = (5, 3)  # pidfd_open; F_SEAL_FUTURE_WRITE is of 5.1
 _OLDEST_TORCH: Final = (2, 8)
 _MADV_POPULATE_WRITE: Final = 23
 _FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO in the kernel's sources
-_OUTLIVE: Final = "have it live on for as long as a save takes: sh -c 'python train.py; code=$?; sleep 60; exit $code'"
+_OUTLIVE: Final = (
+    "have it live on for as long as a save takes: sh -c 'python train.py; code=$?; sleep 60; exit "
+    "$code'"
+)
 
 
 def examine(place: Path | str) -> Generator[Finding]:
-    """Run all checks, yielding each finding as soon as it is known; ``place`` is a directory or a URL.
+    """Run all checks on a directory or URL, yielding each finding as soon as it is known.
 
     A directory that does not exist is not created: its nearest existing parent is checked instead.
     """
@@ -44,9 +47,17 @@ def examine(place: Path | str) -> Generator[Finding]:
     yield from run("populate", _populate, CALLS["memfd_create"].remedy)
     yield from run("host memory", _host_memory, "see whether /proc and /sys/fs/cgroup are mounted")
     yield from run("open files", _open_files, "")
-    yield from run("GPU", _gpu, "repair the torch installation: python -c 'import torch; torch.cuda.init()'")
-    yield from run("NUMA", _numa, "repair the torch installation: python -c 'import torch; torch.cuda.init()'")
-    yield from run("sockets", _sockets, "set TMPDIR to a writable directory whose path is shorter than 70 characters")
+    yield from run(
+        "GPU", _gpu, "repair the torch installation: python -c 'import torch; torch.cuda.init()'"
+    )
+    yield from run(
+        "NUMA", _numa, "repair the torch installation: python -c 'import torch; torch.cuda.init()'"
+    )
+    yield from run(
+        "sockets",
+        _sockets,
+        "set TMPDIR to a writable directory whose path is shorter than 70 characters",
+    )
     yield from _survival()
     if isinstance(place, str):
         from sidesave.client.cli.store_checks import examine_store
@@ -57,7 +68,7 @@ def examine(place: Path | str) -> Generator[Finding]:
     while not directory.exists():
         directory = directory.parent
     scratch = directory / f".sidesave-doctor-{secrets.token_hex(8)}"
-    try:  # from before it is made: SIGTERM may come at once
+    try:  # begins before mkdir, because SIGTERM can come at any time
         try:
             scratch.mkdir(0o700)
         except OSError as error:
@@ -70,7 +81,7 @@ def examine(place: Path | str) -> Generator[Finding]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-# The machine -----------------------------------------------------------------------------------------------------
+# The machine --------------------------------------------------------------------------------------
 
 
 def _versions() -> Iterator[Verdict]:
@@ -106,25 +117,39 @@ def _populate() -> Iterator[Verdict]:
         arena.close()
     if code:
         why = f"MADV_POPULATE_WRITE: {os.strerror(code)}; staging memory is touched page by page"
-        yield "warn", why, "use Linux 5.14 or newer, or call prepare() early: the first save waits for this memory"
+        yield (
+            "warn",
+            why,
+            (
+                "use Linux 5.14 or newer, or call prepare() early: the first save waits for this "
+                "memory"
+            ),
+        )
     else:
         yield "ok", "MADV_POPULATE_WRITE allocates staging memory", ""
 
 
 def _host_memory() -> Iterator[Verdict]:
-    available, headroom, limit = host_memory.available_nbytes(), host_memory.cgroup_headroom_nbytes(), _cgroup_limit()
+    available, headroom, limit = (
+        host_memory.available_nbytes(),
+        host_memory.cgroup_headroom_nbytes(),
+        _cgroup_limit(),
+    )
     group = "no cgroup limit"
     if limit is not None:
         group = f"the tightest memory cgroup allows {gb(limit)} and has {gb(headroom)} left"
-    detail = f"{gb(available)} can be allocated ({group}): two staging slots for a state of up to {gb(available / 2)}"
+    detail = (
+        f"{gb(available)} can be allocated ({group}): two staging slots for a state of up to "
+        f"{gb(available / 2)}"
+    )
     if available < 2 << 30:
-        yield "warn", detail, "give the job more memory; slots=1 needs half"
+        yield "warn", detail, "give the job more memory; StagingOptions(slots=1) needs half"
     else:
         yield "ok", detail, ""
 
 
 def _cgroup_limit() -> int | None:
-    """The smallest limit of a memory cgroup above this process, in bytes."""
+    """Return the smallest limit of the memory cgroups above this process, in bytes."""
     limits: list[int] = []
     for root, name in _cgroups("memory"):
         for group in (root / name, *(root / name).parents):
@@ -135,7 +160,7 @@ def _cgroup_limit() -> int | None:
 
 
 def _cgroups(controller: str) -> Iterator[tuple[Path, str]]:
-    """Roots of the hierarchies that could have a controller, with this process's group in each."""
+    """Yield roots of hierarchies that can have a controller, each with this process's group."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
@@ -166,10 +191,14 @@ def _gpu() -> Iterator[Verdict]:
         host_memory.populate(arena)
         name = torch.cuda.get_device_name()
         started = time.monotonic()
-        PinnedRange(torch.device("cuda", torch.cuda.current_device()), arena.address, arena.nbytes).close()
+        PinnedRange(
+            torch.device("cuda", torch.cuda.current_device()), arena.address, arena.nbytes
+        ).close()
         yield "ok", f"{name}; 64 MiB pinned and unpinned in {time.monotonic() - started:.3f} s", ""
     except RuntimeError as error:
-        remedy = "saves work, but copies from the GPU are slow; look for the driver's reason in dmesg"
+        remedy = (
+            "saves work, but copies from the GPU are slow; look for the driver's reason in dmesg"
+        )
         yield "warn", f"staging memory cannot be pinned: {error}", remedy
     finally:
         arena.close()
@@ -181,44 +210,75 @@ def _numa() -> Iterator[Verdict]:
     from sidesave.stager.devices.kinds import pci_address
 
     devices = [
-        torch.device("cuda", index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        torch.device("cuda", index)
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     ]
     yield from placements([numa.node_of(pci_address(device)) for device in devices])
 
 
 def placements(gpus: Sequence[int | None]) -> Iterator[Verdict]:
-    """What is done for each of the GPUs that can be seen, whose nodes these are."""
+    """Yield where sidesave places memory and daemon for visible GPUs, given their NUMA nodes."""
     nodes, usable = numa.nodes(), usable_cpus()
     if len(nodes) < 2:
         detail = (
-            "one node: there is nothing to choose" if nodes else "the system tells of no nodes: any memory is taken"
+            "one node: there is nothing to choose"
+            if nodes
+            else "the system reports no nodes: any memory is used"
         )
         yield "ok", detail, ""
     elif numa.has_policy():
-        yield "ok", f"{len(nodes)} nodes; this process has a memory policy, which says where staging memory lies", ""
+        yield (
+            "ok",
+            f"{len(nodes)} nodes; the memory policy of this process places the staging memory",
+            "",
+        )
     elif not gpus:
-        yield "ok", f"{len(nodes)} nodes, no GPU: staging memory and the daemon are near the cores of the process", ""
+        yield (
+            "ok",
+            (
+                f"{len(nodes)} nodes, no GPU: staging memory and the daemon are near the cores of "
+                "the process"
+            ),
+            "",
+        )
     else:
         for node in dict.fromkeys(gpus):
             cores = nodes.get(-1 if node is None else node, frozenset()) & usable
             which = "GPU " + _ranges(index for index, other in enumerate(gpus) if other == node)
             if node is None:
-                detail = f"{which} on a node that the system does not tell: staging memory and the daemon are anywhere"
-                yield "warn", detail, "see nvidia-smi topo -m; numactl --cpunodebind=N --membind=N python train.py"
+                detail = (
+                    f"{which} on a node that the system does not report: staging memory and the "
+                    "daemon go anywhere"
+                )
+                yield (
+                    "warn",
+                    detail,
+                    "see nvidia-smi topo -m; numactl --cpunodebind=N --membind=N python train.py",
+                )
             elif not cores:
-                detail = f"{which} on node {node}, but this process may only use cores of others ({_ranges(usable)})"
+                detail = (
+                    f"{which} on node {node}, but this process may only use cores of others "
+                    f"({_ranges(usable)})"
+                )
                 bind = f"numactl --cpunodebind={node} --membind={node} python train.py"
-                yield "warn", detail, f"for a rank that trains there: {bind}, or torchrun --numa-binding=node"
+                yield (
+                    "warn",
+                    detail,
+                    f"for a rank that trains there: {bind}, or torchrun --numa-binding=node",
+                )
             else:
                 yield (
                     "ok",
-                    f"{which} on node {node}: staging memory goes there, the daemon to cores {_ranges(cores)}",
+                    (
+                        f"{which} on node {node}: staging memory goes there, the daemon to cores "
+                        f"{_ranges(cores)}"
+                    ),
                     "",
                 )
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as the kernel writes them: ``0-3,8``."""
+    """Format numbers like the kernel: ``0-3,8``."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][-1] + 1:
@@ -236,26 +296,33 @@ def _sockets() -> Iterator[Verdict]:
     yield "ok", f"in {directory.parent}", ""
 
 
-# Who would take the daemon along ---------------------------------------------------------------------------------
+# What would kill the daemon with the trainer ------------------------------------------------------
 
 
 def _survival() -> Iterator[Finding]:
-    """What ends the daemon when the trainer dies, as seen from here; the trainer may start in another way."""
+    """Look for what ends the daemon when the trainer dies, assuming it starts like this process."""
     checks = (_container, _service, _slurm, _oom_group)
     threats = [finding for check in checks for finding in run("survival", check, "")]
-    yield from threats or [Finding("survival", "ok", "nothing found that ends the daemon when the trainer dies")]
+    yield from threats or [
+        Finding("survival", "ok", "nothing found that ends the daemon when the trainer dies")
+    ]
 
 
 def _container() -> Iterator[Verdict]:
     if os.stat("/proc/self/ns/pid").st_ino != _FIRST_PID_NAMESPACE:
         comm = Path("/proc/1/comm").read_text().strip()
-        detail = f"in a container: when its process 1 ({comm}) ends, the daemon is killed, whatever it is writing"
+        detail = (
+            f"in a container: when its process 1 ({comm}) ends, the daemon is killed, even while "
+            "it writes"
+        )
         yield "warn", detail, f"if process 1 is the trainer or waits for nothing else, {_OUTLIVE}"
 
 
 def _service() -> Iterator[Verdict]:
     groups = [*_cgroups("name=systemd")]
-    unit, path = next(((Path(name).name, name) for _, name in groups if name.endswith(".service")), ("", ""))
+    unit, path = next(
+        ((Path(name).name, name) for _, name in groups if name.endswith(".service")), ("", "")
+    )
     if not unit:
         return
     manager = "--user" if "user@" in path else "--system"
@@ -264,17 +331,34 @@ def _service() -> Iterator[Verdict]:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
         facts = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    mode, grace = facts.get("KillMode", "unknown KillMode"), facts.get("TimeoutStopUSec", "TimeoutStopSec")
+    mode, grace = (
+        facts.get("KillMode", "unknown KillMode"),
+        facts.get("TimeoutStopUSec", "TimeoutStopSec"),
+    )
     if mode == "control-group":
-        yield "ok", f"in {unit}: systemd asks the daemon to end, it finishes its save, and has {grace} for that", ""
+        yield (
+            "ok",
+            (
+                f"in {unit}: systemd asks the daemon to end, it finishes its save, and has {grace} "
+                "for that"
+            ),
+            "",
+        )
     elif mode not in ("process", "none"):
         detail = f"in {unit} ({mode}): systemd may kill the daemon when the trainer ends"
-        yield "warn", detail, "set KillMode=control-group, and TimeoutStopSec to more than a save takes"
+        yield (
+            "warn",
+            detail,
+            "set KillMode=control-group, and TimeoutStopSec to more than a save takes",
+        )
 
 
 def _slurm() -> Iterator[Verdict]:
     if "SLURM_JOB_ID" in os.environ:
-        detail = "in a Slurm job: what is left of a step is killed when its tasks have ended, the daemon included"
+        detail = (
+            "in a Slurm job: when the tasks of a step have ended, its other processes are killed, "
+            "also the daemon"
+        )
         yield "warn", detail, f"start the trainer from a script, and {_OUTLIVE}"
 
 
@@ -283,6 +367,16 @@ def _oom_group() -> Iterator[Verdict]:
         for group in (root / name, *(root / name).parents):
             with contextlib.suppress(OSError):
                 if (group / "memory.oom.group").read_text().strip() == "1":
-                    detail = f"{group} has memory.oom.group: running out of memory kills its processes all at once"
-                    yield "warn", detail, "leave headroom beside the staging slots; Kubernetes: singleProcessOOMKill"
+                    detail = (
+                        f"{group} has memory.oom.group: running out of memory kills its processes "
+                        "all at once"
+                    )
+                    yield (
+                        "warn",
+                        detail,
+                        (
+                            "leave headroom besides the staging slots; Kubernetes: "
+                            "singleProcessOOMKill"
+                        ),
+                    )
                     return

@@ -1,7 +1,7 @@
 """The checks of ``sidesave doctor`` and their findings.
 
-A check is a generator of verdicts (status, finding, remedy). If it raises ``OSError`` or an error of sidesave, it has
-failed.
+A check is a generator of verdicts (status, finding, remedy). It fails if it raises ``OSError`` or
+an error of sidesave.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Check = Callable[[], Iterator[Verdict]]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of a check; ``remedy`` says what to do unless it is ``"ok"``."""
+    """The outcome of a check; ``remedy`` says what to do if the status is not ``"ok"``."""
 
     name: str
     status: Status
@@ -28,7 +28,7 @@ class Finding:
 
 
 def run(name: str, check: Check, remedy: str) -> Iterator[Finding]:
-    """The findings of a check; ``remedy`` is for an error that it raises."""
+    """Run a check and yield its findings; if it raises an error, ``remedy`` is used."""
     try:
         for verdict in check():
             yield Finding(name, *verdict)
@@ -38,5 +38,5 @@ def run(name: str, check: Check, remedy: str) -> Iterator[Finding]:
 
 
 def gb(nbytes: float) -> str:
-    """A size as findings show it."""
+    """Format a size for a finding."""
     return f"{nbytes / 1e9:,.1f} GB"

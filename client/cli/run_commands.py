@@ -22,20 +22,23 @@ if TYPE_CHECKING:
     from sidesave.client.cli.top import DaemonView
 
 _FIRST_LOOK_S: Final = 0.5
-"""Between the two looks that make the first rates."""
+"""Seconds between the first two samples, from which the first rates are computed."""
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks.")] = 2.0,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time between updates.")
+    ] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and end.")] = False,
 ) -> None:
-    """Show the writer daemons of this machine that are yours.
+    """Show your writer daemons on this machine.
 
-    Each with its run, its trainer, the step that it is writing, the last commit of the run, and what it takes of
-    memory, processor and disk. Where the output is no terminal, one table is printed. Ctrl-C ends it.
+    Shows the run, the trainer, the step being written, the last commit of the run, and the memory,
+    CPU and disk use of each daemon. If the output is not a terminal, one table is printed. Ctrl-C
+    ends it.
     """
     from sidesave.client.cli.top import Top
 
@@ -51,7 +54,10 @@ def top(
         return
     from rich.live import Live
 
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
         while True:
             live.update(_table_of(view.look()), refresh=True)
             time.sleep(interval)
@@ -95,9 +101,11 @@ def _table_of(daemons: list[DaemonView]) -> Table | str:
 
 
 def _mirror_text(mirror: dict[str, Any]) -> str:
-    """``3 to copy (1.2 GB), 90 MB/s, last step 40``, or what it fails of."""
+    """Format a mirror's state, such as ``3 to copy (1.2 GB), 90 MB/s, last step 40``, and error."""
     parts = [
-        f"{mirror['checkpoints']} to copy ({size(mirror['nbytes'])})" if mirror["compared"] else "not compared yet"
+        f"{mirror['checkpoints']} to copy ({size(mirror['nbytes'])})"
+        if mirror["compared"]
+        else "not compared yet"
     ]
     if mirror["nbytes_per_s"]:
         parts.append(f"{size(round(mirror['nbytes_per_s']))}/s")
@@ -109,22 +117,32 @@ def _mirror_text(mirror: dict[str, Any]) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """``42 s``, ``7 min``, ``3.5 h``, ``12.1 d``."""
-    for limit, unit_s, unit, digits in ((120, 1, "s", 0), (7200, 60, "min", 0), (172_800, 3600, "h", 1)):
+    """Format seconds as ``42 s``, ``7 min``, ``3.5 h`` or ``12.1 d``."""
+    for limit, unit_s, unit, digits in (
+        (120, 1, "s", 0),
+        (7200, 60, "min", 0),
+        (172_800, 3600, "h", 1),
+    ):
         if seconds < limit:
             return f"{seconds / unit_s:.{digits}f} {unit}"
     return f"{seconds / 86_400:.1f} d"
 
 
 def watch(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of a run.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run directory, or the URL of a run.")
+    ],
     timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="End when there was nothing new for so long.")
+        float | None,
+        typer.Option(
+            min=0, metavar="SECONDS", help="End after this time without a new checkpoint."
+        ),
     ] = None,
 ) -> None:
-    """Print the path or URL of each new checkpoint of a run, once it is committed, beginning with the latest.
+    """Print the path or URL of each new checkpoint of a run once it is committed.
 
-    One line each, for a loop of a shell. It is always the newest: of those that come close together all but the last
+    Prints one line per checkpoint, beginning with the latest, for a shell loop. Each line is the
+    newest checkpoint at that time: if several are committed in quick succession, all but the last
     may be skipped. Ctrl-C ends it.
     """
     with contextlib.suppress(KeyboardInterrupt):
@@ -135,12 +153,16 @@ def watch(
 def plot(
     run: RunArgument,
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The picture, its format by its ending; RUN's name with .png.")
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The picture; its suffix is the format. Default: RUN's name.png"
+        ),
     ] = None,
 ) -> None:
-    """Draw what the saves of a run have cost over its steps.
+    """Plot the cost of a run's saves over its steps.
 
-    The time until each was staged, durable and committed, and the saves that came to nothing, from the run's log.
+    Shows the time until each save was staged, durable and committed, and failed and skipped saves,
+    from the run's log.
     """
     from sidesave.client.reporting.plot import draw
 
@@ -156,23 +178,30 @@ def plot(
 
 def trigger(
     run: RunArgument,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is committed, and print its path.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the commit, and print the path.")
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait.")] = 600.0,
-    stop: Annotated[bool, typer.Option("--stop", help="Ask its loop to end there as well.")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="Also ask the training loop to end at that step.")
+    ] = False,
 ) -> None:
     """Ask the trainer that has a run open to save at its next step.
 
-    It has to train with a CheckpointManager whose policies have OnRequest. Exit status 1 means that no live session has
-    the run open or, with --wait, that there was no such save in time.
+    The trainer needs a CheckpointManager with the policy OnRequest. Exit status 1 means that no
+    live session has the run open or, with --wait, that the save was not committed in time.
     """
-    from sidesave.client.cli.trigger import SaveRequest
+    from sidesave.client.runs.save_requests import SaveRequest
 
     if timeout < 0:
-        raise InvalidArgumentError(f"a timeout of {timeout:g} s makes no sense")
+        raise InvalidArgumentError(f"--timeout must be 0 or more seconds, not {timeout:g}")
     directory = locate_run(run)
     request = SaveRequest(directory, stop=stop)
     if not request.is_sure:
-        typer.echo("it cannot be told from this machine whether the session that has the run open lives", err=True)
+        typer.echo(
+            "this machine cannot find out whether the session that has the run open is alive",
+            err=True,
+        )
     if not wait:
         typer.echo(printable(f"{directory}: asked to save at the next step{' and to stop' * stop}"))
         return

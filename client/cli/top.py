@@ -1,7 +1,7 @@
-"""The writer daemons of this machine, seen from outside: by ``/proc`` and the logs of their runs.
+"""The writer daemons of this machine, observed through ``/proc`` and the logs of their runs.
 
-No daemon is asked, so one that hangs is seen too. A run directory whose storage does not answer delays one look by two
-seconds.
+Daemons are not asked, so one that hangs is shown too. A run directory whose storage does not answer
+delays one update by two seconds.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from typing import Any, Final
 
 import psutil
 
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 from sidesave.errors import SidesaveError
-from sidesave.writer_daemon.format.manifest import parse_hidden_directory
-from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.log import HISTORY_FILE, SaveRecord, read_history
+from sidesave.writer_daemon.format.names import LEASE_DIRECTORY, parse_hidden_directory
+from sidesave.writer_daemon.log import HISTORY_FILE, read_history
 from sidesave.writer_daemon.mirror.progress import MEMORY, MEMORY_NBYTES
+from sidesave.writer_daemon.save_record import SaveRecord
 
 _MODULE: Final = "sidesave.writer_daemon"
 _STORAGE_TIMEOUT_S: Final = 2.0
 _MAX_EXTENTS: Final = 10_000
-"""Of a file whose written parts are looked for; a writer makes far fewer."""
+"""The most extents of a file that are counted; a writer creates far fewer."""
 _RANK_OF_FILE: Final = re.compile(r"\.rank-(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonView:
-    """One writer daemon; None is what is unknown.
+    """One writer daemon; unknown values are None.
 
     Attributes:
-        pid: The daemon's.
+        pid: The PID of the daemon.
         run: Its run directory.
-        rank: Its trainer's rank: 0 for the daemon that holds the lease, else what the launcher said (``RANK``).
-        trainer_pid: None once the trainer has ended and is reaped.
-        trainer_lives: Whether the trainer runs.
+        rank: The rank of its trainer: 0 for the daemon that holds the lease, else the launcher's
+            ``RANK``.
+        trainer_pid: The PID of the trainer; None once the trainer has ended and is reaped.
+        trainer_lives: Whether the trainer is running.
         step: The step that is being staged or written.
-        progress: The part of this rank's bytes that is on its way to disk, 0.0 to 1.0; known only while the file system
-            reports unwritten parts.
+        progress: The fraction of this rank's bytes passed to the disk, 0.0 to 1.0; known only while
+            the file system reports unwritten parts.
         last_step: The step that was last committed in this run.
-        last_commit_s: The time of that, in seconds since the epoch.
-        uss_nbytes: Memory that would be free without the daemon, without staging memory that a trainer shares.
-        cpu: Cores in use since the look before.
-        written_nbytes_per_s: Bytes that it had the system write per second, since the look before.
-        mirror: How its mirror stands: ``checkpoints`` and ``nbytes`` to be copied once ``compared``, ``nbytes_per_s``,
-            ``last_step`` and ``error``.
+        last_commit_s: The time of that commit, in seconds since the epoch.
+        uss_nbytes: Memory that only the daemon uses, without staging memory shared with a trainer.
+        cpu: Cores in use since the last update.
+        written_nbytes_per_s: Bytes written per second since the last update.
+        mirror: The state of its mirror: ``checkpoints`` and ``nbytes`` still to be copied (once
+            ``compared``), ``nbytes_per_s``, ``last_step`` and ``error``.
     """
 
     pid: int
@@ -76,30 +77,34 @@ class DaemonView:
         return None if self.last_commit_s is None else max(0.0, time.time() - self.last_commit_s)
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the view as values for JSON."""
         return {**asdict(self), "last_commit_age_s": self.last_commit_age_s}
 
 
 class Top:
-    """Looks at all daemons of this user repeatedly; rates are since the look before."""
+    """Samples all daemons of this user repeatedly; rates are since the last sample."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, float], tuple[float, float, int | None]] = {}
         self._logs: dict[str, _RunLog] = {}
 
     def look(self) -> list[DaemonView]:
-        """The daemons that run now, by run directory and rank."""
+        """Return the running daemons, sorted by run directory and rank."""
         samples: dict[tuple[int, float], tuple[float, float, int | None]] = {}
         views: list[DaemonView] = []
         for process in _daemons():
-            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):  # it has just ended
+            # it has just ended
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                 key = (process.pid, process.create_time())
                 samples[key] = _sample(process)
                 views.append(self._view(process, self._before.get(key), samples[key]))
         self._before = samples
         runs = {view.run for view in views}
         self._logs = {run: log for run, log in self._logs.items() if run in runs}
-        return sorted(views, key=lambda view: (view.run or "", -1 if view.rank is None else view.rank, view.pid))
+        return sorted(
+            views,
+            key=lambda view: (view.run or "", -1 if view.rank is None else view.rank, view.pid),
+        )
 
     def _view(
         self,
@@ -109,7 +114,9 @@ class Top:
     ) -> DaemonView:
         files = _open_files(process.pid)
         run = _run_of(process.pid, files)
-        log = _RunLog(run) if run is not None and run not in self._logs else self._logs.get(run or "")
+        log = (
+            _RunLog(run) if run is not None and run not in self._logs else self._logs.get(run or "")
+        )
         if run is not None and log is not None:
             self._logs[run] = log
             log.read()
@@ -146,7 +153,7 @@ def _daemons() -> Iterator[psutil.Process]:
 
 
 def _sample(process: psutil.Process) -> tuple[float, float, int | None]:
-    """The time, and CPU seconds and bytes to write so far."""
+    """Return the time, the CPU seconds used, and the bytes written (None if unknown)."""
     times = process.cpu_times()
     try:
         nbytes = process.io_counters().write_bytes
@@ -172,11 +179,11 @@ def _uss_of(process: psutil.Process) -> int | None:
         return None
 
 
-# Descriptors -----------------------------------------------------------------------------------------------------
+# Descriptors --------------------------------------------------------------------------------------
 
 
 def _open_files(pid: int) -> dict[int, str]:
-    """Descriptors of a process, ascending, and their targets."""
+    """Return the descriptors of a process, ascending, and their targets."""
     targets: dict[int, str] = {}
     try:
         numbers = sorted(map(int, os.listdir(f"/proc/{pid}/fd")))
@@ -189,9 +196,10 @@ def _open_files(pid: int) -> dict[int, str]:
 
 
 def _run_of(pid: int, files: dict[int, str]) -> str | None:
-    """The run directory: a daemon keeps it open, with its log and perhaps its lease.
+    """Return the run directory, which a daemon keeps open, with its log and perhaps its lease.
 
-    A daemon that uses its fallback directory has that open too, but opened it later, and keeps no log there.
+    A daemon that uses its fallback directory has that open too, but opened it later and has no log
+    there.
     """
     for target in files.values():
         if target.endswith(f"/{HISTORY_FILE}"):
@@ -203,10 +211,13 @@ def _run_of(pid: int, files: dict[int, str]) -> str | None:
 
 
 def _rank_of(process: psutil.Process, files: dict[int, str]) -> int | None:
-    """0 for the holder of the lease, as rank 0's daemon is; else by a file that it writes, or RANK."""
+    """Return 0 for the lease's holder (rank 0), else the rank in an open file's name, or RANK."""
     for number, target in files.items():
-        if f"/{LEASE_DIRECTORY}/" in target and _flags(process.pid, number) & os.O_ACCMODE == os.O_RDWR:
-            return 0  # the others only read it
+        if (
+            f"/{LEASE_DIRECTORY}/" in target
+            and _flags(process.pid, number) & os.O_ACCMODE == os.O_RDWR
+        ):
+            return 0  # daemons of other ranks only read the lease
     for _, target in _partial_files(files):
         match = _RANK_OF_FILE.search(os.path.basename(target))
         if match is not None:
@@ -218,14 +229,22 @@ def _rank_of(process: psutil.Process, files: dict[int, str]) -> int | None:
 
 
 def _trainer_of(process: psutil.Process, files: dict[int, str]) -> tuple[int | None, bool]:
-    """By the daemon's pidfd of its trainer, which names it until it is reaped."""
+    """Return PID and liveness of the trainer, from the daemon's pidfd.
+
+    The pidfd has the PID until the trainer is reaped.
+    """
     for number, target in files.items():
         if "pidfd" in target:
-            match = re.search(r"^Pid:\s*(-?\d+)$", _descriptor_facts(process.pid, number), re.MULTILINE)
+            match = re.search(
+                r"^Pid:\s*(-?\d+)$", _descriptor_facts(process.pid, number), re.MULTILINE
+            )
             pid = int(match[1]) if match else -1
             if pid > 0:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    return pid, psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+                    return pid, psutil.Process(pid).status() not in (
+                        psutil.STATUS_ZOMBIE,
+                        psutil.STATUS_DEAD,
+                    )
     return None, False
 
 
@@ -242,16 +261,19 @@ def _flags(pid: int, number: int) -> int:
 
 
 def _mirror_of(pid: int, files: dict[int, str]) -> dict[str, Any] | None:
-    """What the daemon keeps in a memory file for whoever looks."""
+    """Return the state of the mirror that the daemon publishes in a memory file."""
     for number, target in files.items():
         if target.startswith(f"/memfd:{MEMORY} "):
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/fd/{number}", "rb") as file:
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open(f"/proc/{pid}/fd/{number}", "rb") as file,
+            ):
                 return json.loads(file.read(MEMORY_NBYTES))
     return None
 
 
 def _partial_files(files: dict[int, str]) -> Iterator[tuple[int, str]]:
-    """Open files of unfinished checkpoints."""
+    """Yield the open files of unfinished checkpoints."""
     for number, target in files.items():
         hidden = parse_hidden_directory(os.path.basename(os.path.dirname(target)))
         if hidden is not None:
@@ -259,7 +281,7 @@ def _partial_files(files: dict[int, str]) -> Iterator[tuple[int, str]]:
 
 
 def _being_written(pid: int, files: dict[int, str]) -> tuple[int | None, float | None]:
-    """The step whose files are open, and how much of the reserved space has been written."""
+    """Return the step whose files are open, and the written fraction of the reserved space."""
     done = total = 0
     step: int | None = None
     for number, target in _partial_files(files):
@@ -277,12 +299,12 @@ def _being_written(pid: int, files: dict[int, str]) -> tuple[int | None, float |
 
 
 def _written(fd: int) -> tuple[int, int]:
-    """Bytes of a file that are data, and all bytes; space that is only reserved is a hole."""
+    """Return the written bytes of a file and its size; reserved but unwritten space is a hole."""
     nbytes, offset, data = os.fstat(fd).st_size, 0, 0
     for _ in range(_MAX_EXTENTS):
         try:
             begin = os.lseek(fd, offset, os.SEEK_DATA)
-        except OSError:  # nothing but holes from here on
+        except OSError:  # only holes from here on
             break
         offset = os.lseek(fd, begin, os.SEEK_HOLE)
         data += offset - begin
@@ -291,22 +313,23 @@ def _written(fd: int) -> tuple[int, int]:
     return min(data, nbytes), nbytes
 
 
-# Logs ------------------------------------------------------------------------------------------------------------
+# Logs ---------------------------------------------------------------------------------------------
 
 
 class _RunLog:
-    """The log of a run, read again when it has changed; in a thread, since storage may hang."""
+    """The log of a run, read again after each change, in a thread because storage may hang."""
 
     def __init__(self, run: str) -> None:
         self.under_way: int | None = None
         self.last_step: int | None = None
         self.last_commit_s: float | None = None
         self._run = run
+        self._catalog = catalog_of(run)
         self._version: tuple[int, int, int] | None = None
         self._reading: threading.Thread | None = None
 
     def read(self) -> None:
-        """Update within two seconds, or leave it as it is until storage answers."""
+        """Update within two seconds, or keep the old values until storage answers."""
         if self._reading is None or not self._reading.is_alive():
             self._reading = threading.Thread(target=self._read, name="sidesave-top", daemon=True)
             self._reading.start()
@@ -322,7 +345,11 @@ class _RunLog:
             self._version = version
             open_steps = [record.step for record in records if record.outcome == "saving"]
             self.under_way = open_steps[0] if open_steps else None
-            committed = max(filter(_is_committed, records), key=lambda record: record.sequence or 0, default=None)
+            committed = max(
+                filter(_is_committed, records),
+                key=lambda record: record.sequence or 0,
+                default=None,
+            )
             if committed is not None and committed.called_s is not None:
                 self.last_step = committed.step
                 self.last_commit_s = committed.called_s + (committed.committed_s or 0.0)
@@ -330,7 +357,7 @@ class _RunLog:
                 self._scan()
 
     def _scan(self) -> None:
-        checkpoints = catalog.scan(self._run)
+        checkpoints = self._catalog.all()
         if checkpoints:
             self.last_step, self.last_commit_s = checkpoints[-1].step, checkpoints[-1].created_s
 

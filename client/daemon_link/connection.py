@@ -1,7 +1,7 @@
-"""The trainer's side of the wire: one thread owns the ZeroMQ socket, watches the daemon and replaces it.
+"""The trainer's side of the wire: a thread owns the ZeroMQ socket, watches and replaces the daemon.
 
-A new daemon gets the same memory, and every open request again (:mod:`sidesave.client.daemon_link.pending`). This room
-knows no tensors.
+A new daemon gets the same memory, and every open request again
+(:mod:`sidesave.client.daemon_link.pending`). This room knows no tensors.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import logging
 import os
 import queue
 import secrets
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Final
 
 import zmq
 
 from sidesave import errors
-from sidesave.client.daemon_link.pending import Request, Requests
-from sidesave.client.daemon_link.process import DaemonProcess
+from sidesave.client.daemon_link.pending import Listener, Request, Requests
+from sidesave.client.daemon_link.process import DaemonProcess, require_descriptors
+from sidesave.client.daemon_link.restarts import Restarts
 from sidesave.client.daemon_link.socket_dir import locked_socket_directory
 from sidesave.errors import (
     ClosedError,
@@ -37,8 +37,8 @@ from sidesave.errors import (
     WriteStalledError,
 )
 from sidesave.stager.memory.arena import Arena, forget_in_child
-from sidesave.stager.system_calls import REFUSED, needs
-from sidesave.writer_daemon import protocol
+from sidesave.stager.signal_safe import Wakeup
+from sidesave.writer_daemon import protocol, wire
 from sidesave.writer_daemon.protocol import Boot, Message, Note
 
 logger = logging.getLogger(__name__)
@@ -46,55 +46,34 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S: Final = 60.0
 """From spawn to HELLO; a cold file system may have to read Python itself first."""
 SILENCE_TIMEOUT_S: Final = 30.0
-"""A ready daemon beats once a second; after this long without a word it is taken for hung, killed and replaced."""
+"""Silence, in seconds, after which a ready daemon is replaced; it sends a message each second."""
 MAX_DEATHS: Final = 5
-"""A request that has seen more daemons die than this is given up, and so is a start; what died idle harmed nobody."""
-_HEALTHY_S: Final = 60.0
-"""A daemon that lived this long was well: the one after it starts without a pause."""
+"""Deaths of daemons that a request or a start survives; deaths without work do not count."""
 _KILL_TIMEOUT_S: Final = 10.0
 _LAST_MESSAGE_TIMEOUT_S: Final = 2.0
 """What a daemon has sent before it ended may still be on its way through ZeroMQ's own thread."""
-_FIRST_BACKOFF_S: Final = 0.05
-_MAX_BACKOFF_S: Final = 2.0
-_MAX_IDLE_BACKOFF_S: Final = 10.0
-"""Before a further daemon where nothing waits for one: the first request starts it sooner."""
-_DESCRIPTORS: Final = 24
-"""That many a connection takes for a moment: sockets, pidfds, those of ZeroMQ's threads, a directory being removed."""
 
 
 class Connection:
     """Keeps a daemon running and sends it saves; any thread may call its public methods."""
 
-    def __init__(
-        self,
-        boot: Boot,
-        on_message: Callable[[Message], None],
-        on_lost: Callable[[list[int], SidesaveError], None],
-    ) -> None:
-        """Prepare; :meth:`start` starts it.
+    _listener: Listener
 
-        Args:
-            boot: The first message to every daemon, without what each daemon has of its own.
-            on_message: Called with PROGRESS, WRITTEN, COMMITTED, DELETED, FAILED, MIRRORED and MIRROR, in the
-                connection's thread.
-            on_lost: Called in that thread with the ids of requests that no daemon will finish, and the reason.
-        """
+    def __init__(self, boot: Boot) -> None:
+        """Prepare; ``boot`` is each daemon's first message, without the fields set per daemon."""
         self._boot = boot
-        self._on_message = on_message
-        self._on_lost = on_lost
         self._lock = threading.RLock()  # a signal handler may come in where this thread holds it
         self._arenas: dict[int, Arena] = {}
         self._requests = Requests()
         self._to_send: queue.SimpleQueue[tuple[Request, bytes | None]] = queue.SimpleQueue()
-        _require_descriptors()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        require_descriptors()
+        self._wakeup = Wakeup()
         self._process: DaemonProcess | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._context = zmq.Context(io_threads=1)
         self._attempt = 0
         self._by_pid = False
-        self._restarts = 0
-        self._ready_at = float("inf")
+        self._restarts = Restarts()
         self._ready = threading.Event()
         self._failure: SidesaveError | None = None
         self._draining = False
@@ -103,14 +82,15 @@ class Connection:
         self.removed: tuple[str, ...] = ()
         self.left: tuple[str, ...] = ()
         self.released = False
-        """Whether the last daemon has given the directory back, and is left to finish its mirror."""
+        """Whether the last daemon has released the directory and only finishes its mirror."""
         self.reaper: threading.Thread | None = None
         """Ends with the last daemon, where that was left to finish alone."""
         forget_in_child(self)
         self._thread = threading.Thread(target=self._run, name="sidesave-client", daemon=True)
 
-    def start(self) -> None:
+    def start(self, listener: Listener) -> None:
         """Start the thread and the first daemon."""
+        self._listener = listener
         self._thread.start()
 
     @property
@@ -120,7 +100,7 @@ class Connection:
         return None if process is None else process.pid
 
     def wait_ready(self) -> None:
-        """Block until the daemon holds the directory; raises what prevents that. The daemon's deadlines bound it."""
+        """Block until the daemon holds the directory, or raise; its deadlines bound the wait."""
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
@@ -129,7 +109,7 @@ class Connection:
         """Pass an arena to this daemon and to every later one."""
         with self._lock:
             self._arenas[number] = arena
-            self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+            self._send_arena(number, arena)
 
     def detach(self, number: int) -> None:
         """Say that an arena is about to go."""
@@ -138,9 +118,10 @@ class Connection:
                 self._send_control(protocol.Detach(attempt=self._attempt, arena=number), [])
 
     def submit(self, request: Request, encoded: bytes | None = None) -> None:
-        """Have a staged save written or refused, or a step deleted; callbacks report the outcome. Never blocks.
+        """Have a staged save written or refused, or a step deleted; never blocks.
 
-        What is ``encoded`` already is sent as it is to the daemon that it is for.
+        The listener hears the outcome. A request that is ``encoded`` already is sent as it is to
+        the daemon that it is for.
         """
         with self._lock:
             failure = self._failure
@@ -149,30 +130,32 @@ class Connection:
         if failure is None:
             self._wake_up()
         else:
-            self._on_lost([request.save_id], failure)
+            self._listener.lose([request.save_id], failure)
 
     def note(self, note: Note) -> None:
         """Send a message that needs no answer. Never blocks; it is lost if no daemon listens."""
         with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
-                data = protocol.encode(replace(note, attempt=self._attempt))
+                data = wire.encode(replace(note, attempt=self._attempt))
                 self._process.control.send(data, socket.MSG_DONTWAIT)
 
     def close(self, timeout_s: float) -> None:
-        """Let the daemon finish and exit, for up to ``timeout_s``; then it finishes alone. Idempotent."""
-        self._drain_by = time.monotonic() + timeout_s
-        self._draining = True
-        self._wake_up()
+        """Let the daemon finish, for up to ``timeout_s``; then it finishes alone. Idempotent."""
+        self._drain(timeout_s)
         if self._thread.ident is not None and not self.is_this_thread():
             self._thread.join(timeout_s + 5)
         with self._lock:
             # What another thread had begun before is refused: nobody would answer it.
-            self._failure = self._failure or ClosedError(f"the checkpointer of {self._boot.directory} is closed")
+            text = f"the checkpointer of {self._boot.directory} is closed"
+            self._failure = self._failure or ClosedError(text)
             if not self._thread.is_alive():
                 self._forget()
 
     def give_up_starting(self, timeout_s: float) -> None:
-        """End a daemon that is not ready yet and fail the start; a ready one has ``timeout_s`` to end."""
+        """End a daemon that is not ready and fail the start; a ready one has ``timeout_s``."""
+        self._drain(timeout_s)
+
+    def _drain(self, timeout_s: float) -> None:
         self._drain_by = time.monotonic() + timeout_s
         self._draining = True
         self._wake_up()
@@ -182,15 +165,13 @@ class Connection:
         return threading.get_ident() == self._thread.ident
 
     def _wake_up(self) -> None:
-        with self._lock, contextlib.suppress(OSError, ValueError):  # closed
-            os.eventfd_write(self._wake, 1)
+        with self._lock:
+            self._wakeup.wake()
 
     def _forget(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._wake)
-        self._wake = -1
+        self._wakeup.close()
 
-    # The thread ------------------------------------------------------------------------------------------------
+    # The thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -202,17 +183,18 @@ class Connection:
             logger.exception("the connection to the writer daemon broke")
             self._give_up(DaemonDiedError(f"the connection to the writer daemon broke: {error!r}"))
         finally:
-            self._hang_up()
             self._context.term()
             self._ready.set()
 
     def _serve_one_daemon(self) -> str | None:
-        """Run one daemon from start to end; returns its last words, None if no other should follow."""
+        """Run one daemon to its end; return its last words, or None if no other should follow."""
         try:
             with self._spawned() as process:
                 self._converse(process)
                 if self._draining:
-                    status = process.wait(0.0 if self.released else max(0.0, self._drain_by - time.monotonic()))
+                    left_s = 0.0 if self.released else self._drain_by - time.monotonic()
+                    status = process.wait(max(0.0, left_s))
+                    process.relay()
                     if status == 0 or status is None:
                         return None  # drained, or left to finish alone
                 words = self._end(process)
@@ -221,24 +203,22 @@ class Connection:
         self._take_queued()
         if self._draining and not self._requests:
             return None
-        self._restarts = 1 if time.monotonic() - self._ready_at > _HEALTHY_S else self._restarts + 1
-        if self._restarts > MAX_DEATHS and not self._ready.is_set():
+        self._restarts.daemon_died()
+        if self._restarts.in_a_row > MAX_DEATHS and not self._ready.is_set():
             raise DaemonStartError(words)
         lost = self._requests.daemon_died(MAX_DEATHS)
         if lost:
-            text = f"the writer daemon died {MAX_DEATHS + 1} times with this to do, so it is given up: {words}"
-            self._on_lost(lost, DaemonDiedError(text))
+            text = f"the writer daemon died {MAX_DEATHS + 1} times with this to do"
+            self._listener.lose(lost, DaemonDiedError(f"{text}, so it is given up: {words}"))
         return words
 
     def _pause(self, words: str) -> None:
         """Wait before the next daemon; longer after each that died early."""
-        most = _MAX_BACKOFF_S if self._requests else _MAX_IDLE_BACKOFF_S
-        delay_s = min(most, _FIRST_BACKOFF_S * 2.0 ** min(16, self._restarts - 1))
-        logger.warning("the writer daemon died; starting another in %.2f s. How it ended: %s", delay_s, words)
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        poller.poll(delay_s * 1000)
-        self._drain_wakeups()  # else a next pause would be none
+        delay_s = self._restarts.pause_s(idle=not self._requests)
+        logger.warning(
+            "the writer daemon died; starting another in %.2f s. How it ended: %s", delay_s, words
+        )
+        self._wakeup.wait(delay_s)
 
     def _take_queued(self) -> None:
         """Take what was submitted while no daemon listened, for the next one."""
@@ -247,15 +227,15 @@ class Connection:
 
     @contextlib.contextmanager
     def _spawned(self) -> Generator[DaemonProcess]:
-        _require_descriptors()
+        require_descriptors()
         try:
             with locked_socket_directory() as directory:
                 self._attempt += 1
                 token = secrets.token_bytes(16)
                 endpoint = f"ipc://{directory}/{self._attempt}"
+                boot = replace(self._boot, endpoint=endpoint, token=token)
+                boot = replace(boot, attempt=self._attempt, resumes=self._ready.is_set())
                 process = DaemonProcess()
-                resumes = self._ready.is_set()
-                boot = replace(self._boot, attempt=self._attempt, endpoint=endpoint, token=token, resumes=resumes)
                 me = os.pidfd_open(os.getpid())
                 try:
                     with self._lock:
@@ -263,7 +243,7 @@ class Connection:
                         self._bind(endpoint, process.pid)
                         self._send_control(boot, [me])
                         for number, arena in self._arenas.items():
-                            self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
+                            self._send_arena(number, arena)
                 finally:
                     os.close(me)
                 self._greet(process, token)
@@ -274,7 +254,7 @@ class Connection:
             self._hang_up()
 
     def _bind(self, endpoint: str, pid: int) -> None:
-        """Open a socket for the first process that connects; it serves only that one, even if it is a stranger."""
+        """Open a socket that serves only the first process to connect, even if it is a stranger."""
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
         if self._by_pid:  # not always: some sandboxes do not tell the pid of a peer
@@ -292,25 +272,27 @@ class Connection:
             self._socket = None
 
     def _greet(self, process: DaemonProcess, token: bytes) -> None:
-        """Wait for this daemon's HELLO. After anything else, a stranger's, the next daemon gets another place."""
+        """Wait for HELLO; after a stranger's message the next daemon gets another place."""
         self._by_pid = not self._by_pid  # for the next one, unless this one is there
         try:
             hello = self._await(process, START_TIMEOUT_S, "to connect")
-            if not isinstance(hello, protocol.Hello) or not secrets.compare_digest(hello.token, token):
+            given = hello.token if isinstance(hello, protocol.Hello) else b""
+            if not secrets.compare_digest(given, token):
                 raise ProtocolError(f"{hello.kind} without the token came in place of HELLO")
         except ProtocolError as error:
             self._end(process)
-            raise DaemonStartError(f"a stranger answered in place of the writer daemon: {error}") from error
+            text = f"another process answered in place of the writer daemon: {error}"
+            raise DaemonStartError(text) from error
         self._by_pid = False
 
     def _await_ready(self, process: DaemonProcess) -> None:
-        ready = self._await(
-            process, START_TIMEOUT_S + self._boot.options.takeover_timeout_s + 600, "to recover the directory"
-        )
+        timeout_s = START_TIMEOUT_S + self._boot.options.takeover_timeout_s + 600
+        ready = self._await(process, timeout_s, "to recover the directory")
         if isinstance(ready, protocol.Failed):
             self._end(process)
             error = errors.from_wire(ready.error, ready.message, ready.errno, ready.path)
-            if self._ready.is_set() and isinstance(error, WriteError):  # of a moment, perhaps: the next one tries again
+            if self._ready.is_set() and isinstance(error, WriteError):
+                # This may be temporary: the next daemon tries again.
                 raise DaemonStartError(str(error)) from error
             raise error
         if not isinstance(ready, protocol.Ready):
@@ -319,7 +301,7 @@ class Connection:
             self.recovered, self.removed, self.left = ready.recovered, ready.removed, ready.left
         for message in self._requests.for_successor(self._attempt):
             self._send(message)
-        self._ready_at = time.monotonic()
+        self._restarts.ready_at = time.monotonic()
         self._ready.set()
 
     def _await(self, process: DaemonProcess, timeout_s: float, purpose: str) -> Message:
@@ -330,19 +312,22 @@ class Connection:
         while True:
             left = deadline - time.monotonic()
             events = dict(poller.poll(max(0, int(left * 1000))))
-            self._drain_wakeups()
+            self._wakeup.clear()
             if self._draining and not self._ready.is_set():
                 process.kill()  # nothing was asked of it yet
                 self._end(process)
-                raise ClosedError(f"the checkpointer of {self._boot.directory} was closed while it started")
+                text = f"the checkpointer of {self._boot.directory} was closed while it started"
+                raise ClosedError(text)
             if self._socket in events:
-                return protocol.decode(self._socket.recv(zmq.NOBLOCK))
-            if process.pidfd in events or left <= 0:
+                return wire.decode(self._socket.recv(zmq.NOBLOCK))
+            has_ended = process.pidfd in events
+            if has_ended or left <= 0:
                 refused = process.poll() == protocol.EXIT_REFUSED
                 if refused and self._socket.poll(int(_LAST_MESSAGE_TIMEOUT_S * 1000)):
                     continue
-                waited = "ended while it was" if process.pidfd in events else f"took over {timeout_s:g} s"
-                raise DaemonStartError(f"the writer daemon {waited} {purpose}: {self._end(process)}")
+                waited = "ended while it was" if has_ended else f"took over {timeout_s:g} s"
+                text = f"the writer daemon {waited} {purpose}: {self._end(process)}"
+                raise DaemonStartError(text)
 
     def _converse(self, process: DaemonProcess) -> None:
         """Exchange messages until the daemon ends, hangs, or is to be left."""
@@ -352,25 +337,24 @@ class Connection:
         drain_sent = False
         while True:
             events = dict(poller.poll(200 if self._draining else 1000))
-            self._drain_wakeups()
+            self._wakeup.clear()
+            if process.pidfd not in events:  # else they are in its last words
+                process.relay()
             while True:
                 try:
                     data = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 heard = time.monotonic()
-                self._receive(protocol.decode(data))
-            while True:
-                try:
-                    request, encoded = self._to_send.get_nowait()
-                except queue.Empty:
-                    break
+                self._receive(wire.decode(data))
+            while not self._to_send.empty():
+                request, encoded = self._to_send.get()
                 try:
                     message = self._requests.add(request, self._attempt)
                     self._send(message, encoded if message is request else None)
                 except ProtocolError as error:  # it cannot be told to any daemon; all others can
                     self._requests.drop(request.save_id)
-                    self._on_lost([request.save_id], error)
+                    self._listener.lose([request.save_id], error)
             if process.pidfd in events or self.released:
                 return
             if self._draining and not drain_sent:
@@ -379,78 +363,76 @@ class Connection:
             if self._draining and time.monotonic() > self._drain_by:
                 return
             if time.monotonic() - heard > SILENCE_TIMEOUT_S:
-                logger.error(
-                    "the writer daemon %d has been silent for %g s: killing it", process.pid, SILENCE_TIMEOUT_S
-                )
+                text = "the writer daemon %d has been silent for %g s: killing it"
+                logger.error(text, process.pid, SILENCE_TIMEOUT_S)
                 process.kill()
                 return
 
     def _poller(self, process: DaemonProcess) -> zmq.Poller:
         assert self._socket is not None
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(process.pidfd, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
+        for source in (self._socket, process.pidfd, self._wakeup):
+            poller.register(source, zmq.POLLIN)
         return poller
-
-    def _drain_wakeups(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
 
     def _receive(self, message: Message) -> None:
         if message.attempt != self._attempt:
             logger.warning("ignored a message of an earlier daemon: %s", message.kind)
             return
         if isinstance(message, protocol.Committed):
-            self._restarts = 0
+            self._restarts.in_a_row = 0
         if isinstance(message, protocol.Released):
             self.released = True
-        elif self._requests.hear(message) or isinstance(message, (protocol.Mirrored, protocol.Mirror)):
-            self._on_message(message)
+        elif self._requests.hear(message) or isinstance(
+            message, (protocol.Mirrored, protocol.MirrorState)
+        ):
+            self._listener.receive(message)
         elif isinstance(message, protocol.Failed):
-            logger.warning("the writer daemon complains: %s", message.message)
+            logger.warning("the writer daemon reports: %s", message.message)
 
     def _send(self, message: Message, encoded: bytes | None = None) -> None:
         assert self._socket is not None
         try:
-            self._socket.send(encoded or protocol.encode(message), zmq.NOBLOCK)
+            self._socket.send(encoded or wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # it takes 1,000 messages unread; the silence deadline will deal with it
             logger.warning("the writer daemon does not take messages")
 
     def _send_control(self, message: Message, fds: list[int]) -> None:
-        """Send on the socket pair, with the lock held. A dead daemon is no error: its successor gets the message."""
+        """Send on the socket pair, with the lock held; a dead daemon's successor gets it."""
         if self._process is not None:
             with contextlib.suppress(OSError):
-                socket.send_fds(self._process.control, [protocol.encode(message)], fds)
+                socket.send_fds(self._process.control, [wire.encode(message)], fds)
+
+    def _send_arena(self, number: int, arena: Arena) -> None:
+        self._send_control(protocol.Attach(attempt=self._attempt, arena=number), [arena.fd])
 
     def _end(self, process: DaemonProcess) -> str:
         """Make sure that a daemon is gone, which fences it; returns its last words."""
-        if process.wait(0.0 if process.poll() is not None else 2.0) is None:
+        if process.wait(2.0) is None:
             process.kill()
             if process.wait(_KILL_TIMEOUT_S) is None:
                 self._outwait(process)
         return process.last_words()
 
     def _outwait(self, process: DaemonProcess) -> None:
-        """Wait for the end of a daemon that the kernel holds: it may still write, so no other may start.
+        """Wait for the end of a daemon that is stuck in the kernel.
 
-        What has waited for ``stall_timeout_s`` fails meanwhile.
+        It may still write, so no other may start. Requests that have waited for ``stall_timeout_s``
+        fail meanwhile.
         """
-        text = f"the writer daemon {process.pid} cannot be killed: it is stuck in the kernel until storage answers"
+        text = (
+            f"the writer daemon {process.pid} cannot be killed: it is stuck in the kernel until "
+            "storage answers"
+        )
         if not self._ready.is_set():
             raise DaemonDiedError(text)
         logger.error("%s; another one starts when it does", text)
-        fail_at = time.monotonic() + self._boot.options.stall_timeout_s
-        poller = select.poll()
-        poller.register(process.pidfd, select.POLLIN)
-        poller.register(self._wake, select.POLLIN)
-        while process.poll() is None:
+        fail_at = time.monotonic() + self._boot.stall_timeout_s
+        while process.wait(0.2) is None:
             if self._draining and time.monotonic() > self._drain_by:
                 raise DaemonDiedError(text)
             if time.monotonic() > fail_at:
                 self._lose(WriteStalledError(errno.ETIMEDOUT, text, self._boot.directory))
-            poller.poll(200)
-            self._drain_wakeups()
 
     def _give_up(self, error: SidesaveError) -> None:
         with self._lock:
@@ -458,25 +440,9 @@ class Connection:
         self._lose(error)
 
     def _lose(self, error: SidesaveError) -> None:
-        """Fail all open requests. Of saves reported as written nobody knows whether they will be committed."""
+        """Fail all open requests; saves reported as written may or may not be committed."""
         self._take_queued()
         lost = self._requests.give_up()
         unknown = CommitUnknownError(errno.ETIMEDOUT, str(error), self._boot.directory)
-        self._on_lost([save_id for save_id, written in lost.items() if not written], error)
-        self._on_lost([save_id for save_id, written in lost.items() if written], unknown)
-
-
-def _require_descriptors() -> None:
-    """Raise ``DaemonStartError`` if few file descriptors are left: ZeroMQ would abort the whole process."""
-    spare: list[int] = []
-    try:
-        with needs("eventfd2"):
-            while len(spare) < _DESCRIPTORS:
-                spare.append(os.eventfd(0, os.EFD_CLOEXEC))
-    except OSError as error:
-        if error.errno in REFUSED:
-            raise DaemonStartError(f"the writer daemon cannot be reached: {error}") from error
-        raise DaemonStartError(f"no {_DESCRIPTORS} file descriptors are left: {error}; raise `ulimit -n`") from error
-    finally:
-        for fd in spare:
-            os.close(fd)
+        self._listener.lose([save_id for save_id, written in lost.items() if not written], error)
+        self._listener.lose([save_id for save_id, written in lost.items() if written], unknown)

@@ -1,26 +1,42 @@
-"""Requests to the daemon that are not answered yet: bookkeeping without I/O, so that a model can test it.
+"""Unanswered requests to the daemon: bookkeeping without I/O, so that a model can test it.
 
-Invariants, which property tests hold together with the daemon's state machine (``writer_daemon.process.jobs``):
+Invariants, which property tests hold together with the daemon's state machine
+(``writer_daemon.process.jobs``):
 
 * a request is sent to every daemon until it is answered, and its answer is passed on once;
-* a successor gets SAVE until WRITTEN was heard, and WATCH after it: the staging slot may have been reused by then;
-* what is sent again says so (``retry``), so that a daemon adopts what its predecessor has done.
+* a successor gets SAVE until WRITTEN was heard, and WATCH after it: the staging slot may have been
+  reused by then;
+* a request that is sent again says so (``retry``), so that a daemon adopts its predecessor's
+  results.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from sidesave.writer_daemon.protocol import Committed, Delete, Deleted, Failed, Message, Refuse, Save, Watch, Written
+from sidesave.errors import SidesaveError
+from sidesave.writer_daemon.protocol import (
+    Committed,
+    Delete,
+    Deleted,
+    Failed,
+    Message,
+    Refuse,
+    Save,
+    Watch,
+    Written,
+)
 
 Request = Save | Delete | Refuse
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRequest:
     request: Request
-    first_attempt: int | None = None  # of the first daemon that was told
+    first_attempt: int | None = None  # number of the first daemon that received it
     written: bool = False
     deaths: int = 0
 
@@ -30,17 +46,29 @@ class _Open:
         again = attempt > self.first_attempt
         if self.request.attempt == attempt and not again:
             return self.request
-        request = dataclasses.replace(self.request, attempt=attempt, retry=again or self.request.retry)
+        request = dataclasses.replace(
+            self.request, attempt=attempt, retry=again or self.request.retry
+        )
         if self.written and isinstance(request, Save):
             return Watch(attempt=attempt, save=request)
         return request
+
+
+class Listener(Protocol):
+    """The object that hears of the outcome of requests, in the connection's thread."""
+
+    def receive(self, message: Message) -> None:
+        """Handle PROGRESS, WRITTEN, COMMITTED, DELETED, FAILED, MIRRORED or MIRROR."""
+
+    def lose(self, ids: Sequence[int], error: SidesaveError) -> None:
+        """Handle the end of requests that no daemon will finish."""
 
 
 class Requests:
     """The open requests of one trainer; ``attempt`` counts its daemons."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRequest] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -51,15 +79,18 @@ class Requests:
         return self._open[request.save_id].message(attempt)
 
     def keep(self, request: Request) -> None:
-        """Add a request for the next daemon, while there is none."""
-        self._open[request.save_id] = _Open(request)
+        """Add a request for the next daemon, while no daemon runs."""
+        self._open[request.save_id] = _OpenRequest(request)
 
     def for_successor(self, attempt: int) -> list[Message]:
-        """What to send to a new daemon, in the order of the requests."""
+        """The messages to send to a new daemon, in the order of the requests."""
         return [entry.message(attempt) for entry in self._open.values()]
 
     def hear(self, message: Message) -> bool:
-        """Note a daemon's message; returns whether it answers an open request and must be passed on."""
+        """Note a daemon's message.
+
+        Returns whether it answers an open request and must be passed on.
+        """
         save_id = getattr(message, "save_id", None)
         entry = self._open.get(save_id) if isinstance(save_id, int) else None
         if entry is None:
@@ -68,7 +99,8 @@ class Requests:
             entry.written = True
         elif isinstance(message, (Committed, Deleted, Failed)):
             del self._open[entry.request.save_id]
-            for other in self._open.values():  # they stood behind it: what daemons died of was not theirs
+            # They were queued behind it: earlier daemons did not die of them.
+            for other in self._open.values():
                 other.deaths = 0
         return True
 
@@ -79,7 +111,7 @@ class Requests:
     def daemon_died(self, most: int) -> list[int]:
         """Note that a daemon died with these requests open; returns the ids of those to give up.
 
-        They have seen more than ``most`` daemons die, without an answer to any request in between.
+        They have seen more than ``most`` daemons die, with no answer to any request in between.
         """
         for entry in self._open.values():
             entry.deaths += 1
@@ -89,7 +121,7 @@ class Requests:
         return ids
 
     def give_up(self) -> dict[int, bool]:
-        """Give up all open requests; returns their ids, and whether each was reported as written."""
+        """Give up all open requests; return their ids, and whether each was reported as written."""
         ids = {save_id: entry.written for save_id, entry in self._open.items()}
         self._open = {}
         return ids

@@ -1,4 +1,4 @@
-"""The directory where trainer and daemon meet: private, with a short path, and removed once they have met."""
+"""The directory where trainer and daemon meet: private, with a short path, removed afterwards."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _PREFIX: Final = "sidesave-socket-"
 def locked_socket_directory() -> Generator[str]:
     """A :func:`socket_directory` that is locked, and removed at the end.
 
-    A trainer that is killed before its daemon has connected leaves its directory behind. The lock ends with its holder,
-    so the next start of any checkpointer recognises abandoned directories, and removes them.
+    A trainer that is killed before its daemon has connected leaves its directory behind. The lock
+    ends with its holder, so the next start of any checkpointer recognises abandoned directories,
+    and removes them.
     """
     lock = -1
     while True:
         directory = socket_directory()
         try:
             lock = _lock_directory(directory)
-        except (FileNotFoundError, BlockingIOError):  # it was taken for abandoned before it was locked
+        except (FileNotFoundError, BlockingIOError):  # removed as abandoned before it was locked
             continue
-        except OSError as error:  # no locks here: nobody can take it for abandoned either
+        except OSError as error:  # no locks here: no other process can treat it as abandoned either
             logger.debug("%s cannot be locked: %s", directory, error)
         break
     try:
@@ -48,7 +49,7 @@ def locked_socket_directory() -> Generator[str]:
 
 
 def _lock_directory(path: str) -> int:
-    """Lock a directory until the returned descriptor is closed; raises ``OSError`` if that is impossible."""
+    """Lock a directory until the returned descriptor is closed; may raise ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,7 +61,10 @@ def _lock_directory(path: str) -> int:
 
 
 def _remove_abandoned(base: str) -> None:
-    """Remove this user's socket directories that nobody has locked; only sockets are removed from them."""
+    """Remove this user's socket directories that no process has locked.
+
+    Only sockets are removed from them.
+    """
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(base) if name.startswith(_PREFIX)]
@@ -82,16 +86,22 @@ def _remove_abandoned(base: str) -> None:
 def socket_directory() -> str:
     """A private directory with a path short enough for a socket's name."""
     for base in (os.environ.get("TMPDIR"), "/tmp", os.environ.get("XDG_RUNTIME_DIR"), "/dev/shm"):
-        if base and len(base) + 32 < _PATH_LIMIT and os.access(base, os.W_OK | os.X_OK) and _keeps_names(base):
+        if (
+            base
+            and len(base) + 32 < _PATH_LIMIT
+            and os.access(base, os.W_OK | os.X_OK)
+            and _keeps_names(base)
+        ):
             with contextlib.suppress(OSError):  # it is full, for instance
                 return tempfile.mkdtemp(prefix=_PREFIX, dir=base)
     raise DaemonStartError(
-        "no writable temporary directory with a short path for a socket, where others cannot rename it: set TMPDIR"
+        "no writable temporary directory with a short path for a socket, where others cannot "
+        "rename it: set TMPDIR"
     )
 
 
 def _keeps_names(directory: str) -> bool:
-    """Whether a name made in ``directory`` stays ours: not if everybody may write there without a sticky bit."""
+    """Whether names in ``directory`` stay ours: it is not world-writable, or has a sticky bit."""
     try:
         mode = Path(directory).stat().st_mode
     except OSError:

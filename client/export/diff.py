@@ -1,7 +1,8 @@
-"""The contents of two checkpoints, and their differences: tensors by value, plain data by its encoding.
+"""The contents of two checkpoints and their differences: tensors by value, plain data by encoding.
 
-Memory stays bounded. Tensors with equal digests are read and verified in pieces. Others are read in batches of 64 MiB,
-larger ones alone, and measured piece by piece. Pickled values are compared by digest and never unpickled.
+Memory stays bounded. Tensors with equal digests are read and verified in pieces. Others are read in
+batches of 64 MiB, larger ones alone, and measured piece by piece. Pickled values are compared by
+digest and never unpickled.
 """
 
 from __future__ import annotations
@@ -14,29 +15,37 @@ from typing import Any, Final, cast
 
 import torch
 
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, fqn_of
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
+from sidesave.client.reading.stored import built, own_name, without_rank
 from sidesave.client.runs import finding
 from sidesave.errors import UnsupportedValueError
+from sidesave.stager.dtypes import CARRIERS, dtype_name
 from sidesave.stager.state import tree
-from sidesave.stager.state.dtypes import CARRIERS, dtype_name
-from sidesave.stager.state.treespec import TensorRef
+from sidesave.stager.state.tensor_nodes import TensorRef
 from sidesave.writer_daemon.format import tensor_file
+from sidesave.writer_daemon.format.layout import Box
+from sidesave.writer_daemon.format.tensor_file import DIGEST_NBYTES
 
 _BATCH_NBYTES: Final = 64 << 20
 _PIECE_ELEMENTS: Final = 64 << 10
-"""In double precision a piece stays in the processor's cache."""
+"""Elements of a piece, which fits into the CPU's cache in double precision."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIMITIVES: Final = (type(None), bool, int, float, str, bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """A tensor's place in the nest; ``fqn`` is that of the tensor it is tied to, if any."""
+    """A tensor's place in the nest.
+
+    ``fqn`` is that of the tensor it is tied to, or made of, and ``kind`` says how.
+    """
 
     fqn: str
+    kind: str = ""
+    encoded: bytes = b""
 
     def __repr__(self) -> str:
-        return f"<tensor {self.fqn}>"
+        return f"<{self.kind or 'tensor'} {self.fqn}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ class Contents:
             raise
         self.tensors: dict[str, TensorFacts] = {}
         for name, entry in stored.items():
-            fqn = fqn_of(name)
+            fqn = without_rank(name)
             dtype, shape = self._carried.get(name, self._carried.get(fqn)), entry.shape
             if dtype is not None and CARRIERS[dtype].pair:
                 shape = shape[:-1]
@@ -104,7 +113,7 @@ class Contents:
 
     def nest(self, only: Callable[[str], bool] = lambda fqn: True) -> dict[str, Any]:
         """Rank 0's state, with a leaf for each tensor."""
-        return self.reader.treespec.build(self._leaf, only=only, unpickle=_pickled_leaf)
+        return built(self.reader.treespec, self._leaf, _pickled_leaf, only)
 
     def plain(self) -> dict[str, Any]:
         """Plain data by FQN; that of other ranks, where it differs from rank 0's, with the rank."""
@@ -113,7 +122,7 @@ class Contents:
             nest = self.reader.read_treespec(rank).build(self._leaf, unpickle=_pickled_leaf)
             for fqn, value in _plain_leaves(nest, ""):
                 if fqn not in leaves or _encoded(value) != _encoded(leaves[fqn]):
-                    leaves[f"{fqn}@rank-{rank:05d}"] = value
+                    leaves[own_name(fqn, rank)] = value
         return leaves
 
     def _leaf(self, ref: TensorRef) -> TensorLeaf:
@@ -121,7 +130,11 @@ class Contents:
         self._places.setdefault(name)
         if ref.dtype is not None:
             self._carried[name] = ref.dtype
-        return TensorLeaf(name)
+        return (
+            TensorLeaf(name)
+            if ref.whole is None
+            else TensorLeaf(name, ref.whole.kind, ref.whole.encoded)
+        )
 
     def close(self) -> None:
         """Release the directory; idempotent."""
@@ -138,16 +151,21 @@ def _pickled_leaf(data: bytes) -> PickledLeaf:
     return PickledLeaf(len(data), tensor_file.digest(data).hex())
 
 
-# Plain data ------------------------------------------------------------------------------------------------------
+# Plain data ---------------------------------------------------------------------------------------
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Keys and values of a node of the nest; None for a leaf, such as a list of nothing but plain values."""
+    """Return keys and values of a node of the nest; None for a leaf.
+
+    A list that contains only plain values is a leaf, too.
+    """
     if isinstance(value, dict):
         return cast("dict[Any, Any]", value).items() or None
     if isinstance(value, (list, tuple, collections.deque)):
         items = cast("list[Any]", value)
-        return enumerate(items) if any(not isinstance(item, _PRIMITIVES) for item in items) else None
+        return (
+            enumerate(items) if any(not isinstance(item, _PRIMITIVES) for item in items) else None
+        )
     return None
 
 
@@ -157,19 +175,19 @@ def _plain_leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
     if below is not None:
         for key, item in below:
             yield from _plain_leaves(item, f"{fqn}.{key}" if fqn else str(key))
-    elif not (isinstance(value, TensorLeaf) and fqn in (value.fqn, fqn_of(value.fqn))):
+    elif not (isinstance(value, TensorLeaf) and fqn in (value.fqn, without_rank(value.fqn))):
         yield fqn, value
 
 
 def _encoded(value: Any) -> Any:
-    """The form in which values are compared: NaN equals NaN, and 1 is not 1.0."""
+    """Return a value encoded for comparison: NaN equals NaN, and 1 differs from 1.0."""
     try:
         return tree.flatten({"value": value}).objects
     except UnsupportedValueError:
         return value
 
 
-# Comparing -------------------------------------------------------------------------------------------------------
+# Comparing ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +197,10 @@ class TensorChange:
     Attributes:
         changed: Elements that differ in any bit.
         elements: All elements.
-        max_abs: Largest absolute difference; like the next one, None for a dtype without arithmetic.
-        relative_l2: L2 norm of the difference relative to the first tensor's, without NaN and infinite elements.
+        max_abs: Largest absolute difference; like the next one, None for a dtype without
+            arithmetic.
+        relative_l2: L2 norm of the difference relative to the first tensor's, without NaN and
+            infinite elements.
         nans: NaNs in the first and in the second.
     """
 
@@ -193,8 +213,11 @@ class TensorChange:
 
 
 @dataclass(slots=True)
-class Report:
-    """The differences of two checkpoints; ``plain`` and ``mismatched`` map FQNs to what each has."""
+class DiffReport:
+    """The differences of two checkpoints.
+
+    ``plain`` and ``mismatched`` map FQNs to what each checkpoint has.
+    """
 
     equal: list[str] = field(default_factory=list[str])
     changed: list[TensorChange] = field(default_factory=list[TensorChange])
@@ -206,7 +229,9 @@ class Report:
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        return not (self.changed or self.mismatched or self.only_first or self.only_second or self.plain)
+        return not (
+            self.changed or self.mismatched or self.only_first or self.only_second or self.plain
+        )
 
 
 class Absent:
@@ -226,10 +251,14 @@ def common_nbytes(first: Contents, second: Contents) -> int:
 
 def _comparable(first: Contents, second: Contents) -> list[str]:
     kinds = {fqn: (facts.dtype, facts.shape) for fqn, facts in second.tensors.items()}
-    return [fqn for fqn, facts in first.tensors.items() if kinds.get(fqn) == (facts.dtype, facts.shape)]
+    return [
+        fqn for fqn, facts in first.tensors.items() if kinds.get(fqn) == (facts.dtype, facts.shape)
+    ]
 
 
-def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Report:
+def compare(
+    first: Contents, second: Contents, on_bytes: Callable[[int], None] = lambda nbytes: None
+) -> DiffReport:
     """Compare two checkpoints; blocking, reads every tensor that both have, verified.
 
     Args:
@@ -243,7 +272,7 @@ def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] =
     """
     comparable = _comparable(first, second)
     equal_kind = set(comparable)
-    report = Report(
+    report = DiffReport(
         only_first=[fqn for fqn in first.tensors if fqn not in second.tensors],
         only_second=[fqn for fqn in second.tensors if fqn not in first.tensors],
     )
@@ -251,7 +280,11 @@ def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] =
         if fqn in second.tensors and fqn not in equal_kind:
             report.mismatched[fqn] = (str(first.tensors[fqn]), str(second.tensors[fqn]))
     for batch in _batches(comparable, first):
-        equal = {fqn for fqn in batch if first.reader.fingerprint(fqn) == second.reader.fingerprint(fqn)}
+        equal = {
+            fqn
+            for fqn in batch
+            if _fingerprint(first.reader, fqn) == _fingerprint(second.reader, fqn)
+        }
         first.reader.check(equal)  # the digests are those of what was written, not of what is there
         second.reader.check(equal)
         others = [fqn for fqn in batch if fqn not in equal]
@@ -272,6 +305,20 @@ def compare(first: Contents, second: Contents, on_bytes: Callable[[int], None] =
     return report
 
 
+def _fingerprint(reader: CheckpointReader, name: str) -> list[tuple[Box, int, bytes]]:
+    """Return a key that tensors of one dtype and shape share only if their bytes are equal.
+
+    Equal tensors may have two keys. A key is made of stored digests, and describes the bytes once
+    ``reader.check`` has verified them.
+    """
+    parts: list[tuple[Box, int, bytes]] = []
+    for cell, file, entry in reader.cells(name):
+        first, last = file.blocks(entry.offset, entry.offset + entry.nbytes)
+        digests = file.digests[first * DIGEST_NBYTES : (last + 1) * DIGEST_NBYTES]
+        parts.append((cell, entry.offset - file.borders[first], digests))
+    return parts
+
+
 def _batches(fqns: list[str], contents: Contents) -> Iterator[list[str]]:
     batch: list[str] = []
     room = _BATCH_NBYTES
@@ -286,7 +333,9 @@ def _batches(fqns: list[str], contents: Contents) -> Iterator[list[str]]:
         yield batch
 
 
-def _change(fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype) -> TensorChange | None:
+def _change(
+    fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dtype
+) -> TensorChange | None:
     carrier = CARRIERS.get(dtype)
     width = 2 if carrier is not None and carrier.pair else 1
     before, after = before.reshape(-1), after.reshape(-1)
@@ -308,10 +357,13 @@ def _change(fqn: str, before: torch.Tensor, after: torch.Tensor, dtype: torch.dt
             continue
         delta, size = (new - old).abs(), old.abs()
         more = float(delta.dot(delta)), float(size.dot(size))
-        if math.isfinite(sum(more)):  # so are all elements then, of which those that are equal add nothing
+        if math.isfinite(sum(more)):  # then all elements are finite
             largest = max(largest, float(delta.max()))
         else:
-            nans = [count + int(values.isnan().sum()) for count, values in zip(nans, (old, new), strict=True)]
+            nans = [
+                count + int(values.isnan().sum())
+                for count, values in zip(nans, (old, new), strict=True)
+            ]
             delta = delta.masked_fill_(~differs, 0.0).nan_to_num_(nan=0.0, posinf=math.inf)
             largest = max(largest, float(delta.max()))
             more = _finite_squares(delta), _finite_squares(size)
@@ -330,7 +382,10 @@ def _finite_squares(values: torch.Tensor) -> float:
 
 
 def _wide(piece: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-    """A piece of stored values in double precision; ``NotImplementedError`` if torch cannot convert its dtype."""
+    """Return a piece of stored values in double precision.
+
+    Raises ``NotImplementedError`` if torch cannot convert its dtype.
+    """
     if width == 2:
         return torch.view_as_complex(piece.to(torch.float64).view(-1, 2))
     return piece.view(dtype).to(torch.complex128 if dtype.is_complex else torch.float64)

@@ -1,19 +1,17 @@
-"""Exports the weights of a checkpoint of any number of ranks as safetensors files that Hugging Face's tools load.
+"""Exports a checkpoint's weights as safetensors files that Hugging Face's tools load.
 
-Weights are verified and streamed: a batch is read while the one before is written, a larger tensor goes slab by slab,
-and memory stays below 300 MB whatever the size of the model. Extra files, such as config.json, are copied.
+The checkpoint may be of any number of ranks. Weights are verified and streamed, and memory stays
+below 300 MB whatever the size of the model. Extra files, such as config.json, are copied.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,57 +19,35 @@ import torch
 
 from sidesave.client.encryption import Encryption, using
 from sidesave.client.export.diff import children
-from sidesave.client.export.target import Target, new_target
+from sidesave.client.export.streaming import Weight, batches, pieces, read_ahead
+from sidesave.client.export.target import ExportTarget, new_target
 from sidesave.client.messages import few
-from sidesave.client.reading import regions
-from sidesave.client.reading.checkpoint_reader import CheckpointReader, Wanted
+from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.client.reading.filters import selector
+from sidesave.client.reading.stored import built
 from sidesave.client.runs import finding
 from sidesave.errors import (
     InvalidArgumentError,
     StateMismatchError,
     UnsupportedValueError,
 )
+from sidesave.stager.dtypes import NAMES, dtype_from_name, dtype_name
 from sidesave.stager.plan import MAX_HEADER_NBYTES
-from sidesave.stager.state.dtypes import NAMES, dtype_from_name, dtype_name
-from sidesave.stager.state.treespec import TensorRef
+from sidesave.stager.state.tensor_nodes import TensorRef
+from sidesave.writer_daemon.checkpoints.info import RANDOM_STATE
 from sidesave.writer_daemon.format.manifest import FileRecord
 from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_NBYTES: Final = 5_000_000_000
-"""Where Hugging Face's tools begin another file by default."""
+"""The default maximum size of a file in Hugging Face's tools."""
 _INDEX: Final = "model.safetensors.index.json"
-_BATCH_NBYTES: Final = 64 << 20
-"""Two of these are in memory at a time, and what the reader needs to put tensors together."""
-_PIECE_ELEMENTS: Final = 512 << 10
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{prefix}{kind}": base ** (power + 1)
     for kind, base in (("B", 1000), ("IB", 1024))
     for power, prefix in enumerate("KMGT")
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A tensor of the export: its name, the name to read, its dtype before and after, and its shape."""
-
-    name: str
-    stored: str
-    dtype: torch.dtype
-    cast_to: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the export."""
-        return torch.Size(self.shape).numel() * self.cast_to.itemsize
-
-    def slabs(self) -> Iterator[Wanted]:
-        """The boxes to read, in order."""
-        for box in regions.slabs(self.shape, _BATCH_NBYTES // self.dtype.itemsize):
-            yield self.stored, box
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +58,8 @@ class Report:
         path: The directory.
         files: Its safetensors files.
         tensors: The number of tensors in them, of ``nbytes`` bytes in all.
-        tied: Names that are left out because another tensor has their bytes, with that tensor's name.
+        tied: Names that are left out because another tensor has their bytes, with that tensor's
+            name.
         left_out: Names of what is no tensor.
         extra_files: Extra files, which were copied.
     """
@@ -109,42 +86,53 @@ def export(
     storage_options: Mapping[str, Any] | None = None,
     encryption: Encryption | None = None,
 ) -> Report:
-    """Export the weights in the checkpoint ``path`` to the new place ``target``; blocking, needs no daemon.
+    """Export the weights of checkpoint ``path`` to ``target``; blocking, needs no daemon.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
-            the URL of one of them, of which no more is read than the weights.
-        target: Where the files go, a directory or the URL of a prefix; it must not exist, or be empty. A directory
-            appears once all of it is on disk. In a store files appear one after the other, each whole, the index last.
-        item: Of which item of the state; by default the only one that has tensors under names, as a module has.
-        include: Patterns (``"model.layers.*"``) of the FQNs to export, the item's name included; None is all.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory (its newest is
+            used); or the URL of one of them, from which only the weights are read.
+        target: Destination of the files, a directory or the URL of a prefix; it must not exist, or
+            be empty. A directory appears once all of it is on disk. In a store files appear one
+            after the other, each whole, the index last.
+        item: The item of the state to export; by default the only one that has tensors under names,
+            as a module has.
+        include: Patterns (``"model.layers.*"``) of the FQNs to export, the item's name included;
+            None is all.
         exclude: Patterns of FQNs to leave out.
         keep_prefix: Keep the item's name in front of the names of its tensors.
         dtype: Cast floating-point tensors to this.
         max_shard_nbytes: Begin another file before one exceeds this many bytes.
-        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint. Where both
-            are URLs it is that of both.
-        encryption: The key of an encrypted checkpoint; what is exported is not encrypted.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an
+            endpoint. If both are URLs, it is used for both.
+        encryption: The key of an encrypted checkpoint; the exported files are not encrypted.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        InvalidArgumentError: ``target`` is there and not empty; or there is no such item, or more than one.
-        UnsupportedValueError: Tensors of a kind that safetensors does not know; all of them are named.
+        InvalidArgumentError: ``target`` exists and is not empty; or there is no such item, or more
+            than one.
+        UnsupportedValueError: Tensors of a kind that safetensors does not know; all of them are
+            named.
         StateMismatchError: Tensors differ between ranks, so that there is no one value.
-        IntegrityError: A file is missing, or does not match its digest; nothing is left of the export.
+        IntegrityError: A file is missing, or does not match its digest; nothing is left of the
+            export.
         NoSpaceError: There is not enough room for it.
-        WriteError: Storage does not take or give the bytes.
+        WriteError: Reading or writing failed.
     """
     with (
         urls.using(storage_options),
         using(encryption),
-        Weights(path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype) as weights,
+        Weights(
+            path, item=item, include=include, exclude=exclude, keep_prefix=keep_prefix, dtype=dtype
+        ) as weights,
     ):
         return weights.write(target, max_shard_nbytes=max_shard_nbytes)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``5GB`` (powers of 1000), ``5GiB`` (powers of 1024) or ``5000000000``, as in Hugging Face's tools."""
+    """Return the bytes of ``5GB`` (powers of 1000), ``5GiB`` (of 1024) or ``5000000000``.
+
+    Hugging Face's tools use the same units.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
     nbytes = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
     if nbytes < 1:
@@ -153,10 +141,15 @@ def parse_size(text: str) -> int:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype named, such as ``bfloat16``; one that weights cannot be cast to is refused later."""
+    """Return the dtype named, such as ``bfloat16``.
+
+    A dtype that weights cannot be cast to is refused later.
+    """
     dtype = dtype_from_name(name.removeprefix("torch."))
     if dtype is None:
-        raise InvalidArgumentError(f"there is no dtype {name!r}; it is a name like bfloat16 or float32")
+        raise InvalidArgumentError(
+            f"there is no dtype {name!r}; it is a name like bfloat16 or float32"
+        )
     return dtype
 
 
@@ -180,7 +173,9 @@ class Weights:
     ) -> None:
         """Choose weights; arguments and errors are those of :func:`export`."""
         if dtype is not None and not (dtype.is_floating_point and dtype in NAMES):
-            raise InvalidArgumentError(f"dtype casts floating-point tensors, so it cannot be {dtype}")
+            raise InvalidArgumentError(
+                f"dtype casts floating-point tensors, so it cannot be {dtype}"
+            )
         self._reader = finding.attempts(path).read(CheckpointReader)
         try:
             self.item = _choose(self._reader, item)
@@ -203,12 +198,15 @@ class Weights:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self, selected: Callable[[str], bool], prefix: str, cast_to: torch.dtype | None) -> None:
+    def _collect(
+        self, selected: Callable[[str], bool], prefix: str, cast_to: torch.dtype | None
+    ) -> None:
         item = self.item
-        nest = self._reader.treespec.build(
+        nest = built(
+            self._reader.treespec,
             lambda ref: ref,
-            only=lambda fqn: (fqn == item or fqn.startswith(f"{item}.")) and selected(fqn),
-            unpickle=lambda data: None,
+            lambda data: None,
+            lambda fqn: (fqn == item or fqn.startswith(f"{item}.")) and selected(fqn),
         )
         names: dict[tuple[str, torch.dtype | None], str] = {}
         problems: list[str] = []
@@ -227,22 +225,30 @@ class Weights:
                 problems.append(f"{fqn}: {problem}")
             self._weights.append(weight)
         if problems:
-            shown = problems[:20] + ([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])
-            raise UnsupportedValueError("safetensors files cannot hold all of it:\n  " + "\n  ".join(shown))
+            shown = problems[:20] + (
+                [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+            )
+            raise UnsupportedValueError(
+                "safetensors files cannot hold all of it:\n  " + "\n  ".join(shown)
+            )
         if not self._weights:
             raise InvalidArgumentError(f"nothing to export: no tensor of {item} is selected")
         manifest = self._reader.manifest
         own = [name for name, _ in names if name not in manifest.table.tensors]
         if own and manifest.world_size > 1:
             items = "; ".join(few(own, str, "belong to their ranks"))
-            logger.warning("each of %d ranks has its own, and rank 0's is exported: %s", manifest.world_size, items)
+            logger.warning(
+                "each of %d ranks has its own, and rank 0's is exported: %s",
+                manifest.world_size,
+                items,
+            )
         diverged = manifest.diverged
         odd = [name for name, _ in names if name in diverged]
         if odd:
             ranks = ", ".join(map(str, diverged[odd[0]][:8]))
             raise StateMismatchError(
-                f"{odd[0]} differs between ranks ({ranks}), and so do {len(odd) - 1} more: there is no one value to "
-                "export; leave them out with exclude="
+                f"{odd[0]} differs between ranks ({ranks}), and so do {len(odd) - 1} more: there "
+                "is no one value to export; leave them out with exclude="
             )
 
     def _weight(self, name: str, ref: TensorRef, cast_to: torch.dtype | None) -> tuple[Weight, str]:
@@ -254,8 +260,11 @@ class Weights:
         weight = Weight(name, stored, dtype, goal, entry.shape)
         if name == "__metadata__" or name != name.encode(errors="replace").decode():
             return weight, "its name is reserved, or not valid Unicode; leave it out with exclude="
-        if ref.sparse_shape is not None:
-            return weight, "it is sparse; leave it out with exclude="
+        if ref.whole is not None and not ref.whole.is_renamed:
+            return (
+                weight,
+                f"it is a {ref.whole.kind.replace(':', '.')} tensor; leave it out with exclude=",
+            )
         if goal not in NAMES:
             way = "" if dtype.is_complex else "cast it with dtype=, or "
             return weight, f"there is no dtype {dtype_name(goal)}; {way}leave it out with exclude="
@@ -292,25 +301,31 @@ class Weights:
                 place.put(_INDEX, len(index), [index])
         names = tuple(entry.name for entry in extra_files)
         left_out = tuple(self._left_out)
-        return Report(place.path, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names)
+        return Report(
+            place.path, tuple(shards), len(self._weights), self.nbytes, self._tied, left_out, names
+        )
 
     def _extra_files(self) -> list[FileRecord]:
         """The files to copy; not an index, which lists other tensor files than the export's."""
         entries = self._reader.extra_files()
         if any(entry.name == _INDEX for entry in entries):
-            logger.warning("%s: its %s is left out, as an export has its own", self._reader.path, _INDEX)
+            logger.warning(
+                "%s: its %s is left out, as an export has its own", self._reader.path, _INDEX
+            )
         return [entry for entry in entries if entry.name != _INDEX]
 
-    def _put_file(self, place: Target, name: str, weights: list[Weight], on_bytes: Callable[[int], None]) -> None:
-        ordered = sorted(weights, key=lambda weight: -weight.cast_to.itemsize)  # each is aligned to its elements
+    def _put_file(
+        self, place: ExportTarget, name: str, weights: list[Weight], on_bytes: Callable[[int], None]
+    ) -> None:
+        ordered = sorted(weights, key=lambda weight: -weight.cast_to.itemsize)  # so each is aligned
         wanted = ((weight, each) for weight in ordered for each in weight.slabs())
         header = _header(ordered)
 
         def content() -> Iterator[bytes | memoryview]:
             yield header
-            for batch in _read_ahead(self._reader, _batches(wanted)):
+            for batch in read_ahead(self._reader, batches(wanted)):
                 for weight, tensor in batch:
-                    for piece in _pieces(tensor, weight):
+                    for piece in pieces(tensor, weight):
                         yield piece
                         on_bytes(len(piece))
                 batch.clear()
@@ -318,14 +333,16 @@ class Weights:
         place.put(name, len(header) + sum(weight.nbytes for weight in weights), content())
 
 
-# Choosing --------------------------------------------------------------------------------------------------------
+# Choosing -----------------------------------------------------------------------------------------
 
 
 def _choose(reader: CheckpointReader, item: str | None) -> str:
     names = reader.treespec.keys()
     if item is not None:
         if item not in names:
-            raise InvalidArgumentError(f"the checkpoint has no item {item!r}; it has {', '.join(names)}")
+            raise InvalidArgumentError(
+                f"the checkpoint has no item {item!r}; it has {', '.join(names)}"
+            )
         return item
     nest = reader.treespec.build(lambda ref: ref, unpickle=lambda data: None)
     shared = reader.manifest.table.tensors
@@ -333,11 +350,17 @@ def _choose(reader: CheckpointReader, item: str | None) -> str:
         name
         for name, value in nest.items()
         if isinstance(value, dict)
-        and any(isinstance(leaf, TensorRef) and leaf.fqn in shared for leaf in cast("dict[Any, Any]", value).values())
+        and name != RANDOM_STATE
+        and any(
+            isinstance(leaf, TensorRef) and leaf.fqn in shared
+            for leaf in cast("dict[Any, Any]", value).values()
+        )
     ]
     if len(fitting) != 1:
         which = f"{', '.join(fitting)} have" if fitting else f"none of {', '.join(names)} has"
-        raise InvalidArgumentError(f"which item? {which} tensors under names, as a module has: say item=")
+        raise InvalidArgumentError(
+            f"which item? {which} tensors under names, as a module has: say item="
+        )
     return fitting[0]
 
 
@@ -352,7 +375,9 @@ def _leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
 
 def _can_be_cast(dtype: torch.dtype, goal: torch.dtype) -> bool:
     try:
-        torch.zeros(2, dtype=torch.uint8).view(dtype if dtype.itemsize == 1 else torch.uint8).to(goal)
+        torch.zeros(2, dtype=torch.uint8, device="cpu").view(
+            dtype if dtype.itemsize == 1 else torch.uint8
+        ).to(goal)
     except (NotImplementedError, RuntimeError):
         return False
     return True
@@ -375,56 +400,13 @@ def _divide(weights: Iterable[Weight], limit: int) -> dict[str, list[Weight]]:
     shards += [current] if current else []
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
-    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
+    return {
+        f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard
+        for n, shard in enumerate(shards, start=1)
+    }
 
 
-# Reading ---------------------------------------------------------------------------------------------------------
-
-
-def _batches(wanted: Iterable[tuple[Weight, Wanted]]) -> Iterator[list[tuple[Weight, Wanted]]]:
-    batch: list[tuple[Weight, Wanted]] = []
-    room = _BATCH_NBYTES
-    for weight, each in wanted:
-        assert each[1] is not None
-        nbytes = torch.Size(each[1][1]).numel() * weight.dtype.itemsize
-        if batch and nbytes > room:
-            yield batch
-            batch, room = [], _BATCH_NBYTES
-        batch.append((weight, each))
-        room -= nbytes
-    if batch:
-        yield batch
-
-
-def _read_ahead(
-    reader: CheckpointReader, batches: Iterable[list[tuple[Weight, Wanted]]]
-) -> Iterator[list[tuple[Weight, torch.Tensor]]]:
-    def read(batch: list[tuple[Weight, Wanted]]) -> list[tuple[Weight, torch.Tensor]]:
-        stored = reader.read_boxes(each for _, each in batch)
-        return [(weight, stored[each]) for weight, each in batch]
-
-    with ThreadPoolExecutor(1, "sidesave-export") as pool:
-        ahead: Future[list[tuple[Weight, torch.Tensor]]] | None = None
-        for batch in batches:
-            ready, ahead = ahead, pool.submit(read, batch)
-            if ready is not None:
-                yield ready.result()
-        if ahead is not None:
-            yield ahead.result()
-
-
-def _pieces(tensor: torch.Tensor, weight: Weight) -> Iterator[memoryview]:
-    """The bytes of a tensor in its exported dtype; each piece is valid until the next."""
-    flat = tensor.reshape(-1)
-    flat = flat if flat.dtype == weight.dtype else flat.view(weight.dtype)
-    step = flat.numel() if weight.dtype == weight.cast_to else _PIECE_ELEMENTS
-    for start in range(0, flat.numel(), max(step, 1)):
-        piece = flat[start : start + step].to(weight.cast_to)
-        nbytes = piece.numel() * piece.element_size()
-        yield memoryview((ctypes.c_ubyte * nbytes).from_address(piece.data_ptr()))
-
-
-# Writing ---------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 def _header(weights: Iterable[Weight]) -> bytes:
@@ -432,14 +414,18 @@ def _header(weights: Iterable[Weight]) -> bytes:
     end = 0
     for weight in weights:
         start, end = end, end + weight.nbytes
-        about = {"dtype": NAMES[weight.cast_to], "shape": list(weight.shape), "data_offsets": [start, end]}
+        about = {
+            "dtype": NAMES[weight.cast_to],
+            "shape": list(weight.shape),
+            "data_offsets": [start, end],
+        }
         body[weight.name] = about
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_NBYTES:
         raise UnsupportedValueError(
-            f"{len(body) - 1:,} tensors need a header of {len(text):,} bytes, and safetensors allows "
-            f"{MAX_HEADER_NBYTES:,}; choose smaller files with max_shard_nbytes="
+            f"{len(body) - 1:,} tensors need a header of {len(text):,} bytes, and safetensors "
+            f"allows {MAX_HEADER_NBYTES:,}; choose smaller files with max_shard_nbytes="
         )
     return struct.pack("<Q", len(text)) + text
 

@@ -1,1 +1,1 @@
-"""Frameworks whose scripts save with sidesave: each module has the calls of one of them."""
+"""Adapters that let other frameworks save with sidesave, one framework per module."""

@@ -1,4 +1,7 @@
-"""The state of an ``accelerate.Accelerator``, saved and restored. See docs/integrations/accelerate.md."""
+"""The state of an ``accelerate.Accelerator``, saved and restored.
+
+See docs/integrations/accelerate.md.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,24 @@ import torch
 from torch import nn
 
 from sidesave.client.options import CheckpointerOptions
+from sidesave.client.runs.links import Naming
 from sidesave.client.training.keep_policies import KeepLatest, KeepPolicy
-from sidesave.client.training.links import Naming
+from sidesave.client.training.managed_state import Collect
 from sidesave.client.training.manager import CheckpointManager
 from sidesave.client.training.save_policies import SavePolicy
 from sidesave.errors import InvalidArgumentError
+from sidesave.stager.ownership import is_torchs_own
+from sidesave.stager.sharding import is_dtensor
 from sidesave.stager.state.annotations import Replicated
-from sidesave.stager.state.tensor_collector import is_dtensor
 
 logger = logging.getLogger(__name__)
 
 _KINDS: Final = ("NO", "FSDP")
-"""The values of ``DistributedType`` that are saved, and those of ``DistributedDataParallel``, ``MULTI_...``."""
+"""Saved values of ``DistributedType``, besides ``MULTI_...`` (``DistributedDataParallel``)."""
 
 
 class SidesaveState(CheckpointManager):
-    """A :class:`~sidesave.CheckpointManager` of what an accelerator has prepared and registered.
+    """A :class:`~sidesave.CheckpointManager` for all that an accelerator prepared or registered.
 
     ::
 
@@ -37,9 +42,10 @@ class SidesaveState(CheckpointManager):
                 if step % 500 == 0:
                     state.save(step)
 
-    It has the models, optimizers and schedulers, the scaler, the positions of the samplers, registered objects, the
-    random number generators, and the accelerator's count of steps. What is prepared or registered later is saved from
-    then on. A loader that is within an epoch is left at its begin by :meth:`restore`: skip what was read.
+    It saves the models, optimizers and schedulers, the scaler, the positions of the samplers,
+    registered objects, the random number generators, and the accelerator's count of steps. Objects
+    that are prepared or registered later are saved from then on. :meth:`restore` leaves a loader at
+    the beginning of its epoch: skip the batches already read.
     """
 
     def __init__(
@@ -58,31 +64,35 @@ class SidesaveState(CheckpointManager):
 
         Args:
             accelerator: The accelerator.
-            directory: The run directory; None for ``checkpoints`` in the project's.
+            directory: The run directory; None for ``checkpoints`` in the project directory.
             save: As for ``CheckpointManager``.
-            keep: As for ``CheckpointManager``; without any, ``total_limit`` of the project's configuration counts.
+            keep: As for ``CheckpointManager``; defaults to ``total_limit`` of the project's
+                configuration.
             names: As for ``CheckpointManager``.
             blocking: As for ``CheckpointManager``.
             metadata: As for ``CheckpointManager``.
             **options: Those of ``Checkpointer``.
 
         Raises:
-            InvalidArgumentError: The accelerator has something that is not saved, which is named; there is no
-                directory; or as ``CheckpointManager`` raises it.
-            UnsupportedValueError: An object has values that cannot be saved, which are named.
+            InvalidArgumentError: The accelerator uses a feature that cannot be saved (the message
+                names it); there is no directory; or as ``CheckpointManager`` raises it.
+            UnsupportedValueError: An object has values that cannot be saved; the message names
+                them.
             SidesaveError: As ``CheckpointManager`` raises it.
         """
         project = accelerator.project_configuration
         if directory is None:
             if not project.project_dir:
-                raise InvalidArgumentError("there is no directory: give one, or Accelerator(project_dir=...)")
+                raise InvalidArgumentError(
+                    "there is no directory: give one, or Accelerator(project_dir=...)"
+                )
             directory = os.path.join(project.project_dir, "checkpoints")
         if keep == () and project.total_limit:
             keep = KeepLatest(project.total_limit)
-        objects = _Objects(accelerator)
+        self._objects = _Objects(accelerator)
         super().__init__(
             directory,
-            objects.items,
+            self._objects.collect(None),
             save=save,
             keep=keep,
             names=names,
@@ -91,43 +101,53 @@ class SidesaveState(CheckpointManager):
             metadata=metadata,
             **options,
         )
-        self._managed.before = objects.collect
+
+    def _collector(self, state: dict[str, Any]) -> Collect:
+        return self._objects.collect
 
 
 class _Objects:
-    """What an accelerator has prepared and registered by now, as items of a state."""
+    """The objects that an accelerator has prepared or registered, as items of a state."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._own: Collection[str] = ()
-        self.items: dict[str, Any] = {}
-        self.collect()
+        self._items: dict[str, Any] = {}
 
-    def collect(self) -> None:
-        """Bring the items up to date; those that were added to them by others stay."""
+    def collect(self, step: int | None) -> dict[str, Any]:
+        """Update only the accelerator's items, and return all; ``step`` is about to be saved."""
         accelerator = self._accelerator
         _refuse(accelerator)
+        if step is not None:
+            _warn_of_gradients(accelerator, step)
         own: dict[str, Any] = {"accelerator": _Steps(accelerator)}
         shared = str(accelerator.distributed_type.value) not in _KINDS
         for name, model in _named("model", accelerator._models):
             own[name] = Replicated(model) if shared and _is_one(model) else model
         for name, optimizer in _named("optimizer", accelerator._optimizers):
-            inner = getattr(optimizer, "optimizer", optimizer)  # without that of accelerate around it
+            inner = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's optimizer
             parameters = [each for group in inner.param_groups for each in group["params"]]
-            own[name] = Replicated(inner) if shared and not any(map(is_dtensor, parameters)) else inner
+            # others may keep a parameter's state on one rank
+            alike = shared and is_torchs_own(inner)
+            own[name] = (
+                Replicated(inner) if alike and not any(map(is_dtensor, parameters)) else inner
+            )
         own |= _named("scheduler", accelerator._schedulers)
-        own |= {name: _Loader(loader) for name, loader in _named("loader", accelerator._dataloaders)}
+        own |= {
+            name: _Loader(loader) for name, loader in _named("loader", accelerator._dataloaders)
+        }
         own |= _named("registered", accelerator._custom_objects)
         if accelerator.scaler is not None:
             own["scaler"] = accelerator.scaler
         for name in self._own:
-            del self.items[name]
-        self.items.update(own)
+            del self._items[name]
+        self._items.update(own)
         self._own = own.keys()
+        return self._items
 
 
 class _Steps:
-    """The accelerator's own count, by which it accumulates gradients."""
+    """The accelerator's count of steps, which decides when accumulated gradients are applied."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -140,7 +160,7 @@ class _Steps:
 
 
 class _Loader:
-    """Which pass of the data a loader is in, and of which seed; and its own state, if it has one."""
+    """The epoch and seed of a data loader, and the loader's own state if it is a stateful one."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -166,7 +186,9 @@ class _Loader:
         others = state_dict.keys() ^ self.state_dict().keys()
         if others:
             what = ", ".join(sorted(others))
-            logger.warning("a data loader is of another kind than the one that was saved; not restored: %s", what)
+            logger.warning(
+                "a data loader differs in kind from the one that was saved; not restored: %s", what
+            )
         if state_dict["iteration"] is not None:
             self._loader.iteration = state_dict["iteration"]
         sampler, saved = self._sampler(), state_dict.get("sampler")
@@ -179,31 +201,52 @@ class _Loader:
             self._loader.load_state_dict(state_dict["loader"])
 
 
+def _warn_of_gradients(accelerator: Any, step: int) -> None:
+    """Warn if gradients are being accumulated, since they are not in the checkpoint of ``step``."""
+    if accelerator.sync_gradients:
+        return
+    groups = [group for optimizer in accelerator._optimizers for group in optimizer.param_groups]
+    if any(parameter.grad is not None for group in groups for parameter in group["params"]):
+        logger.warning(
+            "step %d is saved in the middle of gradient accumulation (%d steps): the accumulated "
+            "gradients are not in the checkpoint, so a run resumed from it lacks them; save when "
+            "accelerator.sync_gradients is true",
+            step,
+            accelerator.gradient_accumulation_steps,
+        )
+
+
 def _named(kind: str, objects: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Names as accelerate's files have them: the first without a number."""
-    return [(kind if number == 0 else f"{kind}_{number}", each) for number, each in enumerate(objects)]
+    """Pair objects with names like those of accelerate's files: the first has no number."""
+    return [
+        (kind if number == 0 else f"{kind}_{number}", each) for number, each in enumerate(objects)
+    ]
 
 
 def _is_one(model: nn.Module) -> bool:
-    """Whether DistributedDataParallel keeps all of a model alike on all ranks."""
+    """Whether DistributedDataParallel keeps the whole model identical on all ranks."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     return not ignored and not any(map(is_dtensor, model.parameters()))
 
 
 def _refuse(accelerator: Any) -> None:
-    """Raise ``InvalidArgumentError`` for what would not be saved as accelerate does, or not at all."""
+    """Raise ``InvalidArgumentError`` for features not saved, or not saved as accelerate does."""
     kind = str(accelerator.distributed_type.value)
     if kind not in _KINDS and not kind.startswith("MULTI_"):
-        raise InvalidArgumentError(f"SidesaveState does not save {kind}: use accelerator.save_state")
+        raise InvalidArgumentError(
+            f"SidesaveState does not save {kind}: use accelerator.save_state"
+        )
     if kind == "FSDP" and not accelerator.is_fsdp2:
-        raise InvalidArgumentError("SidesaveState saves FSDP with fsdp_version=2 only: use that, or save_state")
+        raise InvalidArgumentError(
+            "SidesaveState saves FSDP with fsdp_version=2 only: use that, or save_state"
+        )
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
         raise InvalidArgumentError(
-            "hooks of save_state and load_state are not called by SidesaveState: remove them, and register what they "
-            "save with accelerator.register_for_checkpointing"
+            "hooks of save_state and load_state are not called by SidesaveState: remove them, and "
+            "register what they save with accelerator.register_for_checkpointing"
         )
     if accelerator.project_configuration.save_on_each_node:
         raise InvalidArgumentError(
-            "SidesaveState does not go with save_on_each_node: leave it out, and pass node_local=True for a directory "
-            "that each node has for itself"
+            "SidesaveState does not support save_on_each_node: leave it out, and pass "
+            "node_local=True if each node has a directory of its own"
         )

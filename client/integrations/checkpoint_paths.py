@@ -1,9 +1,11 @@
-"""Checkpoints under paths that a framework chooses, such as ``last.ckpt``: links to the steps of a run directory.
+"""Checkpoints under paths that a framework chooses, such as ``last.ckpt``: links to a run's steps.
 
-A path is there at once and leads to nothing half-written. Until the commit it links to a note through a descriptor of
-the saving process (``/proc/self/fd/N/NOTE``): so it exists for this process, and dangles for every other, and for all
-once this one was killed. With the commit it links to the step; a path that had an earlier checkpoint keeps that until
-then. Notes are small files in the run directory. They tell the next session which paths a killed process has left out.
+A path exists as soon as the save is called, and never leads to a partial checkpoint. Until the
+commit it links to a note through a descriptor of the saving process (``/proc/self/fd/N/NOTE``), so
+it exists for this process and dangles for every other process, and for all of them once this one
+was killed. At the commit it is linked to the step; a path that led to an earlier checkpoint leads
+there until then. Notes are small files in the run directory, from which the next session learns
+which paths a killed process left unfinished.
 """
 
 from __future__ import annotations
@@ -20,25 +22,29 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sidesave.client.checkpointer import Checkpointer
-from sidesave.client.internals import saver_of
-from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs.links import replace_link
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.client.training.links import replace_link
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, SidesaveError, write_error
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    SidesaveError,
+    write_error,
+)
 from sidesave.stager.signal_safe import Monitor
-from sidesave.writer_daemon.format.manifest import parse_step_directory
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
+from sidesave.writer_daemon.format.names import parse_step_directory
 
 logger = logging.getLogger(__name__)
 
 PATH: Final = "path"
-"""Of a checkpoint's metadata, the path that it was saved under, relative to the run directory."""
+"""Metadata key: the path that the checkpoint was saved under, relative to the run directory."""
 _NOTES: Final = ".sidesave.paths"
 _PENDING: Final = re.compile(r"/proc/self/fd/\d+/([0-9a-f]{16})")
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A save under way."""
+    """A save that is not committed yet."""
 
     path: str
     note: str
@@ -47,13 +53,13 @@ class _Save:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What is to be done about a path.
+    """An action planned for a path, written to disk so that the next session can finish it.
 
     Attributes:
-        save: The path is to lead to this step, when it is committed.
-        drop: This step is to be deleted, once the path does not lead to it.
-        after: The path, if it leads to ``drop`` or is a file of the framework's own, is to be removed when this step is
-            committed.
+        save: Link the path to this step when the step is committed.
+        drop: Delete this step once the path no longer leads to it.
+        after: Remove the path when this step is committed, if it leads to ``drop`` or is one of the
+            framework's own files.
     """
 
     path: str
@@ -63,13 +69,13 @@ class _Note:
 
 
 class CheckpointPaths:
-    """Saves under paths, into the run directory of a ``Checkpointer``, whose only user this is.
+    """Saves under paths, into the run directory of a ``Checkpointer`` that nothing else uses.
 
-    One process has it for a run directory; of several ranks that is rank 0.
+    A run directory has one such object, on rank 0.
     """
 
     def __init__(self, checkpointer: Checkpointer) -> None:
-        """Put in order what a killed process has left. Raises ``WriteError`` if the run directory refuses that."""
+        """Finish or undo paths that a killed process left; raises ``WriteError`` if that fails."""
         self.checkpointer = checkpointer
         self._directory = os.path.realpath(checkpointer.directory)
         self._notes = os.path.join(self._directory, _NOTES)
@@ -86,24 +92,29 @@ class CheckpointPaths:
             self._fd = os.open(self._notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 self._next = 1 + self._recover()
-            except BaseException:  # also where this is interrupted: nobody has the object that would close it
+            except BaseException:  # also on an interrupt: the caller gets no object to close
                 os.close(self._fd)
                 raise
         except OSError as error:
-            raise write_error(error, "cannot put the paths of the run in order", self._directory) from error
+            raise write_error(
+                error, "cannot recover the paths of the run", self._directory
+            ) from error
 
-    # Saving ----------------------------------------------------------------------------------------------------
+    # Saving ---------------------------------------------------------------------------------------
 
     def claim(self, path: str) -> tuple[int, str]:
-        """Have ``path`` exist from now on, and give it the next step and a note; see :meth:`save`.
+        """Create ``path`` if missing, and return the next step and a note for it; see :meth:`save`.
 
         Raises:
-            InvalidArgumentError: A directory is there that is no checkpoint of this run.
-            WriteError: The path cannot be made; or an earlier one could not be led to its checkpoint.
+            InvalidArgumentError: ``path`` is a directory that is not a checkpoint of this run.
+            WriteError: The path cannot be created, or an earlier path could not be linked to its
+                checkpoint.
         """
         self._raise_failure()
         if os.path.isdir(path) and not os.path.islink(path):
-            raise InvalidArgumentError(f"{path} is a directory: save under another path, or remove it first")
+            raise InvalidArgumentError(
+                f"{path} is a directory: save under another path, or remove it first"
+            )
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             note = self._write(_Note(path, save=self._next))
@@ -116,16 +127,24 @@ class CheckpointPaths:
         return step, note
 
     def save(
-        self, path: str, claim: tuple[int, str], state: Mapping[str, Any], metadata: Mapping[str, Any]
+        self,
+        path: str,
+        claim: tuple[int, str],
+        state: Mapping[str, Any],
+        metadata: Mapping[str, Any],
     ) -> SaveHandle:
-        """Save ``state``, which ``path`` will lead to; returns when training may go on, as ``Checkpointer.save`` does.
+        """Save ``state`` and link ``path`` to it at the commit.
 
-        Raises what ``Checkpointer.save`` raises; the path is then as it was.
+        Returns as early as ``Checkpointer.save`` does, and raises what it raises; after an error
+        the path is as it was before the claim.
         """
         step, note = claim
         try:
-            handle = self.checkpointer.save(step, state, metadata={**metadata, PATH: self._relative(path)})
-        except Exception:  # whatever the save refuses; one that is interrupted may commit, and its note stays
+            handle = self.checkpointer.save(
+                step, state, metadata={**metadata, PATH: self._relative(path)}
+            )
+        except Exception:
+            # not BaseException: an interrupted save may still commit, so its note stays
             self._give_up(path, note)
             raise
         if handle.skipped:
@@ -137,9 +156,11 @@ class CheckpointPaths:
         return handle
 
     def remove(self, path: str) -> None:
-        """Remove what ``path`` leads to, once all saves issued so far are committed. If one fails it stays."""
+        """Remove ``path`` and its checkpoint once earlier saves commit; if one fails, both stay."""
         with self._changes:
-            own = max((step for step, save in self._saves.items() if save.path == path), default=None)
+            own = max(
+                (step for step, save in self._saves.items() if save.path == path), default=None
+            )
             step = self._step_at(path) if own is None else own
             try:
                 removal = _Note(path, drop=step, after=max(self._saves, default=self._latest))
@@ -153,7 +174,7 @@ class CheckpointPaths:
         self._delete_unwanted()
 
     def wait_for(self, path: str) -> None:
-        """Wait for the commit of what was saved under ``path`` last; raises what that failed with."""
+        """Wait until the last save under ``path`` is committed and linked; raises its error."""
         with self._changes:
             own = [save for save in self._saves.values() if save.path == path]
         if own:
@@ -163,9 +184,10 @@ class CheckpointPaths:
                 raise error
 
     def close(self) -> None:
-        """Wait for all saves, put their paths in order, and close the checkpointer.
+        """Wait for all saves, finish their paths, and close the checkpointer.
 
-        Raises what ``Checkpointer.close`` raises, and ``WriteError`` for a path that could not be made.
+        Raises what ``Checkpointer.close`` raises, and ``WriteError`` for a path that could not be
+        linked.
         """
         try:
             try:
@@ -179,7 +201,7 @@ class CheckpointPaths:
             self.checkpointer.close()
         self._raise_failure()
 
-    # In the thread that hears of commits -----------------------------------------------------------------------
+    # In the thread that runs callbacks of commits -------------------------------------------------
 
     def _finish(self, step: int) -> None:
         save = self._saves[step]
@@ -192,7 +214,7 @@ class CheckpointPaths:
         else:
             self._give_up(save.path, save.note)
         while True:
-            with self._noting_failure("what no path leads to is not deleted"):
+            with self._noting_failure("checkpoints without a path are not deleted"):
                 self._delete_unwanted()
             with self._changes:
                 due = [note for note, removal in self._removals.items() if removal.after == step]
@@ -206,7 +228,9 @@ class CheckpointPaths:
                     with self._noting_failure(f"{removal.path} is not removed"):
                         self._remove(note, removal)
                 else:
-                    logger.warning("%s stays: the save that was to follow it has failed", removal.path)
+                    logger.warning(
+                        "%s is not removed, because the save after it failed", removal.path
+                    )
                     self._forget(note)
 
     @contextlib.contextmanager
@@ -219,7 +243,7 @@ class CheckpointPaths:
                 self._failure = error
 
     def _place(self, path: str, info: CheckpointInfo) -> None:
-        """Lead ``path`` to a checkpoint; the one that it led to is not wanted any more."""
+        """Link ``path`` to a checkpoint, and mark the one that it led to before for deletion."""
         place = os.path.realpath(info.path)
         self._places.add(os.path.dirname(place))
         before = self._step_at(path)
@@ -231,9 +255,10 @@ class CheckpointPaths:
             self._unwanted[before] = note
 
     def _remove(self, note: str, removal: _Note) -> None:
-        """Remove a path, unless it leads to another checkpoint by now."""
+        """Remove a path, unless it leads to another checkpoint in the meantime."""
         path = removal.path
-        if removal.drop is None and not os.path.islink(path):  # a checkpoint that the framework has written itself
+        # a checkpoint that the framework has written itself
+        if removal.drop is None and not os.path.islink(path):
             if os.path.isdir(path):
                 shutil.rmtree(path)
             else:
@@ -247,9 +272,9 @@ class CheckpointPaths:
         self._forget(note)
 
     def _delete_unwanted(self) -> None:
-        """Delete what no path leads to any more, except the newest, which a run always has."""
+        """Delete checkpoints that no path leads to, except the newest, which a run always keeps."""
         while True:
-            with self._changes:  # the thread that hears of commits comes here, too
+            with self._changes:  # the thread that runs callbacks of commits calls this too
                 step = next((step for step in list(self._unwanted) if step != self._latest), None)
                 if step is None:
                     return
@@ -257,7 +282,8 @@ class CheckpointPaths:
                 self._deletions += 1
             try:
                 deletion = self.checkpointer.delete(step)
-            except BaseException:  # whatever it is: the note stays for the next session, and close() waits for nothing
+            except BaseException:
+                # the note stays for the next session; close() must not wait for this deletion
                 self._count_deleted()
                 raise
             deletion.add_done_callback(lambda done, note=note: self._deleted(note, done))
@@ -267,7 +293,9 @@ class CheckpointPaths:
         if error is None or isinstance(error, CheckpointNotFoundError):
             self._forget(note)
         else:
-            logger.warning("a checkpoint that no path leads to is deleted in the next session: %s", error)
+            logger.warning(
+                "a checkpoint without a path is left for the next session to delete: %s", error
+            )
         self._count_deleted()
 
     def _count_deleted(self) -> None:
@@ -276,24 +304,28 @@ class CheckpointPaths:
             self._changes.notify_all()
 
     def _give_up(self, path: str, note: str) -> None:
-        """Nothing will come to be under ``path`` by this note."""
+        """Remove ``path`` if it still waits for the save of ``note``, and remove the note."""
         with contextlib.suppress(OSError):
             if (found := _PENDING.fullmatch(os.readlink(path))) and found[1] == note:
                 os.unlink(path)
         self._forget(note)
 
-    # What a killed process has left, or an interrupted call -----------------------------------------------------
+    # Leftovers of a killed process or an interrupted call -----------------------------------------
 
     def _recover(self) -> int:
         """Act on all notes; returns the highest step of the run."""
-        checkpoints = saver_of(self.checkpointer).session.shared.checkpoints()
+        checkpoints = self.checkpointer.checkpoints()
         steps = {info.step: info for info in checkpoints}
         self._places.update(os.path.realpath(os.path.dirname(info.path)) for info in checkpoints)
         self._latest = checkpoints[-1].step if checkpoints else -1
         with os.scandir(self._notes) as entries:
             notes = {entry.name: self._read(entry.path) for entry in entries}
         for note in notes.values():
-            if note.save in steps and (self._step_at(note.path) or -1) < note.save and os.path.lexists(note.path):
+            if (
+                note.save in steps
+                and (self._step_at(note.path) or -1) < note.save
+                and os.path.lexists(note.path)
+            ):
                 self._place(note.path, steps[note.save])
         for name, note in notes.items():
             if note.save is not None and note.save not in steps and is_pending(note.path):
@@ -302,7 +334,9 @@ class CheckpointPaths:
             elif note.after in steps:
                 self._remove(name, note)
                 continue
-            elif note.after is None and note.drop in steps and self._step_at(note.path) != note.drop:
+            elif (
+                note.after is None and note.drop in steps and self._step_at(note.path) != note.drop
+            ):
                 self._unwanted[note.drop] = name
                 continue
             self._forget(name)
@@ -312,7 +346,9 @@ class CheckpointPaths:
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise write_error(failure, "cannot lead to a checkpoint", str(failure.filename)) from failure
+            raise write_error(
+                failure, "cannot link to a checkpoint", str(failure.filename)
+            ) from failure
 
     def _settle(self) -> None:
         try:
@@ -321,11 +357,17 @@ class CheckpointPaths:
             self._failure = self._failure or error
 
     def _lead_others(self, path: str, checkpoints: list[CheckpointInfo]) -> None:
-        """Lead links to ``path``, which comes to nothing, to the newest checkpoint beside it."""
+        """Redirect links to the given-up ``path`` to the newest checkpoint in its folder."""
         folder = os.path.dirname(path)
-        places = {info.step: self._absolute(info.metadata[PATH]) for info in checkpoints if PATH in info.metadata}
+        places = {
+            info.step: self._absolute(info.metadata[PATH])
+            for info in checkpoints
+            if PATH in info.metadata
+        }
         beside = [
-            place for step, place in places.items() if os.path.dirname(place) == folder and self._step_at(place) == step
+            place
+            for step, place in places.items()
+            if os.path.dirname(place) == folder and self._step_at(place) == step
         ]
         with os.scandir(folder) as entries:
             links = [entry.path for entry in entries if entry.is_symlink()]
@@ -336,16 +378,20 @@ class CheckpointPaths:
                 else:
                     os.unlink(link)
 
-    # ------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def _step_at(self, path: str) -> int | None:
-        """The step that a path leads to; None if it is no link to one."""
+        """The step that a path leads to; None if the path is not a link to a step."""
         try:
             target = os.readlink(path)
         except OSError:
             return None
         place = os.path.normpath(os.path.join(os.path.realpath(os.path.dirname(path)), target))
-        return parse_step_directory(os.path.basename(place)) if os.path.dirname(place) in self._places else None
+        return (
+            parse_step_directory(os.path.basename(place))
+            if os.path.dirname(place) in self._places
+            else None
+        )
 
     def _relative(self, path: str) -> str:
         folder, name = os.path.split(path)
@@ -361,7 +407,7 @@ class CheckpointPaths:
         return name
 
     def _read(self, place: str) -> _Note:
-        """A note; of a torn one nothing, for nothing was done after it."""
+        """Read a note; a torn one is read as empty, for its action was never begun."""
         try:
             with open(place, encoding="utf-8") as file:
                 relative, *steps = json.load(file)
@@ -370,12 +416,12 @@ class CheckpointPaths:
         return _Note(self._absolute(relative), *steps)
 
     def _forget(self, note: str) -> None:
-        with contextlib.suppress(OSError):  # then the next session finds that there is nothing to do
+        with contextlib.suppress(OSError):  # a note that stays is harmless: its action is done
             os.unlink(os.path.join(self._notes, note))
 
 
 def is_left_out(directory: str) -> bool:
-    """Whether a process that saves, or was killed, has notes in a run directory."""
+    """Whether a run directory has notes of a process that still saves or was killed."""
     try:
         return bool(os.listdir(os.path.join(directory, _NOTES)))
     except FileNotFoundError:
@@ -383,7 +429,7 @@ def is_left_out(directory: str) -> bool:
 
 
 def is_pending(path: str) -> bool:
-    """Whether a path waits for a commit, or for the next session to tell what became of it."""
+    """Whether a path waits for a commit, or for the next session to finish or undo it."""
     try:
         return _PENDING.fullmatch(os.readlink(path)) is not None
     except OSError:
@@ -391,7 +437,7 @@ def is_pending(path: str) -> bool:
 
 
 def _link(target: str, path: str) -> None:
-    """Make ``path`` a link, durably and in one step, whatever file was there."""
+    """Make ``path`` a link, durably and atomically, replacing any file."""
     replace_link(target, path)
     _sync(os.path.dirname(path))
 

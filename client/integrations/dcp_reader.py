@@ -1,4 +1,4 @@
-"""Has ``torch.distributed.checkpoint.load`` read checkpoints of sidesave."""
+"""A ``StorageReader`` for ``torch.distributed.checkpoint.load`` to read sidesave's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,69 +19,80 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from sidesave.client.loading.flat import FlatMap
 from sidesave.client.loading.load import own_place
+from sidesave.client.loading.load_filter import LoadFilter
 from sidesave.client.loading.plan import filled
-from sidesave.client.loading.selection import LoadFilter, Selection
-from sidesave.client.loading.tensors import Pickled, TensorLoad, finished, read_tensors
+from sidesave.client.loading.selection import Selection
+from sidesave.client.loading.tensors import TensorLoad, finished, read_tensors
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
+from sidesave.client.reading.stored import FlatMap, Pickled
 from sidesave.client.runs import finding
+from sidesave.client.targets import tensor_memory
 from sidesave.errors import InvalidArgumentError
-from sidesave.stager.state.dtypes import CARRIERS
+from sidesave.stager.dtypes import CARRIERS
 
 
 class SidesaveReader(StorageReader):
-    """A checkpoint of sidesave, for torch's own ``load``: ``load(state_dict, storage_reader=SidesaveReader(path))``.
+    """A sidesave checkpoint for torch's ``load(state_dict, storage_reader=SidesaveReader(path))``.
 
-    Names are those that torch gives to the nest that :func:`sidesave.load` returns. Each rank reads what its tensors
-    need, and all of it is verified. Raises as :func:`sidesave.load` does.
+    Names are those that torch gives to the nested dict that :func:`sidesave.load` returns. Each
+    rank reads only what its tensors need, and verifies all of it. Raises as :func:`sidesave.load`
+    does.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, allow_pickle: bool = False) -> None:
-        """Read the checkpoint at ``path``, or the latest of a run; with ``allow_pickle`` also what was pickled."""
+        """Read the checkpoint ``path``, or a run's latest; pickled values need ``allow_pickle``."""
         self._allow_pickle = allow_pickle
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another checkpoint if one is given."""
+        """Forget the metadata, and switch to another checkpoint if one is given."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
         self._values: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """All that the checkpoint has, as this rank sees it."""
+        """Return the metadata of everything in the checkpoint, as this rank sees it."""
         with CheckpointReader(self._place(), **own_place()) as reader:
-            selection = Selection(reader, LoadFilter(None, None, None, None), None, allow_pickle=self._allow_pickle)
+            selection = Selection(
+                reader, LoadFilter(None, None, None, None), None, allow_pickle=self._allow_pickle
+            )
             leaves, containers = selection.flat.leaves, selection.flat.containers
             selection.check_diverged(leaves.values(), live=False)
-            # What torch has no form for is read at once.
+            # Values that torch's metadata cannot describe are read now.
             odd = [leaf for leaf in leaves.values() if isinstance(leaf, Pickled) or _is_odd(leaf)]
             values = read_tensors(reader, odd, None, verify=True)
             loads: dict[int, TensorLoad] = {}
             stand_ins: dict[Any, Any] = {}
             for leaf in leaves.values():
                 if isinstance(leaf, TensorLoad) and leaf not in values:
-                    stand_in = stand_ins[leaf] = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+                    stand_in = stand_ins[leaf] = torch.empty(
+                        leaf.shape, dtype=leaf.dtype, device="meta"
+                    )
                     loads[id(stand_in)] = leaf
-            nest = FlatMap({at: filled(leaf, values | stand_ins) for at, leaf in leaves.items()}, containers).nest()
+            nest = FlatMap(
+                {at: filled(leaf, values | stand_ins) for at, leaf in leaves.items()}, containers
+            ).nest()
         flat, mapping = cast("Any", _nested_dict).flatten_state_dict(nest)
         self._values = {name: loads.get(id(value), value) for name, value in flat.items()}
         about = {name: _metadata(value) for name, value in self._values.items()}
         return Metadata(state_dict_metadata=about, planner_data=mapping)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: what is needed was read with the metadata."""
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: ``read_metadata`` has read all that is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the boxes of the plan; blocks until all is there."""
+        """Read the boxes of the plan; blocks until all are read."""
         boxes: dict[int, tuple[ReadItem, TensorLoad]] = {}
         for at, item in enumerate(plan.items):
             value = self._values[item.storage_index.fqn]
@@ -93,13 +104,15 @@ class SidesaveReader(StorageReader):
             elif isinstance(value, TensorLoad):
                 boxes[at] = item, value
             else:
-                raise InvalidArgumentError(f"{item.storage_index.fqn} is no plain tensor; load it with sidesave.load")
+                raise InvalidArgumentError(
+                    f"{item.storage_index.fqn} is not a plain tensor; load it with sidesave.load"
+                )
         wanted = {at: _box(*each) for at, each in boxes.items()}
         with CheckpointReader(self._place(), **own_place()) as reader:
             stored = reader.read_boxes(wanted.values())
         for at, (item, load) in boxes.items():
             target = planner.resolve_tensor(item).detach()
-            target.copy_(finished(stored[wanted[at]], load.ref, None, None))
+            tensor_memory.write(target, finished(stored[wanted[at]], load.ref, None, None))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -122,7 +135,7 @@ def _metadata(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(value, TensorLoad):
         return BytesStorageMetadata()
     shape = torch.Size(value.shape)
-    # One chunk: how the tensor is cut in files is the reader's affair.
+    # One chunk: the reader itself maps the tensor to its files.
     chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
     return TensorStorageMetadata(TensorProperties(dtype=value.dtype), shape, [chunk])
 

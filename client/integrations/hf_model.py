@@ -1,29 +1,30 @@
-"""A model as Hugging Face's tools look for it: tensors under its own names, an index of their files, config, tokenizer.
+"""A model saved for Hugging Face's tools: its own tensor names, index of files, config, tokenizer.
 
-``from_pretrained`` opens each file that ``model.safetensors.index.json`` names and takes every tensor in it. A file of
-a checkpoint has tensors of one item, with the item's name in front. So each child of the model is an item.
+``from_pretrained`` opens each file that ``model.safetensors.index.json`` lists and loads every
+tensor in it. A file of a checkpoint has the tensors of one item, prefixed with the item's name. So
+each child of the model is an item.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
-import logging
-import os
 import tempfile
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
+from sidesave.stager.sharding import is_dtensor
 from sidesave.stager.state.annotations import Whole
 from sidesave.stager.state.flat_state import FROZEN, container_name
-from sidesave.stager.state.tensor_collector import is_dtensor, is_idle
+from sidesave.stager.state.tensor_collector import is_idle
 from sidesave.stager.wrappers import WrapperNames
-from sidesave.writer_daemon.format.manifest import rank_file
-
-logger = logging.getLogger(__name__)
+from sidesave.writer_daemon.format.names import rank_file
 
 INDEX: Final = "model.safetensors.index.json"
 MODEL: Final = "model"
@@ -32,7 +33,7 @@ MODEL: Final = "model"
 
 @dataclass(frozen=True, slots=True)
 class ModelItems:
-    """The items of a state that are a model, and the index of their files; None where it has none."""
+    """The items of a model, and the index of their files (None if there is no index)."""
 
     items: dict[str, Any]
     index: str | None
@@ -41,18 +42,20 @@ class ModelItems:
 def model_items(model: nn.Module, *, alike: bool) -> ModelItems:
     """Divide a model into items. Nothing is copied.
 
-    It stays one item, without an index, where its state dict has more than those of its children, as hooks can have it.
+    The model stays one item, without an index, if its state dict has more than those of its
+    children (hooks can add to it).
 
     Args:
-        model: The model, without what wraps it.
-        alike: Whether all ranks hold the same of it. If not it stays one item too: no file may have all of a tensor.
+        model: The model, without its wrappers.
+        alike: Whether all ranks hold the same model. If not, it stays one item too: no file may
+            have a whole tensor.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     if not alike or any(map(is_dtensor, state.values())):
         return ModelItems({MODEL: model}, None)
     parts = {**model._parameters, **model._buffers, **model._modules}  # pyright: ignore[reportPrivateUsage] - no copies
     items: dict[str, Any] = {}
-    names: dict[str, str] = {}  # keys of the state dict, and what they are saved under
+    names: dict[str, str] = {}  # from keys of the state dict to the names that they are saved under
     files: dict[str, str] = {}
     for name, part in parts.items():
         if isinstance(part, nn.Module):
@@ -69,7 +72,9 @@ def model_items(model: nn.Module, *, alike: bool) -> ModelItems:
             if isinstance(value, torch.Tensor) and value is not state.get(whole_key):
                 return ModelItems({MODEL: Whole(model)}, None)
             names[whole_key] = f"{name}.{known[key]}" if key else name
-            files[whole_key] = rank_file(container_name(name) + FROZEN * is_idle(value), 0, "safetensors")
+            files[whole_key] = rank_file(
+                container_name(name) + FROZEN * is_idle(value), 0, "safetensors"
+            )
     if names.keys() != state.keys():
         return ModelItems({MODEL: Whole(model)}, None)
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -77,7 +82,7 @@ def model_items(model: nn.Module, *, alike: bool) -> ModelItems:
 
 
 def _index(tensors: dict[str, torch.Tensor], names: dict[str, str], files: dict[str, str]) -> str:
-    """The index; of tied tensors the first one is in the files."""
+    """Return the index as JSON; only the first of several tied tensors is in the files."""
     weight_map: dict[str, str] = {}
     nbytes = 0
     seen: set[Any] = set()
@@ -92,24 +97,45 @@ def _index(tensors: dict[str, torch.Tensor], names: dict[str, str], files: dict[
 
 
 def pretrained_files(model: Any, processors: list[Any]) -> dict[str, bytes]:
-    """What ``save_pretrained`` writes of a model beside its weights, and of ``processors``, such as a tokenizer.
+    """Return what ``save_pretrained`` writes for ``processors`` and a model, except the weights.
 
-    As ``save_pretrained`` does, this tells the config the model's class and dtype.
+    ``processors`` are tokenizers. Names of files in folders are ``folder/name``. Like every
+    ``save_pretrained``, this sets ``dtype`` and ``architectures`` in the model's config.
     """
-    files: dict[str, bytes] = {}
-    with tempfile.TemporaryDirectory(prefix="sidesave-") as folder:
+
+    def write(folder: str) -> None:
         if isinstance(model, importlib.import_module("transformers").PreTrainedModel):
-            model.config.dtype = str(model.dtype).removeprefix("torch.")
-            model.config.architectures = [type(model).__name__]
-            model.config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict={})
         for processor in processors:
             processor.save_pretrained(folder)
-        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
-            if entry.is_file():
-                with open(entry.path, "rb") as file:
-                    files[entry.name] = file.read()
-            else:
-                logger.warning("%s of the tokenizer or config is a directory, and is not saved", entry.name)
-    return files
+
+    files = written_files(write)
+    return {
+        name: data
+        for name, data in files.items()
+        if not name.endswith(".safetensors") and name != INDEX
+    }
+
+
+def written_files(write: Callable[[str], object]) -> dict[str, bytes]:
+    """Return the files that ``write`` writes into the empty folder it is called with."""
+    with tempfile.TemporaryDirectory(prefix="sidesave-") as folder:
+        write(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+@contextlib.contextmanager
+def without_weights(model: Any) -> Generator[None]:
+    """Have ``model.save_pretrained`` write no weights, unless its caller passes a state dict."""
+
+    def save(folder: Any, *args: Any, **options: Any) -> Any:
+        if not args and options.get("state_dict") is None:
+            options["state_dict"] = {}
+        return cast("Any", type(model)).save_pretrained(model, folder, *args, **options)
+
+    model.__dict__["save_pretrained"] = save
+    try:
+        yield
+    finally:
+        del model.__dict__["save_pretrained"]

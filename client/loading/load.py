@@ -1,7 +1,8 @@
-"""Loads a checkpoint as a fresh nest, or into live objects. Everything is checked before a live object is touched."""
+"""Loads a checkpoint as a fresh nest, or into live objects once everything has been checked."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,16 +12,19 @@ from typing import Any, TypedDict, cast
 import torch
 
 from sidesave.client.encryption import Encryption, using
-from sidesave.client.loading import apply, resized, tensors
-from sidesave.client.loading.flat import FlatMap, LiveMap, fqn_of
-from sidesave.client.loading.messages import PrefixMismatch
+from sidesave.client.loading import resized, tensors
+from sidesave.client.loading.fitting import PrefixMismatch
+from sidesave.client.loading.load_filter import LoadFilter, Rename
 from sidesave.client.loading.plan import LoadPlan, filled
-from sidesave.client.loading.rename import Rename
-from sidesave.client.loading.selection import LoadFilter, Selection
-from sidesave.client.loading.tensors import EnumLoad
+from sidesave.client.loading.selection import Selection
+from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
+from sidesave.client.reading.stored import FlatMap, fqn_of
 from sidesave.client.runs import finding
+from sidesave.client.targets import tensor_memory
+from sidesave.client.targets.assign import assign
+from sidesave.client.targets.live_map import LiveMap
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
 from sidesave.writer_daemon.storage import urls
 
@@ -42,43 +46,57 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     encryption: Encryption | None = None,
 ) -> dict[str, Any]:
-    """Load the checkpoint at ``path``. Needs no daemon; blocks until all is read, at the speed of storage.
+    """Load the checkpoint at ``path``; blocks until all is read, at the speed of storage.
 
-    Any number of ranks may load it, however many saved it. A ``DTensor`` in ``into`` reads this rank's shard only;
-    other tensors are read whole. State that each rank saved for itself returns to the same rank. Another number of
-    ranks gets it only if it was the same on all; :class:`sidesave.PerRank` can say what each rank gets. Rank 0's value
-    is taken, with a warning, for plain numbers outside ``PerRank`` that differ, and without ``into`` for everything
-    that differs. Ranks do not communicate. The rank is the global one of the process group, so ranks must share
-    storage.
+    No daemon is needed. Any number of ranks may load a checkpoint, however many saved it. A
+    ``DTensor`` in ``into`` reads this rank's shard only; other tensors are read whole. State that
+    each rank saved for itself returns to the same rank. Another number of ranks gets it only if it
+    was the same on all; :class:`sidesave.PerRank` can say what each rank gets. Rank 0's value is
+    taken, with a warning, for plain numbers outside ``PerRank`` that differ, and without ``into``
+    for everything that differs. Ranks do not communicate. The rank is the global one of the process
+    group, so ranks must share storage.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, which means its newest; or
-            the URL of one of them. Only what is loaded is read of it (docs/remote.md).
-        into: Live objects by the names they were saved under. Objects with ``load_state_dict`` take their state,
-            tensors are filled in place, and plain data is replaced inside the existing dicts and lists. An optimizer
-            takes its state by parameter name if its modules are in ``into``. Wrappers (``DistributedDataParallel``,
-            ``torch.compile``) are in no name, and a prefix of theirs in the checkpoint is dropped where that leaves no
-            doubt. Enum members are restored where the target
-            holds a member of their class, else as values. Without ``into`` a fresh nest of state dicts is returned.
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, which means
+            its newest; or the URL of one of them. Only what is loaded is read of it
+            (docs/remote.md).
+        into: Live objects by the names they were saved under. Objects with ``load_state_dict`` take
+            their state, tensors are filled in place, and plain data is replaced inside the existing
+            dicts and lists. An optimizer takes its state by parameter name if its modules are in
+            ``into``. Wrappers (``DistributedDataParallel``, ``torch.compile``) are in no name, and
+            a prefix of theirs in the checkpoint is dropped where that leaves no doubt. Enum members
+            are restored where the target holds a member of their class, else as values. Without
+            ``into`` a fresh nest of state dicts is returned.
         map_location: Device for fresh tensors; None is the CPU.
-        include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, with all below them; None is all.
-        exclude: Patterns of FQNs to leave out. Lists in a fresh nest close up. What is left out of an optimizer
-            (``"optimizer.param_groups.*.lr"``), or of another object with ``load_state_dict``, stays as it is.
+        include: Patterns (``"model"``, ``"model.layers.*"``) of the FQNs to load, with all below
+            them; None is all.
+        exclude: Patterns of FQNs to leave out. Lists in a fresh nest close up. What is left out of
+            an optimizer (``"optimizer.param_groups.*.lr"``), or of another object with
+            ``load_state_dict``, stays as it is.
         rename: From names in the checkpoint to those of the target: a dict of FQN prefixes
-            (``{"model.module": "model", "head": None}``), of which the longest match counts, or a function of each
-            leaf's FQN; None leaves it out. ``include`` and ``exclude`` use the names in the checkpoint.
-        strict: Raise if a live tensor or object is missing in the checkpoint, or if an item of the checkpoint has
-            something that the target has not; else load what both have and log the rest. What only some ranks saved,
-            such as the stages of a pipeline, needs no place. With ``include`` or ``exclude`` the target may have
-            more than they choose, unless ``rename`` is a function, which cannot be inverted. Plain data is not
-            compared: it becomes what was saved. Beside live objects, what the checkpoint lacks stays, and what the
-            target lacks is added with a warning. A pattern that matches nothing raises too, else is logged; ``exclude``
-            may match what only this rank's target has. An old name of a dict ``rename`` that the checkpoint lacks is
-            logged with ``into``, where a missing name shows, else raised.
-        dtype: Cast floating-point tensors to this, except step counts and hyperparameters of optimizers.
+            (``{"model.module": "model", "head": None}``), whose longest match is used, or a
+            function of each leaf's FQN; None leaves it out. ``include`` and ``exclude`` use the
+            names in the checkpoint.
+        strict: Raise if a live tensor or object is missing in the checkpoint, or if an item of the
+            checkpoint has something that the target has not; else load what both have and log the
+            rest. What only some ranks saved, such as the stages of a pipeline, needs no place. With
+            ``include`` or ``exclude`` the target may have more than they choose, unless ``rename``
+            is a function, which cannot be inverted. Plain data is not compared: it becomes what was
+            saved. Beside live objects, what the checkpoint lacks stays, and what the target lacks
+            is added with a warning. A pattern that matches nothing raises too, else is logged;
+            ``exclude`` may match what only this rank's target has. An old name of a dict ``rename``
+            that the checkpoint lacks is logged with ``into``, where a missing name shows, else
+            raised.
+        dtype: Cast floating-point parameters and buffers to this: the tensors of modules and
+            tables, and live tensors in ``into`` that are parameters or have this dtype. Tensors in
+            the state of other objects, and in a nest, are cast too, except scalars (which may be
+            counters), states of optimizers, extra states of modules, and tensors made of inner
+            ones.
         verify: Compare everything that is read with its digests.
-        allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint chooses.
-        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
+        allow_pickle: Unpickle values that were pickled, which runs code that the checkpoint
+            chooses.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an
+            endpoint.
         encryption: The key of an encrypted checkpoint.
 
     Returns:
@@ -86,10 +104,15 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        IntegrityError: A file is missing, short, or does not match its digest; or a damaged checkpoint of the run may
-            be the newest. No live object has changed.
-        StateMismatchError: Items, keys, shapes or dtypes differ, a pattern matches nothing, or there is nothing to
-            load. Ten of each kind are named, with similar names. No live object has changed.
+        IntegrityError: A file is missing, short, or does not match its digest; or a damaged
+            checkpoint of the run may be the newest. No live object has changed.
+        StateMismatchError: Items, keys, shapes or dtypes differ, a live tensor cannot be written,
+            live tensors share memory that cannot hold their values, a pattern matches nothing, or
+            there is nothing to load. Ten of each kind are named, with similar names. No live object
+            has changed. Also if a live object raises when it is given its state: it is named, and
+            its error is the cause. All objects are put back then, except data loaders and tables
+            (they come last among what may raise); modules and tensors that run torch's code only
+            come after all that may raise.
         InvalidArgumentError: An argument is wrong, or ``rename`` gives two things one name.
         FormatVersionError: It was written in a newer format.
         UnsupportedValueError: It holds pickled values and ``allow_pickle`` is false.
@@ -151,26 +174,27 @@ class Loaded:
         return name in self._given if isinstance(self._given, dict) else self._given.has(name)
 
     def lacking(self) -> list[str]:
-        """Names of values in the target's plain data that the checkpoint lacks; ``missing`` has not all of them."""
+        """Names of the target's plain data the checkpoint lacks; not all are in ``missing``."""
         return [] if isinstance(self._given, dict) else self._given.lacking()
 
     def apply(self) -> dict[str, Any]:
         """Assign to the live objects, once. Returns what :func:`load` returns.
 
-        Raises what a live object raises. Objects that were assigned before it are restored, except modules and tensors,
-        which come last.
+        Raises ``StateMismatchError`` if a live object raises. The others are put back, see
+        :func:`load`.
         """
         if not isinstance(self._given, LoadPlan):
             return self._given
-        apply.assign(self._given, strict=self._exact)
+        assign(self._given.live, self._given.assignments(), strict=self._exact)
         return self._given.live.into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """The arguments of :func:`load`, for ``rank`` of ``size``; a ``size`` of None is as many ranks as saved.
+    """The arguments of :func:`load`, for ``rank`` of ``size`` ranks (None: as many as saved).
 
-    With ``casts`` a tensor may have another floating-point dtype than its target, which keeps its own.
+    With ``casts`` a tensor may have another floating-point dtype than its target, which keeps its
+    own.
     """
 
     into: dict[str, Any] | None = None
@@ -187,31 +211,57 @@ class LoadRequest:
     size: int | None = None
 
     def read(self, path: str | os.PathLike[str]) -> Loaded:
-        """Do all of :func:`load` that the checkpoint can fail, so that ranks can go on only if all can.
+        """Do all that the checkpoint can make fail in :func:`load`; ranks go on only if all can.
 
-        The arguments are checked here too, so that all ranks can be told of a mistake on one.
+        The arguments are checked here too, so that a mistake on one rank is reported on all.
         """
-        wanted = LoadFilter(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
-        live = None if self.into is None else live_map(self.into)
-        device = _device(self.map_location)
-        for attempt in finding.attempts(path):
-            with attempt as (place,), CheckpointReader(place, self.rank, self.size) as reader:
-                selection = Selection(reader, wanted, live, allow_pickle=self.allow_pickle)
-                resized.settle(reader, selection, wanted, live, allow_pickle=self.allow_pickle)
-                if live is None:
-                    leaves, containers = selection.flat.leaves, selection.flat.containers
-                    selection.check_diverged(leaves.values(), live=False)
-                    values = tensors.read_tensors(reader, selection.needed(leaves.values()), device, verify=self.verify)
-                    _tell_values(place, leaves.values(), values)
-                    state = FlatMap({at: filled(leaf, values) for at, leaf in leaves.items()}, containers).nest()
-                    return Loaded(place, reader.nbytes_read, (), (), state)
-                plan = LoadPlan(live, casts=self.casts)
-                unplaced = plan.take(selection)
-                plan.mismatches.unexpected, plan.mismatches.prefixes = unplaced.unexpected, unplaced.prefixes
-                check(plan, [selection], wanted.leaves_out, strict=self.strict)
-                values = tensors.read_tensors(reader, selection.needed(plan.leaves()), None, verify=self.verify)
-                return finish(plan, values, place, reader.nbytes_read, strict=self.strict)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        enabled = gc.isenabled()
+        try:
+            gc.disable()  # a collection would go through all that is made here, and find nothing
+            wanted = LoadFilter(
+                self.include, self.exclude, self.rename, self.dtype, strict=self.strict
+            )
+            live = None if self.into is None else live_map(self.into)
+            device = _device(self.map_location)
+            for attempt in finding.attempts(path):
+                with attempt as (place,), CheckpointReader(place, self.rank, self.size) as reader:
+                    selection = Selection(reader, wanted, live, allow_pickle=self.allow_pickle)
+                    if reader.resized:
+                        resized.settle(
+                            reader, selection, wanted, live, allow_pickle=self.allow_pickle
+                        )
+                    if live is None:
+                        leaves, containers = selection.flat.leaves, selection.flat.containers
+                        selection.check_diverged(leaves.values(), live=False)
+                        values = tensors.read_tensors(
+                            reader,
+                            selection.needed(leaves.values()),
+                            device,
+                            verify=self.verify,
+                            fresh=True,
+                        )
+                        _tell_values(place, leaves.values(), values)
+                        state = FlatMap(
+                            {at: filled(leaf, values) for at, leaf in leaves.items()}, containers
+                        ).nest()
+                        return Loaded(place, reader.nbytes_read, (), (), state)
+                    plan = LoadPlan(live, casts=self.casts)
+                    unplaced = plan.take(selection)
+                    plan.mismatches.unexpected, plan.mismatches.prefixes = (
+                        unplaced.unexpected,
+                        unplaced.prefixes,
+                    )
+                    leaves = check(plan, [selection], wanted.leaves_out, strict=self.strict)
+                    values = tensors.read_tensors(
+                        reader, selection.needed(leaves), None, verify=self.verify
+                    )
+                    return finish(
+                        plan, leaves, values, place, reader.nbytes_read, strict=self.strict
+                    )
+            raise AssertionError("unreachable: the last attempt returns or raises")
+        finally:
+            if enabled:
+                gc.enable()
 
 
 def check(
@@ -221,80 +271,136 @@ def check(
     *,
     strict: bool,
     prefixes: Iterable[PrefixMismatch] = (),
-) -> None:
-    """Compare a plan with its targets, before anything is read.
+) -> list[Any]:
+    """Compare a plan with its targets before anything is read; return the leaves to assign.
 
-    Raises ``StateMismatchError`` for all that does not fit. Without ``strict``, missing and unexpected names are only
-    logged. ``prefixes`` are known mismatches, reported if something is missing.
+    Raises ``StateMismatchError`` for all that does not fit. Without ``strict``, missing and
+    unexpected names are only logged. ``prefixes`` are known mismatches, reported if something is
+    missing.
     """
     plan.compare(leaves_out)
     mismatches = plan.mismatches
     if mismatches.missing:
         mismatches.prefixes += prefixes
-    renamed = any(selection.renaming for selection in selections)
-    lines = mismatches.text(
-        lambda: (name for selection in selections for name in selection.names()), renamed=renamed, strict=strict
-    )
+    leaves, lines = plan.leaves(), ""
+    if mismatches.different or mismatches.missing or mismatches.unexpected or mismatches.prefixes:
+        renamed = any(selection.renaming.renames for selection in selections)
+        lines = mismatches.text(
+            lambda: (name for selection in selections for name in selection.names()),
+            renamed=renamed,
+            strict=strict,
+        )
     into = plan.live.into
-    if lines or (strict and into and plan.is_empty):
+    if lines or (strict and into and not leaves and plan.is_empty):
         items = ", ".join(repr(item) for selection in selections for item in selection.items())
-        lines = lines or f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
+        lines = lines or (
+            f"nothing of it is chosen for {', '.join(map(repr, into))}; the checkpoint has {items}"
+        )
         raise StateMismatchError(f"the checkpoint does not fit, and nothing was loaded:\n  {lines}")
     if mismatches.missing or mismatches.unexpected:
-        logger.warning("loading what both have: of %s, %s", selections[-1].where, mismatches.summary())
-    _tell_unused(plan, selections)
-    leaves = plan.leaves()
+        logger.warning(
+            "loading what both have: of %s, %s", selections[-1].where, mismatches.summary()
+        )
+    _tell_unused(plan, leaves, selections)
     for selection in selections:
-        selection.check_diverged(leaves, live=True)
+        if selection.has_differing:
+            selection.check_diverged(leaves, live=True)
+    return leaves
 
 
-def finish(plan: LoadPlan, values: dict[Any, Any], where: str, nbytes_read: int, *, strict: bool) -> Loaded:
-    """Fill a plan with the values that were read from ``where``, the last one of several checkpoints."""
-    values.update(plan.members())
-    _tell_values(where, plan.leaves(), values)
-    plan.fill(values)
-    odd = plan.two_for_one()
+def finish(
+    plan: LoadPlan,
+    leaves: Sequence[Any],
+    values: dict[Any, Any],
+    where: str,
+    nbytes_read: int,
+    *,
+    strict: bool,
+) -> Loaded:
+    """Fill a plan with the values read from ``where``, the last of several checkpoints."""
+    new, odd = plan.fill(values)
+    _tell_values(where, leaves, values)
+    odd += tensor_memory.conflicts(new)
     if odd:
         raise StateMismatchError(
             "the checkpoint does not fit, and nothing was loaded:\n  "
-            + "\n  ".join(few(odd, lambda line: f"{line} in the checkpoint; exclude one", "are one"))
+            + "\n  ".join(
+                few(odd, lambda line: f"{line} in the checkpoint; exclude one", "are one")
+            )
         )
     mismatches = plan.mismatches
     exact = strict and not (mismatches.missing or mismatches.unexpected or mismatches.absent)
-    return Loaded(where, nbytes_read, tuple(mismatches.missing), tuple(mismatches.unexpected), plan, exact)
+    return Loaded(
+        where, nbytes_read, tuple(mismatches.missing), tuple(mismatches.unexpected), plan, exact
+    )
 
 
-def _tell_unused(plan: LoadPlan, selections: Sequence[Selection]) -> None:
-    """Warn of targets that keep their state, and of loaded state that nothing uses, by name."""
+def _tell_unused(plan: LoadPlan, leaves: Sequence[Any], selections: Sequence[Selection]) -> None:
+    """Warn, by name, of targets that keep their state, and of loaded state that is not used."""
     where = ", ".join(selection.where for selection in selections)
-    stay = [*plan.mismatches.kept, *(name for name in plan.live.into if name in plan.mismatches.absent)]
+    stay = [
+        *plan.mismatches.kept,
+        *(name for name in plan.live.into if name in plan.mismatches.absent),
+    ]
     if stay:
         names = ", ".join(few(stay, str, "stay"))
-        logger.warning("loading %s: it has nothing for %s, which stay as they are", where, names)
+        logger.warning("loading %s: no saved state for %s; left unchanged", where, names)
     if plan.new:
         names = ", ".join(few(list(map(fqn_of, plan.new)), str, "are new"))
-        logger.warning("loading %s: %s, which the state does not have, are added to it as plain data", where, names)
-    leaves = {id(leaf) for leaf in plan.leaves()}
+        logger.warning(
+            "loading %s: %s, which the state does not have, are added to it as plain data",
+            where,
+            names,
+        )
+    used = {id(leaf) for leaf in leaves} if len(selections) > 1 else set[int]()
     for selection in selections:
         if selection.by_position:
             names = ", ".join(few(selection.by_position, str, "are such"))
-            cure = "have the module in the state and in into=, or make the optimizer of named_parameters()"
+            cure = (
+                "have the module in the state and in into=, or make the optimizer of "
+                "named_parameters()"
+            )
             logger.warning(
-                "loading %s: the state of %s goes by position, not by name: %s", selection.where, names, cure
+                "loading %s: the state of %s goes by position, not by name: %s",
+                selection.where,
+                names,
+                cure,
             )
         if selection.unasked:
             names = ", ".join(few(list(selection.unasked), str, "are not loaded"))
-            logger.warning("loading %s: nobody has asked for %s, which it has too", selection.where, names)
-        if len(selections) > 1 and not any(id(leaf) in leaves for leaf in selection.flat.leaves.values()):
-            logger.warning("nothing of %s is used: later sources have all that it was to give", selection.where)
+            logger.warning("loading %s: not loaded (not in into=): %s", selection.where, names)
+        if len(selections) > 1 and not any(
+            id(leaf) in used for leaf in selection.flat.leaves.values()
+        ):
+            logger.warning(
+                "nothing of %s is used: later sources override all of it", selection.where
+            )
 
 
 def _tell_values(where: str, leaves: Iterable[Any], values: Mapping[Any, Any]) -> None:
-    """Warn of enum members that come as values: no class that the checkpoint names is imported."""
+    """Warn of enum members loaded as values, and tensors as plain ones: no class is imported."""
+    loads = [
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, TensorLoad) and leaf.ref.whole is not None and leaf in values
+    ]
+    lost = [(load.ref.fqn, name) for load in loads if (name := load.lost_class(values[load]))]
+    if lost:
+        lines = few(lost, lambda pair: f"{pair[0]} was a {pair[1]}", "are such")
+        logger.warning(
+            (
+                "loading %s: tensors come as plain ones, as torch.serialization.get_safe_globals() "
+                "lacks their class: %s"
+            ),
+            where,
+            ", ".join(lines),
+        )
     alone = [leaf for leaf in leaves if isinstance(leaf, EnumLoad) and leaf not in values]
     if alone:
         lines = few(alone, lambda leaf: f"{leaf.fqn} was {leaf.kind}.{leaf.name}", "are such")
-        logger.warning("loading %s: members of enums come as their values: %s", where, ", ".join(lines))
+        logger.warning(
+            "loading %s: members of enums come as their values: %s", where, ", ".join(lines)
+        )
 
 
 def _device(map_location: object) -> torch.device | None:
@@ -304,8 +410,9 @@ def _device(map_location: object) -> torch.device | None:
     shown = brief(map_location)
     if callable(map_location) or isinstance(map_location, Mapping):
         raise InvalidArgumentError(
-            f"map_location must be one device, not {shown}: a checkpoint does not say which devices its "
-            "tensors were on, so there is nothing to map; load it to the CPU, and move what you want"
+            f"map_location must be one device, not {shown}: a checkpoint does not say which "
+            "devices its tensors were on, so there is nothing to map; load it to the CPU, and move "
+            "what you want"
         )
     try:
         device = torch.device(cast("str", map_location))

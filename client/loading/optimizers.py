@@ -1,29 +1,25 @@
 """Matches an optimizer's saved state with the live optimizer, parameter by parameter, by name.
 
-Torch numbers the parameters of an optimizer: the first takes the state of the first, whichever that is, and a group of
-another size takes nothing. So sidesave saves the parameters' names beside their numbers, and reorders the state.
+Torch numbers the parameters of an optimizer: the first receives the first's state, whichever
+parameter that was, and a group of another size is rejected. So sidesave saves the parameters' names
+with their numbers, and reorders the state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Final, cast
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 
-from sidesave.client.loading.flat import FlatMap, LiveMap, Path, Slot, fqn_of
 from sidesave.client.loading.keeping import KEEP_CURRENT
 from sidesave.client.loading.tensors import EnumLoad, TensorLoad
-from sidesave.stager.state.tensor_collector import is_dtensor
+from sidesave.client.reading.stored import FlatMap, fqn_of
+from sidesave.client.targets.live_map import LiveMap, Slot
+from sidesave.stager.state.treespec import Path
 from sidesave.stager.wrappers import PARTS
-
-_LIKE_PARAMETERS: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
-"""Optimizer states that have the shape of their parameter."""
-
-
-# By name -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,9 +28,9 @@ class Arranged:
 
     Attributes:
         flat: The state.
-        missing: Names of live parameters that it has no state for.
-        unexpected: Names of parameters that the live optimizer has not.
-        problems: Messages about what prevents it.
+        missing: Names of live parameters without a saved state.
+        unexpected: Names of saved parameters that the live optimizer lacks.
+        problems: Messages about problems that prevent it.
     """
 
     flat: FlatMap
@@ -44,25 +40,33 @@ class Arranged:
 
 
 def arrange(
-    slot: Slot, saved: FlatMap, fqns: Sequence[Sequence[str | None]], live: LiveMap, partial: Collection[str]
+    slot: Slot,
+    saved: FlatMap,
+    fqns: Sequence[Sequence[str | None]],
+    live: LiveMap,
+    partial: Collection[str],
 ) -> Arranged | None:
-    """Put the state of an optimizer into the order of its live parameters; None if names do not tell the order.
+    """Order an optimizer's state by its live parameters; None if names do not define the order.
 
-    A group takes the options of the group that its parameters were in; of several groups, the options they agree on.
+    A group takes the options of the group that its parameters were in; of several groups, the
+    options they agree on.
 
     Args:
         slot: The optimizer.
         saved: The state; no tensor of it is read yet.
-        fqns: The saved names of each group's parameters, as the target calls them; None for those to leave out. If
-            empty, the names that the optimizer itself keeps are used.
+        fqns: The saved names of each group's parameters, as the target calls them; None for those
+            to leave out. If empty, the names that the optimizer itself keeps are used.
         live: The target.
-        partial: The FQNs of what only other ranks saved.
+        partial: The FQNs of values that only other ranks saved.
     """
     target = cast("torch.optim.Optimizer", slot.target)
     state = _State(slot.path, saved)
     if not state.numbers:
         return None
-    for saved_names, own_names in ((fqns, _names_here(live, target)), (state.own_names(), _own_names(target))):
+    for saved_names, own_names in (
+        (fqns, _names_here(live, target)),
+        (state.own_names(), _own_names(target)),
+    ):
         if own_names and [*map(len, saved_names)] == [*map(len, state.numbers)]:
             origins = _match([name for group in saved_names for name in group], own_names)
             if any(origin is not None for origin in origins):
@@ -75,9 +79,14 @@ def arrange(
     if state.is_joint():
         kind = type(target).__name__
         return Arranged(
-            saved, problems=[f"{slot.fqn}: {kind} keeps one state for all its parameters, and these have changed"]
+            saved,
+            problems=[
+                f"{slot.fqn}: {kind} keeps one state for all its parameters, and these have changed"
+            ],
         )
-    missing = [min(names) for names, origin in zip(own_names, origins, strict=True) if origin is None]
+    missing = [
+        min(names) for names, origin in zip(own_names, origins, strict=True) if origin is None
+    ]
     every = enumerate(itertools.chain(*saved_names))
     unexpected = [name for at, name in every if name is not None and at not in origins]
     flat, problems = state.arranged(target, origins, partial)
@@ -85,12 +94,26 @@ def arrange(
 
 
 def is_ambiguous(slot: Slot, saved: FlatMap) -> bool:
-    """Whether several parameters have one shape, so that loading by position may mix up their states unnoticed."""
+    """Whether parameters share a shape, so that loading by position may mix up states unnoticed."""
     state = (*slot.path, "state")
-    if not any(path[: len(state)] == state and isinstance(leaf, TensorLoad) for path, leaf in saved.leaves.items()):
+    if not any(
+        path[: len(state)] == state and isinstance(leaf, TensorLoad)
+        for path, leaf in saved.leaves.items()
+    ):
         return False
     shapes = [tuple(one.shape) for group in slot.target.param_groups for one in group["params"]]
     return len(set(shapes)) < len(shapes)
+
+
+def is_state(container: Any) -> bool:
+    """Whether a dict is optimizer state, torch's or flattened by torch.distributed.checkpoint."""
+    if not isinstance(container, dict):
+        return False
+    keys = cast("dict[Any, Any]", container).keys()
+    if {"state", "param_groups"} <= keys:
+        return True
+    begins = {key.partition(".")[0] for key in keys if isinstance(key, str) and "." in key}
+    return {"state", "param_groups"} <= begins
 
 
 class _State:
@@ -103,18 +126,25 @@ class _State:
     def __init__(self, path: Path, flat: FlatMap) -> None:
         self._path, self._flat = path, flat
         self._state, self._groups = (*path, "state"), (*path, "param_groups")
-        self._options: dict[Any, dict[Any, dict[Path, Any]]] = {}  # by group and key, each taken apart
+        # by group and key, each taken apart
+        self._options: dict[Any, dict[Any, dict[Path, Any]]] = {}
         self._within: dict[Any, dict[Path, Any]] = {}  # the containers in each group
         end = len(self._groups)
         for at, leaf in flat.leaves.items():
             if at[:end] == self._groups and len(at) > end + 1:
-                self._options.setdefault(at[end], {}).setdefault(at[end + 1], {})[at[end + 2 :]] = leaf
+                self._options.setdefault(at[end], {}).setdefault(at[end + 1], {})[at[end + 2 :]] = (
+                    leaf
+                )
         for at, like in flat.containers.items():
             if at[:end] == self._groups and len(at) > end + 1:
                 self._within.setdefault(at[end], {})[at[end + 1 :]] = like
         params = {at: options.get("params", {}) for at, options in self._options.items()}
         is_list = set(params) == {*range(len(params))}
-        numbers = [[leaf for rest, leaf in params[at].items() if rest] for at in range(len(params))] if is_list else []
+        numbers = (
+            [[leaf for rest, leaf in params[at].items() if rest] for at in range(len(params))]
+            if is_list
+            else []
+        )
         every = [number for group in numbers for number in group]
         is_sound = all(type(number) is int for number in every) and len({*every}) == len(every)
         self.numbers: list[list[int]] = numbers if is_sound else []
@@ -127,10 +157,14 @@ class _State:
             if len(names) != len(group) or not all(isinstance(name, str) for name in names):
                 return []
             by_group.append(names)
-        return by_group if len({name for group in by_group for name in group}) == sum(map(len, by_group)) else []
+        return (
+            by_group
+            if len({name for group in by_group for name in group}) == sum(map(len, by_group))
+            else []
+        )
 
     def with_names_of(self, target: torch.optim.Optimizer) -> FlatMap:
-        """The state as it is, with the names that the target itself keeps of its parameters, where both keep some."""
+        """The state in saved order, with the target's parameter names if both sides keep some."""
         if not self.own_names() or not _own_names(target):
             return self._flat
         flat = FlatMap(dict(self._flat.leaves), dict(self._flat.containers))
@@ -139,8 +173,14 @@ class _State:
         return flat
 
     def is_joint(self) -> bool:
-        """Whether a parameter has more than numbers and tensors, as where one state serves all parameters."""
+        """Whether a parameter has more than numbers and tensors, or no state by its number.
+
+        So it is where one state serves all parameters, and where an optimizer saves a form of its
+        own.
+        """
         own, end = {number for group in self.numbers for number in group}, len(self._state)
+        if not any(at[:end] == self._state for at in (*self._flat.leaves, *self._flat.containers)):
+            return True
         return any(
             at[:end] == self._state
             and at[end : end + 1]
@@ -159,7 +199,10 @@ class _State:
         gone = set(order) - places.keys()
         flat = FlatMap({}, {self._state: {}, self._groups: []})
         end = len(self._state)
-        for source, moved in ((self._flat.leaves, flat.leaves), (self._flat.containers, flat.containers)):
+        for source, moved in (
+            (self._flat.leaves, flat.leaves),
+            (self._flat.containers, flat.containers),
+        ):
             for at, value in source.items():
                 if at[:end] == self._state and len(at) > end:
                     number = at[end]
@@ -177,15 +220,19 @@ class _State:
         for at, group in enumerate(target.param_groups):
             members = range(first, first + len(group["params"]))
             first = members.stop
-            sources = sorted({group_of[origin] for each in members if (origin := origins[each]) is not None})
+            sources = sorted(
+                {group_of[origin] for each in members if (origin := origins[each]) is not None}
+            )
             problems += self._take_group((*self._groups, at), sources, group, flat)
             _put_list(flat, (*self._groups, at, "params"), members)
             if "param_names" in group:
                 _put_list(flat, (*self._groups, at, "param_names"), group["param_names"])
         return flat, problems
 
-    def _take_group(self, place: Path, sources: Sequence[int], group: dict[str, Any], flat: FlatMap) -> list[str]:
-        """Give a group the options on which all its ``sources`` in the checkpoint agree; without sources, its own."""
+    def _take_group(
+        self, place: Path, sources: Sequence[int], group: dict[str, Any], flat: FlatMap
+    ) -> list[str]:
+        """Give a group the options on which its saved ``sources`` agree; without any, its own."""
         flat.containers[place] = {}
         given = {"params", "param_names"}
         if not sources:
@@ -197,12 +244,15 @@ class _State:
             values = [each.get(key, {}) for each in options]
             if any(not _is_same(value, values[0]) for value in values[1:]):
                 problems.append(
-                    f"{fqn_of((*place, key))}: its parameters were in groups {', '.join(map(str, sources))}, where it "
-                    f"is not the same; to keep what the optimizer has, exclude {fqn_of(self._groups)}.*.{key}"
+                    f"{fqn_of((*place, key))}: its parameters were in groups "
+                    f"{', '.join(map(str, sources))}, where it is not the same; to keep what the "
+                    f"optimizer has, exclude {fqn_of(self._groups)}.*.{key}"
                 )
             for rest, leaf in values[0].items():
                 flat.leaves[*place, key, *rest] = leaf
-        flat.containers.update({(*place, *rest): like for rest, like in self._within.get(sources[0], {}).items()})
+        flat.containers.update(
+            {(*place, *rest): like for rest, like in self._within.get(sources[0], {}).items()}
+        )
         return problems
 
 
@@ -214,7 +264,7 @@ def _put_list(flat: FlatMap, place: Path, items: Iterable[Any]) -> None:
 
 
 def _is_same(some: dict[Path, Any], others: dict[Path, Any]) -> bool:
-    """Whether two groups have the same value for an option. Tensors are not read: the same name is the same value."""
+    """Whether an option has the same value in two groups; tensors are compared by name, unread."""
 
     def same(one: Any, other: Any) -> bool:
         if isinstance(one, TensorLoad) and isinstance(other, TensorLoad):
@@ -227,24 +277,9 @@ def _is_same(some: dict[Path, Any], others: dict[Path, Any]) -> bool:
 
 
 def _names_here(live: LiveMap, optimizer: torch.optim.Optimizer) -> list[set[str]]:
-    """The names of each parameter of an optimizer in the target; empty if one of them is not in it."""
-    known: dict[Any, set[str]] = {}
-    for slot in live.slots.values():
-        if isinstance(slot.target, torch.Tensor):
-            for key in _keys(slot.target):
-                known.setdefault(key, set()).add(slot.fqn)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    names = [set[str]().union(*(known.get(key, ()) for key in _keys(one))) for one in parameters]
+    """The target's names of each parameter of an optimizer; empty if one is not in the target."""
+    names = [live.names_of(one) for group in optimizer.param_groups for one in group["params"]]
     return names if all(names) else []
-
-
-def _keys(tensor: torch.Tensor) -> list[Any]:
-    """What identifies a parameter and a tensor of its state dict as the same."""
-    keys: list[Any] = [id(tensor)]
-    if tensor.layout is torch.strided and type(tensor.detach()) is torch.Tensor and not is_dtensor(tensor):
-        address = tensor.data_ptr()
-        keys += [(address, tensor.dtype, tensor.shape, tensor.stride())] if address else []
-    return keys
 
 
 def _own_names(optimizer: torch.optim.Optimizer) -> list[set[str]]:
@@ -259,125 +294,24 @@ def _own_names(optimizer: torch.optim.Optimizer) -> list[set[str]]:
 
 
 def _match(saved: Sequence[str | None], own: Sequence[set[str]]) -> list[int | None]:
-    """The position in the checkpoint of each live parameter, by its own names; wrappers are ignored."""
+    """The saved position of each live parameter, by its own names; wrappers are ignored."""
     best: list[int | None] = [None] * len(own)
     for form in (str, _without_wrappers):
         known = {form(name): at for at, name in enumerate(saved) if name is not None}
         places = [{form(name) for name in names} for names in own]
-        is_unique = len(known) == sum(name is not None for name in saved) and len(set[str]().union(*places)) == sum(
-            map(len, places)
-        )
+        is_unique = len(known) == sum(name is not None for name in saved) and len(
+            set[str]().union(*places)
+        ) == sum(map(len, places))
         if is_unique:
-            origins = [next((known[name] for name in sorted(names) if name in known), None) for names in places]
+            origins = [
+                next((known[name] for name in sorted(names) if name in known), None)
+                for names in places
+            ]
             best = min(best, origins, key=lambda each: each.count(None))
+        if None not in best:
+            break
     return best
 
 
 def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in PARTS)
-
-
-# What does not fit -------------------------------------------------------------------------------------------------
-
-
-def compare(
-    slot: Slot,
-    saved: Any,
-    spread: Callable[[TensorLoad, torch.Tensor, Slot], str],
-    shape: Callable[[torch.Tensor, Slot], tuple[int, ...]],
-) -> tuple[list[str], list[int]]:
-    """The problems, and the saved parameter numbers. Assigns shards to tensors whose targets are ``DTensor``.
-
-    Args:
-        slot: The optimizer.
-        saved: The nest for it.
-        spread: Shards a tensor as another one is; returns the problem.
-        shape: The shape in which a tensor is saved.
-    """
-    target, fqn = cast("torch.optim.Optimizer", slot.target), slot.fqn
-    body = cast("dict[str, Any]", saved if isinstance(saved, dict) else {})
-    groups, states = cast("Any", body.get("param_groups")), cast("Any", body.get("state"))
-    if not isinstance(groups, list) or states is None:
-        return [f"{fqn}: the checkpoint holds no optimizer state here"], []
-    groups = cast("list[Any]", groups)
-    if not all(map(_is_group, groups)):
-        return [f"{fqn}: the checkpoint holds malformed optimizer state here"], []
-    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, target.param_groups))
-    if sizes != own_sizes:
-        return [f"{fqn}: parameter groups of {sizes} in the checkpoint, {own_sizes} in the target"], []
-    numbers = [number for group in groups for number in group["params"]]
-    if not isinstance(states, dict) or not all(
-        isinstance(cast("dict[Any, Any]", states).get(number, {}), dict) for number in numbers
-    ):
-        return [f"{fqn}: the checkpoint holds malformed optimizer state here"], []
-    problems = [*_options(target, groups, fqn), *_parameter_names(target, groups, fqn)]
-    parameters = [parameter for group in target.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        current, state = target.state.get(parameter, {}), cast("dict[Any, Any]", states).get(number, {})
-        lacking, other = current.keys() - state.keys(), state.keys() - current.keys()
-        if lacking and other and current:
-            keys = f"it has {', '.join(sorted(map(str, other)))} and no {', '.join(sorted(map(str, lacking)))}"
-            problems.append(f"{fqn}.state.{number}: the state of another kind of optimizer: {keys}")
-            break
-        for key, load in state.items():
-            if not isinstance(load, TensorLoad):
-                continue
-            name, have = f"{fqn}.state.{number}.{key}", current.get(key)
-            if isinstance(have, torch.Tensor):
-                wrong = (
-                    f"shape {list(load.shape)} in the checkpoint, {list(shape(have, slot))} in the target"
-                    if shape(have, slot) != load.shape
-                    else spread(load, have, slot)
-                )
-            elif tuple(parameter.shape) == load.shape and key != "step":  # a new optimizer's
-                wrong = spread(load, parameter, slot)
-            elif key in _LIKE_PARAMETERS:
-                wrong = f"shape {list(load.shape)} in the checkpoint, its parameter has {list(shape(parameter, slot))}"
-            else:
-                wrong = ""
-            if wrong:
-                problems.append(f"{name}: {wrong}")
-    return problems, numbers
-
-
-def _options(target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> list[str]:
-    """The problem if groups lack a number that the optimizer needs: then they are of another kind of optimizer.
-
-    Switches are not compared: newer versions of torch add some.
-    """
-    numbers = [key for key, value in target.defaults.items() if _is_number(value)]
-    lacking = [key for key in numbers if any(key not in group for group in groups)]
-    if not lacking:
-        return []
-    return [
-        f"{fqn}: the checkpoint holds the state of another kind of optimizer than {type(target).__name__}: it "
-        f"has no {', '.join(lacking)}; to keep what the optimizer has, exclude {fqn}.param_groups.*.{lacking[0]}"
-    ]
-
-
-def _parameter_names(target: torch.optim.Optimizer, groups: list[dict[str, Any]], fqn: str) -> list[str]:
-    """The problems if both sides keep parameter names and these differ: here states go by position."""
-    problems: list[str] = []
-    for at, (group, saved) in enumerate(zip(target.param_groups, groups, strict=True)):
-        names: Any = group.get("param_names"), saved.get("param_names")
-        if not all(isinstance(each, list) for each in names) or names[0] == names[1]:
-            continue
-        odd = [f"{other} where {own} is here" for own, other in zip(*names, strict=False) if own != other]
-        shown = f"{', '.join(odd[:5])}{', ...' if len(odd) > 5 else ''}"
-        problems.append(
-            f"{fqn}.param_groups.{at}: the checkpoint has the states of other parameters, or in another order: "
-            f"{shown}; if only names have changed, exclude {fqn}.param_groups.{at}.param_names"
-        )
-    return problems
-
-
-def _is_number(value: Any) -> bool:
-    """Whether an option of an optimizer is a number, or several, and no switch."""
-    if isinstance(value, tuple) and value:
-        return all(map(_is_number, cast("tuple[Any, ...]", value)))
-    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
-
-
-def _is_group(group: Any) -> bool:
-    numbers = cast("dict[str, Any]", group).get("params") if isinstance(group, dict) else None
-    return isinstance(numbers, list) and all(type(number) is int for number in cast("list[Any]", numbers))

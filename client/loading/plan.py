@@ -1,96 +1,103 @@
-"""Plans what each leaf of a live state takes from one or several checkpoints, and notes what does not fit."""
+"""Plans which leaves of one or several checkpoints a live state receives; collects mismatches."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from sidesave.client.loading import optimizers
-from sidesave.client.loading.flat import (
+from sidesave.client.loading import optimizer_fitting
+from sidesave.client.loading.fitting import (
+    Mismatches,
+    PrefixMismatch,
+    column_problem,
+    conflicts,
+    follow,
+    is_left_out,
+    is_tensor,
+    may_be_missing,
+    plain_problem,
+    table_problems,
+    tensor_problem,
+)
+from sidesave.client.loading.selection import Selection
+from sidesave.client.loading.tensors import EnumLoad, TensorLoad, note_classes
+from sidesave.client.reading.stored import (
     DICTS,
     SEQUENCES,
     FlatMap,
-    LiveMap,
-    Path,
-    Slot,
-    children,
-    fqn_of,
-    is_live,
-    is_stateful,
-    prefixes,
-)
-from sidesave.client.loading.messages import Mismatches, PrefixMismatch
-from sidesave.client.loading.selection import Selection
-from sidesave.client.loading.tensors import (
-    EnumLoad,
-    Local,
     Pickled,
-    Shard,
-    TensorLoad,
-    kind_name,
-    may_be_spread,
+    fqn_of,
+    prefixes,
     unpickled,
 )
-from sidesave.errors import StateMismatchError, UnsupportedValueError
-from sidesave.stager.state.tensor_collector import is_dtensor
-from sidesave.stager.state.tree import check
-from sidesave.stager.state.treespec import TensorRef, with_metadata
-from sidesave.stager.tables import IDS, Column, is_table
+from sidesave.client.targets import tensor_memory
+from sidesave.client.targets.assign import Assignment
+from sidesave.client.targets.live_map import OBJECTS, WHOLE, Kind, LiveMap, Slot
+from sidesave.client.targets.shards import Local, may_be_spread
+from sidesave.errors import StateMismatchError
+from sidesave.stager.state.subclasses import kind_name
+from sidesave.stager.state.treespec import Path, with_metadata
 
 
 class LoadPlan:
-    """Which leaves of checkpoints go where in a live state.
+    """The assignment of checkpoints' leaves to a live state.
 
     Attributes:
         live: The state.
-        given: The leaves for each slot that takes something.
+        given: The leaves for each slot that receives some.
         containers: The checkpoint's containers of these leaves.
         new: Slots for plain data that only a checkpoint has, in dicts of live objects.
-        mismatches: What differs.
+        mismatches: The differences.
     """
 
     def __init__(self, live: LiveMap, *, casts: bool = False) -> None:
-        """``casts``: a floating-point tensor may have another floating-point dtype than its target."""
+        """With ``casts``, a tensor may have another floating-point dtype than its target."""
         self.live = live
         self._casts = casts
         self.given: dict[Path, dict[Path, Any]] = {}
         self.containers: dict[Path, Any] = {}
         self.new: dict[Path, Slot] = {}
         self.mismatches = Mismatches()
-        self._nodes = live.nodes()
+        self._nodes = dict.fromkeys((*live.containers, *live.slots))  # each after its parents
         self._clashes: dict[Path, Any] = {}
         self._partial: set[str] = set()
         self._whole: set[Path] = set()
         self._items: dict[Path, set[Any]] = {}
         self._there: set[Path] = set()
+        self._slots_below: dict[Path, list[Slot]] = {}
 
     def take(self, selection: Selection, *, tie: bool = False) -> Mismatches:
-        """Take what has a place, over what earlier checkpoints gave. Returns what has no place.
+        """Take the leaves that have a place, over those of earlier checkpoints; return the others.
 
         With ``tie``, all names that share a tensor of a module are given what one of them is given.
         """
-        both = sorted(map(fqn_of, selection.incomplete & self._whole))
+        slots = self.live.slots
+        both = sorted(slots[path].fqn for path in selection.incomplete & self._whole)
         if both:
             raise StateMismatchError(
-                f"{selection.where} has a part of {both[0]}, which takes its state whole and has one of an earlier "
-                "source; nothing was loaded. Take it from one of them: exclude it from the other"
+                f"{selection.where} has a part of {both[0]}, which takes its state whole and has "
+                "one of an earlier source; nothing was loaded. Take it from one of them: exclude "
+                "it from the other"
             )
         self._whole |= selection.given
         self._partial.update(selection.partial)
         self._take_containers(selection.flat.containers)
         given, others = dict[Path, dict[Path, Any]](), dict[Path, dict[Path, Any]]()
         items: dict[Path, set[Any]] = {}
+        parents = dict[Path, set[Any] | None]()  # the items of those that are sequences
+        self._there.update(selection.flat.leaves)
         for path, leaf in selection.flat.leaves.items():
-            self._there.update(prefixes(path))
-            for node in prefixes(path[:-1]):
-                self._clashes.pop(node, None)
-                if type(self.live.containers.get(node)) in SEQUENCES:
-                    items.setdefault(node, set()).add(path[len(node)])
+            parent = path[:-1]
+            if parent not in parents:
+                parents[parent] = self._take_parents(parent, items)
+            if (listed := parents[parent]) is not None:
+                listed.add(path[-1])
             slot = self.live.slot(path)
             if slot is not None:
                 given.setdefault(slot.path, {})[path] = leaf
@@ -106,17 +113,21 @@ class LoadPlan:
         self._refuse_two_tables(selection, given)
         for path, leaves in given.items():
             if not _is_empty(leaves.get(path)):
-                unplaced.placed.add(fqn_of(path))
-            earlier = self.given.get(path) if self.live.slots[path].is_plain else None
-            if earlier is not None and selection.kept:  # plain data of which a pattern chose a part
+                unplaced.placed.add(slots[path].fqn)
+            earlier = self.given.get(path) if slots[path].kind is Kind.PLAIN else None
+            if earlier is not None and selection.kept:  # plain data, partly selected by a pattern
                 parts = [FlatMap.of(leaf, at) for at, leaf in earlier.items()]
                 earlier = {at: leaf for part in parts for at, leaf in part.leaves.items()}
                 for part in parts:
                     self.containers = part.containers | self.containers
-                leaves = earlier | {at: leaf for at, leaf in leaves.items() if at not in selection.kept}
+                leaves = earlier | {
+                    at: leaf for at, leaf in leaves.items() if at not in selection.kept
+                }
             self.given[path] = leaves
         unplaced.unexpected += selection.mismatches.unexpected
-        replaced = tuple(f"{fqn_of(path)}[" for path in selection.given)  # optimizers that an earlier source had, too
+        replaced = tuple(
+            f"{slots[path].fqn}[" for path in selection.given
+        )  # optimizers that an earlier source had, too
         for names, more in (
             (self.mismatches.missing, selection.mismatches.missing),
             (self.mismatches.kept, selection.mismatches.kept),
@@ -124,23 +135,38 @@ class LoadPlan:
             names[:] = [*(name for name in names if not name.startswith(replaced)), *more]
         return unplaced
 
+    def _take_parents(self, parent: Path, items: dict[Path, set[Any]]) -> set[Any] | None:
+        """Note the containers of a leaf as given, and the items of sequences.
+
+        Returns the items of its parent, if that is a sequence.
+        """
+        for end in range(1, len(parent) + 1):
+            node = parent[:end]
+            self._there.add(node)
+            self._clashes.pop(node, None)
+            if type(self.live.containers.get(node)) in SEQUENCES:
+                items.setdefault(node, set()).update(parent[end : end + 1])
+        return items.get(parent)
+
     def _refuse_two_tables(self, selection: Selection, given: Iterable[Path]) -> None:
-        """Raise where an earlier source has given other columns of a table: rows of two checkpoints do not mix."""
+        """Raise if an earlier source gave other table columns: two sources' rows do not mix."""
         columns: dict[Path, tuple[set[Path], set[Path]]] = {}
         for number, paths in enumerate((self.given, given)):
             for path in paths:
-                if is_table(self.live.containers.get(path[:-1])):
+                if path[:-1] in self.live.tables:
                     columns.setdefault(path[:-1], (set(), set()))[number].add(path)
         for table, (before, now) in columns.items():
             if before and now and before != now:
                 raise StateMismatchError(
-                    f"{selection.where} has other columns of the table {fqn_of(table)} than an earlier source; nothing "
-                    "was loaded. Take it from one of them: exclude it from the other"
+                    f"{selection.where} has other columns of the table {fqn_of(table)} than an "
+                    "earlier source; nothing was loaded. Take it from one of them: exclude it from "
+                    "the other"
                 )
 
     def has(self, name: str) -> bool:
         """Whether an item is given anything."""
-        return any(path[0] == name and not _is_empty(leaves.get(path)) for path, leaves in self.given.items())
+        leaves = (leaves.get(path) for path, leaves in self.given.items() if path[0] == name)
+        return not all(map(_is_empty, leaves))
 
     @property
     def is_empty(self) -> bool:
@@ -154,8 +180,13 @@ class LoadPlan:
                 like = with_metadata({}, {**metadata, **like._metadata})
             self.containers[path] = like
 
-    def _unplaced(self, others: Mapping[Path, dict[Path, Any]], given: Iterable[Path]) -> Mismatches:
-        """What has no place. Plain data beside live objects is added; what only some ranks saved needs no place."""
+    def _unplaced(
+        self, others: Mapping[Path, dict[Path, Any]], given: Iterable[Path]
+    ) -> Mismatches:
+        """The leaves without a place.
+
+        Plain data next to live objects is added, and values of only some ranks need no place.
+        """
         unplaced = Mismatches()
         by_parent: dict[Path, list[Path]] = {}
         for node, leaves in others.items():
@@ -165,14 +196,14 @@ class LoadPlan:
                 continue  # of another length, which _is_broken reports
             if fqn in self._partial:
                 continue
-            if not isinstance(parent, nn.Module) and not any(map(_is_tensor, leaves.values())):
-                self.new[node] = Slot(node, None)
+            if not isinstance(parent, nn.Module) and not any(map(is_tensor, leaves.values())):
+                self.new[node] = Slot(node, fqn, None)
                 self.given[node] = leaves
                 unplaced.placed.add(fqn)
                 continue
             unplaced.unexpected.append(fqn)
             by_parent.setdefault(node[:-1], []).append(node)
-        nodes = {node for path in given for node in prefixes(path)}
+        nodes = {node for path in given for node in prefixes(path)} if by_parent else set[Path]()
         own_children: dict[Path, list[Path]] = {}
         for node in self._nodes if by_parent else ():
             own_children.setdefault(node[:-1], []).append(node)
@@ -184,204 +215,226 @@ class LoadPlan:
                 unplaced.prefixes.append(PrefixMismatch(fqn_of(parent), keys[0], fit, keys[1]))
         return unplaced
 
-    # What does not fit ---------------------------------------------------------------------------------------------
+    # What does not fit ----------------------------------------------------------------------------
 
     def compare(self, leaves_out: Callable[[str], bool]) -> None:
         """Note all that differs, and shard tensors as their targets are."""
         for path, leaf in self._clashes.items():
             if type(self.live.containers[path]) not in SEQUENCES and not _is_empty(leaf):
                 self.mismatches.different.append(
-                    f"{fqn_of(path)}: the checkpoint holds a {type(leaf).__name__} here, not a set of named values"
+                    f"{fqn_of(path)}: the checkpoint holds a {type(leaf).__name__} here, not a set "
+                    "of named values"
                 )
         broken = {path for path in self.live.containers if self._is_broken(path)}
         present = self._there.union(self.given)
         gone = set[Path]()
         for node in self._nodes:
-            if node[:-1] in gone or node[:-1] in broken or node in broken:
+            if (gone or broken) and (node[:-1] in gone or node[:-1] in broken or node in broken):
                 gone.add(node)
             elif node not in present:
                 gone.add(node)
                 if node[:-1] not in self._clashes or _is_empty(self._clashes[node[:-1]]):
                     self._miss(node, leaves_out)
-        absent = set(self.mismatches.absent)
-        self.mismatches.placed = {fqn for node in self._nodes if len(node) > 1 and (fqn := fqn_of(node)) not in absent}
+        if self.mismatches.missing:
+            absent = set(self.mismatches.absent)
+            names = (fqn_of(node) for node in self._nodes if len(node) > 1)
+            self.mismatches.placed = {fqn for fqn in names if fqn not in absent}
         for path in list(self.given):
             slot = self.live.slots.get(path)
             if slot is not None and path not in gone:
                 self._compare(slot, self.given[path])
-        self._compare_tables()
-
-    def _compare_tables(self) -> None:
-        """Note tables that would get columns without ids, or those of several tables, whose rows do not go together."""
-        origins: dict[Path, set[str]] = {}
-        for path, leaves in self.given.items():
-            if is_table(self.live.containers.get(path[:-1])):
-                loads = [leaf for leaf in leaves.values() if isinstance(leaf, TensorLoad)]
-                origins.setdefault(path[:-1], set()).update(load.ref.table for load in loads)
-        for path, tables in origins.items():
-            if len(tables) > 1 or (*path, IDS) not in self.given:
-                what = f"columns of {', '.join(sorted(tables))}" if len(tables) > 1 else "columns without their ids"
-                self.mismatches.different.append(f"{fqn_of(path)}: the table would get {what}")
+        if self.live.tables:
+            self.mismatches.different += table_problems(self.given, self.live.tables)
+        targets = [(slot.fqn, slot.target) for path, slot in self._tensors() if path in self.given]
+        self.mismatches.different += [
+            f"{name}: the target is in memory that is mapped read-only; clone it"
+            for name in tensor_memory.read_only(targets)
+        ]
 
     def _is_broken(self, path: Path) -> bool:
-        """Whether a sequence of live objects is given something else, or another length; notes it."""
+        """Note and return whether a live sequence receives other items, or more or fewer."""
         around, items = self.live.containers[path], self._items.get(path, set())
         if type(around) not in SEQUENCES or path not in self._there:
             return False
         broken = type(self.containers.get(path)) not in SEQUENCES or items != {*range(len(around))}
         if broken:
             self.mismatches.different.append(
-                f"{fqn_of(path)}: the checkpoint does not hold {len(around)} items here, as the target does"
+                f"{fqn_of(path)}: the checkpoint does not hold {len(around)} items here, as the "
+                "target does"
             )
         return broken
 
     def _miss(self, node: Path, leaves_out: Callable[[str], bool]) -> None:
         fqn = fqn_of(node)
         slots = self.live.slots
-        below = [slots[node]] if node in slots else [slot for at, slot in slots.items() if at[: len(node)] == node]
-        wanted = [slot for slot in below if not _is_left_out(slot, leaves_out)]
+        if node not in slots and not self._slots_below:
+            for at, slot in slots.items():
+                for parent in prefixes(at[:-1]):
+                    self._slots_below.setdefault(parent, []).append(slot)
+        below = [slots[node]] if node in slots else self._slots_below.get(node, [])
+        wanted = [slot for slot in below if not is_left_out(slot, leaves_out)]
         if below and not wanted:
             self.mismatches.absent.append(fqn)
-        elif len(node) > 1 and all(slot.is_plain for slot in below):
+        elif (len(node) > 1 and all(slot.kind is Kind.PLAIN for slot in below)) or may_be_missing(
+            below
+        ):
             self.mismatches.kept.append(fqn)
         else:
             self.mismatches.missing.append(fqn)
 
     def _compare(self, slot: Slot, leaves: dict[Path, Any]) -> None:
-        target, problems = slot.target, self.mismatches.different
-        if slot.is_extra or (is_stateful(target) and not isinstance(target, torch.optim.Optimizer)):
-            if may_be_spread():
-                self._follow(slot, leaves)
-        elif isinstance(target, torch.Tensor):
-            problem = self._tensor(slot, leaves.get(slot.path, self.containers.get(slot.path)))
-            if problem:
-                problems.append(f"{slot.fqn}: {problem}")
-        elif isinstance(target, Column):
-            problem = _column(target, leaves.get(slot.path))
-            if problem:
-                problems.append(f"{slot.fqn}: {problem}")
-        elif isinstance(target, torch.optim.Optimizer):
-            wrong, numbers = optimizers.compare(slot, self.flat(slot.path).nest(slot.path), _spread, _shape)
-            problems += wrong
-            state = (*slot.path, "state")
-            for path in list(leaves) if numbers else ():
-                number = path[: len(state) + 1]
-                if number[:-1] == state and number[-1] not in numbers and fqn_of(number) in self._partial:
-                    del leaves[path]  # of another stage of a pipeline
-        else:
-            problem = _plain(slot, leaves, self.containers)
-            if problem:
-                problems.append(f"{slot.fqn}: {problem}")
+        problem = ""
+        if slot.kind in WHOLE and any(
+            isinstance(leaf, TensorLoad) and leaf.parts for leaf in leaves.values()
+        ):
+            note_classes(leaves, slot.state().leaves)
+        match slot.kind:
+            case Kind.TENSOR:
+                saved = leaves.get(slot.path, self.containers.get(slot.path))
+                problem = tensor_problem(slot, saved, casts=self._casts)
+            case Kind.EXTRA | Kind.OBJECT:
+                if may_be_spread():
+                    self.mismatches.different += follow(slot, leaves)
+            case Kind.LOADER:  # may start its workers when it is asked for its state
+                pass
+            case Kind.COLUMN:
+                problem = column_problem(slot.target, leaves.get(slot.path))
+            case Kind.OPTIMIZER:
+                problems, numbers, elsewhere = optimizer_fitting.compare(slot, self.nest(slot.path))
+                self.mismatches.different += problems
+                if numbers and (elsewhere or self._partial):
+                    self._leave_to_others(slot, leaves, frozenset(numbers), elsewhere)
+            case _:
+                problem = plain_problem(slot, leaves, self.containers)
+        if problem:
+            self.mismatches.different.append(f"{slot.fqn}: {problem}")
 
-    def _follow(self, slot: Slot, leaves: Mapping[Path, Any]) -> None:
-        """Shard what a user's object takes as its current state is sharded; nothing else is compared."""
-        current = slot.state().leaves
-        for path, leaf in leaves.items():
-            like: Any = current.get(path)
-            if isinstance(leaf, TensorLoad) and is_dtensor(like) and _shape(like, slot) == leaf.shape:
-                problem = _spread(leaf, like, slot)
-                if problem:
-                    self.mismatches.different.append(f"{fqn_of(path)}: {problem}")
+    def _leave_to_others(
+        self, slot: Slot, leaves: dict[Path, Any], numbers: frozenset[int], elsewhere: set[int]
+    ) -> None:
+        """Drop the state of parameters held by another pipeline stage, or another rank of DDP."""
+        state = (*slot.path, "state")
+        for path in list(leaves):
+            number = path[: len(state) + 1]
+            if number[:-1] != state:
+                continue
+            is_of_another_stage = number[-1] not in numbers and fqn_of(number) in self._partial
+            if is_of_another_stage or number[-1] in elsewhere:
+                del leaves[path]
 
-    def _tensor(self, slot: Slot, saved: Any) -> str:
-        target = slot.target
-        if isinstance(saved, torch.Tensor):  # of the user's making, for another number of ranks
-            saved = TensorLoad(TensorRef(slot.fqn, None), shape=tuple(saved.shape), dtype=saved.dtype)
-        lazy = nn.parameter.is_lazy(target)  # takes any shape
-        if target.is_meta and not lazy:
-            return "the target is a meta tensor and cannot hold values; materialize it with to_empty()"
-        if not isinstance(saved, TensorLoad) or saved.ref.array:
-            kind = "NumPy array" if isinstance(saved, TensorLoad) else type(saved).__name__
-            return f"the checkpoint holds a {kind}, the target is a tensor"
-        if saved.ref.table:
-            return "the checkpoint holds rows of a table, the target is a tensor"
-        saved.is_buffer = slot.module is not None and not isinstance(target, nn.Parameter)
-        if not lazy and _shape(target, slot) != saved.shape:
-            return f"shape {list(saved.shape)} in the checkpoint, {list(_shape(target, slot))} in the target"
-        if target.dtype != saved.dtype and not (self._casts and _are_floating(target.dtype, saved.dtype)):
-            return f"{saved.dtype} in the checkpoint, {target.dtype} in the target; pass dtype= to cast"
-        return "" if lazy else _spread(saved, target, slot)
-
-    # What is given -------------------------------------------------------------------------------------------------
+    # What is given --------------------------------------------------------------------------------
 
     def leaves(self) -> list[Any]:
-        """All leaves that are given, in the order of the live state."""
+        """All leaves that are assigned, in the order of the live state."""
         return [leaf for leaves in self.given.values() for leaf in leaves.values()]
 
     def flat(self, *paths: Path) -> FlatMap:
-        """What the slots at ``paths`` are given."""
-        return FlatMap({at: leaf for path in paths for at, leaf in self.given[path].items()}, self.containers)
+        """The leaves assigned to the slots at ``paths``."""
+        return FlatMap(
+            {at: leaf for path in paths for at, leaf in self.given[path].items()}, self.containers
+        )
 
-    def members(self) -> dict[Any, Any]:
-        """Enum members, for classes of which the target holds a member."""
+    def nest(self, path: Path) -> Any:
+        """What the slot at ``path`` is given, as a nest."""
+        return self.flat(path).nest(path)
+
+    def _members(self) -> dict[Any, Any]:
+        """Enum members, for classes with a member in the target."""
         members: dict[Any, Any] = {}
         for path, leaves in self.given.items():
             loads = {at: leaf for at, leaf in leaves.items() if isinstance(leaf, EnumLoad)}
-            current = self.live.slots[path].state().leaves if loads and path in self.live.slots else {}
-            own_kinds = {at: type(leaf) for at, leaf in current.items() if isinstance(leaf, enum.Enum)}
+            if not loads or path not in self.live.slots:
+                continue
+            current = self.live.slots[path].state().leaves.items()
+            own_kinds = {at: type(leaf) for at, leaf in current if isinstance(leaf, enum.Enum)}
             kinds = {kind_name(kind): kind for kind in own_kinds.values()}
             for load in loads.values():
                 kind = kinds.get(load.kind) or own_kinds.get(path)
-                with contextlib.suppress(Exception):  # whatever the class raises for a value that it has no longer
+                # whatever the class raises for a value that it has no longer
+                with contextlib.suppress(Exception):
                     members.update({load: load.member(kind)} if kind is not None else {})
         return members
 
-    def fill(self, values: Mapping[Any, Any]) -> None:
-        """Replace placeholders by their values."""
+    def fill(
+        self, values: dict[Any, Any]
+    ) -> tuple[list[tuple[str, torch.Tensor, torch.Tensor]], list[str]]:
+        """Replace placeholders by their values; adds enum members to these.
+
+        Returns live tensors with their names and their new values, and descriptions of objects with
+        several names that would receive different states.
+        """
+        values.update(self._members())
         for leaves in self.given.values():
             for path, leaf in leaves.items():
                 leaves[path] = filled(leaf, values)
+        new: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for path, slot in self._tensors():
+            if path in self.given:
+                value = self.given[path][path]
+                local = value.tensor if isinstance(value, Local) else value
+                new.append((slot.fqn, slot.target, local))
+        slots = map(self.live.slots.get, self.given)
+        objects = [slot for slot in slots if slot is not None and slot.kind in OBJECTS]
+        are_shared = len({id(slot.target) for slot in objects}) < len(objects)
+        return new, conflicts(objects, self.nest) if are_shared else []
 
     def lacking(self) -> list[str]:
-        """Names of values in the target's plain data that are given nothing, once placeholders are replaced.
+        """Names of plain data in the target that receives nothing, once placeholders are replaced.
 
         A list is one value, unless there are dicts in it.
         """
         names: dict[str, None] = {}
         for slot in self.live.slots.values():
-            if slot.is_plain:
+            if slot.kind is Kind.PLAIN:
                 given, state = slot.path in self.given, slot.state()
-                there = FlatMap.of(self.flat(slot.path).nest(slot.path), slot.path).nodes() if given else {}
-                dicts = {node for at, each in state.containers.items() if type(each) in DICTS for node in prefixes(at)}
+                there = FlatMap.of(self.nest(slot.path), slot.path).nodes() if given else {}
+                dicts = {
+                    node
+                    for at, each in state.containers.items()
+                    if type(each) in DICTS
+                    for node in prefixes(at)
+                }
                 for at, leaf in state.leaves.items():
-                    value = next(
-                        (node for node in prefixes(at) if node not in dicts and len(node) >= len(slot.path)), at
-                    )
-                    if value not in there and type(leaf) not in (*DICTS, *SEQUENCES):  # else it is empty
+                    nodes = prefixes(at)[len(slot.path) - 1 :]
+                    value = next((node for node in nodes if node not in dicts), at)
+                    # else it is empty
+                    if value not in there and type(leaf) not in (*DICTS, *SEQUENCES):
                         names[fqn_of(value)] = None
         return [*names]
 
     def _tie(self, given: dict[Path, dict[Path, Any]]) -> None:
-        known = {id(slot.target): path for path, slot in self._tensors() if slot.module and path in given}
+        known = {
+            id(slot.target): path
+            for path, slot in self._tensors()
+            if slot.owner is not None and path in given
+        }
         for path, slot in self._tensors():
-            other = known.get(id(slot.target))
-            if slot.module is not None and other is not None and path not in given and other[:-1] == path[:-1]:
+            other = known.get(id(slot.target)) if slot.owner is not None else None
+            if other is not None and path not in given and other[:-1] == path[:-1]:
                 given[path] = dict(zip([path], given[other].values(), strict=True))
 
-    def two_for_one(self) -> list[str]:
-        """Live tensors that would be given two different values under two names."""
-        first: dict[int, tuple[Slot, Any]] = {}
-        odd: list[str] = []
-        for path, slot in self._tensors():
-            if path in self.given:
-                value = self.given[path][path]
-                known, other = first.setdefault(id(slot.target), (slot, value))
-                if other is not value and not _same_bits(other, value):
-                    odd.append(f"{known.fqn} and {slot.fqn} are one tensor in the target, and two with other values")
-        return odd
-
     def _tensors(self) -> Iterable[tuple[Path, Slot]]:
-        return ((path, slot) for path, slot in self.live.slots.items() if isinstance(slot.target, torch.Tensor))
+        return (
+            (path, slot)
+            for path, slot in self.live.slots.items()
+            if isinstance(slot.target, torch.Tensor)
+        )
 
-
-def _column(column: Column, saved: Any) -> str:
-    """The problem with what is given to a column of a table."""
-    if not isinstance(saved, TensorLoad) or not saved.ref.table:
-        return f"the checkpoint holds a {type(saved).__name__} here, the target is a table of rows by id"
-    if (saved.dtype, saved.shape) != (column.dtype, column.shape):
-        here = f"{column.dtype} {list(column.shape)} in the target"
-        return f"rows of {saved.dtype} {list(saved.shape)} in the checkpoint, {here}"
-    return ""
+    def assignments(self) -> list[Assignment]:
+        """What each target is given, once placeholders are replaced."""
+        places: dict[Path, tuple[Any, Kind, list[Path]]] = {}
+        for path, slot in itertools.chain(self.live.slots.items(), self.new.items()):
+            if path not in self.given:
+                continue
+            if slot.owner is None:
+                places[path] = slot.target, slot.kind, [path]
+            else:
+                kind = Kind.TABLE if slot.kind is Kind.COLUMN else Kind.MODULE
+                places.setdefault(path[:-1], (slot.owner, kind, []))[-1].append(path)
+        return [
+            Assignment(path, target, kind, self.flat(*parts))
+            for path, (target, kind, parts) in places.items()
+        ]
 
 
 def filled(leaf: Any, values: Mapping[Any, Any]) -> Any:
@@ -392,69 +445,5 @@ def filled(leaf: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def _is_empty(leaf: Any) -> bool:
+    """Whether a leaf is an empty dict."""
     return isinstance(leaf, dict) and not leaf
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) or (isinstance(leaf, TensorLoad) and not leaf.ref.array)
-
-
-def _is_left_out(slot: Slot, leaves_out: Callable[[str], bool]) -> bool:
-    """Whether the checkpoint need not have a slot."""
-    if slot.is_plain:
-        return all(leaves_out(fqn_of(path)) for path in slot.state().leaves)
-    return leaves_out(slot.fqn) and (slot.module is not None or leaves_out(f"{slot.fqn}.*"))
-
-
-def _are_floating(*dtypes: torch.dtype) -> bool:
-    return all(dtype.is_floating_point for dtype in dtypes)
-
-
-def _shape(target: torch.Tensor, slot: Slot) -> tuple[int, ...]:
-    """The shape in which a tensor is saved."""
-    alone = slot.alone and is_dtensor(target)
-    return tuple(cast("Any", target).to_local().shape if alone else target.shape)
-
-
-def _spread(saved: TensorLoad, like: torch.Tensor, slot: Slot) -> str:
-    """Shard a tensor as ``like`` is, if it is sharded; returns the problem."""
-    if is_dtensor(like):
-        try:
-            saved.shard = Shard.alone(like) if slot.alone else Shard.of(like, saved.ref.fqn)
-        except UnsupportedValueError as error:
-            return str(error).removeprefix(f"{saved.ref.fqn}: ")
-    return ""
-
-
-def _plain(slot: Slot, leaves: Mapping[Path, Any], containers: Mapping[Path, Any]) -> str:
-    """The problem with what is given to plain data."""
-    target, saved = slot.target, leaves.get(slot.path, containers.get(slot.path))
-    kind = cast("type[Any]", type(target))
-    if isinstance(target, enum.Enum):
-        try:
-            saved.member(kind) if isinstance(saved, EnumLoad) else kind(saved)
-        except Exception:  # noqa: BLE001 - whatever the user's class says to a value that is none of its own
-            value = saved.value if isinstance(saved, EnumLoad) else saved
-            return f"the checkpoint holds {value!r:.80}, which is no {kind.__name__}"
-    elif (target is None or _is_empty(target)) and any(map(_is_tensor, leaves.values())):
-        return f"the checkpoint holds tensors here, and the target is {target!r}; put the object there that takes them"
-    elif isinstance(target, (Mapping, list, tuple)):
-        if kind in (*SEQUENCES, torch.Size, *DICTS):
-            return ""
-        items = cast("list[Any]", [*target.values()] if isinstance(target, Mapping) else target)
-        if children(saved) or _is_empty(saved) or any(map(is_live, items)):
-            return f"a {kind.__name__} is not filled; put a dict or a list of its items in its place"
-    elif not isinstance(saved, Pickled):
-        try:  # what is replaced must be something that could have been saved: a class is there by mistake
-            check({"target": target})
-        except UnsupportedValueError:
-            what = f"the class {target.__name__}" if isinstance(target, type) else f"a {kind.__qualname__}"
-            return f"the target is {what}, which takes no state; put a live object or plain data in its place"
-    return ""
-
-
-def _same_bits(first: Any, second: Any) -> bool:
-    one, other = (value.tensor if isinstance(value, Local) else value for value in (first, second))
-    if not isinstance(one, torch.Tensor) or one.layout is not torch.strided:
-        return True
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))

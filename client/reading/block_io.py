@@ -1,7 +1,8 @@
-"""Reads blocks of tensor files and compares each with its digest, past the page cache where that does not hold them.
+"""Reads blocks of tensor files and compares each with its digest.
 
-Several threads read pieces of 16 MiB straight into the tensors' memory. What must be put together first passes in
-pieces of 2 MiB through memory of the reading thread, so it never takes room twice.
+Uncached pages are read past the page cache. Several threads read pieces of 16 MiB directly into the
+tensors' memory. Tensors that must be assembled pass in pieces of 2 MiB through memory of the
+reading thread, so they are never in memory twice.
 """
 
 from __future__ import annotations
@@ -32,30 +33,46 @@ if TYPE_CHECKING:
 
 _PIECE_NBYTES: Final = 16 << 20
 _SINK_PIECE_NBYTES: Final = 2 << 20
-"""Of what is put together a piece stays in the processor's cache until it is copied on."""
+"""For tensors that are assembled: a piece stays in the processor's cache until it is copied on."""
 _THREADS: Final = 4
 _REMOTE_PIECE_NBYTES: Final = 8 << 20
-"""One request, as vendors of stores advise: much smaller ones are ruled by latency, much larger ones by one stream."""
+"""Size of one request: latency would dominate smaller ones, one stream's bandwidth larger ones."""
 _GAP_NBYTES: Final = 256 << 10
-"""Read along between two ranges: at 50 MB/s a stream that takes 5 ms, less than the latency of another request."""
+"""Gap between two ranges that is read, too.
+
+At 50 MB/s this takes 5 ms, less than the latency of a request.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-# Memory ----------------------------------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------
 
 
 Sink = Callable[[memoryview, int, int, int], None]
-"""Called with memory, the file offset of its first byte, and from where to where it is wanted; valid meanwhile."""
+"""Called with memory, its offset in the file, and the wanted range of offsets.
+
+The memory is reused afterwards.
+"""
 
 
 @dataclass(slots=True)
 class ReadRequest:
-    """Consecutive blocks of a file, and their destination: memory of their own, or piece by piece a sink."""
+    """Consecutive blocks of a file, and their destination.
+
+    The destination is memory of their own, or a sink called piece by piece.
+    """
 
     file: BlockFile
     first: int
@@ -70,7 +87,7 @@ class ReadRequest:
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes as a whole."""
+        """Bytes of its memory."""
         return page_up(self.file.borders[self.last + 1] - self.base)
 
     @property
@@ -81,11 +98,13 @@ class ReadRequest:
 
 
 def join(
-    ranges: Iterable[tuple[int, int]], are_near: Callable[[int, int], bool] = lambda last, begin: begin <= last + 1
+    ranges: Iterable[tuple[int, int]],
+    are_near: Callable[[int, int], bool] = lambda last, begin: begin <= last + 1,
 ) -> Iterator[tuple[int, int]]:
     """First and last block of overlapping ranges of blocks, joined into as few ranges as possible.
 
-    ``are_near`` says of the last block of one and the first of a later one whether they become one range.
+    ``are_near`` decides whether the last block of one and the first of a later one are joined into
+    one range.
     """
     ordered = sorted(ranges)
     if not ordered:
@@ -99,7 +118,7 @@ def join(
     yield first, last
 
 
-# Reading ---------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 Opener = Callable[[str, int], Descriptor]
@@ -108,27 +127,36 @@ Opener = Callable[[str, int], Descriptor]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How files are read: what opens one for a thread, how many threads, and in which pieces."""
+    """How to read files.
+
+    Has the function that opens one for a thread, the number of threads, and the size of pieces.
+    """
 
     open: Callable[[BlockFile], _Source]
     threads: int = _THREADS
     piece_nbytes: int = _PIECE_NBYTES
     gap_nbytes: int | None = None
-    """What is read along between ranges that are then one request; None where reading each to its place is cheaper."""
+    """Largest gap read between ranges to join them into one request.
+
+    None if separate reads are cheaper.
+    """
 
     @classmethod
     def local(cls, open_descriptor: Opener) -> Access:
-        """Of files that have descriptors."""
+        """Access to files that have descriptors."""
         return cls(functools.partial(_LocalSource, open_descriptor))
 
     @classmethod
     def of(cls, storage: ReadStorage, directory: str) -> Access:
-        """Of the files in a directory."""
+        """Access to the files in a directory."""
         if isinstance(storage, PosixStorage):
             return cls.local(
-                lambda path, flags: storage.open_descriptor(f"{directory}/{os.path.basename(path)}", flags)
+                lambda path, flags: storage.open_descriptor(
+                    f"{directory}/{os.path.basename(path)}", flags
+                )
             )
-        from sidesave.writer_daemon.storage.remote import AT_ONCE, ObjectStorage  # loaded when there is one
+        # Imported only if storage is a URL.
+        from sidesave.writer_daemon.storage.remote import AT_ONCE, ObjectStorage
 
         assert isinstance(storage, ObjectStorage)
         opening = functools.partial(_RemoteSource, storage, directory)
@@ -136,7 +164,9 @@ class Access:
 
 
 def read_blocks(access: Access, requests: Iterable[ReadRequest], *, verify: bool) -> int:
-    """Read all requests and return the bytes that were read; blocking. Interrupted, it returns once no thread reads.
+    """Read all requests and return the number of bytes read; blocking.
+
+    If interrupted, it returns once no thread reads.
 
     Args:
         access: How to read their files.
@@ -152,18 +182,20 @@ def read_blocks(access: Access, requests: Iterable[ReadRequest], *, verify: bool
         by_file.setdefault(each.file, []).append(each)
     pieces = [piece for file, wanted in by_file.items() for piece in _pieces(file, wanted, access)]
     reader = _PieceReader(access, pieces, verify=verify)
-    counts = signal_safe.run_all([reader.work] * min(access.threads, len(pieces)), "sidesave-read", stop=reader.stop)
+    counts = signal_safe.run_all(
+        [reader.work] * min(access.threads, len(pieces)), "sidesave-read", stop=reader.stop
+    )
     reader.check()
     return sum(counts)
 
 
 class _PieceReader:
-    """Pieces of files, which threads take one by one until none is left or one fails.
+    """Pieces of files, which threads take one by one until all are taken or one fails.
 
-    Each thread has one file open at a time: of however many files, few are open at once.
+    Each thread has one file open at a time, so few files are open at once, whatever their number.
     """
 
-    def __init__(self, access: Access, pieces: Iterable[_Piece], *, verify: bool) -> None:
+    def __init__(self, access: Access, pieces: Iterable[_BlockRange], *, verify: bool) -> None:
         self._access = access
         self._pieces = deque(enumerate(pieces))
         self._verify = verify
@@ -174,7 +206,7 @@ class _PieceReader:
         self._pieces.clear()
 
     def check(self) -> None:
-        """Raise the error of the first piece that failed, once no thread reads any more."""
+        """Raise the error of the first piece that failed, once no thread reads any longer."""
         try:
             if self._errors:
                 raise self._errors[min(self._errors)]
@@ -198,7 +230,7 @@ class _PieceReader:
                         done = source.read(window, begin)
                         piece.deliver(window[:done], begin, verify=self._verify)
                         count += done
-                except BaseException as error:  # noqa: BLE001 - the caller's; all pieces before it have been taken
+                except BaseException as error:  # noqa: BLE001 - the caller's, after earlier pieces
                     self._errors[number] = error
                     self.stop()
         finally:
@@ -206,15 +238,18 @@ class _PieceReader:
                 source.close()
         return count
 
-    def _take(self) -> tuple[int, _Piece] | None:
+    def _take(self) -> tuple[int, _BlockRange] | None:
         with suppress(IndexError):
             return self._pieces.popleft()
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Blocks that are read at once: into the memory of one request, or for all sinks that want a part."""
+class _BlockRange:
+    """Blocks that are read at once.
+
+    They go into the memory of one request, or to all sinks that want some of them.
+    """
 
     file: BlockFile
     first: int
@@ -223,25 +258,34 @@ class _Piece:
 
     @property
     def _in_place(self) -> bool:
-        """Whether it is read to where it stays."""
+        """Whether it is read directly into its final memory."""
         return len(self.requests) == 1 and self.requests[0].memory is not None
 
     def window(self) -> tuple[memoryview, int]:
-        """Where this thread is to read it to, and the offset in the file to begin at."""
+        """The memory for this thread to read into, and the offset in the file at which to begin."""
         borders, home = self.file.borders, self.requests[0]
         # The page at a border is read by both neighbours, with the same bytes.
         begin, stop = borders[self.first] // PAGE * PAGE, page_up(borders[self.last + 1])
-        return (home.content[begin - home.base : stop - home.base] if self._in_place else _scratch(stop - begin)), begin
+        return (
+            home.content[begin - home.base : stop - home.base]
+            if self._in_place
+            else _scratch(stop - begin)
+        ), begin
 
     def deliver(self, window: memoryview, begin: int, *, verify: bool) -> None:
-        """Compare what was read, from ``begin`` on, with its digests, and take it to who wants it."""
+        """Compare the bytes read with their digests, and pass them to the requests.
+
+        The bytes start at ``begin``.
+        """
         borders, end = self.file.borders, self.file.borders[self.last + 1]
         if len(window) < end - begin:
             raise IntegrityError(f"{self.file.path}: ends before byte {end:,}")
         spans = [(max(each.first, self.first), min(each.last, self.last)) for each in self.requests]
         if verify:
             for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
-                check_block(self.file, number, window[borders[number] - begin : borders[number + 1] - begin])
+                check_block(
+                    self.file, number, window[borders[number] - begin : borders[number + 1] - begin]
+                )
         if self.file.cipher is not None:
             for number in itertools.chain(*(range(first, last + 1) for first, last in join(spans))):
                 block = window[borders[number] - begin : borders[number + 1] - begin]
@@ -254,8 +298,13 @@ class _Piece:
                 each.content[borders[first] - each.base :][: len(part)] = part
 
 
-def _pieces(file: BlockFile, requests: Iterable[ReadRequest], access: Access) -> Iterator[_Piece]:
-    """Large ones: tensors that follow each other in the file come with one read, and blocks they share come once."""
+def _pieces(
+    file: BlockFile, requests: Iterable[ReadRequest], access: Access
+) -> Iterator[_BlockRange]:
+    """Group requests.
+
+    Tensors next to each other in the file are read at once, and blocks they share are read once.
+    """
     gap_nbytes, nbytes = access.gap_nbytes, _SINK_PIECE_NBYTES
     for_sinks: list[ReadRequest] = []
     for each in requests:
@@ -263,14 +312,19 @@ def _pieces(file: BlockFile, requests: Iterable[ReadRequest], access: Access) ->
             for_sinks.append(each)
             continue
         for first, last in _split(file, each.first, each.last, access.piece_nbytes):
-            yield _Piece(file, first, last, (each,))
+            yield _BlockRange(file, first, last, (each,))
     for_sinks.sort(key=lambda each: each.first, reverse=True)
     ranges = [(each.first, each.last) for each in for_sinks]
     if gap_nbytes is None:
         runs = list(join(ranges))
     else:
         nbytes = access.piece_nbytes
-        runs = list(join(ranges, lambda last, begin: file.borders[begin] - file.borders[last + 1] < gap_nbytes))
+        runs = list(
+            join(
+                ranges,
+                lambda last, begin: file.borders[begin] - file.borders[last + 1] < gap_nbytes,
+            )
+        )
     concerned: list[ReadRequest] = []
     for run in runs:
         for first, last in _split(file, *run, nbytes):
@@ -278,7 +332,7 @@ def _pieces(file: BlockFile, requests: Iterable[ReadRequest], access: Access) ->
                 concerned.append(for_sinks.pop())
             concerned = [each for each in concerned if first <= each.last]
             if concerned:  # of a gap there may be a piece alone
-                yield _Piece(file, first, last, tuple(concerned))
+                yield _BlockRange(file, first, last, tuple(concerned))
 
 
 def _split(file: BlockFile, first: int, last: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -300,15 +354,18 @@ class _Source(ABC):
 
     @abstractmethod
     def read(self, window: memoryview, begin: int) -> int:
-        """Fill memory with the bytes from ``begin`` on, a page's border; how many came, fewer where the file ends."""
+        """Fill memory with the bytes from ``begin``, a page's border.
+
+        Returns their number, which is less at the file's end.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what it has; once."""
+        """Release its resources; idempotent."""
 
 
 class _RemoteSource(_Source):
-    """A file in an object store, of which each piece is one request."""
+    """A file in an object store; each piece is one request."""
 
     def __init__(self, storage: ObjectStorage, directory: str, file: BlockFile) -> None:
         self.file = file
@@ -323,10 +380,11 @@ class _RemoteSource(_Source):
 
 
 class _LocalSource(_Source):
-    """A file read from the page cache where it is there, and past it where it is not."""
+    """A local file: cached pages are read from the page cache, others by direct I/O."""
 
     def __init__(self, open_descriptor: Opener, file: BlockFile) -> None:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe in its place blocks nobody
+        # Without blocking on a pipe in the file's place.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.file = file
         self._cached = open_descriptor(file.path, flags)
         facts = os.fstat(self._cached.fileno())
@@ -336,11 +394,17 @@ class _LocalSource(_Source):
         with suppress(OSError):  # a file system without O_DIRECT
             self._direct = open_descriptor(file.path, flags | os.O_DIRECT)
         self._nbytes = facts.st_size
-        address = _libc.mmap(None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0)
+        address = _libc.mmap(
+            None, max(self._nbytes, 1), mmap.PROT_READ, mmap.MAP_SHARED, self._cached.fileno(), 0
+        )
         self._address = 0 if address == ctypes.c_void_p(-1).value else int(address or 0)
 
     def read(self, window: memoryview, begin: int) -> int:
-        source = self._cached if self._direct is None or self._is_cached(begin, len(window)) else self._direct
+        source = (
+            self._cached
+            if self._direct is None or self._is_cached(begin, len(window))
+            else self._direct
+        )
         done = 0
         while done < len(window):
             count = os.preadv(source.fileno(), [window[done:]], begin + done)
@@ -350,7 +414,10 @@ class _LocalSource(_Source):
         return done
 
     def _is_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether all pages are in memory. The mapping is only queried, never read, so SIGBUS cannot come."""
+        """Whether all pages are in memory.
+
+        The mapping is only queried, never read, so it cannot raise SIGBUS.
+        """
         nbytes = min(nbytes, self._nbytes - offset)
         if not self._address or nbytes <= 0:
             return True

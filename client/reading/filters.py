@@ -1,4 +1,4 @@
-"""Patterns of FQNs: which names they choose, and which patterns match nothing because they are misspelt."""
+"""Patterns of FQNs: the names they select, and misspelt patterns, which match nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _SHOWN: Final = 10
 _NUMBER: Final = re.compile(r"\.\d+(?=\.|$)")
 
 
-def selector(include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> Callable[[str], bool]:
-    """A function that says whether an FQN matches a pattern in ``include`` (None: any) and none in ``exclude``.
+def selector(
+    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
+) -> Callable[[str], bool]:
+    """Return a function that says whether an FQN is selected.
 
-    What is below a name that matches, matches too.
+    An FQN is selected if it matches a pattern in ``include`` (None: any) and none in ``exclude``.
+    Names below a matching name match, too.
     """
     wanted, unwanted = listed(include, "include"), listed(exclude, "exclude") or []
 
@@ -33,7 +36,13 @@ def listed(patterns: str | Sequence[str] | None, what: str) -> list[str] | None:
     if patterns is None:
         return None
     given = cast("object", patterns)
-    items = [given] if isinstance(given, str) else list(cast("list[object]", given)) if _is_iterable(given) else [given]
+    items = (
+        [given]
+        if isinstance(given, str)
+        else list(cast("list[object]", given))
+        if _is_iterable(given)
+        else [given]
+    )
     for item in items:
         if not isinstance(item, str):
             raise InvalidArgumentError(f"{what} takes patterns of names, not {brief(item)}")
@@ -68,7 +77,18 @@ def unmatched(patterns: Sequence[Pattern], fqns: Iterable[str]) -> list[Pattern]
     return [
         pattern
         for pattern in rest
-        if pattern.kind == "rename" or not any(fnmatch.fnmatchcase(fqn, pattern.text) for fqn in known)
+        if pattern.kind == "rename"
+        or not any(fnmatch.fnmatchcase(fqn, pattern.text) for fqn in known)
+    ]
+
+
+def patterns(
+    include: str | Sequence[str] | None, exclude: str | Sequence[str] | None
+) -> list[Pattern]:
+    """The patterns of a choice; ``InvalidArgumentError`` for anything else."""
+    return [
+        *(Pattern("include", text) for text in listed(include, "include") or ()),
+        *(Pattern("exclude", text) for text in listed(exclude, "exclude") or ()),
     ]
 
 
@@ -78,7 +98,9 @@ class Hints:
     def __init__(self, fqns: Iterable[str], items: Sequence[str]) -> None:
         """Suggest from ``fqns``, their parents, and the ``items`` at the top."""
         known = subtrees(fqns)
-        self._items = ", ".join([*map(repr, items[:_SHOWN]), *(["..."] if len(items) > _SHOWN else [])])
+        self._items = ", ".join(
+            [*map(repr, items[:_SHOWN]), *(["..."] if len(items) > _SHOWN else [])]
+        )
         self._names = Names(known)
         self._patterns = Names(_NUMBER.sub(".*", fqn) for fqn in known)
 
@@ -99,5 +121,7 @@ def _any(fqn: str, patterns: Iterable[str]) -> bool:
 
 def _matches(fqn: str, pattern: str) -> bool:
     return (
-        fnmatch.fnmatchcase(fqn, pattern) or fqn.startswith(pattern + ".") or fnmatch.fnmatchcase(fqn, pattern + ".*")
+        fnmatch.fnmatchcase(fqn, pattern)
+        or fqn.startswith(pattern + ".")
+        or fnmatch.fnmatchcase(fqn, pattern + ".*")
     )

@@ -1,4 +1,7 @@
-"""Boxes of row-major tensors: the cells of a grid that a box meets, and the bytes that hold it. Arithmetic only."""
+"""Boxes of row-major tensors: the cells of a grid that a box meets, and the bytes that hold it.
+
+Arithmetic only.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def intersect(first: Box, second: Box) -> Box | None:
     """The intersection of two boxes; None if empty."""
     starts = tuple(map(max, first[0], second[0]))
     extents = tuple(
-        min(a + length, b + other) - start for a, length, b, other, start in zip(*first, *second, starts, strict=True)
+        min(a + length, b + other) - start
+        for a, length, b, other, start in zip(*first, *second, starts, strict=True)
     )
     return (starts, extents) if all(extent > 0 for extent in extents) else None
 
@@ -46,7 +50,10 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def cells(layout: Layout, shape: Shape, box: Box) -> Iterator[tuple[int, Box]]:
-    """Owner, offsets and shape of each cell that meets a non-empty box, without looking at the others."""
+    """Yield owner, offsets and shape of each cell that meets a non-empty box.
+
+    Does not look at the other cells.
+    """
     if layout.cuts is None:
         yield layout.owners[0], whole(shape)
         return
@@ -60,14 +67,19 @@ def cells(layout: Layout, shape: Shape, box: Box) -> Iterator[tuple[int, Box]]:
             number = number * (len(borders) - 1) + index
         starts = tuple(borders[index] for index, borders in zip(place, layout.cuts, strict=True))
         stops = (borders[index + 1] for index, borders in zip(place, layout.cuts, strict=True))
-        yield layout.owners[number], (starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+        yield (
+            layout.owners[number],
+            (starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True))),
+        )
 
 
 def spans(shape: Shape, itemsize: int, box: Box, gap_nbytes: int) -> list[tuple[int, int]]:
     """The byte ranges of a non-empty box, ascending; gaps below ``gap_nbytes`` are bridged."""
     ranges = [(0, itemsize)]
     stride = itemsize  # bytes from one index of a dimension to the next
-    for extent, offset, count in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
+    for extent, offset, count in zip(
+        reversed(shape), reversed(box[0]), reversed(box[1]), strict=True
+    ):
         start, base = ranges[0][0], offset * stride
         if len(ranges) == 1 and start + stride - ranges[0][1] < gap_nbytes:
             ranges = [(base + start, base + (count - 1) * stride + ranges[0][1])]
@@ -84,7 +96,10 @@ def spans(shape: Shape, itemsize: int, box: Box, gap_nbytes: int) -> list[tuple[
 
 
 def is_contiguous(shape: Shape, box: Box) -> bool:
-    """Whether the bytes of a non-empty box are contiguous: it spans each dimension after the first it cuts."""
+    """Whether the bytes of a non-empty box are contiguous.
+
+    They are if it spans each dimension after the first it cuts.
+    """
     behind = itertools.dropwhile(lambda pair: pair[1] == 1, zip(shape, box[1], strict=True))
     return all(extent == count for extent, count in itertools.islice(behind, 1, None))
 
@@ -122,5 +137,7 @@ def slabs(shape: Shape, limit: int) -> Iterator[Box]:
         for row in range(0, shape[0], rows):
             yield (row, *(0,) * len(inner)), (min(rows, shape[0] - row), *inner)
     else:
-        for row, (offsets, extents) in itertools.product(range(shape[0]), list(slabs(inner, limit))):
+        for row, (offsets, extents) in itertools.product(
+            range(shape[0]), list(slabs(inner, limit))
+        ):
             yield (row, *offsets), (1, *extents)

@@ -1,7 +1,8 @@
-"""Reads plain safetensors weights, as Hugging Face's tools write them: one file, or a directory of files.
+"""Reads plain safetensors weights, as Hugging Face's tools write them: a file or a directory.
 
-It shows them as a checkpoint of one item. There are no digests. Checked are headers, their agreement with the index,
-and file sizes. A file is opened when a tensor in it is wanted, and no code from the files is run.
+It shows them as a checkpoint of one item. There are no digests. Checked are headers, their
+agreement with the index, and file sizes. A file is opened when a tensor in it is wanted, and no
+code from the files is run.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from sidesave.client.messages import few
 from sidesave.client.reading import block_file, block_io, regions
 from sidesave.client.reading.block_file import BlockFile
 from sidesave.client.reading.block_io import Access
-from sidesave.client.reading.checkpoint_reader import StoredTensor, Wanted
-from sidesave.client.reading.tensor_reads import Gathering, Part, TensorRead
+from sidesave.client.reading.stored import StoredTensor, Wanted
+from sidesave.client.reading.tensor_reads import CellRead, Gathering, TensorRead
 from sidesave.client.runs.finding import INDEX, WEIGHTS
 from sidesave.errors import IntegrityError, InvalidArgumentError, UnsupportedValueError
+from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.memory import host_memory
-from sidesave.stager.state.dtypes import DTYPES
 from sidesave.stager.state.tags import Tag
-from sidesave.stager.state.treespec import TensorRef, TreeSpec
+from sidesave.stager.state.tensor_nodes import TensorRef
+from sidesave.stager.state.treespec import TreeSpec
 from sidesave.writer_daemon.format.layout import Layout
 from sidesave.writer_daemon.format.tensor_file import (
     BLOCK_NBYTES,
@@ -48,10 +50,10 @@ logger = logging.getLogger(__name__)
 _WHOLE: Final = "model.safetensors"
 _MAX_NAME_NBYTES: Final = 255
 _MAX_NBYTES: Final = MAX_HEADER_NBYTES + 8
-"""Of a header with its length, and of an index as well."""
+"""Limit for a header with its length, and for an index."""
 _LARGE_NBYTES: Final = 1 << 20
 _NBYTES_PER_BYTE: Final = 64
-"""What a byte of JSON may come to once it is parsed; asked for before a large header is."""
+"""Memory that a byte of JSON may need once it is parsed; checked before a large header is read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,23 +77,26 @@ class _Unaligned(TensorRead):
 
 
 class SafetensorsReader:
-    """Plain safetensors weights, opened for reading; see :class:`sidesave.client.reading.checkpoint_reader.Reader`.
+    """Plain safetensors weights, opened for reading.
+
+    See :class:`sidesave.client.reading.stored.Reader`.
 
     Attributes:
         path: The file or directory.
-        rank: Whose view it is, which makes no difference.
+        rank: The rank that reads it, which makes no difference.
         treespec: One item with all tensors by their names.
         nbytes_read: Bytes that have been read so far.
     """
 
     def __init__(self, path: str, item: str, rank: int = 0) -> None:
-        """Find the files of ``path``, and the names in them, which get ``item`` in front.
+        """Find the files of ``path``, and the names in them, which get ``item`` as a prefix.
 
         Raises:
             IntegrityError: A file is missing or malformed.
-            InvalidArgumentError: It is not clear which files of a directory are meant, or two have one name.
+            InvalidArgumentError: It is not clear which files of a directory to read, or two have
+                the same name.
             WriteError: Storage does not give the bytes.
-            HostMemoryError: There is not enough memory for what a header lists.
+            HostMemoryError: There is not enough memory for a header's list.
         """
         self.path = path
         self.rank = rank
@@ -103,7 +108,17 @@ class SafetensorsReader:
         nodes = {key: [Tag.TENSOR, self._prefix + key] for key in self._places}
         self.treespec = TreeSpec(cast("bytes", msgpack.packb({item: [Tag.DICT, nodes]})), path)
 
-    # What there is ---------------------------------------------------------------------------------------------
+    # What there is --------------------------------------------------------------------------------
+
+    @property
+    def resized(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def has_differing(self) -> bool:
+        """Never."""
+        return False
 
     def differing(self, fqn: str) -> tuple[int, ...]:
         """No ranks."""
@@ -120,12 +135,15 @@ class SafetensorsReader:
         indices = [name for name in names if name.endswith(INDEX)]
         files = [name for name in names if name.endswith(WEIGHTS)]
         if len(indices) > 1:
-            raise InvalidArgumentError(f"{self.path} has {', '.join(indices[:5])}: name the one that is meant")
+            raise InvalidArgumentError(
+                f"{self.path} has {', '.join(indices[:5])}: name the one that is meant"
+            )
         if indices:
             paths = self._by_index(os.path.join(self.path, indices[0]))
             if _WHOLE in files and os.path.join(self.path, _WHOLE) not in paths.values():
                 raise InvalidArgumentError(
-                    f"{self.path} has {_WHOLE}, and {indices[0]}, which does not list it: name the one that is meant"
+                    f"{self.path} has {_WHOLE}, and {indices[0]}, which does not list it: name the "
+                    "one that is meant"
                 )
             return paths
         if _WHOLE in files and len(files) > 1:
@@ -145,8 +163,12 @@ class SafetensorsReader:
         folder = os.path.dirname(path)
         for key, name in cast("dict[str, object]", names).items():
             if not isinstance(name, str) or not _is_plain(name):
-                raise IntegrityError(f"{path}: {key!r:.80} is said to be in {name!r:.80}, which is no file beside it")
-        self._listed = {key: os.path.join(folder, name) for key, name in cast("dict[str, str]", names).items()}
+                raise IntegrityError(
+                    f"{path}: {key!r:.80} is said to be in {name!r:.80}, which is no file beside it"
+                )
+        self._listed = {
+            key: os.path.join(folder, name) for key, name in cast("dict[str, str]", names).items()
+        }
         return self._listed
 
     def _together(self, paths: Iterable[str]) -> dict[str, str]:
@@ -156,8 +178,8 @@ class SafetensorsReader:
             for key in self._open(path).entries:
                 if key in path_of:
                     raise InvalidArgumentError(
-                        f"{path_of[key]} and {path} both have {key!r:.80}, and no index tells which counts: name one "
-                        "file, or put them together first if each has a part"
+                        f"{path_of[key]} and {path} both have {key!r:.80}, and there is no index "
+                        "to choose: name one file, or put them together first if each has a part"
                     )
                 path_of[key] = path
         return path_of
@@ -167,17 +189,23 @@ class SafetensorsReader:
             with block_file.reading(path):
                 self._files[path] = header = _open(path)
             self.nbytes_read += header.header_nbytes
-            extra = [key for key in header.entries if key not in self._listed] if self._listed else []
+            extra = (
+                [key for key in header.entries if key not in self._listed] if self._listed else []
+            )
             if extra:
                 names = "; ".join(few(extra, str, "are not listed"))
-                logger.warning("%s has what its index does not list, and that is not loaded: %s", path, names)
+                logger.warning(
+                    "%s has what its index does not list, and that is not loaded: %s", path, names
+                )
         return self._files[path]
 
     def _find(self, name: str) -> tuple[_File, TensorEntry]:
         key = name.removeprefix(self._prefix)
         file = self._open(self._places[key])
         if key not in file.entries:
-            raise IntegrityError(f"{file.path}: {key!r:.80} is missing, which the index says is there")
+            raise IntegrityError(
+                f"{file.path}: {key!r:.80} is missing, which the index says is there"
+            )
         return file, file.entries[key]
 
     def name_of(self, ref: TensorRef) -> str:
@@ -187,24 +215,29 @@ class SafetensorsReader:
     def entry(self, name: str) -> StoredTensor:
         """Dtype, shape and size of a tensor.
 
-        Raises like the constructor, and ``UnsupportedValueError`` for a dtype that torch or this package lacks.
+        Raises like the constructor, and ``UnsupportedValueError`` for a dtype that torch or this
+        package lacks.
         """
         file, entry = self._find(name)
         if entry.dtype not in DTYPES:
             raise UnsupportedValueError(
-                f"{file.path}: {name} has the dtype {entry.dtype!r:.80}, which cannot be loaded; leave it out with "
-                "exclude="
+                f"{file.path}: {name} has the dtype {entry.dtype!r:.80}, which cannot be loaded; "
+                "leave it out with exclude="
             )
         return StoredTensor(entry.name, DTYPES[entry.dtype], entry.shape, Layout((0,)))
 
-    # Reading ---------------------------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------
 
-    def read_boxes(self, wanted: Iterable[Wanted], *, verify: bool = True) -> dict[Wanted, torch.Tensor]:
-        """Read boxes of tensors into fresh host memory, and little more than these; blocking, at the medium's speed.
+    def read_boxes(
+        self, wanted: Iterable[Wanted], *, verify: bool = True
+    ) -> dict[Wanted, torch.Tensor]:
+        """Read boxes of tensors into fresh host memory; blocking, at the medium's speed.
+
+        Reads little more than the boxes.
 
         Args:
             wanted: Tensors by name, each with a box of it, or None for all.
-            verify: There is nothing to compare with, so it is the same whether true or false.
+            verify: Has no effect, as there are no digests.
 
         Raises:
             IntegrityError: A file has become shorter.
@@ -215,30 +248,42 @@ class SafetensorsReader:
         shapes = [entry.shape if box is None else box[1] for (_, box), (_, entry) in plans.items()]
         sizes = [DTYPES[entry.dtype].itemsize for _, entry in plans.values()]
         purpose = f"loading {self.path}"
-        host_memory.require(sum(map(_nbytes, shapes, sizes)), purpose)  # before tables that are as long as tensors
+        # Before tables that are as long as tensors are allocated.
+        host_memory.require(sum(map(_nbytes, shapes, sizes)), purpose)
         entries: dict[_File, set[TensorEntry]] = {}
         for file, entry in plans.values():
             entries.setdefault(file, set()).add(entry)
         files = {file: _with_blocks(file.path, each) for file, each in entries.items()}
-        boxes: list[TensorRead] = []
-        for ((_, box), (file, entry)), size in zip(plans.items(), sizes, strict=True):
-            box = box or regions.whole(entry.shape)
+        boxes: dict[Wanted, TensorRead] = {}
+        for (each, (file, entry)), size in zip(plans.items(), sizes, strict=True):
+            box = each[1] or regions.whole(entry.shape)
             make = _Unaligned if entry.offset % size else TensorRead
-            parts = [Part(files[file], entry, box, (0,) * len(entry.shape))] if math.prod(box[1]) else []
-            boxes.append(make(DTYPES[entry.dtype], box[1], parts))
-        gathering = Gathering(boxes, purpose)
-        self.nbytes_read += block_io.read_blocks(Access.local(self._open_again), gathering.requests, verify=False)
-        return dict(zip(plans, gathering.tensors(), strict=True))
+            parts = (
+                [CellRead(files[file], entry, box, (0,) * len(entry.shape))]
+                if math.prod(box[1])
+                else []
+            )
+            boxes[each] = make(DTYPES[entry.dtype], box[1], parts)
+        gathering = Gathering(boxes, {}, purpose)
+        self.nbytes_read += block_io.read_blocks(
+            Access.local(self._open_again), gathering.requests, verify=False
+        )
+        return gathering.tensors()
 
     def _open_again(self, path: str, flags: int) -> Descriptor:
-        """Open a file to read tensors, following links: in Hugging Face's cache all files are links."""
+        """Open a file to read tensors, following links.
+
+        In Hugging Face's cache all files are links.
+        """
         file = Descriptor(path, flags & ~os.O_NOFOLLOW)
         if _identity(os.fstat(file.fileno())) != self._files[path].identity:
-            raise OSError(errno.ESTALE, "another file has taken the place of the one that was opened", path)
+            raise OSError(
+                errno.ESTALE, "another file has taken the place of the one that was opened", path
+            )
         return file
 
 
-# Files -----------------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
 def _read(path: str, *, header_only: bool = False) -> tuple[tuple[int, int, int], bytes]:
@@ -250,14 +295,16 @@ def _read(path: str, *, header_only: bool = False) -> tuple[tuple[int, int, int]
         start = file.read(8) if header_only else b""
         nbytes = header_nbytes(start, facts.st_size, path) if header_only else facts.st_size
         if nbytes > _MAX_NBYTES:
-            raise IntegrityError(f"{path}: {nbytes:,} bytes, and no more than {_MAX_NBYTES:,} can be right")
+            raise IntegrityError(
+                f"{path}: {nbytes:,} bytes, and no more than {_MAX_NBYTES:,} can be right"
+            )
         if nbytes > _LARGE_NBYTES:
             host_memory.require(_NBYTES_PER_BYTE * nbytes, f"reading {path}")
         return _identity(facts), start + file.read(nbytes - len(start))
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe that has taken its place blocks nobody
+    return os.open(path, flags | os.O_NONBLOCK)  # do not block on a pipe that has replaced it
 
 
 def _open(path: str) -> _File:
@@ -268,24 +315,35 @@ def _open(path: str) -> _File:
     if layout.nbytes != nbytes:
         raise IntegrityError(f"{path}: {nbytes:,} bytes instead of {layout.nbytes:,}")
     for entry in layout.entries:
-        problem = block_file.shape_problem(entry.dtype, entry.shape, entry.nbytes) if entry.dtype in DTYPES else ""
+        problem = (
+            block_file.shape_problem(entry.dtype, entry.shape, entry.nbytes)
+            if entry.dtype in DTYPES
+            else ""
+        )
         if problem:
             raise IntegrityError(f"{path}: {entry.name!r:.80} {problem}")
     return _File(path, identity, len(header), {entry.name: entry for entry in layout.entries})
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int, int]:
-    """What distinguishes a file from another one; its size comes last."""
+    """The identity of a file; its size comes last."""
     return facts.st_dev, facts.st_ino, facts.st_size
 
 
 def _is_plain(name: str) -> bool:
     """Whether a name is a file's name without a path."""
-    return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name.encode()) <= _MAX_NAME_NBYTES
+    return (
+        name not in ("", ".", "..")
+        and not {"/", "\0"} & set(name)
+        and len(name.encode()) <= _MAX_NAME_NBYTES
+    )
 
 
 def _with_blocks(path: str, entries: Iterable[TensorEntry]) -> BlockFile:
-    """A file in which each of these tensors begins a block, as large ones do in sidesave's files."""
+    """Return a file with a block starting at each of these tensors.
+
+    Large tensors start a block in sidesave's files, too.
+    """
     ordered = sorted((entry for entry in entries if entry.nbytes), key=lambda entry: entry.offset)
     borders = array("Q", [0])
     for entry in ordered:

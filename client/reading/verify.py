@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sidesave.client.runs import catalog, finding
+from sidesave.client.runs import finding
 from sidesave.errors import IntegrityError, WriteError
 from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.format.integrity import Fault
 from sidesave.writer_daemon.format.layout import ROWS
-from sidesave.writer_daemon.format.manifest import MANIFEST, rank_file
+from sidesave.writer_daemon.format.manifest import MANIFEST
+from sidesave.writer_daemon.format.names import rank_file
 from sidesave.writer_daemon.storage import urls
 
 
@@ -24,7 +25,7 @@ class VerifyReport:
     Attributes:
         path: The checkpoint.
         nbytes: Bytes compared with digests.
-        faults: Everything that is wrong, one line each when printed.
+        faults: All problems, one line each when printed.
     """
 
     path: str
@@ -33,7 +34,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether every byte is unchanged since the save."""
         return not self.faults
 
 
@@ -43,18 +44,23 @@ def verify(
     on_bytes: Callable[[int], None] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
-    """Compare every byte of a checkpoint with its digests, read from the medium; blocking, loads nothing.
+    """Compare every byte of a checkpoint with its digests; blocking, loads nothing.
+
+    Bytes are read from the medium.
 
     Args:
-        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory, of which it is the newest one; or
-            the URL of one of them, which is read whole (over http without a look for files that do not belong there).
+        path: A ``step-XXXXXXXX`` directory, a ``CheckpointInfo``, or a run directory (its newest is
+            used); or the URL of one of them, which is read whole (over http without a search for
+            files that do not belong there).
         on_bytes: Called with the number of bytes compared since its last call.
-        storage_options: For a URL, what its store needs besides the environment: credentials, an endpoint.
+        storage_options: For a URL, what its store needs besides the environment: credentials, an
+            endpoint.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint; one that lacks its manifest is reported.
-        IntegrityError: Which checkpoint of a run is the newest is not known, as one that may be is damaged.
-        FormatVersionError: The same, as one is in a newer format.
+        IntegrityError: The newest checkpoint of a run is unknown, as one that may be the newest is
+            damaged.
+        FormatVersionError: It is unknown, as one is in a newer format.
         InvalidArgumentError: ``path`` is a URL that cannot be read, or listed.
         WriteError: The directory cannot be opened at all.
     """
@@ -69,7 +75,7 @@ def verify(
 
 
 def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
-    if not (catalog.has_manifest(place) if urls.is_url(place) else os.path.isdir(place)):
+    if not (finding.has_manifest(place) if urls.is_url(place) else os.path.isdir(place)):
         raise finding.not_found(place)
     checked = 0
 
@@ -82,7 +88,7 @@ def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
     run, name = urls.parent_of(place)
     storage = urls.open_storage(run)
     try:
-        with contextlib.suppress(WriteError):  # what is wrong with it is told below
+        with contextlib.suppress(WriteError):  # problems with it are reported below
             storage.hold(name, MANIFEST)
         files = set[str]()
         faults = tuple(integrity.check_checkpoint(storage, name, count, files.update))
@@ -94,8 +100,9 @@ def _check(place: str, on_bytes: Callable[[int], None] | None) -> VerifyReport:
 
 
 def _check_tables(place: str) -> Iterator[Fault]:
-    """What is wrong with rows of tables whose bytes are as they were written."""
-    from sidesave.client.reading.checkpoint_reader import CheckpointReader  # with torch, which takes seconds
+    """Find problems in rows of tables whose bytes are unchanged."""
+    # Here, since it imports torch, which takes seconds.
+    from sidesave.client.reading.checkpoint_reader import CheckpointReader
     from sidesave.client.reading.table_rows import SavedTable, tables_in
 
     with CheckpointReader(place) as reader:

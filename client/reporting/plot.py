@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from sidesave.client.reading.whole_file import write_whole
+from sidesave.client.reporting.whole_file import write_whole
 from sidesave.client.runs.history import history
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError
-from sidesave.writer_daemon.log import SaveRecord
+from sidesave.writer_daemon.save_record import SaveRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_Time = Callable[[SaveRecord], float | None]
-
-_UPPER: Final[dict[str, _Time]] = {
-    "staged": lambda record: record.staged_s,
-    "stall": lambda record: record.stall_s,
-}
-_LOWER: Final[dict[str, _Time]] = {
-    "written": lambda record: record.written_s,
-    "committed": lambda record: record.committed_s,
-}
+_UPPER: Final = ("staged", "stall")
+_LOWER: Final = ("written", "committed")
 _MILLISECONDS: Final = 1000
 
 
 def draw(run: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
-    """Draw the saves of a run directory into the file ``output``, whose ending names the format; returns how many.
+    """Plot the saves of a run directory into the file ``output``; return their number.
 
-    Above, how long ``save()`` held training up, and the time until the state was staged; below, the times until it was
-    durable and committed; in both, saves that came to nothing, and the first one after each restart. Where a run went
-    on from an earlier step, its lines begin anew.
+    The suffix of ``output`` sets the format. The upper plot shows how long ``save()`` blocked
+    training, and the time until the state was staged; the lower one the times until it was durable
+    and committed. Both mark failed and skipped saves and restarts. Lines are interrupted where a
+    run resumed from an earlier step.
 
     Raises:
-        ModuleNotFoundError: There is no matplotlib; the message tells how to install it.
-        CheckpointNotFoundError: There is no such directory, or no log of saves in it.
-        InvalidArgumentError: matplotlib has no such format.
+        ModuleNotFoundError: matplotlib is not installed; the message names the command to install
+            it.
+        CheckpointNotFoundError: The directory does not exist, or has no log of saves.
+        InvalidArgumentError: matplotlib does not support the format.
         OSError: The file cannot be written.
     """
     try:
@@ -49,7 +43,9 @@ def draw(run: str | os.PathLike[str], output: str | os.PathLike[str]) -> int:
         raise ModuleNotFoundError(hint, name=error.name) from None
     records = [record for record in history(run) if record.outcome != "saving"]
     if not records:
-        raise CheckpointNotFoundError(2, "the log of this run directory tells of no save", os.fspath(run))
+        raise CheckpointNotFoundError(
+            2, "the log of this run directory has no saves", os.fspath(run)
+        )
     name = os.path.basename(os.path.abspath(run)).encode(errors="replace").decode()
     figure = picture_of(records, f"saves of {name}")
     picture = io.BytesIO()
@@ -76,34 +72,42 @@ def picture_of(records: list[SaveRecord], title: str) -> Figure:
         axes.set_ylabel(f"after the call, {unit}")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the axes: within them it would hide points
+        # beside the axes: within them it would hide points
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     lower.set_xlabel("step")
     upper.set_title(title, parse_math=False)
     return figure
 
 
-def _draw_lines(axes: Axes, records: list[SaveRecord], kinds: dict[str, _Time], scale: float) -> None:
-    for name, time_of in kinds.items():
+def _draw_lines(axes: Axes, records: list[SaveRecord], phases: Sequence[str], scale: float) -> None:
+    for phase in phases:
         steps: list[float] = []
         times: list[float] = []
         earlier: SaveRecord | None = None
         for record in records:
-            seconds = time_of(record)
+            seconds = record.seconds(phase)
             if seconds is None:
                 continue
-            if earlier is not None and (record.session != earlier.session or record.step <= earlier.step):
+            if earlier is not None and (
+                record.session != earlier.session or record.step <= earlier.step
+            ):
                 steps.append(float("nan"))  # a gap
                 times.append(float("nan"))
             steps.append(record.step)
             times.append(seconds * scale)
             earlier = record
-        axes.plot(steps, times, marker="o", markersize=3, linewidth=1, label=name)
+        axes.plot(steps, times, marker="o", markersize=3, linewidth=1, label=phase)
 
 
 def _mark_losses(axes: Axes, records: list[SaveRecord]) -> None:
     """A vertical line for each failed or skipped save."""
-    for outcomes, color in ((("failed", "removed", "unknown"), "tab:red"), (("skipped",), "tab:gray")):
-        for number, record in enumerate([record for record in records if record.outcome in outcomes]):
+    for outcomes, color in (
+        (("failed", "removed", "unknown"), "tab:red"),
+        (("skipped",), "tab:gray"),
+    ):
+        for number, record in enumerate(
+            [record for record in records if record.outcome in outcomes]
+        ):
             label = " or ".join(outcomes) if number == 0 else None
             axes.axvline(record.step, color=color, linewidth=1, linestyle=":", label=label)
 
@@ -114,5 +118,7 @@ def _mark_restarts(axes: Axes, records: list[SaveRecord]) -> None:
     for record in records:
         if record.session not in seen:
             label = "restart" if len(seen) == 1 else None
-            axes.axvline(record.step, color="tab:green", linewidth=1, linestyle="--", zorder=0.5, label=label)
+            axes.axvline(
+                record.step, color="tab:green", linewidth=1, linestyle="--", zorder=0.5, label=label
+            )
             seen.add(record.session)

@@ -1,1 +1,1 @@
-"""What a run directory holds."""
+"""The contents of a run directory."""

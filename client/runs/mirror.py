@@ -1,4 +1,4 @@
-"""The mirror of a run as its client sees it: where it is, and what is there."""
+"""The client's side of a run's mirror: checks its place, and lists its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import dataclasses
 import errno
 import logging
 import os
-from typing import Final, cast
+from typing import cast
 
 from sidesave.client.arguments import path_text
-from sidesave.client.runs import catalog
-from sidesave.client.runs.info import CheckpointInfo
+from sidesave.client.runs import finding
 from sidesave.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     FormatVersionError,
     InvalidArgumentError,
     WriteError,
-    brief,
 )
+from sidesave.writer_daemon.checkpoints.catalog import CatalogView
 from sidesave.writer_daemon.format import rollback
-from sidesave.writer_daemon.format.rollback import Rollbacks
+from sidesave.writer_daemon.format.rollback import ROLLBACK_FILE, Rollbacks
 from sidesave.writer_daemon.mirror import identity
 from sidesave.writer_daemon.storage import urls
-from sidesave.writer_daemon.storage.atomic import replace_file
 
 logger = logging.getLogger(__name__)
 
-_MAX_NBYTES: Final = 16 << 20
 
-
-def check_mirror(mirror: str | os.PathLike[str] | None, directory: str, *, node_local: bool) -> str:
-    """The place of a run's mirror, empty for None; ``InvalidArgumentError`` where it cannot be one."""
-    if mirror is None:
-        return ""
+def check_mirror(mirror: str | os.PathLike[str], directory: str, *, node_local: bool) -> str:
+    """Normalize the path or URL of a run's mirror; ``InvalidArgumentError`` if it cannot be one."""
     text = str(os.fspath(mirror)) if isinstance(cast("object", mirror), (str, os.PathLike)) else ""
     place = urls.normalized(text, to_write=True) if urls.is_url(text) else path_text(mirror)
     if node_local:
-        raise InvalidArgumentError("node_local keeps a part on each node, a mirror whole checkpoints: not both")
+        raise InvalidArgumentError(
+            "node_local keeps a part on each node, a mirror whole checkpoints: not both"
+        )
     if urls.is_url(directory):
-        raise InvalidArgumentError(f"mirror={place}: a mirror is of a run directory on a disk, not of {directory}")
+        raise InvalidArgumentError(
+            f"mirror={place}: the run directory must be on a disk, not {directory}"
+        )
     if urls.is_url(place) and not urls.can_list(place):
         raise InvalidArgumentError(f"mirror={place}: nothing can be written to http")
     if lie_in_each_other(directory, place):
-        raise InvalidArgumentError(f"mirror={place} and the run directory {directory} lie in each other")
+        raise InvalidArgumentError(
+            f"mirror={place} and the run directory {directory} are inside one another"
+        )
     return place
 
 
 def lie_in_each_other(first: str, second: str) -> bool:
-    """Whether of two places of runs, paths or URLs, one is the other one, or in it."""
+    """Whether two places of runs, paths or URLs, are equal or one is inside the other."""
     places = [place.removeprefix("file://") for place in (first, second)]
     if any(map(urls.is_url, places)):
         return f"{first}/".startswith(f"{second}/") or f"{second}/".startswith(f"{first}/")
@@ -57,91 +57,78 @@ def lie_in_each_other(first: str, second: str) -> bool:
     return os.path.commonpath([here, there]) in (here, there)
 
 
-def check_bandwidth(bandwidth: object, mirror: object) -> int:
-    """Bytes per second, 0 for None; ``InvalidArgumentError`` for no number, or where there is no mirror."""
-    if bandwidth is None:
-        return 0
-    if type(bandwidth) is not int or bandwidth < 1:
-        raise InvalidArgumentError(f"mirror_bandwidth must be an int, 1 or more, or None, not {brief(bandwidth)}")
-    if mirror is None:
-        raise InvalidArgumentError("mirror_bandwidth is that of a mirror, and there is none: name it with mirror=")
-    return bandwidth
-
-
-class MirrorView:
-    """What the mirror of a run holds. Nothing is written there: that is the daemon's."""
+class MirrorReader:
+    """Lists the checkpoints of a run's mirror; only the daemon writes there."""
 
     def __init__(self, directory: str, place: str) -> None:
-        """Look at nothing yet; an empty ``place`` is no mirror, and holds nothing."""
+        """Read nothing yet; an empty ``place`` means that there is no mirror."""
         self.place = place
         self._directory = directory
-        self._checkpoints: list[CheckpointInfo] = []
+        self._catalog = finding.catalog_of(place)
+        self._trouble = ""
+        self._unreachable: WriteError | CheckpointError | None = None
 
-    def look(self, *, needed: bool, refuse_newer: bool = False) -> bool:
-        """List what is there, blocking; whether that was possible.
+    def was_unreachable(self, error: WriteError | CheckpointError | None) -> None:
+        """Let the next :meth:`look` fail at once if a store did not answer, which takes minutes."""
+        self._unreachable = error if urls.is_url(self.place) else None
+
+    def look(
+        self, *, rollbacks: Rollbacks, needed: bool, strict: bool = False
+    ) -> CatalogView | None:
+        """List the mirror's checkpoints, blocking; log and return None if that is not possible.
 
         Raises:
-            SidesaveError: It was not, and it is ``needed``: without it the run would begin anew.
-            FormatVersionError: A checkpoint is in a newer format, and ``refuse_newer`` is true.
+            SidesaveError: The mirror cannot be read, and is ``needed``: without it the run would
+                start from scratch.
+            FormatVersionError: A checkpoint is in a newer format, and ``strict`` is true.
         """
-        if not self.place:
-            return True
         try:
-            found = self._list(refuse_newer=refuse_newer)
+            error, self._unreachable = self._unreachable, None
+            if error is not None:
+                raise error
+            view = self._list(rollbacks, strict=strict)
         except FormatVersionError:
             raise
         except (WriteError, CheckpointError) as error:
             if needed:
-                text = "the run directory has no checkpoint, and its mirror cannot be read: where to go on is not known"
-                error.add_note(f"{text}; to begin anew all the same, leave mirror= out")
+                text = (
+                    "the run directory has no checkpoint, and its mirror, which may have some, "
+                    "cannot be read"
+                )
+                error.add_note(f"{text}; to start from scratch all the same, leave mirror= out")
                 raise error
-            logger.warning("the mirror %s cannot be read now: %s", self.place, error)
-            return False
-        self._checkpoints = [dataclasses.replace(info, in_mirror=True) for info in found]
-        return True
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.warning("the mirror %s cannot be read now: %s", self.place, error)
+            return None
+        self._trouble = ""
+        checkpoints = [dataclasses.replace(info, in_mirror=True) for info in view.checkpoints]
+        return dataclasses.replace(view, checkpoints=checkpoints)
 
-    def _list(self, *, refuse_newer: bool) -> list[CheckpointInfo]:
-        """The checkpoints of the mirror that the run has had, or of one that may be begun."""
+    def _list(self, rollbacks: Rollbacks, *, strict: bool) -> CatalogView:
+        """List the mirror; raises if it belongs to another run."""
         try:
-            found = catalog.scan(self.place, refuse_newer=refuse_newer)
+            view = self._catalog.look(rollbacks=rollbacks, strict=strict)
         except CheckpointNotFoundError as error:
             if error.errno != errno.ENOENT:
                 raise
+            view = CatalogView([], [], rollbacks)  # the directory will be created later
+        # at the start of a session, or if the mirror may have been recreated
+        if strict or not view.checkpoints:
             identity.check_identity(self._directory, self.place)
+        if not view.checkpoints:
             identity.refuse_unmounted(self.place)
-            return []  # a directory that is still to be made
-        if refuse_newer or not found:  # at the start of a session, or where it may have begun anew
-            identity.check_identity(self._directory, self.place)
-        if not found:
-            identity.refuse_unmounted(self.place)
-        return found
-
-    def scan(self) -> list[CheckpointInfo]:
-        """All checkpoints that are there, read afresh; nothing where that is not possible, which is logged."""
-        return [*self._checkpoints] if self.look(needed=False) else []
+        return view
 
     def adopt_rollbacks(self, directory: str) -> None:
-        """Where the run directory does not say where the run has gone back, and the mirror does, write that down."""
-        if not self.place or os.path.exists(f"{directory}/{rollback.ROLLBACK_FILE}"):
+        """Copy the mirror's record of rollbacks to a run directory that has none."""
+        if not self.place or os.path.exists(f"{directory}/{ROLLBACK_FILE.name}"):
             return
-        data: bytes | None = None
-        with contextlib.suppress(WriteError), contextlib.closing(urls.open_storage(self.place)) as storage:
-            rollback.read(storage)  # which says what is wrong with it
-            data = storage.read(rollback.ROLLBACK_FILE, _MAX_NBYTES)
-        if data is not None:
-            replace_file(f"{directory}/{rollback.ROLLBACK_FILE}", data, "cannot write down that the run has gone back")
-
-    def beside(self, checkpoints: list[CheckpointInfo], rollbacks: Rollbacks) -> list[CheckpointInfo]:
-        """What is there and not among ``checkpoints``."""
-        known = {(info.session, info.sequence) for info in checkpoints}
-        return [
-            dataclasses.replace(info, given_up=not rollbacks.order(info.sequence)[0])
-            for info in self._checkpoints
-            if (info.session, info.sequence) not in known
-        ]
-
-    def copy_of(self, info: CheckpointInfo) -> CheckpointInfo | None:
-        """The same checkpoint, as it lies here."""
-        key = (info.session, info.sequence)
-        copies = [each for each in self._checkpoints if (each.session, each.sequence) == key and not info.in_mirror]
-        return dataclasses.replace(copies[0], given_up=info.given_up) if copies else None
+        rollbacks: Rollbacks | None = None
+        with (
+            contextlib.suppress(WriteError),
+            contextlib.closing(urls.open_storage(self.place)) as storage,
+        ):
+            rollbacks = ROLLBACK_FILE.read(storage)
+        if rollbacks is not None:
+            rollback.write_in(directory, rollbacks)

@@ -1,21 +1,29 @@
-"""The files by which other processes ask a run for a save, and the thread that looks for them.
+"""Requests from other processes that a run save: files, and the thread that looks for them.
 
-A session that listens says so, by a file with its name. Requests end with the session that they were made for.
+A session that listens announces this by a file with its name. Requests end with the session that
+they were made for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from sidesave.client.runs import finding
-from sidesave.errors import WriteError
-from sidesave.writer_daemon.storage.atomic import replace_file
+from sidesave.client.runs.history import is_live
+from sidesave.errors import ClosedError, WriteError, WriteStalledError
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
+from sidesave.writer_daemon.lease.observer import Observer
+from sidesave.writer_daemon.log import read_history
+from sidesave.writer_daemon.save_record import wall_clock_s
+from sidesave.writer_daemon.storage import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -24,29 +32,38 @@ STOP: Final = ".sidesave.stop"
 LISTENING: Final = ".sidesave.listening"
 _SEEN: Final = ".seen"
 _PERIOD_S: Final = 1.0
+_POLL_S: Final = 0.5
+_BEGINNING_S: Final = 2.0
 
 
-def request_save(directory: str | os.PathLike[str], *, stop: bool = False, session: str = "") -> str:
-    """Ask the run in ``directory`` for a save at its next step, from any process; returns the request's file.
+def request_save(
+    directory: str | os.PathLike[str], *, stop: bool = False, session: str = ""
+) -> str:
+    """Ask a run, from any process, to save at its next step; return the request's file.
 
-    With ``stop`` the loop is asked to end there as well (``manager.stopping``). A run with the policy
-    :class:`OnRequest` removes the file when it has seen it, within about a second. The request ends with the session
-    that is there now, or is made for ``session`` alone; :class:`~sidesave.client.cli.trigger.SaveRequest` finds out
-    first whether there is one that listens.
+    With ``stop`` the loop is also asked to end there (``manager.stopping``). A run with the policy
+    :class:`OnRequest` removes the file when it has seen it, within about a second. The request ends
+    with the session that is running, or is made for ``session`` alone; :class:`SaveRequest` checks
+    first whether a session listens.
 
     Raises:
         CheckpointNotFoundError: There is no such directory.
         InvalidArgumentError: It is one checkpoint.
-        WriteError: The file cannot be made.
+        WriteError: The file cannot be created.
     """
-    path = os.path.join(finding.locate_run(directory), STOP if stop else TRIGGER)
-    replace_file(path, session.encode(), "cannot ask for a save")
-    return path
+    run, name = finding.locate_run(directory), STOP if stop else TRIGGER
+    _write(run, name, session)
+    return os.path.join(run, name)
 
 
 def listen(directory: str, session: str) -> None:
     """Announce that a session listens to requests; raises ``WriteError``."""
-    replace_file(os.path.join(directory, LISTENING), session.encode(), "cannot say that requests are listened to")
+    _write(directory, LISTENING, session)
+
+
+def _write(directory: str, name: str, session: str) -> None:
+    with contextlib.closing(PosixStorage(directory)) as storage:
+        storage.replace(name, session.encode())
 
 
 def listens(directory: str, session: str) -> bool:
@@ -64,13 +81,119 @@ def forget_requests(directory: str) -> None:
             os.unlink(os.path.join(directory, name))
 
 
-class TriggerWatch:
-    """A thread that looks for request files once a second, removes them and reports them."""
+class SaveRequest:
+    """A save request, written to a run at construction; :meth:`wait` waits for the checkpoint."""
 
-    def __init__(self, directory: str, session: str, on_save: Callable[[], None], on_stop: Callable[[], None]) -> None:
+    def __init__(self, run: str | os.PathLike[str], *, stop: bool = False) -> None:
+        """Ask the trainer of ``run`` to save; an existing request is shared.
+
+        With ``stop``, also ask its training loop to end at that step.
+
+        Raises:
+            ClosedError: No live session has the directory open, or the session does not listen to
+                requests.
+            WriteError: The request cannot be written.
+        """
+        self._run = os.fspath(run)
+        self._catalog = finding.catalog_of(self._run)
+        with contextlib.closing(PosixStorage(self._run)) as storage:
+            view = Observer(storage).look()
+        holder = view.holder
+        if view.alive is False or (holder is not None and holder.trainer_is_gone()):
+            raise ClosedError(
+                f"no live session has {self._run} open, so the request would not be answered"
+            )
+        self.is_sure: Final = view.alive is True
+        """Whether this machine can see that the session is alive."""
+        self._session = "" if holder is None else holder.session
+        self._clock_is_ours = holder is not None and holder.lives() is not None
+        self._before = max(self._sequences(), default=0)
+        self._asked_s = wall_clock_s()
+        # a session that has just begun does not listen yet
+        deadline = time.monotonic() + _BEGINNING_S
+        while self._session and not listens(self._run, self._session):
+            if time.monotonic() >= deadline:
+                raise ClosedError(
+                    f"the session that has {self._run} open does not listen to requests: its "
+                    "CheckpointManager needs the policy OnRequest()"
+                )
+            time.sleep(_POLL_S / 10)
+        self._path = request_save(self._run, stop=stop, session=self._session)
+
+    def wait(self, timeout_s: float) -> CheckpointInfo:
+        """Block until a checkpoint is committed whose save was called after the request.
+
+        Raises:
+            WriteStalledError: No such checkpoint was committed within ``timeout_s``; an unseen
+                request stays.
+            WriteError: The save failed.
+            ClosedError: The session ended first; a request that it has not seen is removed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            live = is_live(self._run, self._session)  # before looking: its last commit is found
+            info = self._newer()
+            if info is not None:
+                return info
+            if live is False:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._path)
+                raise ClosedError(
+                    f"the session that had {self._run} open has ended without such a save"
+                )
+            if time.monotonic() >= deadline:
+                state = "has not seen" if os.path.lexists(self._path) else "has seen"
+                message = (
+                    f"nothing was committed within {timeout_s:g} s; the trainer {state} the request"
+                )
+                raise WriteStalledError(errno.ETIMEDOUT, message, self._run)
+            time.sleep(_POLL_S)
+
+    def _sequences(self) -> list[int]:
+        """Return the sequence numbers of all known saves."""
+        sequences = [info.sequence for info in self._catalog.all()]
+        return sequences + [
+            record.sequence for record in read_history(self._run) if record.sequence is not None
+        ]
+
+    def _newer(self) -> CheckpointInfo | None:
+        for info in self._catalog.all():
+            if self._is_newer(info.sequence, info.created_s):
+                return info
+        for record in read_history(self._run):
+            if record.sequence is None or not self._is_newer(record.sequence, record.called_s):
+                continue
+            # in the fallback directory
+            if record.outcome == "committed" and record.path is not None:
+                return finding.read_info(record.path)
+            if record.outcome == "failed":
+                reason = f"the save of step {record.step} failed: {record.error}: {record.message}"
+                raise WriteError(record.errno or errno.EIO, reason)
+        return None
+
+    def _is_newer(self, sequence: int, called_s: float | None) -> bool:
+        """Whether a save was called after the request.
+
+        The sequence number does not show that a save was called before the request and waited for
+        its turn. If the trainer has the same clock, the time of the call shows it.
+        """
+        return sequence > self._before and (
+            not self._clock_is_ours or called_s is None or called_s >= self._asked_s
+        )
+
+
+class TriggerWatch:
+    """A thread that looks for request files once a second, removes and reports them."""
+
+    def __init__(
+        self, directory: str, session: str, on_save: Callable[[], None], on_stop: Callable[[], None]
+    ) -> None:
         """Start to look for requests to ``session``: for a save, and for a last one."""
         self._directory, self._session = directory, session
-        self._answers = {os.path.join(directory, TRIGGER): on_save, os.path.join(directory, STOP): on_stop}
+        self._answers = {
+            os.path.join(directory, TRIGGER): on_save,
+            os.path.join(directory, STOP): on_stop,
+        }
         self._complained = False
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, name="sidesave-trigger", daemon=True)
@@ -89,20 +212,20 @@ class TriggerWatch:
 
     def _look(self, path: str, answer: Callable[[], None]) -> None:
         try:
-            os.rename(path, path + _SEEN)  # first: another request may come in its place at any moment
+            os.rename(path, path + _SEEN)  # first: another request may replace it at any moment
             asked = Path(path + _SEEN).read_bytes()
             os.unlink(path + _SEEN)
         except FileNotFoundError:
             return
         except OSError as error:
             if not self._complained:
-                logger.warning("requests for a save are not seen: %s", error)
+                logger.warning("cannot look for requests for a save: %s", error)
             self._complained = True
             return
         if asked not in (b"", self._session.encode()):
             logger.info("%s was a request to an earlier session, which has ended", path)
             return
-        logger.info("a save was asked for by %s", path)
+        logger.info("%s requested a save", path)
         answer()
 
     def close(self) -> None:

@@ -1,17 +1,16 @@
-"""What ``save()`` returns: four futures, a number for progress, and facts about the checkpoint once it exists."""
+"""The result of ``save()``: four futures, progress, and facts about a checkpoint once it exists."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from sidesave.client.runs.info import CheckpointInfo
 from sidesave.errors import SidesaveError
 from sidesave.stager.signal_safe import Monitor
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 
 logger = logging.getLogger(__name__)
 
@@ -19,31 +18,19 @@ T = TypeVar("T")
 
 
 class Outcome(Future[T]):
-    """A future of a save. A failure that is read from it counts as reported: no other call raises it again.
+    """A future of a save. A failure read from it counts as reported, and no other call raises it.
 
-    An interrupt in the main thread leaves it intact, and an error in a callback ends no thread of ours.
+    An interrupt in the main thread leaves it intact, and an error in a callback ends no thread of
+    ours.
     """
 
     def __init__(self) -> None:
         """Make it open."""
         super().__init__()
         self._condition: Any = Monitor()
-        self._at = 0.0
-        self.hurry: Callable[[], object] = _nothing
-        """Called before a thread waits for this future."""
-
-    @property
-    def reached(self) -> float | None:
-        """When the future got its result, by ``time.monotonic()``; None before that, and if it failed."""
-        return self._at if self.done() and not self.cancelled() and self.peek() is None else None
-
-    def set_result(self, result: T) -> None:
-        """As of any future."""
-        self._at = time.monotonic()
-        super().set_result(result)
 
     def resolve(self, result: T) -> None:
-        """The same, unless it has failed in this moment, in another thread."""
+        """Set the result, unless the future has failed in this moment, in another thread."""
         with contextlib.suppress(InvalidStateError):
             self.set_result(result)
 
@@ -65,9 +52,7 @@ class Outcome(Future[T]):
         return error
 
     def peek(self, timeout: float | None = None) -> BaseException | None:
-        """As :meth:`exception`, for internal use: the failure does not count as reported to the user."""
-        if not self.done():
-            self.hurry()
+        """Like :meth:`exception`, for internal use; the failure does not count as reported."""
         if not self._condition.wait_for(self.done, timeout):
             raise TimeoutError
         return super().exception(0)
@@ -78,26 +63,31 @@ class Outcome(Future[T]):
             try:
                 callback(self)
             except BaseException:  # the user's code; the others are to be called all the same
-                logger.exception("a callback of a save's future raised; set a flag there that the training loop reads")
-
-
-def _nothing() -> None: ...
+                logger.exception(
+                    "a callback of a save's future raised; set a flag there that the training loop "
+                    "reads"
+                )
 
 
 class SaveHandle:
-    """One save on its way. The futures may be waited for from any thread; cancelling them has no effect on the save.
+    """One save and its futures, which any thread may wait for.
 
-    A failure is reported once: after it was read from one of the futures, neither the next ``save()`` nor ``wait()``
-    nor ``close()`` raises it again.
+    Cancelling a future has no effect on the save. A failure is reported once: after it was read
+    from one of the futures, neither the next ``save()`` nor ``wait()`` nor ``close()`` raises it
+    again.
 
     Attributes:
         step: The step being saved.
-        staged: Done when the state is in staging memory: everything may be changed, and the save survives the trainer.
+        staged: Done when the state is in staging memory: everything may be changed, and the save
+            survives the trainer.
         written: Done when this rank's bytes are durable.
-        committed: Done when the checkpoint is visible and durable on all ranks; its result describes it.
-        mirrored: Done when the checkpoint is in the mirror, visible and durable there; its result is the path or URL.
-            Without a mirror it has failed, with ``InvalidArgumentError``. What fails here fails nothing else.
-        skipped: Whether nothing was saved because every slot was busy (``on_busy="skip"``); the futures are cancelled.
+        committed: Done when the checkpoint is visible and durable on all ranks; its result
+            describes it.
+        mirrored: Done when the checkpoint is in the mirror, visible and durable there; its result
+            is the path or URL. Without a mirror it has failed, with ``InvalidArgumentError``. What
+            fails here fails nothing else.
+        skipped: Whether nothing was saved because every slot was busy (``on_busy="skip"``); the
+            futures are cancelled.
         nbytes: Bytes that this rank has to write, 0 until that is known.
         nbytes_written: How many of them storage has taken.
     """
@@ -119,7 +109,7 @@ class SaveHandle:
 
     @property
     def progress(self) -> float:
-        """The part of the bytes that storage has taken, 0.0 to 1.0; 1.0 does not yet mean durable."""
+        """The part of the bytes storage has taken, 0.0 to 1.0; 1.0 does not yet mean durable."""
         return self.nbytes_written / self.nbytes if self.nbytes else 0.0
 
     def done(self) -> bool:
@@ -133,8 +123,16 @@ class SaveHandle:
         elif self.committed.done():
             state = "failed" if self.committed.peek() else "committed"
         else:
-            state = "written" if self.written.done() else "staged" if self.staged.done() else "staging"
+            state = (
+                "written" if self.written.done() else "staged" if self.staged.done() else "staging"
+            )
         return f"<SaveHandle step={self.step} {state}>"
+
+    def commit(self, info: CheckpointInfo) -> None:
+        """For the saver: resolve the futures up to ``committed``."""
+        self.staged.resolve(None)
+        self.written.resolve(None)
+        self.committed.resolve(info)
 
     def fail(self, error: Exception) -> None:
         """For whoever saves: fail the futures that are still open."""

@@ -6,15 +6,22 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from sidesave import errors
 from sidesave.client.saving.handle import SaveHandle
-from sidesave.errors import CommitUnknownError, InvalidArgumentError, SidesaveError, WriteStalledError
+from sidesave.errors import (
+    CommitUnknownError,
+    InvalidArgumentError,
+    SidesaveError,
+    WriteStalledError,
+)
 from sidesave.stager.signal_safe import Monitor
 from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
+from sidesave.writer_daemon.format.names import step_directory
 from sidesave.writer_daemon.protocol import Message
 
 logger = logging.getLogger(__name__)
@@ -32,13 +39,14 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStatus:
-    """How a mirror stands, as its daemon has last told; while it copies that is at most some seconds ago.
+    """The last reported state of a mirror, at most some seconds old while its daemon copies.
 
     Attributes:
         mirror: Where it is.
         checkpoints: How many are still to be copied; None before both places were compared.
         nbytes: Bytes of those; one that is being copied counts whole.
-        nbytes_per_s: Bytes per second that go there now, also those of a file that is sent once more.
+        nbytes_per_s: Bytes per second that go there now, also those of a file that is sent once
+            more.
         last_step: What was mirrored last since the daemon started.
         error: What it fails of now; None while it works.
     """
@@ -52,39 +60,71 @@ class MirrorStatus:
 
 
 class Mirroring:
-    """The ``mirrored`` futures of a session. Thread-safe: the daemon's messages come in the connection's thread."""
+    """The ``mirrored`` futures of a session.
+
+    Thread-safe: the daemon's messages arrive in the connection's thread.
+    """
 
     def __init__(self, mirror: str = "", session: str = "", *, leads: bool = True) -> None:
-        """Begin with none; an empty ``mirror`` is none. It is rank 0's daemon that copies, for all: it ``leads``."""
+        """Start empty; "" means no mirror. Only rank 0 ``leads``: its daemon copies for all."""
         self.mirror = mirror
         self._leads = leads
         self._session = session
         self._changed = Monitor()
         self._open: dict[int, _Open] = {}
+        self._here: dict[str, int] = {}
+        """Sequences of checkpoints in the run directory that are not mirrored, by name.
+
+        Of earlier sessions only those of which the mirror has an older save.
+        """
+        self._there: dict[str, int] = {}
+        """Sequences of the checkpoints in the mirror, by name."""
+        self._replaced = set[str]()
+        """Names this session saved again; a mirror not yet known may have older saves of them."""
         self._failures: list[SidesaveError] = []
         self._over: SidesaveError | None = None
         self._missing: frozenset[int] | None = None
-        self._state = protocol.Mirror(attempt=0)
-        self.on_mirrored: Callable[[], object] = lambda: None
-        """Called when that has changed."""
+        self._state = protocol.MirrorState(attempt=0)
+        self._trouble = ""
+        """The problem that was logged since a checkpoint was last copied."""
+        self._watchers: list[Callable[[], object]] = []
 
-    def add(self, sequence: int, handle: SaveHandle) -> None:
-        """A save that has just been called."""
+    def begin(self, here: Iterable[CheckpointInfo], there: Iterable[CheckpointInfo]) -> None:
+        """Note what earlier sessions left in the run directory and in the mirror, if it is known.
+
+        What the daemon has told since its start may be newer.
+        """
+        with self._changed:
+            for info in there:
+                name = step_directory(info.step)
+                self._there[name] = max(self._there.get(name, 0), info.sequence)
+            for info in here:
+                name = step_directory(info.step)
+                if self._there.get(name, info.sequence) < info.sequence:
+                    self._here[name] = info.sequence
+
+    def add(self, sequence: int, handle: SaveHandle, *, replaces: bool = False) -> None:
+        """A save that has just been called; ``replaces`` if it takes the place of another."""
+        if replaces and self.mirror and self._leads:
+            self._replaced.add(step_directory(handle.step))
         over = self._over
         if not self.mirror or not self._leads:
             over = InvalidArgumentError(_NOT_HERE if self.mirror else _NO_MIRROR)
         if over is not None:
             handle.mirrored.fail(over)
             return
+        # first: an interrupt may come between
+        handle.mirrored.add_done_callback(lambda done: self._forget(sequence))
         with self._changed:
             self._open[sequence] = _Open(handle)
-        handle.mirrored.add_done_callback(lambda done: self._forget(sequence))
 
     def receive(self, message: Message) -> None:
-        """Handle a message; those that are none of the mirror's only tell which daemon has committed a save."""
+        """Handle a mirror message; of others, note only which daemon has committed a save."""
         match message:
-            case protocol.Committed(save_id=sequence, attempt=attempt):
+            case protocol.Committed(save_id=sequence, attempt=attempt, name=name):
                 with self._changed:
+                    if self.mirror and self._leads:
+                        self._here[name] = sequence
                     if sequence in self._open:
                         self._open[sequence].committed_by = attempt
             case protocol.Mirrored(session=session, sequence=sequence, name=name, error=failure):
@@ -92,17 +132,23 @@ class Mirroring:
                     entry = self._open.get(sequence) if session == self._session else None
                 if entry is not None and failure is not None:
                     self._fail(entry, _from_wire(failure))
-                elif entry is not None:
+                if failure is None:
+                    self._arrived(name, sequence)
+                    self._trouble = ""
+                if entry is not None and failure is None:
                     entry.handle.mirrored.resolve(os.path.join(self.mirror, name))
-            case protocol.Mirror():
+            case protocol.MirrorState():
                 before, self._state = self._state, message
-                self._hear_state(message, is_news=message.error != before.error)
-                if dataclasses.replace(before, nbytes_per_s=0.0) != dataclasses.replace(message, nbytes_per_s=0.0):
-                    self.on_mirrored()
+                self._hear_state(message)
+                if dataclasses.replace(before, nbytes_per_s=0.0) != dataclasses.replace(
+                    message, nbytes_per_s=0.0
+                ):
+                    for watcher in self._watchers:
+                        watcher()
             case _:
                 pass
 
-    def _hear_state(self, state: protocol.Mirror, *, is_news: bool) -> None:
+    def _hear_state(self, state: protocol.MirrorState) -> None:
         if state.compared:
             with self._changed:
                 self._missing = frozenset(state.missing)
@@ -110,7 +156,9 @@ class Mirroring:
                 self._changed.notify_all()
         error = None if state.error is None else _from_wire(state.error)
         if error is not None and state.over:
-            logger.error("the mirror %s is given up, and saves go on without it: %s", self.mirror, error)
+            logger.error(
+                "the mirror %s is given up, and saves go on without it: %s", self.mirror, error
+            )
             with self._changed:
                 self._over = error
                 entries = list(self._open.values())
@@ -118,10 +166,14 @@ class Mirroring:
                 self._changed.notify_all()
             for entry in entries:
                 self._fail(entry, error)
-        elif error is not None and is_news:
-            logger.warning("the mirror %s does not work now, and is tried again: %s", self.mirror, error)
+        elif error is not None and str(error) != self._trouble:
+            self._trouble = str(error)
+            logger.warning(
+                "the mirror %s does not work now, and is tried again: %s", self.mirror, error
+            )
         elif error is None and state.compared:
-            # What an earlier daemon has committed is in one place or the other, or was deleted before it was copied.
+            # What an earlier daemon has committed is in one place or the other, or was deleted
+            # before it was copied.
             with self._changed:
                 lost = [
                     entry
@@ -148,18 +200,46 @@ class Mirroring:
             error=None if state.error is None else _from_wire(state.error),
         )
 
+    def watch(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called when :meth:`status` has changed, in the connection's thread."""
+        self._watchers.append(callback)
+
     def awaits(self, sequence: int) -> bool:
-        """Whether the checkpoint of that place in the order of commits is still to be copied, or may be."""
+        """Whether the checkpoint of that ``sequence`` is still to be copied, or may be."""
         if not self.mirror or self._over is not None:
             return False
         return self._missing is None or sequence in self._missing or sequence in self._open
 
+    def has_older(self, step: int) -> bool:
+        """Whether the mirror lacks the last save of a step, and has an older one, or may have."""
+        name = step_directory(step)
+        with self._changed:
+            under_way = [
+                sequence for sequence, entry in self._open.items() if entry.handle.step == step
+            ]
+            last = max([self._here.get(name, 0), *under_way])
+            is_unknown = self._missing is None and name in self._replaced
+            return self._there.get(name, 0 if is_unknown else last) < last
+
+    def _arrived(self, name: str, sequence: int) -> None:
+        with self._changed:
+            self._there[name] = sequence
+            if self._here.get(name, 0) <= sequence:
+                self._here.pop(name, None)
+                self._replaced.discard(name)
+
+    def removed(self, step: int) -> None:
+        """Record that a step was deleted in the mirror."""
+        with self._changed:
+            self._there.pop(step_directory(step), None)
+
     def _fail(self, entry: _Open, error: SidesaveError) -> None:
         with self._changed:
             # One that is gone by then, as retention has it go, is no failure of the mirror.
-            if not isinstance(error, errors.CheckpointNotFoundError) and self._failures[-1:] != [error]:
+            if not isinstance(error, errors.CheckpointNotFoundError) and self._failures[-1:] != [
+                error
+            ]:
                 self._failures.append(error)
-        logger.warning("step %d is not mirrored: %s", entry.handle.step, error)
         entry.handle.mirrored.fail(error)
 
     def _forget(self, sequence: int) -> None:
@@ -168,13 +248,13 @@ class Mirroring:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until every save called so far is mirrored, or will not be, and what earlier sessions have left.
+        """Block until all earlier saves and what past sessions left are mirrored, or will not be.
 
         Raises:
             WriteStalledError: ``timeout_s`` seconds passed first.
             InvalidArgumentError: There is no mirror. On other ranks than 0 this returns at once.
-            SidesaveError: The first that kept a step from being mirrored, unless it was read from the handle's future.
-                A step that was deleted or replaced before its turn is none.
+            SidesaveError: The first that kept a step from being mirrored, unless it was read from
+                the handle's future. A step that was deleted or replaced before its turn is none.
         """
         if not self.mirror:
             raise InvalidArgumentError(_NO_MIRROR)
@@ -183,14 +263,23 @@ class Mirroring:
         def done() -> bool:
             nonlocal left
             left = self._missing if left is None else left
-            earlier = self._leads and self._over is None and (left is None or not left.isdisjoint(self._missing or ()))
+            earlier = (
+                self._leads
+                and self._over is None
+                and (left is None or not left.isdisjoint(self._missing or ()))
+            )
             return not earlier and waiting.isdisjoint(self._open)
 
         if not self._changed.wait_for(done, timeout_s):
             with self._changed:
-                steps = sorted(entry.handle.step for key, entry in self._open.items() if key in waiting)
+                steps = sorted(
+                    entry.handle.step for key, entry in self._open.items() if key in waiting
+                )
             what = f"steps {steps} were" if steps else "what earlier sessions have left was"
-            text = f"{what} not mirrored within {timeout_s:g} s; {self._state.nbytes:,} bytes are to be copied"
+            text = (
+                f"{what} not mirrored within {timeout_s:g} s; {self._state.nbytes:,} bytes are to "
+                "be copied"
+            )
             raise WriteStalledError(text)
         with self._changed:
             failures, self._failures = self._failures, []
@@ -203,7 +292,10 @@ class Mirroring:
         with self._changed:
             entries = list(self._open.values())
         for entry in entries:
-            text = f"the checkpointer was closed before step {entry.handle.step} was mirrored; its daemon goes on"
+            text = (
+                f"the checkpointer was closed before step {entry.handle.step} was mirrored; its "
+                "daemon goes on"
+            )
             entry.handle.mirrored.fail(CommitUnknownError(errno.ETIMEDOUT, text, self.mirror))
 
 

@@ -12,11 +12,13 @@ from typing import Any
 from sidesave.client import arguments
 from sidesave.client.loading.load import LoadRequest
 from sidesave.client.ranks.group import NodeWorld, World
-from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.runs.run import Run
-from sidesave.client.saving.in_flight import SavesInFlight
+from sidesave.client.runs.view import RunView
 from sidesave.client.saving.lineage import Lineage
+from sidesave.client.saving.saves import Saves
 from sidesave.errors import CheckpointNotFoundError, IntegrityError
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
+from sidesave.writer_daemon.format.rollback import Rollbacks
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +32,14 @@ class SharedRun:
         node: World,
         run: Run,
         session_id: str,
-        saves: SavesInFlight,
+        saves: Saves,
         lineage: Lineage,
         complete: Collection[tuple[str, int]],
     ) -> None:
-        """See ``run`` as ``world`` does; of earlier sessions every node has its part of the ``complete`` ones."""
+        """See ``run`` as ``world`` does.
+
+        The ``complete`` checkpoints are those of earlier sessions with parts on every node.
+        """
         self._world = world
         self._node = node
         self._run = run
@@ -44,14 +49,14 @@ class SharedRun:
         self._complete = complete
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """The checkpoints; of nodes that keep their own parts those of earlier sessions that every node has."""
-        scanned, _ = self._run.scan_all()
+        """The checkpoints; with node-local parts, earlier sessions' only if every node has them."""
+        checkpoints = self._run.look().all
         if not isinstance(self._node, NodeWorld):
-            return scanned
+            return checkpoints
         return [
             info
-            for info in scanned
-            if info.session == self._session_id or (info.session, info.sequence) in self._complete
+            for info in checkpoints
+            if info.session == self._session_id or info.key in self._complete
         ]
 
     def load(
@@ -63,7 +68,7 @@ class SharedRun:
     ) -> dict[str, Any]:
         """Read the checkpoint that ``which`` names into live objects, and go on from there."""
         began = time.monotonic()
-        step, candidates, checkpoints = self._candidates(which, fallback=fallback)
+        step, candidates, checkpoints, rollbacks = self._candidates(which, fallback=fallback)
         for info in candidates:
             try:
                 with self._world.raise_together(f"cannot load step {info.step}"):
@@ -71,28 +76,47 @@ class SharedRun:
             except IntegrityError as error:
                 if info is candidates[-1]:
                     raise
-                logger.warning("step %d does not verify, trying another one: %s", info.step, error)
+                logger.warning(
+                    "step %d does not verify, so another copy or an older step is tried: %s",
+                    info.step,
+                    error,
+                )
                 continue
-            with self._world.raise_together(f"cannot give its objects what it has loaded of step {info.step}"):
+            with self._world.raise_together(
+                f"cannot give its objects what it has loaded of step {info.step}"
+            ):
                 state = loaded.apply()
-            self._lineage.go_back_to(info, checkpoints)
+            since = self._lineage.go_back_to(info, checkpoints, rollbacks)
             if step is not None:
-                with self._world.raise_together(f"cannot write down that it goes on from step {info.step}"):
+                with self._world.raise_together(
+                    f"cannot write down that it goes on from step {info.step}"
+                ):
                     if self._node.rank == 0:
-                        self._run.give_up_after(info, self._lineage.sequence, self._session_id)
+                        self._run.give_up_after(info, since, self._session_id)
             seconds = time.monotonic() - began
-            logger.info("loaded step %d: %d bytes read in %.2f s", info.step, loaded.nbytes_read, seconds)
+            level = logging.INFO if info is candidates[0] else logging.WARNING
+            logger.log(
+                level,
+                "loaded step %d: %d bytes read in %.2f s",
+                info.step,
+                loaded.nbytes_read,
+                seconds,
+            )
             return state
         raise AssertionError("unreachable: the last candidate returns or raises")
 
     def ancestor(self, upto: int) -> int:
-        """The newest step, up to ``upto``, that training descends from; the same on all ranks, which all ask."""
+        """The newest ancestor step up to ``upto``, the same on all ranks; all must call this."""
         steps: list[int] = []
         with self._world.raise_together("finds nothing to go back to"):
             if self._world.rank == 0:
                 self._saves.settle(None)
                 ancestors = self._lineage.ancestors
-                steps = [info.step for info in self.checkpoints() if info.step <= upto and info.step in ancestors][-1:]
+                steps = [
+                    info.step
+                    for info in self.checkpoints()
+                    if info.step <= upto and info.step in ancestors
+                ][-1:]
                 if not steps:
                     text = f"there is no checkpoint to go back to, up to step {upto}"
                     raise CheckpointNotFoundError(errno.ENOENT, text, self._run.directory)
@@ -100,43 +124,55 @@ class SharedRun:
 
     def _candidates(
         self, which: int | str | os.PathLike[str] | None, *, fallback: bool
-    ) -> tuple[int | None, list[CheckpointInfo], list[CheckpointInfo]]:
-        """The step that all ranks mean, what to try to load, best first, and all there is; as rank 0 sees it."""
-        world, leads = self._world, self._node.rank == 0
-        chosen: list[list[CheckpointInfo]] = []
+    ) -> tuple[int | None, list[CheckpointInfo], list[CheckpointInfo], Rollbacks]:
+        """The step that all ranks mean, and what rank 0 sees.
+
+        That is what to try to load, best first; all checkpoints; and where the run went back.
+        """
+        world = self._world
+        chosen: list[CheckpointInfo] = []
         checkpoints: list[CheckpointInfo] = []
+        rollbacks = Rollbacks()
+        view: RunView | None = None
         step: int | None = None
         within = ""
         is_path = isinstance(which, (str, os.PathLike))
         if world.size > 1:  # first, so that what one rank does not find means the same to all
-            world.require_alike(step="a path" if is_path else arguments.as_index(which), fallback=fallback)
+            world.require_alike(
+                step="a path" if is_path else arguments.as_index(which), fallback=fallback
+            )
         with world.raise_together("cannot tell what to load"):
             step, within = self._run.meant(which)
             self._saves.settle(step)
-            if leads:
-                checkpoints, _ = self._run.scan_all()
+            if self._node.rank == 0:
+                view = self._run.look()
+                checkpoints, rollbacks = view.all, view.rollbacks
         if world.size > 1:
             if is_path:
                 world.require_alike(step=step)
-            answers = world.gather("checkpoints", to_json(checkpoints) if leads else None)
-            checkpoints = common([from_json(answer, self._run.directory) for answer in answers if answer is not None])
+            answers = world.gather(
+                "checkpoints", None if view is None else [rollbacks.pairs, to_json(checkpoints)]
+            )
+            views = [answer for answer in answers if answer is not None]
+            checkpoints = common([from_json(infos, self._run.directory) for _, infos in views])
+            rollbacks = Rollbacks.of(views[0][0])
+            view = None if view is None else view.limited_to({info.key for info in checkpoints})
         with world.raise_together("finds a damaged checkpoint"):
-            if leads and not fallback:
-                self._run.refuse_damaged(step, checkpoints)
+            if view is not None and not fallback:
+                view.refuse_damaged(step)
         with world.raise_together("finds nothing to load"):
-            if world.rank == 0:
+            if world.rank == 0 and view is not None:
                 in_parts = isinstance(self._node, NodeWorld)
-                chosen = [self._run.choose(step, checkpoints, within=within, fallback=fallback, in_parts=in_parts)]
+                chosen = view.to_try(step, within=within, fallback=fallback, in_parts=in_parts)
         if world.size > 1:
-            candidates = world.gather("candidates", to_json([info for infos in chosen for info in infos]))[0]
-            chosen = [from_json(candidates, self._run.directory)]
-        return step, chosen[0], checkpoints
+            chosen = from_json(world.gather("candidates", to_json(chosen))[0], self._run.directory)
+        return step, chosen, checkpoints, rollbacks
 
 
 def common(views: list[list[CheckpointInfo]]) -> list[CheckpointInfo]:
     """The checkpoints of which every node has its part, as the first one has them."""
-    keys = [{(info.step, info.session, info.sequence) for info in view} for view in views]
-    return [info for info in views[0] if all((info.step, info.session, info.sequence) in known for known in keys)]
+    keys = [{info.key for info in view} for view in views]
+    return [info for info in views[0] if all(info.key in known for known in keys)]
 
 
 def to_json(checkpoints: list[CheckpointInfo]) -> list[Any]:

@@ -13,9 +13,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from sidesave.client.runs.info import CheckpointInfo
 from sidesave.client.training.metadata import is_ephemeral, metric_of
 from sidesave.errors import InvalidArgumentError, brief
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 
 
 class KeepPolicy(ABC):
@@ -23,7 +23,10 @@ class KeepPolicy(ABC):
 
     @abstractmethod
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """The steps to keep. ``checkpoints`` come in commit order. Must be pure, and the same on all ranks."""
+        """The steps to keep of ``checkpoints``, which come in commit order.
+
+        Must be pure, and the same on all ranks.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class KeepLatest(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySteps(KeepPolicy):
-    """Keep steps with ``step % n == offset``; where such a step was not saved, the next one that was.
+    """Keep steps with ``step % n == offset``; if such a step was not saved, the next one that was.
 
     So a run that saves by time keeps about one in ``n`` steps too.
     """
@@ -54,7 +57,7 @@ class KeepEverySteps(KeepPolicy):
         check_every("KeepEverySteps", self.n, self.offset)
 
     def wanted(self, checkpoints: Sequence[CheckpointInfo]) -> Collection[int]:
-        """The first step at or after each multiple of ``n``; for the offset itself only that step."""
+        """The first step at or after each multiple of ``n``; for the offset only that very step."""
         kept: dict[int, int] = {}
         for info in checkpoints:
             period, beyond = divmod(info.step - self.offset, self.n)
@@ -65,7 +68,7 @@ class KeepEverySteps(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepEveryMinutes(KeepPolicy):
-    """Keep one checkpoint per ``minutes``: the oldest, and each saved at least so long after the one kept before."""
+    """Keep the oldest checkpoint, and each saved ``minutes`` or more after the last one kept."""
 
     minutes: float
 
@@ -83,9 +86,10 @@ class KeepEveryMinutes(KeepPolicy):
 
 @dataclass(frozen=True, slots=True)
 class KeepBest(KeepPolicy):
-    """Keep the ``n`` checkpoints with the lowest (``mode="min"``) or highest (``"max"``) value of a metric.
+    """Keep the ``n`` checkpoints whose metric is lowest (``mode="min"``) or highest (``"max"``).
 
-    Of equal values the newer is better. A checkpoint without this metric, or with NaN, is never among the best.
+    Of equal values the newer is better. A checkpoint without this metric, or with NaN, is never
+    among the best.
     """
 
     n: int = 1
@@ -95,7 +99,9 @@ class KeepBest(KeepPolicy):
     def __post_init__(self) -> None:
         check_count("KeepBest", self.n)
         if not isinstance(self.metric, str) or not self.metric:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidArgumentError(f"KeepBest needs the name of a metric: KeepBest({self.n}, metric='loss')")
+            raise InvalidArgumentError(
+                f"KeepBest needs the name of a metric: KeepBest({self.n}, metric='loss')"
+            )
         if self.mode not in ("min", "max"):
             raise InvalidArgumentError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
@@ -147,17 +153,22 @@ def to_delete(
     if not policies:
         kept |= steps
     surplus = [info for info in ordered if info.step not in kept]
-    surplus.sort(key=lambda info: (not is_ephemeral(info), info.sequence))
+    surplus.sort(key=lambda info: (not is_ephemeral(info), info.position))
     return list(dict.fromkeys(info.step for info in surplus))
 
 
 def check_keep_policies(keep: object) -> tuple[KeepPolicy, ...]:
-    """The policies in ``keep=``, one or several; ``InvalidArgumentError`` for no policy, or the same one twice."""
+    """Return the policies in ``keep=``, one or several.
+
+    Raises ``InvalidArgumentError`` for anything that is not a policy, or the same policy twice.
+    """
     items = cast("Iterable[object]", keep) if isinstance(keep, Iterable) else (keep,)
     policies: list[KeepPolicy] = []
     for policy in items:
         if not isinstance(policy, KeepPolicy):
-            raise InvalidArgumentError(f"keep takes policies such as sidesave.KeepLatest(3), not {brief(policy)}")
+            raise InvalidArgumentError(
+                f"keep takes policies such as sidesave.KeepLatest(3), not {brief(policy)}"
+            )
         if policy in policies:
             raise InvalidArgumentError(f"keep has {policy!r} twice")
         policies.append(policy)
@@ -174,7 +185,9 @@ def check_every(what: str, n: int, offset: int) -> None:
     """Check an interval of ``n`` steps and its offset."""
     check_count(what, n)
     if type(offset) is not int or not 0 <= offset < n:
-        raise InvalidArgumentError(f"the offset of {what}({n}) must be an int from 0 to {n - 1}, not {brief(offset)}")
+        raise InvalidArgumentError(
+            f"the offset of {what}({n}) must be an int from 0 to {n - 1}, not {brief(offset)}"
+        )
 
 
 def check_steps(what: str, steps: Iterable[int]) -> tuple[int, ...]:
@@ -191,4 +204,6 @@ def check_steps(what: str, steps: Iterable[int]) -> tuple[int, ...]:
 def check_positive(what: str, name: str, value: float) -> None:
     """Check a positive, finite number."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise InvalidArgumentError(f"{name} of {what} must be a positive number, not {brief(value)}")
+        raise InvalidArgumentError(
+            f"{name} of {what} must be a positive number, not {brief(value)}"
+        )

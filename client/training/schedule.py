@@ -1,4 +1,4 @@
-"""Decides which saves are due: the policies of a run, and the facts they decide by. Saves nothing itself."""
+"""The schedule of a run: applies the save policies to the state of training. Saves nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from sidesave.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class SaveDecision:
-    """What to do at a step.
+    """The actions for a step.
 
     Attributes:
-        persistent: Save it for good.
+        persistent: Save it persistently.
         ephemeral: Save it at least until the next save.
         stop: Ask the loop to end with this step.
-        signal: Exit after this step, since this signal came; 0 stays.
-        together: Whether all ranks exit, so that they may save first.
-        skips: Whether no rank saves it, as one has no staging slot left.
+        signal: Exit after this step because of this signal; 0 continues.
+        together: Whether all ranks exit, so that they can save first.
+        skips: Whether all ranks skip the save, because one has no free staging slot.
     """
 
     persistent: bool = False
@@ -60,7 +60,9 @@ class Resumed:
 
 
 class Schedule:
-    """Applies the policies of a run. Requests may come from any thread or signal handler, the rest from one thread.
+    """Applies the policies of a run.
+
+    Requests may come from any thread or signal handler, all else from one thread.
 
     Attributes:
         stepped: The last finished step; -1 before the first.
@@ -72,7 +74,7 @@ class Schedule:
     """
 
     def __init__(self, policies: Sequence[SavePolicy]) -> None:
-        """Catch the signals of ``policies`` from now on; ``InvalidArgumentError`` outside the main thread."""
+        """Catch the signals of ``policies``; ``InvalidArgumentError`` outside the main thread."""
         self.stepped = self._passed = -1
         self.metrics: Metrics | None = None
         self.saved_step: int | None = None
@@ -87,15 +89,19 @@ class Schedule:
         self._world: World | None = None
         self._agreement: Agreement | None = None
         self._is_busy: Callable[[], bool] = lambda: False
-        self._signals = SignalCatcher([each for each in self._policies if isinstance(each, OnSignal)], self._wake)
+        self._signals = SignalCatcher(
+            [each for each in self._policies if isinstance(each, OnSignal)], self._wake
+        )
 
     def start(self, world: World, is_busy: Callable[[], bool] | None = None) -> None:
         """Start to agree with the other ranks of ``world``, if the policies need that.
 
-        With ``is_busy``, which tells of this rank, what is due is skipped while it is true of any.
+        ``is_busy`` returns whether this rank has no free slot; due saves are skipped while it is
+        true on any rank.
 
         Raises:
-            InvalidArgumentError: Ranks cannot follow a policy together, or not without a process group.
+            InvalidArgumentError: Ranks cannot follow a policy together, or need a process group for
+                it.
         """
         self._world = world
         if world.size == 1:
@@ -106,7 +112,11 @@ class Schedule:
         if not self._in_rounds and is_busy is None:
             return
         if not isinstance(world, GroupWorld):
-            what = f"when {self._in_rounds[0]!r} is due" if self._in_rounds else 'what on_busy="skip" skips'
+            what = (
+                f"when {self._in_rounds[0]!r} is due"
+                if self._in_rounds
+                else 'what on_busy="skip" skips'
+            )
             raise InvalidArgumentError(
                 f"ranks have to agree {what}, and need a process group for it: call "
                 "torch.distributed.init_process_group first (backend='gloo' does)"
@@ -114,10 +124,10 @@ class Schedule:
         self._is_busy = is_busy or self._is_busy
         self._agreement = Agreement(world.ranks, self._wish, self._is_busy)
 
-    # Step by step ----------------------------------------------------------------------------------------------
+    # Step by step ---------------------------------------------------------------------------------
 
     def pass_step(self, step: int, metrics: Metrics | None) -> SaveDecision:
-        """Note that a step was finished. Returns what is due, unless the step was saved already.
+        """Record that a step was finished; return the due actions unless it was saved already.
 
         Raises:
             InvalidArgumentError: The step is not larger than the one before.
@@ -144,8 +154,10 @@ class Schedule:
             persistent, ephemeral = persistent or agreed.persistent, ephemeral or agreed.ephemeral
             self.stopping |= agreed.stop
             together = agreed.signal > 0
-            # A rank with which no other agrees any more answers its signal by itself.
-            ending = agreed.signal or (ending if agreement is not None and agreement.is_broken else 0)
+            # If the agreement is broken, a rank answers its signal alone.
+            ending = agreed.signal or (
+                ending if agreement is not None and agreement.is_broken else 0
+            )
         if ending:
             return SaveDecision(persistent, ephemeral, signal=ending, together=together)
         if not (persistent or ephemeral) or step == self.saved_step:
@@ -154,12 +166,12 @@ class Schedule:
             return SaveDecision(persistent, ephemeral, skips=True)
         if agreed is None:
             self.requested, self._signals.asking = False, 0
-            stop, self._stop_asked = self._stop_asked, False  # a request that came just now is answered too
+            stop, self._stop_asked = self._stop_asked, False  # also answers a request made just now
             self.stopping |= stop
         return SaveDecision(persistent, ephemeral, self.stopping)
 
     def note_finished(self, step: int, metrics: Metrics | None) -> int:
-        """Note that a step that is about to be saved was finished; ``InvalidArgumentError`` if a later one was."""
+        """Record that a step to save is finished; ``InvalidArgumentError`` if a later one is."""
         step = arguments.check_step(step)
         if step < self.stepped:
             self.refuse(step)
@@ -170,9 +182,12 @@ class Schedule:
     def refuse(self, step: int) -> None:
         """Raise ``InvalidArgumentError`` for a step that is not larger than the one before."""
         hint = (
-            "count on from what restore() returns"
+            "continue with the step that restore() returns"
             if self._resumed
-            else "steps have to grow; to go on from an earlier checkpoint, call restore() first"
+            else (
+                "step numbers must increase; to continue from an earlier checkpoint, call "
+                "restore() first"
+            )
         )
         raise InvalidArgumentError(f"step {step} does not come after step {self.stepped}: {hint}")
 
@@ -182,7 +197,7 @@ class Schedule:
         return any(policy.due(context) for policy in self._at_step)
 
     def note_save(self, step: int, *, ephemeral: bool, seed: bool) -> None:
-        """Note that a save was called."""
+        """Record that a save was called."""
         self._saved_s = time.monotonic()
         if not seed:
             self.saved_step = step
@@ -204,13 +219,15 @@ class Schedule:
             self._is_first,
         )
 
-    # Requests, signals and the other ranks ---------------------------------------------------------------------
+    # Requests, signals and the other ranks --------------------------------------------------------
 
     def request(self, *, stop: bool) -> None:
         """Have the next possible step saved; ``stop`` makes :attr:`stopping` true from then on."""
         several = self._world is not None and self._world.size > 1
         if several and not any(isinstance(policy, OnRequest) for policy in self._policies):
-            raise InvalidArgumentError("ranks agree on requests only with the policy OnRequest(): add it to save=")
+            raise InvalidArgumentError(
+                "ranks agree on requests only with the policy OnRequest(): add it to save="
+            )
         self._stop_asked |= stop
         self.requested = True
         self._wake()
@@ -221,7 +238,7 @@ class Schedule:
             agreement.poke()
 
     def _wish(self, passed: int, pending: PendingRequest) -> PendingRequest:
-        """This rank's request to the others; called in the agreement's thread."""
+        """Return this rank's request to the others; called in the agreement's thread."""
         if pending.signal:
             return PendingRequest()
         signal, asking, requested = self._signals.ending, self._signals.asking, self.requested
@@ -232,8 +249,13 @@ class Schedule:
         if pending and not (signal or asking or requested):
             return PendingRequest()  # policies by time stay due until the agreed save is made
         context = self._context("step", passed)
-        busy = self._is_busy() or (self._agreement is not None and self._agreement.busy)  # then it stays due
-        due = [isinstance(policy, Ephemeral) for policy in self._in_rounds if not busy and policy.due(context)]
+        # then it stays due
+        busy = self._is_busy() or (self._agreement is not None and self._agreement.busy)
+        due = [
+            isinstance(policy, Ephemeral)
+            for policy in self._in_rounds
+            if not busy and policy.due(context)
+        ]
         persistent = bool(signal or asking or requested) or not all(due)
         stop = requested and self._stop_asked
         self._stop_asked = self._stop_asked and not stop
@@ -245,19 +267,22 @@ class Schedule:
         return self._signals.ending
 
     def begin_answer(self) -> None:
-        """Note that signals so far are about to be answered: they end no later wait."""
+        """Record that earlier signals are being answered: they do not end a later wait."""
         self._signals.begin_answer()
 
     def await_save(self, handle: SaveHandle, number: int | None = None) -> bool:
-        """Wait for a save until a signal asks for the end; after signal ``number``, as long as its policy allows.
+        """Wait for a save until a signal asks for the end.
 
-        Returns whether the save is done. Either way it is staged, or has failed.
+        After signal ``number``, it waits as long as the signal's policy allows. Returns whether the
+        save is done. Either way it is staged, or has failed.
         """
         if number is not None and self._agreement is not None:
-            self._agreement.announce_end()  # all ranks leave, each when it has waited
-        return self._signals.wait(handle, None if number is None else self._signals.deadline_s(number))
+            self._agreement.announce_end()  # all ranks exit, each after its own wait
+        return self._signals.wait(
+            handle, None if number is None else self._signals.deadline_s(number)
+        )
 
-    # Beginning and end -----------------------------------------------------------------------------------------
+    # Beginning and end ----------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """Start a new run."""
@@ -271,7 +296,7 @@ class Schedule:
         self._persistent = None if loaded.is_ephemeral else (loaded.step, self._saved_s)
 
     def resume(self) -> int:
-        """Start to count steps, on all ranks. Returns a signal for the end that any rank got meanwhile, or 0."""
+        """Start counting steps on all ranks; return a signal for the end that any got, or 0."""
         assert self._world is not None
         self._resumed = self._is_first = True
         self.stopping = False
@@ -281,9 +306,10 @@ class Schedule:
         return max(self._world.gather("signals", ending)) if self._world.size > 1 else ending
 
     def finish(self, timeout_s: float, *, failing: bool) -> PendingRequest:
-        """Note that no more steps come, and leave the agreement. Returns what was agreed for a step that did not come.
+        """Record that there are no more steps, and leave the agreement.
 
-        Ranks are awaited for up to ``timeout_s`` seconds; not at all if this one is ``failing``.
+        Returns what was agreed for a later step. Waits up to ``timeout_s`` seconds for other ranks;
+        not at all if this rank is ``failing``.
         """
         if self._agreement is not None:
             return self._agreement.close(timeout_s, failing=failing)

@@ -1,4 +1,4 @@
-"""Signals that ask for a save: handlers that only take note, and a wait that another signal cuts short."""
+"""Signals that ask for a save: handlers only record the signal, and another one ends a wait."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ _STAGED_TIMEOUT_S: Final = 300.0
 class SignalCatcher:
     """Handles the signals of :class:`OnSignal` policies until :meth:`close`.
 
-    A handler runs between two instructions of the main thread, whatever locks that holds. So it only assigns, and puts
-    into a ``SimpleQueue``, which is reentrant.
+    A handler runs between two instructions of the main thread, which may hold any lock. So it only
+    assigns attributes, and puts into a ``SimpleQueue``, which is reentrant.
 
     Attributes:
-        ending: The first signal that means the end, or 0.
-        asking: A signal that asks for a save only and has not been answered, or 0.
+        ending: The first signal that asks to exit, or 0.
+        asking: A signal that asks only for a save and has not been answered, or 0.
     """
 
     def __init__(self, policies: Iterable[OnSignal], wake: Callable[[], None]) -> None:
         """Install the handlers, which call ``wake``.
 
         Raises:
-            InvalidArgumentError: This is not the main thread, which alone may set handlers.
+            InvalidArgumentError: This is not the main thread; only the main thread may set
+                handlers.
         """
         self.ending = 0
         self.asking = 0
@@ -46,7 +47,7 @@ class SignalCatcher:
         self._before: dict[int, Any] = {}
         self._closed = False
         if self._policies and threading.current_thread() is not threading.main_thread():
-            raise InvalidArgumentError("OnSignal needs the main thread: make the manager there")
+            raise InvalidArgumentError("OnSignal needs the main thread: create the manager there")
         for number in self._policies:
             self._before[number] = signal.signal(number, self._handle)
 
@@ -56,12 +57,14 @@ class SignalCatcher:
         return self.ending or self.asking
 
     def deadline_s(self, number: int) -> float | None:
-        """How long to wait for the commit after that signal."""
-        policy = self._policies.get(number)  # another rank may have a signal that this one has no policy for
+        """Return the seconds to wait for the commit after that signal; None for no limit."""
+        # the signal may come from another rank, with other policies
+        policy = self._policies.get(number)
         return None if policy is None else policy.deadline_s
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid or self._closed:  # in a forked child, or restored by a later handler
+        # in a forked child, or restored by a later handler
+        if os.getpid() != self._pid or self._closed:
             before = signal.SIG_DFL if os.getpid() != self._pid else self._before.pop(number, None)
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
@@ -74,22 +77,23 @@ class SignalCatcher:
         self._wake()
 
     def begin_answer(self) -> None:
-        """Note that signals so far are about to be answered: only later ones end :meth:`wait`."""
+        """Record that earlier signals are being answered: only later ones end :meth:`wait`."""
         self._came = queue.SimpleQueue[int]()
 
     def wait(self, handle: SaveHandle, deadline_s: float | None) -> bool:
-        """Block until a save is done, the deadline has passed, or a signal for the end comes.
+        """Block until a save is done, the deadline has passed, or a signal asks to exit.
 
-        A signal since :meth:`begin_answer` counts too. The save is staged when this returns, or has failed. Returns
-        whether it is done.
+        A signal since :meth:`begin_answer` counts too. When this returns, the save is staged or has
+        failed. Returns whether it is done.
         """
         came = self._came
-        handle.committed.hurry()
         handle.committed.add_done_callback(lambda _: came.put(0))
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         with contextlib.suppress(queue.Empty):
             while True:
-                number = came.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                number = came.get(
+                    timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                )
                 if not number or self._policies[number].ends(number):
                     break
         concurrent.futures.wait([handle.staged], _STAGED_TIMEOUT_S)
@@ -98,7 +102,8 @@ class SignalCatcher:
     def close(self) -> None:
         """Restore the earlier handlers; idempotent, takes no lock.
 
-        One that cannot be restored now, outside the main thread or under a later handler, is when its signal comes.
+        Outside the main thread, or under a later handler, one is restored only when its signal
+        arrives.
         """
         self._closed = True
         if threading.current_thread() is not threading.main_thread() or os.getpid() != self._pid:

@@ -1,4 +1,6 @@
-"""How a benchmark measures: command line, workspace, order of a round, the times of one save, the peers of a run."""
+"""How a benchmark measures: command line, workspace, order of a round, the times of one save, the
+peers of a run.
+"""
 
 import argparse
 import contextlib
@@ -27,15 +29,29 @@ def arguments(
     description: str | None, *, rounds: int, size: str = "small", peers: bool = True
 ) -> argparse.ArgumentParser:
     """Return the options that every benchmark has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
-    parser.add_argument("--size", choices=SIZES, default=size, help=f"size of the state (default {size})")
-    parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: the current folder)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the report to this file")
-    parser.add_argument("--chart", type=Path, metavar="PNG", help="also draw the report (needs matplotlib)")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})"
+    )
+    parser.add_argument(
+        "--size", choices=SIZES, default=size, help=f"size of the state (default {size})"
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), help="where to write (default: the current folder)"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="also write the report to this file"
+    )
+    parser.add_argument(
+        "--chart", type=Path, metavar="PNG", help="also draw the report (needs matplotlib)"
+    )
     if peers:
         known = ", ".join(PEERS)
-        parser.add_argument("--only", type=lambda text: text.split(","), help=f"comma-separated, among: {known}")
+        parser.add_argument(
+            "--only", type=lambda text: text.split(","), help=f"comma-separated, among: {known}"
+        )
     return parser
 
 
@@ -50,13 +66,17 @@ def workspace(parent: Path) -> Iterator[Path]:
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Return the order of round ``turn``, so that each item comes first, second, ... about equally often."""
+    """Return the order of round ``turn``, so that each item comes first, second, ... about equally
+    often.
+    """
     turn %= max(1, len(items))
     return [*items[turn:], *items[:turn]]
 
 
 def private_memory(nbytes: int) -> mmap.mmap:
-    """Return fresh page-aligned memory, of huge pages if it can be: a read into small ones is three times slower."""
+    """Return fresh page-aligned memory, of huge pages if it can be: a read into small ones is three
+    times slower.
+    """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -66,8 +86,9 @@ def private_memory(nbytes: int) -> mmap.mmap:
 def settle(nbytes: int) -> None:
     """Let all writeback end, and touch that much free memory.
 
-    One measurement must not pay for another's dirty pages, nor for the pages that a hypervisor has taken back from a
-    guest that left them free: the first touch of such a page costs more than any copy.
+    One measurement must not pay for another's dirty pages, nor for the pages that a hypervisor has
+    taken back from a guest that left them free: the first touch of such a page costs more than any
+    copy.
     """
     os.sync()
     if nbytes:
@@ -91,7 +112,9 @@ class SaveTimes:
 
 
 def measure_save(peer: Peer, step: int, state: TrainState) -> SaveTimes:
-    """Save once and wait until it is durable; the last checkpoint is deleted outside of the timing."""
+    """Save once and wait until it is durable; the last checkpoint is deleted outside of the
+    timing.
+    """
     peer.discard()
     state.perturb()
     state.synchronize()
@@ -106,7 +129,8 @@ def measure_save(peer: Peer, step: int, state: TrainState) -> SaveTimes:
 
 
 class Field:
-    """The peers of one run: starts them, remembers why one could not or broke, and ends all of them.
+    """The peers of one run: starts them, remembers why one could not or broke, and ends all of
+    them.
 
     Args:
         chosen: The peers to compare.
@@ -127,8 +151,9 @@ class Field:
         available = psutil.virtual_memory().available
         if needed > available:
             raise SystemExit(
-                f"these peers together need about {needed / 1e9:.0f} GB of memory and {available / 1e9:.0f} GB are "
-                "available: choose fewer with --only, or a smaller --size"
+                f"these peers together need about {needed / 1e9:.0f} GB of memory and "
+                f"{available / 1e9:.0f} GB are available: choose fewer with --only, or a smaller "
+                "--size"
             )
 
     def start(self, kind: type[Peer]) -> Peer | None:
@@ -137,7 +162,9 @@ class Field:
             return None
         self._starts += 1
         try:
-            peer = kind(self._directory / f"{kind.name.replace(' ', '-')}-{self._starts}", self._state)
+            peer = kind(
+                self._directory / f"{kind.name.replace(' ', '-')}-{self._starts}", self._state
+            )
         except PeerUnavailableError as error:
             self.refused[kind.name] = str(error)
             return None
@@ -149,7 +176,9 @@ class Field:
         return [peer for kind in self.chosen if (peer := self.start(kind)) is not None]
 
     def attempt(self, peer: Peer, work: Callable[[], object]) -> None:
-        """Do the work of a peer; one that breaks is told in the report, and nothing more is done with it."""
+        """Do the work of a peer; one that breaks is told in the report, and nothing more is done
+        with it.
+        """
         if peer.name in self.broken:
             return
         try:

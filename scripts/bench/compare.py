@@ -1,8 +1,10 @@
-"""Two checkouts of sidesave, measured in pairs: is one slower than the other, and by how much at most?
+"""Two checkouts of sidesave, measured in pairs: is one slower than the other, and by how much at
+most?
 
-``python -m scripts.bench.compare OLD`` compares a checkout in the folder OLD, such as one of ``git worktree add``, with
-this one. Each run is a process of its own, and the two of a pair follow each other, in turns. A ratio is that of a
-pair; its mean is geometric, and with 95 % probability the true one is not above the bound (Student's t, one-sided).
+``python -m scripts.bench.compare OLD`` compares a checkout in the folder OLD, such as one of
+``git worktree add``, with this one. Each run is a process of its own, and the two of a pair follow
+each other, in turns. A ratio is that of a pair; its mean is geometric, and with 95 % probability
+the true one is not above the bound (Student's t, one-sided).
 """
 
 import argparse
@@ -50,10 +52,16 @@ _WHAT = {
 
 def main() -> None:
     """Print a table of all pairs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", type=Path, help="the other checkout")
-    parser.add_argument("--pairs", type=int, default=10, help="after one that does not count (default 10)")
-    parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: the current folder)")
+    parser.add_argument(
+        "--pairs", type=int, default=10, help="after one that does not count (default 10)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), help="where to write (default: the current folder)"
+    )
     options = parser.parse_args()
     trees = [options.old.resolve(), Path(__file__).resolve().parents[2]]
     pairs: list[list[dict[str, float]]] = []
@@ -83,7 +91,12 @@ def _ratio(ratios: list[float]) -> tuple[float, float]:
 def _run(tree: Path, directory: Path) -> dict[str, float]:
     """Measure a checkout once, in a process that imports sidesave from there."""
     command = [sys.executable, "-P", __file__, "--measure", os.fspath(directory)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.fspath(tree)}, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": os.fspath(tree)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     if done.returncode:
         raise SystemExit(f"the run in {tree} has failed")
     return json.loads(done.stdout)
@@ -92,7 +105,9 @@ def _run(tree: Path, directory: Path) -> dict[str, float]:
 def _measure(parent: str) -> None:
     """Print what was measured in this process, as JSON."""
     torch.manual_seed(0)
-    model = nn.ModuleList(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(32))
+    model = nn.ModuleList(
+        nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(32)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -107,8 +122,12 @@ def _measure(parent: str) -> None:
         with checkpointer:
             _, found["first"] = _save(checkpointer, 0, state)
             times = [_save(checkpointer, step, state) for step in range(1, 10)]
-            found["call"], found["commit"] = (statistics.median(column) for column in zip(*times, strict=True))
-            found["small"] = statistics.median(_save(checkpointer, step, small)[0] for step in range(100, 140))
+            found["call"], found["commit"] = (
+                statistics.median(column) for column in zip(*times, strict=True)
+            )
+            found["small"] = statistics.median(
+                _save(checkpointer, step, small)[0] for step in range(100, 140)
+            )
             many = nn.ParameterList(torch.ones(16) for _ in range(5000))
             times = [_save(checkpointer, step, {"many": many})[0] for step in range(200, 212)]
             found["many"] = statistics.median(times[2:])
@@ -118,15 +137,29 @@ def _measure(parent: str) -> None:
             assert checkpointer.daemon_pid is not None
             found["daemon"] = psutil.Process(checkpointer.daemon_pid).memory_full_info().uss / 1e6
         path = f"{directory}/step-00000009"
-        found["load"] = _median(lambda: sidesave.load(path, into={"model": model, "optimizer": optimizer, "step": 0}))
+        found["load"] = _median(
+            lambda: sidesave.load(path, into={"model": model, "optimizer": optimizer, "step": 0})
+        )
         found["fresh"] = _median(lambda: sidesave.load(path))
         found["list"] = _median(lambda: sidesave.load(f"{directory}/step-00000300"))
-        command = [sys.executable, "-P", "-c", _COMMAND_LINE, "diff", path, f"{directory}/step-00000301"]
-        found["diff"] = _median(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), tries=3)
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _COMMAND_LINE,
+            "diff",
+            path,
+            f"{directory}/step-00000301",
+        ]
+        found["diff"] = _median(
+            lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), tries=3
+        )
     print(json.dumps(found))
 
 
-def _save(checkpointer: sidesave.Checkpointer, step: int, state: dict[str, Any]) -> tuple[float, float]:
+def _save(
+    checkpointer: sidesave.Checkpointer, step: int, state: dict[str, Any]
+) -> tuple[float, float]:
     """Seconds until the call returned, and until the save was committed."""
     began = time.perf_counter()
     handle = checkpointer.save(step, state)

@@ -1,9 +1,11 @@
-"""What encryption costs: the same save and load with it and without, and the cipher alone on the same bytes.
+"""What encryption costs: the same save and load with it and without, and the cipher alone on the
+same bytes.
 
     python -m scripts.bench.encryption --size large --rounds 6
 
-One process, one checkpointer for each, one save and one load of each a round, in rotating order. The cipher alone seals
-as many bytes as the state has, in memory, by as many threads as a writer has, and stores nothing.
+One process, one checkpointer for each, one save and one load of each a round, in rotating order.
+The cipher alone seals as many bytes as the state has, in memory, by as many threads as a writer
+has, and stores nothing.
 """
 
 import contextlib
@@ -30,7 +32,10 @@ def seal_alone(nbytes: int) -> float:
     cipher, count = FileCipher(os.urandom(32)), nbytes // BOUNCE_NBYTES // IN_FLIGHT
 
     def work(first: int) -> None:
-        source, into = memoryview(bytearray(BOUNCE_NBYTES)), memoryview(bytearray(_BLOCK_NBYTES + TAG_NBYTES))
+        source, into = (
+            memoryview(bytearray(BOUNCE_NBYTES)),
+            memoryview(bytearray(_BLOCK_NBYTES + TAG_NBYTES)),
+        )
         for number in range(first, first + count * (BOUNCE_NBYTES // _BLOCK_NBYTES)):
             at = number * _BLOCK_NBYTES % BOUNCE_NBYTES
             cipher.seal_block(number, source[at : at + _BLOCK_NBYTES], into)
@@ -47,7 +52,9 @@ class Way:
     def __init__(self, name: str, folder: Path, encryption: sidesave.Encryption | None) -> None:
         """Begin a run."""
         self.name, self.encryption = name, encryption
-        self.checkpointer = sidesave.Checkpointer(folder / name, slots=1, encryption=encryption)
+        self.checkpointer = sidesave.Checkpointer(
+            folder / name, staging=sidesave.StagingOptions(slots=1), encryption=encryption
+        )
         self.call_s: list[float] = []
         self.durable_s: list[float] = []
         self.load_s: list[float] = []
@@ -81,7 +88,10 @@ def main() -> None:
     optimizer.step()
     report = Report("Encryption")
     with workspace(args.dir) as folder, contextlib.ExitStack() as opened:
-        ways = [Way("plain", folder, None), Way("encrypted", folder, sidesave.Encryption(key=os.urandom(32)))]
+        ways = [
+            Way("plain", folder, None),
+            Way("encrypted", folder, sidesave.Encryption(key=os.urandom(32))),
+        ]
         for each in ways:
             opened.enter_context(each.checkpointer)
         alone_s: list[float] = []
@@ -94,7 +104,10 @@ def main() -> None:
             nbytes = latest.nbytes
             if step > 1:
                 alone_s.append(seal_alone(nbytes))
-        report.note(f"{args.rounds} of each, {nbytes / 1e6:.1f} MB. Minimum / median / maximum. {machine(folder)}.")
+        report.note(
+            f"{args.rounds} of each, {nbytes / 1e6:.1f} MB. Minimum / median / maximum. "
+            f"{machine(folder)}."
+        )
         rows = [
             (
                 each.name,

@@ -2,10 +2,11 @@
 
     python -m scripts.bench.frozen --size large --rounds 8
 
-One process, one checkpointer for each way to save, one save of each a round, in rotating order. Each save finds its
-adapter and optimizer changed. Of the rows, "everything trains" is a model of that size with its AdamW; the others are
-such a model, of which nothing trains, with an adapter of 1 % of its parameters and the adapter's AdamW: saved as plain
-tensors, as modules whose parameters need no gradient, declared ``Frozen``, and with a base that changes all the same.
+One process, one checkpointer for each way to save, one save of each a round, in rotating order.
+Each save finds its adapter and optimizer changed. Of the rows, "everything trains" is a model of
+that size with its AdamW; the others are such a model, of which nothing trains, with an adapter of 1
+% of its parameters and the adapter's AdamW: saved as plain tensors, as modules whose parameters
+need no gradient, declared ``Frozen``, and with a base that changes all the same.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ WHOLE = "adapter, all of it written"
 
 
 class Adapted:
-    """A base that nothing trains, and an adapter with its AdamW that hold a hundredth of its parameters."""
+    """A base that nothing trains, and an adapter with its AdamW that hold a hundredth of its
+    parameters.
+    """
 
     def __init__(self, size: str) -> None:
         self.base = ByteTransformer(SIZES[size]).requires_grad_(False)
@@ -113,22 +116,55 @@ def main() -> None:
 
         def way(name: str, state: Callable[[], dict[str, Any]], train: Callable[[], None]) -> Way:
             place = folder / name.replace(" ", "-")
-            return Way(name, state, train, opened.enter_context(sidesave.Checkpointer(place, slots=1)))
+            return Way(
+                name,
+                state,
+                train,
+                opened.enter_context(
+                    sidesave.Checkpointer(place, staging=sidesave.StagingOptions(slots=1))
+                ),
+            )
 
         ways = [
-            way("everything trains", lambda: {"model": full.model, "optimizer": full.optimizer}, full.train),
+            way(
+                "everything trains",
+                lambda: {"model": full.model, "optimizer": full.optimizer},
+                full.train,
+            ),
             way(WHOLE, lambda: adapted.items(plain), adapted.train),
-            way("adapter, base without gradients", lambda: adapted.items(adapted.base), adapted.train),
-            way("adapter, base Frozen", lambda: adapted.items(sidesave.Frozen(adapted.base)), adapted.train),
-            way("the same, its base changes", lambda: changing.items(changing.base), changing.change_base),
+            way(
+                "adapter, base without gradients",
+                lambda: adapted.items(adapted.base),
+                adapted.train,
+            ),
+            way(
+                "adapter, base Frozen",
+                lambda: adapted.items(sidesave.Frozen(adapted.base)),
+                adapted.train,
+            ),
+            way(
+                "the same, its base changes",
+                lambda: changing.items(changing.base),
+                changing.change_base,
+            ),
         ]
-        for step in range(args.rounds + 2):  # the first save of each writes everything, the second is a warm-up
+        # the first save of each writes everything, the second is a warm-up
+        for step in range(args.rounds + 2):
             for each in rotated(ways, step):
                 each.save(step, counts=step > 1)
         base = next(each for each in ways if each.name == WHOLE)
-        report.note(f"{args.rounds} saves of each, one slot. Minimum / median / maximum. {machine(folder)}.")
+        report.note(
+            f"{args.rounds} saves of each, one slot. Minimum / median / maximum. {machine(folder)}."
+        )
         report.table(
-            ("", "MB written", "call, ms", "until it may change, ms", "durable, s", "/ all written"),
+            (
+                "",
+                "MB written",
+                "call, ms",
+                "until it may change, ms",
+                "durable, s",
+                "/ all written",
+            ),
             [
                 (
                     each.name,

@@ -1,8 +1,10 @@
-"""What a save does to a CUDA machine: copy rate, blocking, training, latency of other work, exactness, memory.
+"""What a save does to a CUDA machine: copy rate, blocking, training, latency of other work,
+exactness, memory.
 
     python -m scripts.bench.gpu --size huge --rounds 10
 
-Needs a CUDA device and sidesave. Comparisons are made within a round, with the same work without a save.
+Needs a CUDA device and sidesave. Comparisons are made within a round, with the same work without a
+save.
 """
 
 import contextlib
@@ -70,7 +72,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def copy_rate(subject: Subject, rounds: int, report: Report) -> None:
-    """Compare the copy of a save with plain copies of the same bytes into pinned memory, the device idle."""
+    """Compare the copy of a save with plain copies of the same bytes into pinned memory, the device
+    idle.
+    """
     tensors = [tensor.detach() for tensor in subject.state.tensors()]
     nbytes = subject.state.nbytes
     pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -89,7 +93,11 @@ def copy_rate(subject: Subject, rounds: int, report: Report) -> None:
         subject.save()
         subject.peer.wait_staged()
 
-    times: dict[str, list[float]] = {"one pinned copy": [], "a pinned copy a tensor": [], "sidesave": []}
+    times: dict[str, list[float]] = {
+        "one pinned copy": [],
+        "a pinned copy a tensor": [],
+        "sidesave": [],
+    }
     for _ in range(rounds):
         subject.settle()
         times["one pinned copy"].append(seconds(lambda: pinned.copy_(flat, non_blocking=True)))
@@ -97,12 +105,19 @@ def copy_rate(subject: Subject, rounds: int, report: Report) -> None:
         times["sidesave"].append(seconds(save))
         subject.finish()
     plain = times["one pinned copy"]
-    report.note("Device to host, nothing else running; rate relative to one plain copy, pair by pair.")
+    report.note(
+        "Device to host, nothing else running; rate relative to one plain copy, pair by pair."
+    )
     report.table(
         ("", "GB/s", "/ one pinned copy"),
-        [(name, spread(rate(nbytes, taken)), spread(ratios(plain, taken))) for name, taken in times.items()],
+        [
+            (name, spread(rate(nbytes, taken)), spread(ratios(plain, taken)))
+            for name, taken in times.items()
+        ],
     )
-    report.panel("Device to host", "GB/s", {name: rate(nbytes, taken) for name, taken in times.items()})
+    report.panel(
+        "Device to host", "GB/s", {name: rate(nbytes, taken) for name, taken in times.items()}
+    )
 
 
 def staging_memory() -> str:
@@ -112,14 +127,22 @@ def staging_memory() -> str:
     for line in maps.read_text().splitlines() if maps.exists() else ():
         for node, pages in re.findall(r" N(\d+)=(\d+)", line) if "memfd:sidesave" in line else ():
             found[node] = found.get(node, 0) + int(pages) * mmap.PAGESIZE
-    return ", ".join(f"{nbytes / MIB:,.0f} MiB on node {node}" for node, nbytes in found.items()) or "unknown"
+    return (
+        ", ".join(f"{nbytes / MIB:,.0f} MiB on node {node}" for node, nbytes in found.items())
+        or "unknown"
+    )
 
 
 def nodes(rounds: int, report: Report, nbytes: int = 256 * MIB) -> None:
-    """Tell the node of the device and of its staging memory; compare copies to each node, where there are several."""
+    """Tell the node of the device and of its staging memory; compare copies to each node, where
+    there are several.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     node = numa.node_of(pci_address(device))
-    report.note(f"NUMA node of the device: {'unknown' if node is None else node}. Staging memory: {staging_memory()}.")
+    report.note(
+        f"NUMA node of the device: {'unknown' if node is None else node}. Staging memory: "
+        f"{staging_memory()}."
+    )
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     times: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -127,8 +150,12 @@ def nodes(rounds: int, report: Report, nbytes: int = 256 * MIB) -> None:
         for node in [node for node in numa.nodes() if numa.cores_near(node)]:
             arena = stack.enter_context(contextlib.closing(Arena.create(PAGE, nbytes)))
             host_memory.populate(arena, node)
-            stack.enter_context(contextlib.closing(PinnedRange(device, arena.address, arena.nbytes)))
-            targets[f"to node {node}"] = torch.frombuffer(arena.view(arena.data_offset, nbytes), dtype=torch.uint8)
+            stack.enter_context(
+                contextlib.closing(PinnedRange(device, arena.address, arena.nbytes))
+            )
+            targets[f"to node {node}"] = torch.frombuffer(
+                arena.view(arena.data_offset, nbytes), dtype=torch.uint8
+            )
         for turn in range(rounds + 1):
             for name, target in targets.items():
                 taken = seconds(lambda target=target: target.copy_(source, non_blocking=True))
@@ -141,7 +168,9 @@ def nodes(rounds: int, report: Report, nbytes: int = 256 * MIB) -> None:
 
 
 def call_time(subject: Subject, rounds: int, report: Report) -> None:
-    """Time ``save()`` behind an idle stream and behind one with work queued on it, and what follows it."""
+    """Time ``save()`` behind an idle stream and behind one with work queued on it, and what follows
+    it.
+    """
     matrix = torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16)
     queued = 100
     times: dict[str, list[list[float]]] = {"idle stream": [], f"{queued} large matmuls queued": []}
@@ -162,14 +191,21 @@ def call_time(subject: Subject, rounds: int, report: Report) -> None:
     report.table(
         ("", "call returns", "staged", "committed"),
         [
-            (name, *(spread([t[i] for t in taken], 1e3, digits) for i, digits in enumerate((2, 1, 0))))
+            (
+                name,
+                *(spread([t[i] for t in taken], 1e3, digits) for i, digits in enumerate((2, 1, 0))),
+            )
             for name, taken in times.items()
         ],
     )
 
 
-def training(subject: Subject, rounds: int, steps: int, shape: tuple[int, int], report: Report) -> None:
-    """Train blocks of steps with a save at the start and without, never waiting for the device inside a block."""
+def training(
+    subject: Subject, rounds: int, steps: int, shape: tuple[int, int], report: Report
+) -> None:
+    """Train blocks of steps with a save at the start and without, never waiting for the device
+    inside a block.
+    """
     tokens = torch.randint(VOCABULARY, shape, device="cuda")
 
     def train() -> None:
@@ -189,12 +225,19 @@ def training(subject: Subject, rounds: int, steps: int, shape: tuple[int, int], 
             times[name].append(seconds(train if name == "without" else save_and_train))
             subject.peer.wait()
     added = [
-        1e3 * (with_save - without) for with_save, without in zip(times["with a save"], times["without"], strict=True)
+        1e3 * (with_save - without)
+        for with_save, without in zip(times["with a save"], times["without"], strict=True)
     ]
-    report.note(f"Blocks of {steps} training steps with fused AdamW, batch of {shape[0]} x {shape[1]}; milliseconds.")
+    report.note(
+        f"Blocks of {steps} training steps with fused AdamW, batch of {shape[0]} x {shape[1]}; "
+        "milliseconds."
+    )
     report.table(
         ("", "block", "a step"),
-        [(name, spread(taken, 1e3, 1), spread(taken, 1e3 / steps, 2)) for name, taken in times.items()]
+        [
+            (name, spread(taken, 1e3, 1), spread(taken, 1e3 / steps, 2))
+            for name, taken in times.items()
+        ]
         + [("one save adds", spread(added, 1, 1), "-")],
     )
 
@@ -264,7 +307,9 @@ def beside_a_save(subject: Subject, rounds: int, report: Report) -> None:
 
 
 def exactness(subject: Subject, rounds: int, shape: tuple[int, int], report: Report) -> None:
-    """Train on right after ``save()`` and compare the checkpoint with a clone from before it, bit by bit."""
+    """Train on right after ``save()`` and compare the checkpoint with a clone from before it, bit
+    by bit.
+    """
     load = require("sidesave").load
     tokens = torch.randint(VOCABULARY, shape, device="cuda")
     exact, torn = 0, set()
@@ -279,8 +324,15 @@ def exactness(subject: Subject, rounds: int, shape: tuple[int, int], report: Rep
         exact += not wrong
         torn |= wrong
     report.note(
-        f"Bit for bit equal to a clone taken before the save, while fused AdamW trained on: {exact} of {rounds} saves."
-        + (f" Different or missing: {', '.join(sorted(torn)[:5])} and others, {len(torn)} in all." if torn else "")
+        (
+            "Bit for bit equal to a clone taken before the save, while fused AdamW trained on: "
+            f"{exact} of {rounds} saves."
+        )
+        + (
+            f" Different or missing: {', '.join(sorted(torn)[:5])} and others, {len(torn)} in all."
+            if torn
+            else ""
+        )
     )
 
 
@@ -288,7 +340,9 @@ def same_bits(expected: Tensor, found: Tensor | None) -> bool:
     """Compare bytes, shape and dtype."""
     if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    return torch.equal(expected.cpu().reshape(-1).view(torch.uint8), found.cpu().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        expected.cpu().reshape(-1).view(torch.uint8), found.cpu().reshape(-1).view(torch.uint8)
+    )
 
 
 def compute_processes() -> str:
@@ -303,12 +357,19 @@ def compute_processes() -> str:
 
 def touches_gpu(pid: int) -> bool:
     """Say whether a process has an NVIDIA device or library open or mapped."""
-    opened = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    return any("nvidia" in name or "libcuda" in name for name in [*opened, Path(f"/proc/{pid}/maps").read_text()])
+    opened = [
+        str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()
+    ]
+    return any(
+        "nvidia" in name or "libcuda" in name
+        for name in [*opened, Path(f"/proc/{pid}/maps").read_text()]
+    )
 
 
 def device_used() -> int:
-    """Return the bytes of the device in use that torch's allocator does not hold: contexts, mostly."""
+    """Return the bytes of the device in use that torch's allocator does not hold: contexts,
+    mostly.
+    """
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
@@ -347,8 +408,9 @@ def device_memory(subject: Subject, saves: int, outside_before: int, report: Rep
     )
     pid = subject.peer.checkpointer.daemon_pid
     report.note(
-        f"The daemon (pid {pid}) has an NVIDIA device or library open: {'YES' if touches_gpu(pid) else 'no'}. "
-        f"Processes with a context, by nvidia-smi: {compute_processes()}."
+        f"The daemon (pid {pid}) has an NVIDIA device or library open: "
+        f"{'YES' if touches_gpu(pid) else 'no'}. Processes with a context, by nvidia-smi: "
+        f"{compute_processes()}."
     )
 
 
@@ -358,19 +420,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="training steps a block (default 20)")
     parser.add_argument("--batch", type=int, default=8, help="sequences a step (default 8)")
     parser.add_argument("--length", type=int, default=512, help="bytes a sequence (default 512)")
-    parser.add_argument("--saves", type=int, default=20, help="saves to watch memory over (default 20)")
+    parser.add_argument(
+        "--saves", type=int, default=20, help="saves to watch memory over (default 20)"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu: torch sees no CUDA device here; this benchmark needs one")
     shape = args.batch, args.length
     state = TrainState(args.size, "cuda")
-    state.train_step(torch.randint(VOCABULARY, shape, device="cuda"))  # cuBLAS workspaces before anything is counted
+    # cuBLAS workspaces before anything is counted
+    state.train_step(torch.randint(VOCABULARY, shape, device="cuda"))
     torch.cuda.synchronize()
     report = Report("GPU")
     with workspace(args.dir) as folder, Field([Sidesave], folder, state) as field:
         report.note(
-            f"{state.nbytes / 1e9:.2f} GB in {len(state.tensors())} CUDA tensors, {args.rounds} rounds; "
-            f"min / median / max. {machine(folder)}."
+            f"{state.nbytes / 1e9:.2f} GB in {len(state.tensors())} CUDA tensors, {args.rounds} "
+            f"rounds; min / median / max. {machine(folder)}."
         )
         outside = device_used()
         peer = field.start(Sidesave)
@@ -378,7 +443,8 @@ def main() -> None:
             sys.exit(f"gpu: {field.refused[Sidesave.name]}")
         subject = Subject(state, peer)
         report.note(
-            f"`prepare()`, allocation and pinning of the staging memory: {seconds(lambda: peer.prepare(state)):.2f} s."
+            "`prepare()`, allocation and pinning of the staging memory: "
+            f"{seconds(lambda: peer.prepare(state)):.2f} s."
         )
         device_memory(subject, args.saves, outside, report)
         nodes(args.rounds, report)

@@ -1,12 +1,14 @@
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
-"""What a save costs in a framework: by its own means, by its own asynchronous means if it has some, and by sidesave.
+"""What a save costs in a framework: by its own means, by its own asynchronous means if it has some,
+and by sidesave.
 
     scripts/test --integrations lightning              # makes .venv-lightning, unless it is there
     .venv-lightning/bin/python -m scripts.bench.integrations lightning
 
-One process and one model with its AdamW for all ways of a framework. In each round every way saves once, in rotating
-order, when what the others have begun is durable; the first two rounds do not count. A save by a framework that does
-not call fsync is followed by one of its files, which counts until it is durable.
+One process and one model with its AdamW for all ways of a framework. In each round every way saves
+once, in rotating order, when what the others have begun is durable; the first two rounds do not
+count. A save by a framework that does not call fsync is followed by one of its files, which counts
+until it is durable.
 
 `dcp` runs where sidesave itself does, the others in the environment of their name.
 """
@@ -41,7 +43,9 @@ class Task:
 
     def __init__(self, megabytes: int) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes // 12))))
+        self.model = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes // 12)))
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.train()
 
@@ -86,7 +90,8 @@ def dcp(task: Task, folder: Path, measure: Measure) -> None:
         return saved.result
 
     store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)  # async_save wants one
+    # async_save wants one
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     ours.open_run(folder / "ours")
     measure({"`save`": by_default, "`async_save`": by_thread, "sidesave": by_sidesave})
     ours.close()
@@ -100,9 +105,17 @@ def lightning(task: Task, folder: Path, measure: Measure) -> None:
 
     def checkpoint() -> dict[str, Any]:
         state = task.state()
-        return {"state_dict": state["model"], "optimizer_states": [state["optimizer"]], "global_step": 1}
+        return {
+            "state_dict": state["model"],
+            "optimizer_states": [state["optimizer"]],
+            "global_step": 1,
+        }
 
-    plain, threaded, ours = TorchCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO()), SidesaveCheckpointIO(folder)
+    plain, threaded, ours = (
+        TorchCheckpointIO(),
+        AsyncCheckpointIO(TorchCheckpointIO()),
+        SidesaveCheckpointIO(folder),
+    )
 
     def by_default(step: int) -> Callable[[], object]:
         path = folder / f"stock-{step}.ckpt"
@@ -121,7 +134,13 @@ def lightning(task: Task, folder: Path, measure: Measure) -> None:
         return ours.checkpointer.wait
 
     ours.open()
-    measure({"`TorchCheckpointIO`": by_default, "`AsyncCheckpointIO`": by_thread, "sidesave": by_sidesave})
+    measure(
+        {
+            "`TorchCheckpointIO`": by_default,
+            "`AsyncCheckpointIO`": by_thread,
+            "sidesave": by_sidesave,
+        }
+    )
     ours.teardown()
     threaded.teardown()
 
@@ -181,7 +200,9 @@ def accelerate(task: Task, folder: Path, measure: Measure) -> None:
         return lambda: sync(path)
 
     with SidesaveState(accelerator, folder / "ours") as state:
-        measure({"`save_state`": by_default, "sidesave": lambda step: state.save(step).committed.result})
+        measure(
+            {"`save_state`": by_default, "sidesave": lambda step: state.save(step).committed.result}
+        )
 
 
 def torchtitan(task: Task, folder: Path, measure: Measure) -> None:
@@ -194,7 +215,9 @@ def torchtitan(task: Task, folder: Path, measure: Measure) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     trainers = importlib.import_module("titan_trainers")
-    parts = trainers.Parts(1, names=tuple(f"layer{each}" for each in range(len(task.model))), width=WIDTH)
+    parts = trainers.Parts(
+        1, names=tuple(f"layer{each}" for each in range(len(task.model))), width=WIDTH
+    )
     task.model, task.optimizer = parts.model, next(iter(parts.optimizers.optimizers))
     task.train()
 
@@ -219,15 +242,23 @@ def torchtitan(task: Task, folder: Path, measure: Measure) -> None:
     torch.distributed.destroy_process_group()
 
 
-FRAMEWORKS = {each.__name__: each for each in (dcp, lightning, transformers, accelerate, torchtitan)}
+FRAMEWORKS = {
+    each.__name__: each for each in (dcp, lightning, transformers, accelerate, torchtitan)
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("framework", choices=FRAMEWORKS)
-    parser.add_argument("--megabytes", type=int, default=120, help="size of the model and its AdamW (default 120)")
+    parser.add_argument(
+        "--megabytes", type=int, default=120, help="size of the model and its AdamW (default 120)"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="measured rounds (default 8)")
-    parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: the current folder)")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), help="where to write (default: the current folder)"
+    )
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     task = Task(chosen.megabytes)
@@ -254,7 +285,9 @@ def main() -> None:
                     [own / other for own, other in zip(called[name], called[first], strict=True)],
                 )
             )
-            print(f"| {chosen.framework} | {name} | {1e3 * stall:.0f} | {ratio:.2f} | {until:.2f} |")
+            print(
+                f"| {chosen.framework} | {name} | {1e3 * stall:.0f} | {ratio:.2f} | {until:.2f} |"
+            )
 
     with tempfile.TemporaryDirectory(prefix="sidesave-bench-", dir=chosen.dir) as folder:
         FRAMEWORKS[chosen.framework](task, Path(folder).resolve(), measure)

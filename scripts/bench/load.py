@@ -1,9 +1,11 @@
-"""How fast a checkpoint comes back, from a cold and from a warm page cache, sidesave (which verifies) beside its peers.
+"""How fast a checkpoint comes back, from a cold and from a warm page cache, sidesave (which
+verifies) beside its peers.
 
     python -m scripts.bench.load --size large --chart load.png
 
-Before a cold load every page of the checkpoint is dropped from the page cache, which ``mincore`` confirms. Loaders that
-map the file return before they have read it; a second figure includes reading every byte once.
+Before a cold load every page of the checkpoint is dropped from the page cache, which ``mincore``
+confirms. Loaders that map the file return before they have read it; a second figure includes
+reading every byte once.
 """
 
 import ctypes
@@ -44,7 +46,9 @@ def resident(path: Path) -> int:
     with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as memory:
         pages = (ctypes.c_ubyte * (-(-size // mmap.PAGESIZE)))()
         first = ctypes.c_char.from_buffer(memory)
-        failed = LIBC.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), pages)
+        failed = LIBC.mincore(
+            ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), pages
+        )
         del first  # the memory cannot be unmapped while it is exported
         if failed:
             raise OSError(ctypes.get_errno(), "mincore", str(path))
@@ -52,7 +56,9 @@ def resident(path: Path) -> int:
 
 
 def make_cold(path: Path) -> float:
-    """Drop a checkpoint, which is on disk already, from the page cache; return the fraction that stayed."""
+    """Drop a checkpoint, which is on disk already, from the page cache; return the fraction that
+    stayed.
+    """
     files = files_of(path)
     for file in files:
         with file.open("rb") as handle:
@@ -75,7 +81,9 @@ def make_warm(path: Path) -> None:
 
 
 def touch(loaded: object) -> None:
-    """Read every byte of what was loaded; a digest is the fastest reader that needs no second thread."""
+    """Read every byte of what was loaded; a digest is the fastest reader that needs no second
+    thread.
+    """
     for _, tensor in flatten(loaded):
         xxhash.xxh3_64_digest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
@@ -117,17 +125,25 @@ def loaders_of(peer: Peer, state: TrainState) -> dict[str, Loader]:
             file = path / "state.pt"
             return {
                 "torch.load": Loader(path, state.nbytes, lambda: torch.load(file)),
-                "torch.load(mmap=True)": Loader(path, state.nbytes, lambda: torch.load(file, mmap=True)),
+                "torch.load(mmap=True)": Loader(
+                    path, state.nbytes, lambda: torch.load(file, mmap=True)
+                ),
             }
         case Safetensors():
-            return {"safetensors.load_file": Loader(path, state.nbytes, lambda: load_file(path / "state.safetensors"))}
+            return {
+                "safetensors.load_file": Loader(
+                    path, state.nbytes, lambda: load_file(path / "state.safetensors")
+                )
+            }
         case DcpSave():
             return {"dcp.load in place": Loader(path, state.nbytes, lambda: dcp_load(path, state))}
         case Sidesave():
             sidesave = require("sidesave")
             return {
                 "sidesave.load": Loader(path, state.nbytes, lambda: sidesave.load(path)),
-                "sidesave.load in place": Loader(path, state.nbytes, lambda: sidesave_load(path, state)),
+                "sidesave.load in place": Loader(
+                    path, state.nbytes, lambda: sidesave_load(path, state)
+                ),
             }
         case _:
             return {}
@@ -166,12 +182,15 @@ def main() -> None:
             loaders |= loaders_of(peer, state)
             if isinstance(peer, Safetensors):
                 path = peer.saved[-1]
-                loaders[RAW] = Loader(path, state.nbytes, lambda path=path: raw_read(path / "state.safetensors"))
+                loaders[RAW] = Loader(
+                    path, state.nbytes, lambda path=path: raw_read(path / "state.safetensors")
+                )
         for turn in range(args.rounds):
             for loader in rotated(list(loaders.values()), turn):
                 loader.measure()
         report.note(
-            f"{state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors, {args.rounds} rounds. {machine(folder)}."
+            f"{state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors, {args.rounds} rounds. "
+            f"{machine(folder)}."
         )
         warmest = max(loader.stayed for loader in loaders.values())
         if warmest > RESIDENT_LIMIT:
@@ -180,7 +199,10 @@ def main() -> None:
 
     ours = loaders.get("sidesave.load")
     nbytes = state.nbytes
-    report.note("GB/s: min / median / max. Touched: until every byte was read once. Ratio: of cold, touched rates.")
+    report.note(
+        "GB/s: min / median / max. Touched: until every byte was read once. Ratio: of cold, "
+        "touched rates."
+    )
     report.table(
         ("", "cold", "cold, touched", "warm", "warm, touched", "/ sidesave.load"),
         [
@@ -196,8 +218,16 @@ def main() -> None:
         ],
     )
     report.items([(name, f"not run: {reason}") for name, reason in missing.items()])
-    report.panel("Cold, every byte", "GB/s", {name: rate(nbytes, x.cold_touched_s) for name, x in loaders.items()})
-    report.panel("Warm, every byte", "GB/s", {name: rate(nbytes, x.warm_touched_s) for name, x in loaders.items()})
+    report.panel(
+        "Cold, every byte",
+        "GB/s",
+        {name: rate(nbytes, x.cold_touched_s) for name, x in loaders.items()},
+    )
+    report.panel(
+        "Warm, every byte",
+        "GB/s",
+        {name: rate(nbytes, x.warm_touched_s) for name, x in loaders.items()},
+    )
     report.publish(args.markdown, args.chart)
 
 

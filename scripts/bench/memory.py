@@ -1,9 +1,11 @@
-"""What the writer costs beside the trainer: private memory, shared staging memory, threads, files, time to start.
+"""What the writer costs beside the trainer: private memory, shared staging memory, threads, files,
+time to start.
 
     python -m scripts.bench.memory --rounds 30
 
-A round is one save. Private memory is USS: what would be free if the process ended. Staging memory is what is resident
-in shared mappings (memfd or /dev/shm) of the trainer and the writer, each counted once.
+A round is one save. Private memory is USS: what would be free if the process ended. Staging memory
+is what is resident in shared mappings (memfd or /dev/shm) of the trainer and the writer, each
+counted once.
 """
 
 import gc
@@ -18,14 +20,22 @@ from pathlib import Path
 import psutil
 
 from scripts.bench.common import Field, arguments, rotated, settle, workspace
-from scripts.bench.peers import DcpProcess, Peer, Sidesave, TorchCheckpointing, TorchExperimental, choose
+from scripts.bench.peers import (
+    DcpProcess,
+    Peer,
+    Sidesave,
+    TorchCheckpointing,
+    TorchExperimental,
+    choose,
+)
 from scripts.bench.report import Report, machine, median, spread
 from scripts.bench.state import TrainState
 
 SHARED = ("/memfd:", "/dev/shm/")
 MIB = 1 << 20
 
-# Each prints seconds since the process was started: after its imports, after construction, after 4 MB were committed.
+# Each prints seconds since the process was started: after its imports, after construction, after 4
+# MB were committed.
 STARTS = {
     "sidesave": """
 import torch
@@ -118,10 +128,14 @@ def footprint(baseline: Baseline) -> Footprint:
             staging[inode] = max(nbytes, staging.get(inode, 0))
     return Footprint(
         private_bytes=sum(process.memory_full_info().uss for process in processes),
-        staging_bytes=sum(nbytes for inode, nbytes in staging.items() if inode not in baseline.inodes),
+        staging_bytes=sum(
+            nbytes for inode, nbytes in staging.items() if inode not in baseline.inodes
+        ),
         threads=sum(process.num_threads() for process in processes),
         files=sum(process.num_fds() for process in processes),
-        torch=any("libtorch" in Path(f"/proc/{process.pid}/maps").read_text() for process in processes),
+        torch=any(
+            "libtorch" in Path(f"/proc/{process.pid}/maps").read_text() for process in processes
+        ),
     )
 
 
@@ -140,14 +154,18 @@ def run(peer: Peer, baseline: Baseline, state: TrainState, saves: int) -> list[F
 
 
 def measure_start(name: str, folder: Path, turn: int) -> list[float]:
-    """Run a fresh process and return its seconds to imports, to construction and to a commit of 4 MB."""
+    """Run a fresh process and return its seconds to imports, to construction and to a commit of 4
+    MB.
+    """
     target = folder / f"start-{name}-{turn}"
     target.mkdir()
     script = folder / f"start-{name}.py"
     script.write_text(PRELUDE + STARTS[name])
     settle(0)
     command = [sys.executable, str(script), str(time.monotonic()), str(target)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+    }
     answer = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return [float(line) for line in answer.stdout.split()[:3]]
 
@@ -164,7 +182,9 @@ def main() -> None:
     starts: dict[str, list[list[float]]] = defaultdict(list)
 
     with workspace(args.dir) as folder, Field(choose(args.only, default), folder, state) as field:
-        report.note(f"{state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors. {machine(folder)}.")
+        report.note(
+            f"{state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors. {machine(folder)}."
+        )
         for kind in field.chosen:
             baseline = Baseline.now()
             if (peer := field.start(kind)) is not None:
@@ -190,7 +210,10 @@ def main() -> None:
         [
             (
                 name,
-                *(f"{f.private_bytes / MIB:.0f}" for f in (found[0], found[len(found) // 2], found[-1])),
+                *(
+                    f"{f.private_bytes / MIB:.0f}"
+                    for f in (found[0], found[len(found) // 2], found[-1])
+                ),
                 f"{found[-1].staging_bytes / state.nbytes:.2f}",
                 str(found[-1].threads),
                 str(found[-1].files),
@@ -200,18 +223,29 @@ def main() -> None:
         ],
     )
     if starts:
-        report.note(f"Seconds from the start of a fresh process; {args.starts} processes: min / median / max.")
+        report.note(
+            f"Seconds from the start of a fresh process; {args.starts} processes: min / median / "
+            "max."
+        )
         report.table(
             ("", "imports done", "constructed", "4 MB committed", "construction to commit"),
             [
-                (name, *(spread([t[i] for t in times]) for i in range(3)), median([t[2] - t[0] for t in times]))
+                (
+                    name,
+                    *(spread([t[i] for t in times]) for i in range(3)),
+                    median([t[2] - t[0] for t in times]),
+                )
                 for name, times in starts.items()
             ],
         )
     report.items(settings)
     uss = {name: [f.private_bytes / MIB for f in found] for name, found in footprints.items()}
     report.panel("Private memory of the writer", "MiB", uss)
-    report.panel("Construction to a 4 MB commit", "s", {n: [t[2] - t[0] for t in times] for n, times in starts.items()})
+    report.panel(
+        "Construction to a 4 MB commit",
+        "s",
+        {n: [t[2] - t[0] for t in times] for n, times in starts.items()},
+    )
     report.publish(args.markdown, args.chart)
 
 

@@ -1,8 +1,9 @@
 """Checkpointers under one interface, each at its best settings and with the same durability.
 
-A save is durable when every file and directory of it is fsynced. Where a peer has no fsync of its own, the adapter adds
-one after the peer's completion, inside the measured time. ``torch.save`` computes a CRC-32 by default; it is switched
-off wherever a peer uses it, since it costs a quarter of the speed.
+A save is durable when every file and directory of it is fsynced. Where a peer has no fsync of its
+own, the adapter adds one after the peer's completion, inside the measured time. ``torch.save``
+computes a CRC-32 by default; it is switched off wherever a peer uses it, since it costs a quarter
+of the speed.
 """
 
 import importlib
@@ -35,7 +36,8 @@ from scripts.bench.state import TrainState
 CUDA = torch.cuda.is_available()
 IO_THREADS = min(8, 2 * len(os.sched_getaffinity(0)))
 DEADLINE_S = 600.0
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each DCP call in a single process says so
+# each DCP call in a single process says so
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class PeerUnavailableError(RuntimeError):
@@ -61,7 +63,9 @@ def fsync_tree(root: Path) -> None:
 
 
 def tune_torch_save() -> None:
-    """Make ``torch.save`` of this process as fast as it can be: no CRC-32, and pinned memory on the way from a GPU."""
+    """Make ``torch.save`` of this process as fast as it can be: no CRC-32, and pinned memory on the
+    way from a GPU.
+    """
     serialization.save.compute_crc32 = False
     serialization.save.use_pinned_memory_for_d2h = CUDA
 
@@ -74,10 +78,14 @@ def require(module: str) -> ModuleType:
 
 
 def require_shared_memory(state: TrainState) -> None:
-    """Refuse where /dev/shm cannot hold one copy of the state: torch would be killed by SIGBUS instead."""
+    """Refuse where /dev/shm cannot hold one copy of the state: torch would be killed by SIGBUS
+    instead.
+    """
     free = shutil.disk_usage("/dev/shm").free
     if free < 1.1 * state.nbytes:
-        raise PeerUnavailableError(f"/dev/shm has {free / 1e9:.1f} GB free, the shared-memory stager needs more")
+        raise PeerUnavailableError(
+            f"/dev/shm has {free / 1e9:.1f} GB free, the shared-memory stager needs more"
+        )
 
 
 class Peer(ABC):
@@ -101,7 +109,9 @@ class Peer(ABC):
         tune_torch_save()
 
     def prepare(self, state: TrainState) -> bool:
-        """Allocate staging memory ahead of the first save and wait for it; False where the peer has no such call."""
+        """Allocate staging memory ahead of the first save and wait for it; False where the peer has
+        no such call.
+        """
         return False
 
     @abstractmethod
@@ -157,7 +167,9 @@ class Safetensors(Peer):
         path = self.new_step(step)
         path.mkdir()
         groups = json.dumps(state.optimizer.state_dict()["param_groups"])
-        save_file(state.flat_tensors(), path / "state.safetensors", metadata={"param_groups": groups})
+        save_file(
+            state.flat_tensors(), path / "state.safetensors", metadata={"param_groups": groups}
+        )
         fsync_tree(path)
 
 
@@ -171,7 +183,9 @@ class PlainWriter(FileSystemWriter):
 
 
 def dcp_arguments(path: Path) -> dict[str, Any]:
-    """Return what every DCP peer is given: threads, DCP's own fsync, cached plans, no collectives."""
+    """Return what every DCP peer is given: threads, DCP's own fsync, cached plans, no
+    collectives.
+    """
     return {
         "storage_writer": PlainWriter(path, thread_count=IO_THREADS, sync_files=True),
         "planner": DefaultSavePlanner(enable_plan_caching=True),
@@ -199,7 +213,9 @@ class DcpSave(Peer):
 
 
 class AsyncPeer(Peer):
-    """A peer that answers with futures, and whose files are flushed in a thread as soon as they are written."""
+    """A peer that answers with futures, and whose files are flushed in a thread as soon as they are
+    written.
+    """
 
     staging_copies = 1
 
@@ -240,7 +256,9 @@ class AsyncPeer(Peer):
 
 
 class DcpAsync(AsyncPeer):
-    """``torch.distributed.checkpoint.async_save`` with its ``DefaultStager``, which keeps its buffers between saves."""
+    """``torch.distributed.checkpoint.async_save`` with its ``DefaultStager``, which keeps its
+    buffers between saves.
+    """
 
     writer: ClassVar[AsyncCheckpointerType]
     shared: ClassVar[bool]
@@ -286,7 +304,10 @@ class DcpThread(DcpAsync):
     """A writer thread; the copy blocks the call, which is DCP's default."""
 
     name = "dcp thread"
-    settings = f"cached stager (pinned on CUDA), blocking copy, {IO_THREADS} threads, its own fsync, no CRC-32"
+    settings = (
+        f"cached stager (pinned on CUDA), blocking copy, {IO_THREADS} threads, its own fsync, no "
+        "CRC-32"
+    )
     writer = AsyncCheckpointerType.THREAD
     shared = False
     overlapped = False
@@ -305,7 +326,8 @@ class DcpProcess(DcpAsync):
 
     name = "dcp process"
     settings = (
-        f"cached shared-memory stager (pinned on CUDA), blocking copy, {IO_THREADS} threads, its own fsync, no CRC-32"
+        f"cached shared-memory stager (pinned on CUDA), blocking copy, {IO_THREADS} threads, its "
+        "own fsync, no CRC-32"
     )
     writer = AsyncCheckpointerType.PROCESS
     shared = True
@@ -322,7 +344,9 @@ class DcpProcess(DcpAsync):
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
 
     def close(self) -> None:
-        """End the process, which DCP keeps in a global for as long as the trainer lives, and the group."""
+        """End the process, which DCP keeps in a global for as long as the trainer lives, and the
+        group.
+        """
         from torch.distributed.checkpoint import _async_process_executor
 
         super().close()
@@ -334,7 +358,10 @@ class TorchExperimental(AsyncPeer):
     """``torch.distributed.checkpoint._experimental``: a stager thread and a writer process."""
 
     name = "torch _experimental"
-    settings = "shared-memory staging (pinned on CUDA) in a thread, torch.save in a process, no CRC-32; fsync added"
+    settings = (
+        "shared-memory staging (pinned on CUDA) in a thread, torch.save in a process, no CRC-32; "
+        "fsync added"
+    )
 
     def __init__(self, directory: Path, state: TrainState) -> None:
         """Start the process in the background."""
@@ -345,7 +372,10 @@ class TorchExperimental(AsyncPeer):
         require_shared_memory(state)
         super().__init__(directory, state)
         staging = CheckpointStagerConfig(
-            use_pinned_memory=CUDA, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=CUDA
+            use_pinned_memory=CUDA,
+            use_shared_memory=True,
+            use_async_staging=True,
+            use_non_blocking_copy=CUDA,
         )
         self.checkpointer = make_async_checkpointer(
             CheckpointerConfig(staging_config=staging), subprocess_init_fn=tune_torch_save
@@ -366,7 +396,9 @@ class TorchExperimental(AsyncPeer):
 
 
 def takes_unaligned_direct_writes(directory: Path) -> bool:
-    """Say whether O_DIRECT takes writes of any length here, as ``torch_checkpointing``'s direct mode needs."""
+    """Say whether O_DIRECT takes writes of any length here, as ``torch_checkpointing``'s direct
+    mode needs.
+    """
     path = directory / "direct-probe"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
@@ -382,12 +414,14 @@ def takes_unaligned_direct_writes(directory: Path) -> bool:
 
 
 class TorchCheckpointing(AsyncPeer):
-    """``torch_checkpointing``'s ``CheckpointManager``: a stager thread, a writer process, a lock around updates."""
+    """``torch_checkpointing``'s ``CheckpointManager``: a stager thread, a writer process, a lock
+    around updates.
+    """
 
     name = "torch_checkpointing"
     settings = (
-        "async shared-memory staging (pinned on CUDA), one file a top-level item in parallel, direct I/O where the "
-        "filesystem takes unaligned writes, no CRC-32; fsync added"
+        "async shared-memory staging (pinned on CUDA), one file a top-level item in parallel, "
+        "direct I/O where the filesystem takes unaligned writes, no CRC-32; fsync added"
     )
 
     def __init__(self, directory: Path, state: TrainState) -> None:
@@ -411,7 +445,9 @@ class TorchCheckpointing(AsyncPeer):
         )
 
     def prepare(self, state: TrainState) -> bool:
-        """Allocate the stager's memory by staging once; wait for that and the process through private names."""
+        """Allocate the stager's memory by staging once; wait for that and the process through
+        private names.
+        """
         self.manager.prewarm_staging(state.state_dict())
         self.manager._prewarm_staging_future.result(DEADLINE_S)
         self.manager._saver._checkpoint_process.wait_for_init()
@@ -435,7 +471,9 @@ class TorchCheckpointing(AsyncPeer):
 
 
 class Sidesave(Peer):
-    """``sidesave.Checkpointer``; it takes the modules themselves, and its optimizer hook is its guard."""
+    """``sidesave.Checkpointer``; it takes the modules themselves, and its optimizer hook is its
+    guard.
+    """
 
     name = "sidesave"
     settings = "defaults"

@@ -1,15 +1,20 @@
-"""What it costs that several ranks make one checkpoint: real rank processes on this machine, joined by gloo.
+"""What it costs that several ranks make one checkpoint: real rank processes on this machine, joined
+by gloo.
 
-    python -m scripts.bench.ranks                      all of it
-    python -m scripts.bench.ranks commit --json runs.json    and `python -m scripts.simulate_scale --validate runs.json`
+    python -m scripts.bench.ranks                            all of it
+    python -m scripts.bench.ranks commit --json runs.json    and `python -m scripts.simulate_scale
+                                                             --validate runs.json`
 
     calls    does a save of the same bytes a rank cost a rank more where there are more of them?
     bytes    what does it cost to compare what nobody has declared, beside sidesave.Replicated?
-    commit   how long after the last rank has written is the checkpoint there, and how large is its manifest?
-    reshard  how fast does it come back on another number of ranks, beside torch.distributed.checkpoint?
+    commit   how long after the last rank has written is the checkpoint there, and how large is its
+             manifest?
+    reshard  how fast does it come back on another number of ranks, beside
+             torch.distributed.checkpoint?
 
-All worlds of a measurement live at the same time and take turns, so that ratios between them are of the same minutes;
-those whose turn it is not wait in a read. Where a figure is per rank, ranks take turns as well: processors are few.
+All worlds of a measurement live at the same time and take turns, so that ratios between them are of
+the same minutes; those whose turn it is not wait in a read. Where a figure is per rank, ranks take
+turns as well: processors are few.
 """
 
 import argparse
@@ -59,13 +64,15 @@ Seconds = defaultdict[int, list[float]]
 Prepare = Callable[[Rank, Path], Callable[[], object]]
 
 
-# A rank's checkpointer ---------------------------------------------------------------------------------------------
+# A rank's checkpointer ----------------------------------------------------------------------------
 
 
 def open_run(rank: Rank, directory: Path, slots: int = 2) -> None:
     """Start this rank's checkpointer, instead of the one before."""
     close_run(rank)
-    rank.checkpointer = sidesave.Checkpointer(directory, slots=slots)
+    rank.checkpointer = sidesave.Checkpointer(
+        directory, staging=sidesave.StagingOptions(slots=slots)
+    )
 
 
 def close_run(rank: Rank) -> None:
@@ -85,7 +92,7 @@ def await_commit(rank: Rank) -> Path:
     return Path(rank.handle.committed.result(DEADLINE_S).path)
 
 
-# calls -----------------------------------------------------------------------------------------------------------
+# calls --------------------------------------------------------------------------------------------
 
 
 class Training:
@@ -107,7 +114,9 @@ class Training:
 
 
 def time_save(rank: Rank, step: int, step_s: float) -> tuple[float, float]:
-    """Seconds of the call of one save, and that it adds to a training step; nobody else may be at work."""
+    """Seconds of the call of one save, and that it adds to a training step; nobody else may be at
+    work.
+    """
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the writer shall find no core idle
     training = Training(step_s)
     torch._foreach_add_(rank.tensors, 1e-3)
@@ -126,7 +135,10 @@ def time_save(rank: Rank, step: int, step_s: float) -> tuple[float, float]:
 def measure_calls(args: argparse.Namespace, folder: Path, report: Report) -> None:
     """Save the same bytes a rank in worlds of several sizes, one rank after the other."""
     rows: list[list[str]] = []
-    for name, build in {"its own plain tensors": build_own, "a shard of an FSDP2 module": build_sharded}.items():
+    for name, build in {
+        "its own plain tensors": build_own,
+        "a shard of an FSDP2 module": build_sharded,
+    }.items():
         call_s, added_s = Seconds(list), Seconds(list)
         with worlds(args.worlds or (1, 2, 4, 8), folder) as started:
             runs = {world: folder / f"{build.__name__}-{world.size}" for world in started}
@@ -143,11 +155,18 @@ def measure_calls(args: argparse.Namespace, folder: Path, report: Report) -> Non
                     added_s[world.size].append(statistics.median(added for _, added in times))
         for size, taken in sorted(call_s.items()):
             against = median(ratios(taken, call_s.get(BASE, [])))
-            rows.append([name, str(size), spread(taken, 1e3), against, spread(added_s[size], 1e3, 1)])
-        report.panel(f"save(), {name}", "ms", {f"{n} ranks": [1e3 * s for s in call_s[n]] for n in sorted(call_s)})
+            rows.append(
+                [name, str(size), spread(taken, 1e3), against, spread(added_s[size], 1e3, 1)]
+            )
+        report.panel(
+            f"save(), {name}",
+            "ms",
+            {f"{n} ranks": [1e3 * s for s in call_s[n]] for n in sorted(call_s)},
+        )
     report.note(
-        f"Calls: {args.mb} MiB a rank, {args.rounds} rounds, ranks one after the other. Of each round the median over "
-        f"ranks; min / median / max over rounds. Added: to a step of {args.step} s."
+        f"Calls: {args.mb} MiB a rank, {args.rounds} rounds, ranks one after the other. Of each "
+        "round the median over ranks; min / median / max over rounds. Added: to a step of "
+        f"{args.step} s."
     )
     report.table(("a rank saves", "ranks", "call, ms", f"/ {BASE} ranks", "added, ms"), rows)
 
@@ -158,7 +177,7 @@ def discard(run: Path) -> None:
         shutil.rmtree(path)
 
 
-# bytes -----------------------------------------------------------------------------------------------------------
+# bytes --------------------------------------------------------------------------------------------
 
 
 def shares(checkpoint: Path) -> list[int]:
@@ -167,7 +186,9 @@ def shares(checkpoint: Path) -> list[int]:
     for path in checkpoint.glob("*.safetensors"):
         with path.open("rb") as file:
             header = int.from_bytes(file.read(8), "little")
-        found[int(path.name.split(".")[-2].removeprefix("rank-"))] += path.stat().st_size - 8 - header
+        found[int(path.name.split(".")[-2].removeprefix("rank-"))] += (
+            path.stat().st_size - 8 - header
+        )
     return found
 
 
@@ -184,7 +205,9 @@ def differ(rank: Rank) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a save takes of a rank: staging memory, seconds of the call, of its writer's processors, until written."""
+    """What a save takes of a rank: staging memory, seconds of the call, of its writer's processors,
+    until written.
+    """
 
     staged: int
     call_s: float
@@ -205,17 +228,28 @@ def time_cost(rank: Rank, step: int, late_s: float) -> Cost:
     path = await_commit(rank)
     used_s = sum(writer.cpu_times()[:2]) - before
     staged = sum(
-        slot.arena.data_nbytes for slot in rank.checkpointer._saver.session.pool._slots if slot.arena is not None
+        slot.arena.data_nbytes
+        for slot in rank.checkpointer.session.pool._slots
+        if slot.arena is not None
     )
     return Cost(staged, call_s, used_s, written.result() - start, path)
 
 
 def measure_bytes(args: argparse.Namespace, folder: Path, report: Report) -> None:
-    """Save what all ranks hold: compared and found equal, compared and found different, declared."""
+    """Save what all ranks hold: compared and found equal, compared and found different,
+    declared.
+    """
     rows: list[list[str]] = []
     sizes: dict[str, str] = {}
-    for name, build in {"model and AdamW": build_replicated, "one giant tensor": build_giant}.items():
-        for how, change in {"compared, equal": None, "compared, different": differ, "Replicated": declare}.items():
+    for name, build in {
+        "model and AdamW": build_replicated,
+        "one giant tensor": build_giant,
+    }.items():
+        for how, change in {
+            "compared, equal": None,
+            "compared, different": differ,
+            "Replicated": declare,
+        }.items():
             with worlds([REPLICAS], folder) as (world,):
                 nbytes = world.all(build, args.size)[0]
                 sizes[name] = f"{nbytes / 1e6:.1f} MB"
@@ -247,20 +281,33 @@ def measure_bytes(args: argparse.Namespace, folder: Path, report: Report) -> Non
                 )
                 discard(run)
     report.note(
-        f"Bytes: {sizes}; {REPLICAS} ranks, {args.rounds} rounds, medians over all. Staged and on disk: over the "
-        "bytes of one rank's tensors. Writer: its processor time. Held: milliseconds from the call until the slot is "
-        f"free; late: rank 0's, the last rank {args.late} s after the others."
+        f"Bytes: {sizes}; {REPLICAS} ranks, {args.rounds} rounds, medians over all. Staged and on "
+        "disk: over the bytes of one rank's tensors. Writer: its processor time. Held: "
+        "milliseconds from the call until the slot is free; late: rank 0's, the last rank "
+        f"{args.late} s after the others."
     )
     report.table(
-        ("", "staged", "call, ms", "writer, ms", "held, ms", "held, late", "on disk", "largest share / mean"), rows
+        (
+            "",
+            "staged",
+            "call, ms",
+            "writer, ms",
+            "held, ms",
+            "held, late",
+            "on disk",
+            "largest share / mean",
+        ),
+        rows,
     )
 
 
-# commit ----------------------------------------------------------------------------------------------------------
+# commit -------------------------------------------------------------------------------------------
 
 
 def time_commit(rank: Rank, step: int, late_s: float) -> tuple[float, float, Path]:
-    """Save, the last rank so late; when this one was told that its bytes are durable, and of the commit."""
+    """Save, the last rank so late; when this one was told that its bytes are durable, and of the
+    commit.
+    """
     dist.barrier()
     if rank.number == rank.size - 1:
         time.sleep(late_s)
@@ -296,7 +343,9 @@ def measure_commit(args: argparse.Namespace, folder: Path, report: Report) -> No
         for turn in range(1, args.saves + 1):
             for world in rotated(started, turn):
                 settle(0)
-                written, committed, (path, *_) = zip(*world.all(time_commit, turn, args.late), strict=True)
+                written, committed, (path, *_) = zip(
+                    *world.all(time_commit, turn, args.late), strict=True
+                )
                 commit_s[world.size].append(committed[0] - max(written))
                 others_s[world.size].append(max(committed) - max(written))
                 files_s[world.size].append(between_files(path))
@@ -304,16 +353,18 @@ def measure_commit(args: argparse.Namespace, folder: Path, report: Report) -> No
                 discard(path.parent)
     bodies = {size: json.loads(data) for size, data in manifests.items()}
     fqns, containers, layouts = (
-        max(len(body[key]) for body in bodies.values()) for key in ("tensors", "containers", "layouts")
+        max(len(body[key]) for body in bodies.values())
+        for key in ("tensors", "containers", "layouts")
     )
     report.note(
-        f"Commit: milliseconds, {args.saves} saves a world, the last rank {args.late} s after the others, so that rank "
-        "0 already looks as seldom as it does in a long save. From the moment when that rank is told that its bytes "
-        "are durable until rank 0 is told of the commit, and all ranks; and from record to name by the times of files."
+        f"Commit: milliseconds, {args.saves} saves a world, the last rank {args.late} s after the "
+        "others, so that rank 0 already looks as seldom as it does in a long save. From the moment "
+        "when that rank is told that its bytes are durable until rank 0 is told of the commit, and "
+        "all ranks; and from record to name by the times of files."
     )
     report.note(
-        f"Their like in the model: `simulate_scale --fqns {fqns} --layouts {layouts} --containers {containers} "
-        "--stages 1 --validate FILE`."
+        f"Their like in the model: `simulate_scale --fqns {fqns} --layouts {layouts} --containers "
+        f"{containers} --stages 1 --validate FILE`."
     )
     report.table(
         ("ranks", "rank 0 knows", "all know", "by the files", "manifest, bytes", "layouts"),
@@ -329,16 +380,24 @@ def measure_commit(args: argparse.Namespace, folder: Path, report: Report) -> No
             for size in sizes
         ],
     )
-    report.panel("Last written to committed", "ms", {f"{n} ranks": [1e3 * s for s in commit_s[n]] for n in sizes})
+    report.panel(
+        "Last written to committed",
+        "ms",
+        {f"{n} ranks": [1e3 * s for s in commit_s[n]] for n in sizes},
+    )
     if args.json is not None:
         found = [
-            {"ranks": n, "commit_s": statistics.median(commit_s[n]), "manifest_nbytes": len(manifests[n])}
+            {
+                "ranks": n,
+                "commit_s": statistics.median(commit_s[n]),
+                "manifest_nbytes": len(manifests[n]),
+            }
             for n in sizes
         ]
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-# reshard ---------------------------------------------------------------------------------------------------------
+# reshard ------------------------------------------------------------------------------------------
 
 
 def state_dicts(rank: Rank) -> dict[str, Any]:
@@ -364,7 +423,9 @@ def dcp_load(rank: Rank, path: Path) -> Callable[[], object]:
 
 
 def time_load(rank: Rank, prepare: Prepare, path: Path) -> tuple[float, float, int]:
-    """Load into tensors that hold something else, and compare; when it began and ended, and bytes that were read."""
+    """Load into tensors that hold something else, and compare; when it began and ended, and bytes
+    that were read.
+    """
     for _, part in sharded(rank):
         part.fill_(-1)
     load = prepare(rank, path)
@@ -418,7 +479,9 @@ class Reload:
 
 
 def count_large_cells(worlds: list[World], folder: Path) -> list[float]:
-    """What sidesave reads over what it needs, from the first world to the second and back, for large cells."""
+    """What sidesave reads over what it needs, from the first world to the second and back, for
+    large cells.
+    """
     wide, narrow = worlds
     nbytes = 64 * MIB
     needed: dict[World, list[int]] = {}
@@ -439,7 +502,9 @@ def count_large_cells(worlds: list[World], folder: Path) -> list[float]:
 
 
 def measure_reshard(args: argparse.Namespace, folder: Path, report: Report) -> None:
-    """Save on 8 ranks and load on 4, and the other way round, with sidesave and torch.distributed.checkpoint."""
+    """Save on 8 ranks and load on 4, and the other way round, with sidesave and
+    torch.distributed.checkpoint.
+    """
     reloads: list[tuple[Reload, Reload]] = []
     own: list[str] = []
     with worlds((8, 4), folder) as started:
@@ -457,7 +522,9 @@ def measure_reshard(args: argparse.Namespace, folder: Path, report: Report) -> N
             paths = saved[source]
             target.all(open_run, paths[0].parent)
             way = f"{source.size} to {target.size}"
-            ours = Reload(f"{way}: sidesave, verified", target, paths[0], needed[target], sidesave_load)
+            ours = Reload(
+                f"{way}: sidesave, verified", target, paths[0], needed[target], sidesave_load
+            )
             theirs = Reload(f"{way}: dcp.load", target, paths[1], needed[target], dcp_load)
             reloads.append((ours, theirs))
         for turn in range(args.rounds):
@@ -469,10 +536,11 @@ def measure_reshard(args: argparse.Namespace, folder: Path, report: Report) -> N
         total = sum(needed[started[0]])
         large = count_large_cells(started, folder / "large")
     report.note(
-        f"Reshard: {total / 1e6:.0f} MB of an FSDP2-sharded model and its AdamW, {args.rounds} rounds. Seconds until "
-        "the slowest rank has loaded in place: min / median / max; ratios pair by pair. Read: the most bytes that a "
-        "rank has read over those it needs; in brackets sidesave's own count, which leaves the manifest out. It reads "
-        f"whole blocks of 256 KiB: where the smaller cells have 4 MiB, it reads {large[0]:.3f} and {large[1]:.3f}."
+        f"Reshard: {total / 1e6:.0f} MB of an FSDP2-sharded model and its AdamW, {args.rounds} "
+        "rounds. Seconds until the slowest rank has loaded in place: min / median / max; ratios "
+        "pair by pair. Read: the most bytes that a rank has read over those it needs; in brackets "
+        "sidesave's own count, which leaves the manifest out. It reads whole blocks of 256 KiB: "
+        f"where the smaller cells have 4 MiB, it reads {large[0]:.3f} and {large[1]:.3f}."
     )
     stayed = max(reload.stayed for pair in reloads for reload in pair)
     if stayed > RESIDENT_LIMIT:
@@ -493,25 +561,41 @@ def measure_reshard(args: argparse.Namespace, folder: Path, report: Report) -> N
         ],
     )
     for what, series in {"Cold": "cold_s", "Warm": "warm_s"}.items():
-        bars: dict[str, Series] = {reload.name: getattr(reload, series) for pair in reloads for reload in pair}
+        bars: dict[str, Series] = {
+            reload.name: getattr(reload, series) for pair in reloads for reload in pair
+        }
         report.panel(what, "s", bars)
 
 
-MEASUREMENTS = {"calls": measure_calls, "bytes": measure_bytes, "commit": measure_commit, "reshard": measure_reshard}
+MEASUREMENTS = {
+    "calls": measure_calls,
+    "bytes": measure_bytes,
+    "commit": measure_commit,
+    "reshard": measure_reshard,
+}
 
 
 def main() -> None:
     """Measure and report."""
     parser = arguments(__doc__, rounds=8, peers=False)
     parser.add_argument("what", nargs="*", help=f"among {', '.join(MEASUREMENTS)} (default all)")
-    parser.add_argument("--worlds", type=lambda text: [int(n) for n in text.split(",")], help="of calls and commit")
+    parser.add_argument(
+        "--worlds", type=lambda text: [int(n) for n in text.split(",")], help="of calls and commit"
+    )
     parser.add_argument("--mb", type=int, default=64, help="calls: MiB a rank (default 64)")
-    parser.add_argument("--step", type=float, default=0.3, help="calls: seconds of a training step (default 0.3)")
+    parser.add_argument(
+        "--step", type=float, default=0.3, help="calls: seconds of a training step (default 0.3)"
+    )
     parser.add_argument("--saves", type=int, default=12, help="commit: saves a world (default 12)")
     parser.add_argument(
-        "--late", type=float, default=0.3, help="bytes and commit: seconds that one rank is late (default 0.3)"
+        "--late",
+        type=float,
+        default=0.3,
+        help="bytes and commit: seconds that one rank is late (default 0.3)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="commit: also write what simulate_scale validates")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="commit: also write what simulate_scale validates"
+    )
     args = parser.parse_args()
     if unknown := sorted(set(args.what) - MEASUREMENTS.keys()):
         parser.error(f"unknown {', '.join(unknown)}; known: {', '.join(MEASUREMENTS)}")

@@ -1,4 +1,5 @@
-"""What this machine can do at best: disk, page cache, memory, digest. Every other figure is judged against these.
+"""What this machine can do at best: disk, page cache, memory, digest. Every other figure is judged
+against these.
 
 python -m scripts.bench.raw_limits --size large
 """
@@ -16,7 +17,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from scripts.bench.common import MADV_POPULATE_WRITE, arguments, private_memory, rotated, settle, workspace
+from scripts.bench.common import (
+    MADV_POPULATE_WRITE,
+    arguments,
+    private_memory,
+    rotated,
+    settle,
+    workspace,
+)
 from scripts.bench.report import Report, machine, rate, spread
 from scripts.bench.state import TrainState
 
@@ -36,7 +44,9 @@ def random_buffer(nbytes: int) -> mmap.mmap:
 
 
 def in_threads(threads: int, work: Callable[[int], None]) -> float:
-    """Run ``work(thread)`` in so many threads and return the seconds until the last one has ended."""
+    """Run ``work(thread)`` in so many threads and return the seconds until the last one has
+    ended.
+    """
     ready = threading.Barrier(threads + 1)  # threads start outside of the timing
 
     def begin(thread: int) -> None:
@@ -53,7 +63,9 @@ def in_threads(threads: int, work: Callable[[int], None]) -> float:
 
 
 def direct_write(path: Path, nbytes: int, source: mmap.mmap, threads: int) -> float:
-    """Write ``nbytes`` with O_DIRECT in 8 MiB blocks, allocation and fsync included; return seconds."""
+    """Write ``nbytes`` with O_DIRECT in 8 MiB blocks, allocation and fsync included; return
+    seconds.
+    """
     view = memoryview(source)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
     length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -88,7 +100,9 @@ def buffered_write(path: Path, nbytes: int, source: mmap.mmap) -> float:
 
 
 def direct_read(path: Path, target: mmap.mmap, threads: int) -> float:
-    """Read the whole file with O_DIRECT into ``target``, which is at least as long in whole pages; return seconds."""
+    """Read the whole file with O_DIRECT into ``target``, which is at least as long in whole pages;
+    return seconds.
+    """
     view = memoryview(target)
     length = path.stat().st_size
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -116,7 +130,14 @@ def populate(nbytes: int, threads: int) -> float:
             def work(thread: int) -> None:
                 for offset in range(thread * piece, nbytes, threads * piece):
                     size = min(piece, nbytes - offset)
-                    if LIBC.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(size), MADV_POPULATE_WRITE) != 0:
+                    if (
+                        LIBC.madvise(
+                            ctypes.c_void_p(start + offset),
+                            ctypes.c_size_t(size),
+                            MADV_POPULATE_WRITE,
+                        )
+                        != 0
+                    ):
                         raise OSError(ctypes.get_errno(), "madvise")
 
             try:
@@ -144,21 +165,29 @@ def copy_memmove(targets: Sequence[Tensor], sources: Sequence[Tensor], threads: 
 
 @torch.no_grad()
 def copy_foreach(targets: list[Tensor], sources: list[Tensor]) -> float:
-    """Copy tensors with ``_foreach_copy_``, which uses every core for a large one; return seconds."""
+    """Copy tensors with ``_foreach_copy_``, which uses every core for a large one; return
+    seconds.
+    """
     start = time.perf_counter()
     torch._foreach_copy_(targets, sources)
     return time.perf_counter() - start
 
 
 def host_targets(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return host memory for a copy of each tensor, already touched, and pinned where the tensor is not on the host."""
-    targets = [torch.empty_like(source, device="cpu", pin_memory=source.is_cuda) for source in sources]
+    """Return host memory for a copy of each tensor, already touched, and pinned where the tensor is
+    not on the host.
+    """
+    targets = [
+        torch.empty_like(source, device="cpu", pin_memory=source.is_cuda) for source in sources
+    ]
     torch._foreach_zero_(targets)
     return targets
 
 
 def copy_best(targets: list[Tensor], sources: list[Tensor]) -> float:
-    """Return the seconds of the fastest way to copy into host memory: from the host, with all cores."""
+    """Return the seconds of the fastest way to copy into host memory: from the host, with all
+    cores.
+    """
     if any(source.is_cuda for source in sources):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -206,13 +235,25 @@ def main() -> None:
         path = folder / "raw"
         limits: dict[str, tuple[int, Callable[[], float]]] = {}
         for threads in THREADS:
-            limits[f"direct write, {threads} threads"] = nbytes, lambda n=threads: direct_write(path, nbytes, source, n)
+            limits[f"direct write, {threads} threads"] = (
+                nbytes,
+                lambda n=threads: direct_write(path, nbytes, source, n),
+            )
         limits["buffered write + fsync"] = nbytes, lambda: buffered_write(path, nbytes, source)
         for threads in THREADS:
-            limits[f"direct read, {threads} threads"] = nbytes, lambda n=threads: direct_read(path, target, n)
+            limits[f"direct read, {threads} threads"] = (
+                nbytes,
+                lambda n=threads: direct_read(path, target, n),
+            )
         for threads in sorted({1, CORES}):
-            limits[f"populate a memfd, {threads} threads"] = nbytes, lambda n=threads: populate(nbytes, n)
-            limits[f"memmove, {threads} threads"] = nbytes, lambda n=threads: copy_memmove(targets, sources, n)
+            limits[f"populate a memfd, {threads} threads"] = (
+                nbytes,
+                lambda n=threads: populate(nbytes, n),
+            )
+            limits[f"memmove, {threads} threads"] = (
+                nbytes,
+                lambda n=threads: copy_memmove(targets, sources, n),
+            )
         limits["torch._foreach_copy_"] = nbytes, lambda: copy_foreach(targets, sources)
         limits["XXH3-64, 1 thread"] = len(source), lambda: digest(source, xxhash.xxh3_64_digest)
         limits["XXH3-128, 1 thread"] = len(source), lambda: digest(source, xxhash.xxh3_128_digest)
@@ -225,7 +266,9 @@ def main() -> None:
                 rates[name] += rate(amount, [limit()])
         report.note(f"{nbytes / 1e9:.2f} GB, {args.rounds} rounds. {machine(folder)}.")
 
-    report.table(("", "GB/s: min / median / max"), [(name, spread(values)) for name, values in rates.items()])
+    report.table(
+        ("", "GB/s: min / median / max"), [(name, spread(values)) for name, values in rates.items()]
+    )
     report.panel("Raw limits", "GB/s", rates)
     report.publish(args.markdown, args.chart)
 

@@ -1,4 +1,6 @@
-"""What a benchmark prints: series of figures, aligned Markdown tables, bar charts, the machine they come from."""
+"""What a benchmark prints: series of figures, aligned Markdown tables, bar charts, the machine they
+come from.
+"""
 
 import os
 import platform
@@ -19,7 +21,9 @@ def spread(values: Series, scale: float = 1.0, digits: int = 2) -> str:
     """Format ``min / median / max``; a dash where nothing was measured."""
     if not values:
         return "-"
-    return " / ".join(f"{scale * v:.{digits}f}" for v in (min(values), statistics.median(values), max(values)))
+    return " / ".join(
+        f"{scale * v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))
+    )
 
 
 def median(values: Series, scale: float = 1.0, digits: int = 2) -> str:
@@ -28,7 +32,9 @@ def median(values: Series, scale: float = 1.0, digits: int = 2) -> str:
 
 
 def ratios(values: Series, to: Series) -> list[float]:
-    """Divide round by round; rounds in which either figure is not positive say nothing and are left out."""
+    """Divide round by round; rounds in which either figure is not positive say nothing and are left
+    out.
+    """
     return [value / base for value, base in zip(values, to, strict=False) if value > 0 and base > 0]
 
 
@@ -38,11 +44,16 @@ def rate(nbytes: int, seconds: Series) -> list[float]:
 
 
 def table(header: Row, rows: Sequence[Row]) -> str:
-    """Return a Markdown table that also lines up as plain text: first column to the left, others to the right."""
+    """Return a Markdown table that also lines up as plain text: first column to the left, others to
+    the right.
+    """
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: Row) -> str:
-        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+        ]
         return f"| {' | '.join(cells)} |"
 
     rule = f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|"
@@ -104,10 +115,14 @@ class Report:
 
     def panel(self, title: str, unit: str, bars: Mapping[str, Series]) -> None:
         """Add a group of bars to the chart; series without a value are left out."""
-        self.panels.append(Panel(title, unit, {name: values for name, values in bars.items() if values}))
+        self.panels.append(
+            Panel(title, unit, {name: values for name, values in bars.items() if values})
+        )
 
     def publish(self, markdown: Path | None, chart: Path | None) -> None:
-        """Print the report; write it to ``markdown`` and its chart to ``chart`` where these are given."""
+        """Print the report; write it to ``markdown`` and its chart to ``chart`` where these are
+        given.
+        """
         text = "\n\n".join([f"## {self.title}", *self.sections]) + "\n"
         sys.stdout.write(text)
         if markdown is not None:
@@ -119,10 +134,15 @@ class Report:
 
 
 def draw(title: str, panels: Sequence[Panel], path: Path) -> None:
-    """Write horizontal bars of medians, with whiskers from minimum to maximum, one panel beside the other."""
+    """Write horizontal bars of medians, with whiskers from minimum to maximum, one panel beside the
+    other.
+    """
     from matplotlib.figure import Figure  # only a chart needs it
 
-    figure = Figure(figsize=(6 * len(panels), 1.2 + 0.4 * max(len(p.bars) for p in panels)), layout="constrained")
+    figure = Figure(
+        figsize=(6 * len(panels), 1.2 + 0.4 * max(len(p.bars) for p in panels)),
+        layout="constrained",
+    )
     figure.suptitle(title)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         names = list(panel.bars)
@@ -130,7 +150,9 @@ def draw(title: str, panels: Sequence[Panel], path: Path) -> None:
         below = [m - min(values) for m, values in zip(medians, panel.bars.values(), strict=True)]
         above = [max(values) - m for m, values in zip(medians, panel.bars.values(), strict=True)]
         colours = ["tab:orange" if name.startswith("sidesave") else "tab:blue" for name in names]
-        bars = axes.barh(names, medians, xerr=[below, above], color=colours, ecolor="0.4", capsize=2)
+        bars = axes.barh(
+            names, medians, xerr=[below, above], color=colours, ecolor="0.4", capsize=2
+        )
         axes.bar_label(bars, fmt="%.3g", padding=4)
         axes.margins(x=0.15)
         axes.invert_yaxis()

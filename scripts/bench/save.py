@@ -1,10 +1,12 @@
-"""How long a save blocks and how long until it is durable, sidesave beside its peers, the raw disk and a memory copy.
+"""How long a save blocks and how long until it is durable, sidesave beside its peers, the raw disk
+and a memory copy.
 
     python -m scripts.bench.save --size large --rounds 8 --chart save.png
 
-A session starts every peer and takes its first save at once; sessions alternate between starting from nothing and after
-``prepare``, where a peer has it. The steady rounds follow, in one process, one peer after the other in rotating order.
-Before each save the last checkpoint is deleted, every tensor is changed and the page cache is written back.
+A session starts every peer and takes its first save at once; sessions alternate between starting
+from nothing and after ``prepare``, where a peer has it. The steady rounds follow, in one process,
+one peer after the other in rotating order. Before each save the last checkpoint is deleted, every
+tensor is changed and the page cache is written back.
 """
 
 import statistics
@@ -44,7 +46,9 @@ class Baselines:
         self.seconds[COPY].append(copy_best(self._targets, self._sources))
 
 
-def steady_rounds(peers: Sequence[Peer], state: TrainState, baselines: Baselines, rounds: int, times: Times) -> None:
+def steady_rounds(
+    peers: Sequence[Peer], state: TrainState, baselines: Baselines, rounds: int, times: Times
+) -> None:
     """Take one save of every peer and both baselines a round."""
 
     def turn_of(peer: Peer, step: int) -> Callable[[], None]:
@@ -56,8 +60,12 @@ def steady_rounds(peers: Sequence[Peer], state: TrainState, baselines: Baselines
             turn()
 
 
-def first_save(peer: Peer, state: TrainState, prepared: Times, from_nothing: Times, *, prepare: bool) -> float | None:
-    """Take the first save of a peer that was just started; return the seconds of ``prepare`` where it was called."""
+def first_save(
+    peer: Peer, state: TrainState, prepared: Times, from_nothing: Times, *, prepare: bool
+) -> float | None:
+    """Take the first save of a peer that was just started; return the seconds of ``prepare`` where
+    it was called.
+    """
     start = time.perf_counter()
     ready = prepare and peer.prepare(state)
     seconds = time.perf_counter() - start
@@ -84,7 +92,9 @@ def against(times: Series, base: Series) -> str:
 def main() -> None:
     """Measure and report."""
     parser = arguments(__doc__, rounds=6)
-    parser.add_argument("--sessions", type=int, default=2, help="times that all peers are started (default 2)")
+    parser.add_argument(
+        "--sessions", type=int, default=2, help="times that all peers are started (default 2)"
+    )
     parser.add_argument("--device", default="cpu", help="where the state lives (default cpu)")
     args = parser.parse_args()
     state = TrainState(args.size, args.device)
@@ -113,7 +123,10 @@ def main() -> None:
     names = [kind.name for kind in field.chosen if times[kind.name]]
     ours = times.get(Sidesave.name, [])
     raw, copy = baselines.seconds[RAW], baselines.seconds[COPY]
-    report.note("Seconds until every file is fsynced. First: median. Steady: min / median / max; ratios pair by pair.")
+    report.note(
+        "Seconds until every file is fsynced. First: median. Steady: min / median / max; ratios "
+        "pair by pair."
+    )
     report.table(
         ("durable", "first", "first, prepared", "steady", "/ sidesave", "/ raw write"),
         [
@@ -131,7 +144,16 @@ def main() -> None:
     )
     report.note("Milliseconds that `save` blocks, and until the state may be changed.")
     report.table(
-        ("call", "prepare", "first", "first, prepared", "steady", "may change", "/ sidesave", "/ memory copy"),
+        (
+            "call",
+            "prepare",
+            "first",
+            "first, prepared",
+            "steady",
+            "may change",
+            "/ sidesave",
+            "/ memory copy",
+        ),
         [
             (
                 name,
@@ -151,7 +173,9 @@ def main() -> None:
     report.items(field.settings())
     report.panel("Durable, steady", "seconds", {n: durables(times[n]) for n in names} | {RAW: raw})
     staged = {n: [1e3 * t.staged_s for t in times[n]] for n in names}
-    report.panel("save() blocks, steady", "ms", {n: [1e3 * s for s in calls(times[n])] for n in names})
+    report.panel(
+        "save() blocks, steady", "ms", {n: [1e3 * s for s in calls(times[n])] for n in names}
+    )
     report.panel("Until the state may be changed", "ms", staged | {COPY: [1e3 * s for s in copy]})
     report.publish(args.markdown, args.chart)
 

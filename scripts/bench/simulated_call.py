@@ -1,8 +1,11 @@
-"""What ``save()`` costs the calling thread: torch's own CUDA code on a simulated GPU that throws launches away.
+"""What ``save()`` costs the calling thread: torch's own CUDA code on a simulated GPU that throws
+launches away.
 
-    . scripts/_gpu_venv.sh && SIMULATED_GPU=late SIMULATED_GPU_KERNELS=noop python -m scripts.bench.simulated_call
+    . scripts/_gpu_venv.sh && SIMULATED_GPU=late SIMULATED_GPU_KERNELS=noop python -m
+    scripts.bench.simulated_call
 
-Processor time is real but for the driver's share of a launch; how long a device would take is not told.
+Processor time is real but for the driver's share of a launch; how long a device would take is not
+told.
 """
 
 import argparse
@@ -45,10 +48,19 @@ def measure(tensors: int, rounds: int) -> str:
             handle = checkpointer.save(step, state)
             took.append(time.thread_time() - began)
             handle.committed.result(100)
-            launches.append(sum(n for name, n in simulated_gpu.counts().items() if name.startswith(("kernel", "copy"))))
+            launches.append(
+                sum(
+                    n
+                    for name, n in simulated_gpu.counts().items()
+                    if name.startswith(("kernel", "copy"))
+                )
+            )
     warm = took[3:]
     least, usual = min(warm) * 1e3, statistics.median(warm) * 1e3
-    return f"| {tensors} | {least:.2f} ms | {usual:.2f} ms | {least / tensors * 1e3:.2f} ms | {launches[-1]} |"
+    return (
+        f"| {tensors} | {least:.2f} ms | {usual:.2f} ms | {least / tensors * 1e3:.2f} ms | "
+        f"{launches[-1]} |"
+    )
 
 
 def main() -> None:
@@ -60,7 +72,10 @@ def main() -> None:
     if not simulated_gpu.active():
         parser.error("needs the simulated GPU (scripts/_gpu_venv.sh)")
     simulated_gpu.install()
-    print("| tensors | save(), least CPU time | median | least per 1,000 tensors | launches |\n|---|---|---|---|---|")
+    print(
+        "| tensors | save(), least CPU time | median | least per 1,000 tensors | launches "
+        "|\n|---|---|---|---|---|"
+    )
     for tensors in options.tensors:
         print(measure(tensors, options.rounds))
 

@@ -1,4 +1,6 @@
-"""The state that is saved: a byte-level transformer and its AdamW, as a training run would hold them."""
+"""The state that is saved: a byte-level transformer and its AdamW, as a training run would hold
+them.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +16,9 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Layers and width: about ``12 * layers * width**2`` fp32 parameters, and three times that with the moments."""
+    """Layers and width: about ``12 * layers * width**2`` fp32 parameters, and three times that with
+    the moments.
+    """
 
     layers: int
     width: int
@@ -51,7 +55,9 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """A causal language model over bytes; the output reuses the embedding without being an alias in the state."""
+    """A causal language model over bytes; the output reuses the embedding without being an alias in
+    the state.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -88,8 +94,12 @@ class TrainState:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def train_step(self, tokens: Tensor, guard: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """Train on ``tokens``, shape ``(batch, length)``, with ``guard()`` around the update; waits for no device."""
+    def train_step(
+        self, tokens: Tensor, guard: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Train on ``tokens``, shape ``(batch, length)``, with ``guard()`` around the update; waits
+        for no device.
+        """
         self.model(tokens).backward()
         with guard():
             self.optimizer.step()

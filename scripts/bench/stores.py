@@ -1,15 +1,17 @@
-"""What a straight save, a mirror and a load make of a link, and what an upload costs in processor time.
+"""What a straight save, a mirror and a load make of a link, and what an upload costs in processor
+time.
 
     python -m scripts.bench.stores [--mib 256] [--rounds 3] [--s3fs DIR] [--unsigned]
 
-The first table is through a proxy that lets 30 MiB/s pass each way, 20 ms late, before the object server of the tests:
-the share of the link is the state's bytes over the time from the call until it is committed or loaded, and of a mirror
-from the commit on the disk until it is mirrored. The
-second is without a limit, against SeaweedFS: processor seconds of trainer and daemon for each GiB, beside those of one
-``obstore.put`` of as many bytes from memory, and of ``torch.distributed.checkpoint.async_save`` through s3fs, where DIR
-has it (``pip install --target DIR s3fs``). What is compared takes turns. Of the saves it tells how much of that is the
-copy into staging memory (all of the trainer's), the upload (the client's threads) and the digests (all else in the
-daemon). With ``--unsigned`` the client does not sign the content.
+The first table is through a proxy that lets 30 MiB/s pass each way, 20 ms late, before the object
+server of the tests: the share of the link is the state's bytes over the time from the call until it
+is committed or loaded, and of a mirror from the commit on the disk until it is mirrored. The
+second is without a limit, against SeaweedFS: processor seconds of trainer and daemon for each GiB,
+beside those of one ``obstore.put`` of as many bytes from memory, and of
+``torch.distributed.checkpoint.async_save`` through s3fs, where DIR has it
+(``pip install --target DIR s3fs``). What is compared takes turns. Of the saves it tells how much of
+that is the copy into staging memory (all of the trainer's), the upload (the client's threads) and
+the digests (all else in the daemon). With ``--unsigned`` the client does not sign the content.
 """
 
 import argparse
@@ -44,11 +46,15 @@ _PARTS = ("the copy", "the upload", "the digests")
 Options = dict[str, str]
 
 
-# A link ----------------------------------------------------------------------------------------------------------
+# A link -------------------------------------------------------------------------------------------
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: list[float]) -> None:
-    """Bytes of one connection in one direction, which has ``link`` with all others: when it is free again."""
+async def _carry(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: list[float]
+) -> None:
+    """Bytes of one connection in one direction, which has ``link`` with all others: when it is free
+    again.
+    """
     loop = asyncio.get_running_loop()
     late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
 
@@ -80,7 +86,9 @@ async def _proxy(port: int) -> None:
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(_carry(reader, back, up), _carry(there, writer, down), return_exceptions=True)
+        await asyncio.gather(
+            _carry(reader, back, up), _carry(there, writer, down), return_exceptions=True
+        )
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0, limit=_CHUNK)
     print(server.sockets[0].getsockname()[1], flush=True)
@@ -100,7 +108,9 @@ def _serve(directory: Path) -> None:
 def _process(*arguments: str) -> Iterator[str]:
     """Another process of this module, and the first line that it prints; it ends with its input."""
     command = [sys.executable, "-m", "scripts.bench.stores", *arguments]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
@@ -117,7 +127,7 @@ def _options(endpoint: str) -> Options:
     }
 
 
-# Measuring -------------------------------------------------------------------------------------------------------
+# Measuring ----------------------------------------------------------------------------------------
 
 
 def _state(nbytes: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -131,9 +141,13 @@ def shares(directory: Path, nbytes: int, rounds: int) -> list[list[str]]:
     with contextlib.ExitStack() as opened:
         server = opened.enter_context(_process("--serve", str(directory / "store")))
         options = _options(f"http://127.0.0.1:{opened.enter_context(_process('--proxy', server))}")
-        straight = opened.enter_context(sidesave.Checkpointer("s3://bucket/straight", storage_options=options))
+        straight = opened.enter_context(
+            sidesave.Checkpointer("s3://bucket/straight", storage_options=options)
+        )
         mirrored = opened.enter_context(
-            sidesave.Checkpointer(directory / "run", mirror="s3://bucket/mirror", storage_options=options)
+            sidesave.Checkpointer(
+                directory / "run", mirror="s3://bucket/mirror", storage_options=options
+            )
         )
         straight.save(0, state, blocking=True)
         step = 0
@@ -155,13 +169,20 @@ def shares(directory: Path, nbytes: int, rounds: int) -> list[list[str]]:
             sidesave.load("s3://bucket/straight/step-00000000", storage_options=options)
             return time.perf_counter() - begun
 
-        ways: list[tuple[str, Callable[[], float]]] = [("straight save", save), ("mirror", mirror), ("load", load)]
+        ways: list[tuple[str, Callable[[], float]]] = [
+            ("straight save", save),
+            ("mirror", mirror),
+            ("load", load),
+        ]
         for step in range(1, rounds + 1):
             for name, way in rotated(ways, step):
                 figures[name].append(nbytes / RATE / way())
         memory = psutil.Process(straight.daemon_pid).memory_full_info().uss
     print(f"own memory of the daemon of the straight saves, at their end: {memory / MIB:.0f} MiB")
-    return [[name, f"{statistics.median(figures[name]):.0%}", f"{min(figures[name]):.0%}"] for name, _ in ways]
+    return [
+        [name, f"{statistics.median(figures[name]):.0%}", f"{min(figures[name]):.0%}"]
+        for name, _ in ways
+    ]
 
 
 def _cpu_s(*pids: int) -> float:
@@ -170,12 +191,18 @@ def _cpu_s(*pids: int) -> float:
 
 def _upload_s(pid: int) -> float:
     """Processor seconds of the threads by which the client of the store works."""
-    names = {int(path.parent.name): path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm")}
+    names = {
+        int(path.parent.name): path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/comm")
+    }
     threads = psutil.Process(pid).threads()
-    return sum(each.user_time + each.system_time for each in threads if "tokio" in names.get(each.id, ""))
+    return sum(
+        each.user_time + each.system_time for each in threads if "tokio" in names.get(each.id, "")
+    )
 
 
-def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None, further: Options) -> list[list[str]]:
+def costs(
+    directory: Path, nbytes: int, rounds: int, s3fs: str | None, further: Options
+) -> list[list[str]]:
     """Rows of the second table."""
     weed = find_weed()
     if not weed:
@@ -186,10 +213,15 @@ def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None, further: 
     (directory / "weed").mkdir()
     with contextlib.ExitStack() as opened:
         try:
-            options = _options(opened.enter_context(weed_server(weed, directory / "weed", "bucket"))) | further
+            options = (
+                _options(opened.enter_context(weed_server(weed, directory / "weed", "bucket")))
+                | further
+            )
         except WeedError as error:
             return [["all", "-", f"weed does not start: {error}"]]
-        ckpt = opened.enter_context(sidesave.Checkpointer("s3://bucket/run", storage_options=options))
+        ckpt = opened.enter_context(
+            sidesave.Checkpointer("s3://bucket/run", storage_options=options)
+        )
         ckpt.save(0, state, blocking=True)
         daemon = ckpt.daemon_pid
         assert daemon is not None
@@ -199,7 +231,11 @@ def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None, further: 
         def save() -> float:
             before = _cpu_s(me), _cpu_s(daemon), _upload_s(daemon)
             ckpt.save(step, state, blocking=True)
-            copy, rest, upload = _cpu_s(me) - before[0], _cpu_s(daemon) - before[1], _upload_s(daemon) - before[2]
+            copy, rest, upload = (
+                _cpu_s(me) - before[0],
+                _cpu_s(daemon) - before[1],
+                _upload_s(daemon) - before[2],
+            )
             for name, part in zip(_PARTS, (copy, upload, rest - upload), strict=True):
                 figures[name].append(part * (1 << 30) / nbytes)
             return copy + rest
@@ -212,14 +248,35 @@ def costs(directory: Path, nbytes: int, rounds: int, s3fs: str | None, further: 
         def dcp() -> float:
             if "DCP, s3fs" in reasons:
                 return 0.0
-            known = {"AWS_ENDPOINT_URL": options["aws_endpoint"], "AWS_ACCESS_KEY_ID": "any", "S3FS": s3fs or ""}
-            environment = {**os.environ, **known, "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
-            command = [sys.executable, "-m", "scripts.bench.stores", "--dcp", f"s3://bucket/dcp/{step}"]
+            known = {
+                "AWS_ENDPOINT_URL": options["aws_endpoint"],
+                "AWS_ACCESS_KEY_ID": "any",
+                "S3FS": s3fs or "",
+            }
+            environment = {
+                **os.environ,
+                **known,
+                "AWS_SECRET_ACCESS_KEY": "any",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
+            command = [
+                sys.executable,
+                "-m",
+                "scripts.bench.stores",
+                "--dcp",
+                f"s3://bucket/dcp/{step}",
+            ]
             done = subprocess.run(
-                [*command, "--mib", str(nbytes // MIB)], env=environment, capture_output=True, text=True, check=False
+                [*command, "--mib", str(nbytes // MIB)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             if done.returncode:
-                reasons["DCP, s3fs"] = (done.stderr.strip().splitlines() or ["it has failed"])[-1][:200]
+                reasons["DCP, s3fs"] = (done.stderr.strip().splitlines() or ["it has failed"])[-1][
+                    :200
+                ]
                 return 0.0
             return float(json.loads(done.stdout.splitlines()[-1]))
 
@@ -253,12 +310,18 @@ def _dcp(url: str, nbytes: int) -> None:
 
 def main() -> None:
     """Measure, and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=256, help="of the state")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, default=Path(), help="where to write (default: the current folder)")
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), help="where to write (default: the current folder)"
+    )
     parser.add_argument("--s3fs", metavar="DIR", help="where s3fs was installed to")
-    parser.add_argument("--unsigned", action="store_true", help="the content of the second table's uploads")
+    parser.add_argument(
+        "--unsigned", action="store_true", help="the content of the second table's uploads"
+    )
     for role in ("--serve", "--proxy", "--dcp"):
         parser.add_argument(role, help=argparse.SUPPRESS)
     args = parser.parse_args()

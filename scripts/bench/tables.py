@@ -1,11 +1,13 @@
-"""What a save of a table of rows costs: all of it, and what has changed beside a link to the last full save.
+"""What a save of a table of rows costs: all of it, and what has changed beside a link to the last
+full save.
 
     python -m scripts.bench.tables --rows 10000000 --rounds 5
 
-One table of rows of width 16 with the slot of a row-wise AdaGrad, 76 bytes in each row, and one checkpointer for each
-way to save. "plain tensors" are those that the table consists of, as a dict, which no other number of ranks can load.
-Between saves the same share of the rows is trained, so that a save of changes holds that share of the last full one.
-Loading is by one rank of one, and by one of four.
+One table of rows of width 16 with the slot of a row-wise AdaGrad, 76 bytes in each row, and one
+checkpointer for each way to save. "plain tensors" are those that the table consists of, as a dict,
+which no other number of ranks can load. Between saves the same share of the rows is trained, so
+that a save of changes holds that share of the last full one. Loading is by one rank of one, and by
+one of four.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ class ArrayTable:
 
     def columns(self) -> Mapping[str, sidesave.Column]:
         """An embedding, and its slot."""
-        return {"weight": sidesave.Column(torch.float32, (WIDTH,)), "sum": sidesave.Column(torch.float32)}
+        return {
+            "weight": sidesave.Column(torch.float32, (WIDTH,)),
+            "sum": sidesave.Column(torch.float32),
+        }
 
     def num_rows(self) -> int:
         """How many rows there are."""
@@ -61,7 +66,9 @@ class ArrayTable:
         begin, end = self.count, self.count + len(ids)
         for name, values in (("ids", ids), *columns.items()):
             if end > len(self.store[name]):
-                self.store[name] = torch.cat([self.store[name], values.new_empty((end, *values.shape[1:]))])
+                self.store[name] = torch.cat(
+                    [self.store[name], values.new_empty((end, *values.shape[1:]))]
+                )
             self.store[name][begin:end] = values
         self.count = end
 
@@ -103,7 +110,14 @@ def main() -> None:
 
         def way(name: str, state: Callable[[], dict[str, Any]], trained: ArrayTable) -> Way:
             place = folder / name.replace(" ", "-").replace("%", "percent")
-            return Way(name, state, trained.train, opened.enter_context(sidesave.Checkpointer(place, slots=1)))
+            return Way(
+                name,
+                state,
+                trained.train,
+                opened.enter_context(
+                    sidesave.Checkpointer(place, staging=sidesave.StagingOptions(slots=1))
+                ),
+            )
 
         ways = [
             way("plain tensors", lambda: {"t": table.store}, table),
@@ -111,7 +125,8 @@ def main() -> None:
             way("a table, 1 % changed", lambda: {"t": few}, few),
             way("a table, 10 % changed", lambda: {"t": more}, more),
         ]
-        for step in range(args.rounds + 2):  # the first save of each is a full one, the second a warm-up
+        # the first save of each is a full one, the second a warm-up
+        for step in range(args.rounds + 2):
             for each in rotated(ways, step):
                 each.save(step, counts=step > 1)
         loads = [
@@ -120,7 +135,8 @@ def main() -> None:
             for size in (1, 4)
         ]
         report.note(
-            f"{args.rows:,} rows, {args.rounds} saves of each, one slot. Minimum / median / maximum. {machine(folder)}."
+            f"{args.rows:,} rows, {args.rounds} saves of each, one slot. Minimum / median / "
+            f"maximum. {machine(folder)}."
         )
         report.table(
             ("", "MB written", "call, ms", "durable, s"),

@@ -1,10 +1,12 @@
-"""Wall time that one save adds to a training loop: a real transformer and AdamW, a save every few steps.
+"""Wall time that one save adds to a training loop: a real transformer and AdamW, a save every few
+steps.
 
     python -m scripts.bench.training_loop --rounds 6 --chart loop.png
 
-A round runs one block of steps without saving and one block with each peer, in rotating order; before each block the
-disk is quiet and the last checkpoints are deleted. What a save adds is the difference to the block without saving of
-the same round, divided by the saves of a block. The wait for the last save of a block is left out, as in a real run.
+A round runs one block of steps without saving and one block with each peer, in rotating order;
+before each block the disk is quiet and the last checkpoints are deleted. What a save adds is the
+difference to the block without saving of the same round, divided by the saves of a block. The wait
+for the last save of a block is left out, as in a real run.
 """
 
 import time
@@ -31,7 +33,9 @@ NO_SAVING = "no saving"
 
 
 class Trainer:
-    """Trains the state on random bytes, with a batch chosen so that a step takes about ``step_s`` seconds."""
+    """Trains the state on random bytes, with a batch chosen so that a step takes about ``step_s``
+    seconds.
+    """
 
     def __init__(self, state: TrainState, step_s: float) -> None:
         self.state = state
@@ -54,7 +58,9 @@ class Trainer:
 
 @dataclass(slots=True)
 class Blocks:
-    """What the blocks of one peer took, one entry a round; the lists of steps have one entry a step."""
+    """What the blocks of one peer took, one entry a round; the lists of steps have one entry a
+    step.
+    """
 
     total_s: list[float] = field(default_factory=list)
     call_s: list[float] = field(default_factory=list)
@@ -70,7 +76,9 @@ class Pace:
     every: int
 
 
-def run_block(trainer: Trainer, peer: Peer | None, pace: Pace, first_save: int, blocks: Blocks) -> None:
+def run_block(
+    trainer: Trainer, peer: Peer | None, pace: Pace, first_save: int, blocks: Blocks
+) -> None:
     """Train one block and note its times."""
     if peer is not None:
         peer.discard()
@@ -100,21 +108,28 @@ def warm_up(trainer: Trainer, peer: Peer) -> None:
 
 def added(blocks: Blocks, without: Blocks, saves: int) -> list[float]:
     """Return the seconds that one save added, round by round."""
-    return [(total - base) / saves for total, base in zip(blocks.total_s, without.total_s, strict=True)]
+    return [
+        (total - base) / saves for total, base in zip(blocks.total_s, without.total_s, strict=True)
+    ]
 
 
 def main() -> None:
     """Measure and report."""
     parser = arguments(__doc__, rounds=6)
     parser.add_argument("--device", default="cpu", help="where to train (default cpu)")
-    parser.add_argument("--step", type=float, default=0.4, help="seconds a step shall take (default 0.4)")
+    parser.add_argument(
+        "--step", type=float, default=0.4, help="seconds a step shall take (default 0.4)"
+    )
     parser.add_argument("--every", type=int, default=4, help="steps between saves (default 4)")
     parser.add_argument("--saves", type=int, default=3, help="saves a block (default 3)")
     args = parser.parse_args()
     pace = Pace(args.saves, args.every)
     state = TrainState(args.size, args.device)
     trainer = Trainer(state, args.step)
-    chosen = choose(args.only, [kind.name for kind in (Sidesave, TorchCheckpointing, DcpThreadOverlapped, DcpThread)])
+    chosen = choose(
+        args.only,
+        [kind.name for kind in (Sidesave, TorchCheckpointing, DcpThreadOverlapped, DcpThread)],
+    )
     report = Report("Training loop")
 
     with workspace(args.dir) as folder, Field(chosen, folder, state) as field:
@@ -128,8 +143,9 @@ def main() -> None:
                 block = partial(run_block, trainer, peer, pace, 10 + turn * pace.saves, blocks)
                 field.attempt(peer, block) if peer else block()
         report.note(
-            f"State of {state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors on {state.device}; a save every "
-            f"{pace.every} steps, {pace.saves} saves a block, {args.rounds} rounds. {machine(folder)}."
+            f"State of {state.nbytes / 1e9:.2f} GB in {len(state.tensors())} tensors on "
+            f"{state.device}; a save every {pace.every} steps, {pace.saves} saves a block, "
+            f"{args.rounds} rounds. {machine(folder)}."
         )
         settings = field.settings()
 
@@ -137,9 +153,19 @@ def main() -> None:
     names = [name for name in results if name != NO_SAVING and name not in field.broken]
     cost = {name: added(results[name], without, pace.saves) for name in names}
     ours = cost.get(Sidesave.name, [])
-    report.note("Milliseconds; added: min / median / max over rounds; ratio pair by pair; steps: medians.")
+    report.note(
+        "Milliseconds; added: min / median / max over rounds; ratio pair by pair; steps: medians."
+    )
     report.table(
-        ("", "one save adds", "/ sidesave", "call", "step after a save", "other steps", "slowest step"),
+        (
+            "",
+            "one save adds",
+            "/ sidesave",
+            "call",
+            "step after a save",
+            "other steps",
+            "slowest step",
+        ),
         [
             (
                 name,
@@ -165,8 +191,14 @@ def main() -> None:
         ],
     )
     report.items(settings)
-    report.panel("One save adds to the loop", "ms", {name: [1e3 * s for s in cost[name]] for name in names})
-    report.panel("Slowest step of a block", "ms", {n: _slowest(results[n], pace) for n in (NO_SAVING, *names)})
+    report.panel(
+        "One save adds to the loop", "ms", {name: [1e3 * s for s in cost[name]] for name in names}
+    )
+    report.panel(
+        "Slowest step of a block",
+        "ms",
+        {n: _slowest(results[n], pace) for n in (NO_SAVING, *names)},
+    )
     report.publish(args.markdown, args.chart)
 
 
@@ -174,7 +206,11 @@ def _slowest(blocks: Blocks, pace: Pace) -> list[float]:
     """Return the slowest step of each round in milliseconds."""
     first, others = pace.saves, pace.saves * (pace.every - 1)
     return [
-        1e3 * max(blocks.first_step_s[r * first : (r + 1) * first] + blocks.other_step_s[r * others : (r + 1) * others])
+        1e3
+        * max(
+            blocks.first_step_s[r * first : (r + 1) * first]
+            + blocks.other_step_s[r * others : (r + 1) * others]
+        )
         for r in range(len(blocks.total_s))
     ]
 

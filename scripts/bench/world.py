@@ -1,4 +1,6 @@
-"""Rank processes on this machine, joined by gloo, that do what they are told, and the states that they can hold."""
+"""Rank processes on this machine, joined by gloo, that do what they are told, and the states that
+they can hold.
+"""
 
 import math
 import multiprocessing
@@ -28,12 +30,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 PARTS = 16  # tensors of a rank where only their bytes count
 WIDTH = 1024
-IMPORTS = ["scripts.bench.load", "scripts.bench.world", "sidesave.client.checkpointer"]  # what takes its time
+# what takes its time
+IMPORTS = ["scripts.bench.load", "scripts.bench.world", "sidesave.client.checkpointer"]
 
 
 @dataclass(slots=True)
 class Rank:
-    """What one rank process holds; the functions that take one run there, when the parent asks for them."""
+    """What one rank process holds; the functions that take one run there, when the parent asks for
+    them.
+    """
 
     number: int
     size: int
@@ -50,9 +55,12 @@ class Rank:
 
 def serve(parent: Connection, number: int, size: int, meeting: Path) -> None:
     """Be a rank: do what comes, answer with what came of it, end when the parent does."""
-    torch.set_num_threads(1)  # as torchrun does: ranks whose threads spin for each other make everything slow
+    # as torchrun does: ranks whose threads spin for each other make everything slow
+    torch.set_num_threads(1)
     deadline = timedelta(seconds=DEADLINE_S)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=size, timeout=deadline)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=number, world_size=size, timeout=deadline
+    )
     rank = Rank(number, size)
     try:
         while True:
@@ -79,7 +87,9 @@ class World:
     _numbers = count()
 
     def __init__(self, size: int, folder: Path) -> None:
-        """Start them, forked from a process that has imported everything; the first function waits for them."""
+        """Start them, forked from a process that has imported everything; the first function waits
+        for them.
+        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTS)
         meeting = folder / f"meeting-{next(self._numbers)}"
@@ -88,16 +98,24 @@ class World:
         self._processes: list[Any] = []
         for number in range(size):
             ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=serve, args=(theirs, number, size, meeting), daemon=True))
+            self._processes.append(
+                context.Process(target=serve, args=(theirs, number, size, meeting), daemon=True)
+            )
             self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
 
-    def all(self, function: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
-        """Run a function in all ranks at once; what each returns. ``RuntimeError`` as soon as one raises."""
+    def all(
+        self, function: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs
+    ) -> list[T]:
+        """Run a function in all ranks at once; what each returns. ``RuntimeError`` as soon as one
+        raises.
+        """
         return self._ask(range(self.size), function, args, options)
 
-    def each(self, function: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs) -> list[T]:
+    def each(
+        self, function: Callable[Concatenate[Rank, P], T], *args: P.args, **options: P.kwargs
+    ) -> list[T]:
         """Run a function in one rank after the other."""
         return [self._ask([number], function, args, options)[0] for number in range(self.size)]
 
@@ -140,7 +158,7 @@ def worlds(sizes: Sequence[int], folder: Path) -> Iterator[list[World]]:
             raise
 
 
-# What a rank can be told to hold -----------------------------------------------------------------------------------
+# What a rank can be told to hold ------------------------------------------------------------------
 
 
 def build_own(rank: Rank, nbytes: int) -> int:
@@ -150,12 +168,16 @@ def build_own(rank: Rank, nbytes: int) -> int:
 
 
 def build_sharded(rank: Rank, nbytes: int) -> int:
-    """Hold so many bytes of a module that FSDP2 has sharded; all of it is as many times larger as there are ranks."""
+    """Hold so many bytes of a module that FSDP2 has sharded; all of it is as many times larger as
+    there are ranks.
+    """
     rows = rank.size * max(1, nbytes // 4 // PARTS // WIDTH)
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, rows, bias=False) for _ in range(PARTS)))
     shard(rank, model)
-    return rank.hold({"model": model}, [local(parameter).uniform_() for parameter in model.parameters()])
+    return rank.hold(
+        {"model": model}, [local(parameter).uniform_() for parameter in model.parameters()]
+    )
 
 
 def build_replicated(rank: Rank, size: str) -> int:
@@ -165,9 +187,13 @@ def build_replicated(rank: Rank, size: str) -> int:
 
 
 def build_giant(rank: Rank, size: str) -> int:
-    """Hold about as many bytes as such a model alone, nearly all of them in one tensor, as every other rank does."""
+    """Hold about as many bytes as such a model alone, nearly all of them in one tensor, as every
+    other rank does.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(12 * SIZES[size].layers * SIZES[size].width ** 2 // WIDTH, WIDTH))
+    model = nn.Sequential(
+        nn.Embedding(12 * SIZES[size].layers * SIZES[size].width ** 2 // WIDTH, WIDTH)
+    )
     model.extend(nn.LayerNorm(WIDTH) for _ in range(PARTS))
     return rank.hold({"model": model}, list(model.state_dict().values()))
 
@@ -202,19 +228,29 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def sharded(rank: Rank) -> Iterator[tuple[Tensor, Tensor]]:
-    """What each sharded tensor of :func:`build_transformer` shall hold here, and this rank's part of it."""
+    """What each sharded tensor of :func:`build_transformer` shall hold here, and this rank's part
+    of it.
+    """
     model, optimizer = rank.state["model"], rank.state["optimizer"]
     for name, parameter in model.named_parameters():
         for key, tensor in {"": parameter, **optimizer.state[parameter]}.items():
             if isinstance(tensor, DTensor):
                 part = local(tensor)
-                first = rank.number * math.ceil(tensor.shape[0] / rank.size) * math.prod(tensor.shape[1:])
-                values = torch.arange(first, first + part.numel()) + zlib.crc32(f"{name}.{key}".encode())
+                first = (
+                    rank.number
+                    * math.ceil(tensor.shape[0] / rank.size)
+                    * math.prod(tensor.shape[1:])
+                )
+                values = torch.arange(first, first + part.numel()) + zlib.crc32(
+                    f"{name}.{key}".encode()
+                )
                 yield (values % 65521).to(part.dtype).view(part.shape), part
 
 
 def fill(rank: Rank) -> None:
-    """Give every sharded tensor the values that :func:`check` expects, whatever the number of ranks."""
+    """Give every sharded tensor the values that :func:`check` expects, whatever the number of
+    ranks.
+    """
     for expected, part in sharded(rank):
         part.copy_(expected)
 

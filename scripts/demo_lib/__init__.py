@@ -1,4 +1,6 @@
-"""The parts of `scripts/demo`: sizes here, then the text, the model, the trainer process, the driver and the report."""
+"""The parts of `scripts/demo`: sizes here, then the text, the model, the trainer process, the
+driver and the report.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ Event = dict[str, Any]  # One line of a trainer's log.
 
 
 class DemoError(Exception):
-    """A promise was not kept, or the demo could not go on. The message is for the reader of the terminal."""
+    """A promise was not kept, or the demo could not go on. The message is for the reader of the
+    terminal.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

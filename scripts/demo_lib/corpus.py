@@ -12,19 +12,33 @@ import torch
 from torch import Tensor
 
 ENOUGH_BYTES = 1_500_000
-PACKAGES = (".", "asyncio", "collections", "concurrent/futures", "email", "http", "importlib", "json", "logging")
+PACKAGES = (
+    ".",
+    "asyncio",
+    "collections",
+    "concurrent/futures",
+    "email",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+)
 
 
 def docstrings(path: Path) -> Iterator[str]:
     """Every docstring of one source file, in the order of the file."""
     for node in ast.walk(ast.parse(path.read_bytes())):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        documented = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         if documented and (text := ast.get_docstring(node)):
             yield text
 
 
 def collect() -> str:
-    """The language topics of `help()`, then docstrings of library modules in the order of their names; ASCII only."""
+    """The language topics of `help()`, then docstrings of library modules in the order of their
+    names; ASCII only.
+    """
     parts = [topics[name] for name in sorted(topics)]
     size = sum(map(len, parts))
     library = Path(sysconfig.get_path("stdlib"))
@@ -38,7 +52,8 @@ def collect() -> str:
 
 
 class BlockSampler:
-    """Batches of text blocks: each epoch visits every block once, in an order and from an offset of its own.
+    """Batches of text blocks: each epoch visits every block once, in an order and from an offset of
+    its own.
 
     Its place in the text and its random generator are its state, which is saved beside the model.
     """
@@ -74,7 +89,9 @@ class BlockSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, int | Tensor]) -> None:
-        self.epoch, self.position, self.offset = (int(state[name]) for name in ("epoch", "position", "offset"))
+        self.epoch, self.position, self.offset = (
+            int(state[name]) for name in ("epoch", "position", "offset")
+        )
         order, generator = state["order"], state["generator"]
         assert isinstance(order, Tensor) and isinstance(generator, Tensor)
         self.order = order.clone()

@@ -1,4 +1,6 @@
-"""A small character transformer of the GPT-2 kind, with dropout and with tied input and output embeddings."""
+"""A small character transformer of the GPT-2 kind, with dropout and with tied input and output
+embeddings.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_attention(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         attended = functional.scaled_dot_product_attention(
             q, k, v, dropout_p=DROPOUT if self.training else 0.0, is_causal=True
         )

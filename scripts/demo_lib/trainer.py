@@ -1,7 +1,8 @@
-"""The trainer: an ordinary training script, its own process, that saves with `sidesave` and resumes by itself.
+"""The trainer: an ordinary training script, its own process, that saves with `sidesave` and resumes
+by itself.
 
-It appends one JSON line per event to `DIR/log.jsonl` and writes the same line to its standard output, so that whoever
-started it can follow. It knows nothing of the driver that kills it.
+It appends one JSON line per event to `DIR/log.jsonl` and writes the same line to its standard
+output, so that whoever started it can follow. It knows nothing of the driver that kills it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ WARMUP_STEPS = 20
 
 
 class EventLog:
-    """Appends JSON lines to a file and to standard output, each with one unbuffered write, from any thread."""
+    """Appends JSON lines to a file and to standard output, each with one unbuffered write, from any
+    thread.
+    """
 
     def __init__(self, path: Path) -> None:
         self._outputs = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
@@ -50,16 +53,21 @@ def learning_rate(step: int) -> float:
     return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
-def reached(log: EventLog, ckpt: Checkpointer, event: str, step: int, began_s: float, future: Future[Any]) -> None:
+def reached(
+    log: EventLog, ckpt: Checkpointer, event: str, step: int, began_s: float, future: Future[Any]
+) -> None:
     """Called by a future of a save, from whichever thread completes it."""
     error, after_s = future.exception(), time.monotonic() - began_s
-    log.write(event, step=step, after_s=after_s, daemon_pid=ckpt.daemon_pid, error=error and repr(error))
+    log.write(
+        event, step=step, after_s=after_s, daemon_pid=ckpt.daemon_pid, error=error and repr(error)
+    )
 
 
 def set_up_cuda() -> None:
     """Makes CUDA repeat its sums bit for bit, and is to be called before it is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Attention by plain operators: of all its forms it is deterministic in every precision, and can be simulated.
+    # Attention by plain operators: of all its forms it is deterministic in every precision, and can
+    # be simulated.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -107,7 +115,9 @@ def train(run: Path, corpus: Path, size_name: str, device: str, checkpoints: str
             first = max(1, manager.restore())
             if first > 1:
                 manager.prepare()  # staging memory is allocated while the first steps are trained
-        log.write("start", resumed_from=first - 1, daemon_pid=manager and manager.checkpointer.daemon_pid)
+        log.write(
+            "start", resumed_from=first - 1, daemon_pid=manager and manager.checkpointer.daemon_pid
+        )
 
         for step in range(first, size.steps + 1):
             began_s = time.monotonic()
@@ -131,7 +141,9 @@ def train(run: Path, corpus: Path, size_name: str, device: str, checkpoints: str
                 ("written", handle.written),
                 ("committed", handle.committed),
             ):
-                future.add_done_callback(partial(reached, log, manager.checkpointer, event, step, began_s))
+                future.add_done_callback(
+                    partial(reached, log, manager.checkpointer, event, step, began_s)
+                )
         if manager is not None:
             manager.wait()
     log.write("done", violations=violations(device))
@@ -144,7 +156,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--checkpoints", default="", help="a directory or a URL; without it nothing is saved")
+    parser.add_argument(
+        "--checkpoints", default="", help="a directory or a URL; without it nothing is saved"
+    )
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.use_deterministic_algorithms(True)

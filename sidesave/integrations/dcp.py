@@ -1,4 +1,7 @@
-"""Calls as those of ``torch.distributed.checkpoint``: a script changes its import. See docs/integrations/dcp.md."""
+"""Calls like those of ``torch.distributed.checkpoint``: a script changes its import.
+
+See docs/integrations/dcp.md.
+"""
 
 from sidesave.client.integrations.dcp import (
     AsyncCheckpointerType,

@@ -1,5 +1,11 @@
-"""A ``CheckpointIO`` for Lightning, by which its trainers save with sidesave. See docs/integrations/lightning.md."""
+"""A ``CheckpointIO`` for Lightning, with which its trainers save through sidesave.
 
-from sidesave.client.integrations.lightning import SidesaveCheckpointIO, SidesaveModelParallelStrategy
+See docs/integrations/lightning.md.
+"""
+
+from sidesave.client.integrations.lightning import (
+    SidesaveCheckpointIO,
+    SidesaveModelParallelStrategy,
+)
 
 __all__ = ["SidesaveCheckpointIO", "SidesaveModelParallelStrategy"]

@@ -1,4 +1,7 @@
-"""A checkpoint manager for torchtitan: its trainer saves with sidesave. See docs/integrations/torchtitan.md."""
+"""A checkpoint manager for torchtitan: its trainer saves with sidesave.
+
+See docs/integrations/torchtitan.md.
+"""
 
 from sidesave.client.integrations.torchtitan import SidesaveCheckpointManager
 

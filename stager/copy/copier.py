@@ -1,8 +1,9 @@
-"""The copies of a save: what is captured at the call, what is copied beside training, and when all is complete.
+"""Copies a state into a staging slot: some tensors at the call, the others during training.
 
-Every copy is a byte copy: source and target have one dtype and shape, which the plan has checked. CPU tensors are
-captured by all cores at the memory's limit; overlapping that copy was measured to gain nothing, so it is done only on
-request. Tensors of devices go through :mod:`sidesave.stager.copy.device_copy`.
+Every copy is a byte copy: source and target have the same dtype and shape, which the plan checks.
+CPU tensors are captured at the call, by all cores, at the speed of memory; overlapping that copy
+with training gained nothing in measurements, so it is done only on request. Tensors on devices go
+through :mod:`sidesave.stager.copy.device_copy`.
 """
 
 from __future__ import annotations
@@ -10,36 +11,36 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
 from sidesave.errors import SidesaveError, StagingError, TornSnapshotError
-from sidesave.stager import torch_private
+from sidesave.stager import ownership, torch_private
 from sidesave.stager.copy import copy_list, fingerprint
-from sidesave.stager.copy.copy_list import CopyList
-from sidesave.stager.copy.device_copy import DeviceCopy, DeviceList, Lanes
-from sidesave.stager.copy.held import Content
+from sidesave.stager.copy import held as held_tensors
+from sidesave.stager.copy.copy_list import CopyList, DeviceList
+from sidesave.stager.copy.device_copy import DeviceCopy, Lanes
+from sidesave.stager.copy.held import StepCounts, Turn
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
-from sidesave.stager.copy.pool import Job, Slot
+from sidesave.stager.copy.pool import StagingSlot
 from sidesave.stager.devices import kinds
-from sidesave.stager.plan import SMALL_NBYTES, Plan
+from sidesave.stager.plan import SMALL_NBYTES, Job, Plan
 from sidesave.stager.signal_safe import Worker
-from sidesave.stager.state import ownership
 from sidesave.stager.state.flat_state import FlatState
 
 logger = logging.getLogger(__name__)
 
 GUARD_TIMEOUT_S: Final = 300.0
-"""An optimizer waits this long for a copy before it goes on; the save is then torn, and says so."""
+"""Seconds an optimizer step waits for a copy; then it goes on, and the save is reported as torn."""
 
 
 class StagingCopy:
-    """The copies of one save that go on after its call.
+    """The copies of one save that continue after its call.
 
-    The stager thread calls :meth:`enqueue`, another one :meth:`finish`: an optimizer is held back until a copy is
-    enqueued, and that must not wait for the copies of the save before.
+    The stager thread calls :meth:`enqueue`, and another thread calls :meth:`finish`: an optimizer
+    step waits until the copies are enqueued, which must not wait for the previous save's copies.
     """
 
     def __init__(self, *, validate: bool) -> None:
@@ -51,56 +52,67 @@ class StagingCopy:
         self._versions: list[int] = []
         self._before: list[bytes] = []
         self._torn: list[str] = []
+        self.changed: list[str] = []
+        """FQNs of tensors that were not copied, as the slot held them, but changed untracked."""
         self._released = threading.Event()
         self._over = threading.Event()
         self.error: SidesaveError | None = None
 
     def add_host(self, jobs: Sequence[Job]) -> None:
-        """Take the overlapped tensors of host memory, and their fingerprints."""
+        """Add the CPU tensors that are copied during training, and take their fingerprints."""
         self._jobs = jobs
         self._versions = [job.source._version for job in jobs]
         self._before = [self._fingerprint(job.source) for job in jobs]
 
     def enqueue(self) -> None:
-        """Start the copies of devices, make those of host memory, and let optimizers go on in stream order."""
+        """Enqueue copies from devices, copy CPU tensors, and release waiting optimizer steps."""
         try:
-            with torch.no_grad():  # thread-local: without it the copies would grow an autograd graph
+            # thread-local: without it the copies would grow an autograd graph
+            with torch.no_grad():
                 self.device.enqueue()
                 for job in self._jobs:
-                    if not ownership.is_resizable(job.source):  # it was not at the call: it has lost its memory
-                        job.target.view.copy_(job.source)
+                    # resizable now: its memory was freed
+                    if not ownership.is_resizable(job.source):
+                        torch_private.copy_bits(job.target.view, job.source)
                 self._torn = [
                     job.target.fqn
-                    for job, before, version in zip(self._jobs, self._before, self._versions, strict=True)
+                    for job, before, version in zip(
+                        self._jobs, self._before, self._versions, strict=True
+                    )
                     if self._has_changed(job, before, version)
                 ]
-        except BaseException as error:  # noqa: BLE001 - whatever is raised is this save's failure, not the thread's
+        except BaseException as error:  # noqa: BLE001 - fails this save, not the thread
             self._fail(error)
         finally:
             self._released.set()
 
     def finish(self) -> None:
-        """Wait for the copies and leave the outcome in ``error``."""
+        """Wait for the copies and set ``error`` if they failed."""
         try:
             with torch.no_grad():
                 if self.error is None:
                     self._torn += self.device.finish()
+                    self.changed = self.device.changed()
                 if self.error is None and self._torn:
                     self.error = _torn(self._torn)
+                if self.error is None and self.changed:
+                    self.error = StagingError(
+                        f"{_uncounted(self.changed)}: save dropped, since it has older bytes"
+                    )
         except BaseException as error:  # noqa: BLE001 - as above
             self._fail(error)
         if self.error is not None:
             try:
-                self.device.abandon()  # nothing may still be copying into a slot that is given back
-            except Exception as error:  # noqa: BLE001 - the device is broken: nothing moves on it any more
-                logger.error("the copies of a failed save cannot be waited for: %s", error)
+                self.device.abandon()  # no copy may still write into a slot that is released
+            except Exception as error:  # noqa: BLE001 - the device is broken and copies no more
+                logger.error("waiting for the copies of a failed save failed: %s", error)
         self.device.release()
         self._jobs, self._before = (), []
         self._over.set()
 
     def _fail(self, error: BaseException) -> None:
         chained: BaseException | None = error
-        while chained is not None:  # frames hold tensors, for as long as anybody keeps the error
+        while chained is not None:  # the error's frames would keep tensors alive
             traceback.clear_frames(chained.__traceback__)
             chained = chained.__cause__ or chained.__context__
         if isinstance(error, SidesaveError):
@@ -110,23 +122,27 @@ class StagingCopy:
             self.error.__cause__ = error
 
     def close_guard(self) -> None:
-        """Hold an optimizer back: on the host until CPU copies are done, in stream order for copies from devices."""
+        """Make an optimizer step wait: on the host for CPU copies, in stream order for others."""
         if not self._released.wait(GUARD_TIMEOUT_S):
             logger.error(
-                "a copy did not finish within %g s; the optimizer goes on and that save is dropped", GUARD_TIMEOUT_S
+                (
+                    "a copy did not finish within %g s; the optimizer step runs and that save is "
+                    "dropped"
+                ),
+                GUARD_TIMEOUT_S,
             )
             return
         self.device.make_streams_wait()
 
     def join(self) -> None:
-        """Wait on the host until the bytes are in the slot."""
+        """Wait on the host, up to ``GUARD_TIMEOUT_S``, until the bytes are in the slot."""
         if not self._over.wait(GUARD_TIMEOUT_S):
-            logger.error("a copy did not end within %g s", GUARD_TIMEOUT_S)
+            logger.error("a copy did not finish within %g s", GUARD_TIMEOUT_S)
 
     def _has_changed(self, job: Job, before: bytes, version: int) -> bool:
-        """Whether the copy may differ from the tensors at the call.
+        """Whether the copy may differ from the tensor at the call.
 
-        Looks at source and copy: weights may have been swapped and swapped back meanwhile.
+        Checks source and copy: weights may have been swapped out and back in during the copy.
         """
         return (
             ownership.is_resizable(job.source)
@@ -139,29 +155,57 @@ class StagingCopy:
         return fingerprint.of_host_tensor(tensor, validate=self._validate)
 
 
+def _names(fqns: Sequence[str]) -> str:
+    return ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
+
+
+def _uncounted(fqns: Sequence[str]) -> str:
+    return (
+        f"declared sidesave.Frozen, but changed without a new tensor version: {_names(fqns)} "
+        "(copied at each save from now on; remove them from Frozen, or write them in `with "
+        "checkpointer.guard():`)"
+    )
+
+
 def _torn(fqns: Sequence[str]) -> TornSnapshotError:
-    names = ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
     return TornSnapshotError(
-        f"changed while being copied: {names}. Wrap the code that writes them in `with checkpointer.guard():`; "
-        "until then this state is copied at the call"
+        f"changed while being copied: {_names(fqns)}. Wrap the code that writes them in `with "
+        "checkpointer.guard():`; this state is copied while save() blocks from now on"
     )
 
 
 class Copier:
-    """Starts the copies of saves; owns the threads in which they go on."""
+    """Starts the copies of saves; owns the threads that continue them."""
 
-    def __init__(self, *, overlap: bool | None, validate: bool) -> None:
-        """Set the policy: ``overlap`` None overlaps tensors of devices only, False captures everything at the call."""
+    def __init__(
+        self,
+        *,
+        overlap: bool | None,
+        validate: bool,
+        on_failure: Callable[[BaseException], object] = lambda error: None,
+    ) -> None:
+        """Set the policy.
+
+        Args:
+            overlap: True overlaps all copies with training, None those from devices, False none.
+            validate: Compare all bytes, instead of samples, to detect changes during a copy.
+            on_failure: Called in a thread of the copier with the error of a function that failed
+                there.
+        """
         self._overlap = overlap
         self._validate = validate
         self._lanes = Lanes()
         self._memory = MemoryCopier()
-        self._starter = Worker("sidesave-stager")
-        self._finisher = Worker("sidesave-staged")
+        self._starter = Worker("sidesave-stager", on_failure)
+        self._finisher = Worker("sidesave-staged", on_failure)
         self.workers = (self._starter, self._finisher)
         self._distrusted: list[Plan] = []
+        self._restless: set[str] = set()
+        """FQNs of tensors in ``Frozen`` that changed without a new tensor version."""
+        self._steps = StepCounts()
         self._count = 0
-        ownership.install()  # always, and first: a graph in which no hook fired is taken to change nothing
+        # first: a graph captured without these hooks is taken to change no parameters
+        ownership.install()
         kinds.watch_graphs()
 
     def copy(
@@ -169,54 +213,78 @@ class Copier:
         copy: StagingCopy,
         flat: FlatState,
         plan: Plan,
-        slot: Slot,
+        slot: StagingSlot,
         done: Callable[[SidesaveError | None], None],
         *,
         blocking: bool,
     ) -> bool:
-        """Capture what must be captured and start the rest; returns when the caller may go on training.
+        """Capture what must be captured now and start the other copies.
 
-        Returns whether all is copied by then. If not, ``done`` is called once with the error, if there is one, from a
-        thread of its own. ``copy`` is a new one; where this raises, it is to be given to :meth:`abandon`. No graph may
-        be being captured (:func:`sidesave.stager.devices.kinds.no_capture`).
+        Blocks until training may continue. Returns True if everything is copied. Otherwise another
+        thread calls ``done`` once, with the error or None. ``copy`` comes from :meth:`new_copy`; if
+        this raises, pass it to :meth:`abandon`. Call this under
+        :func:`sidesave.stager.devices.kinds.no_capture`.
         """
         grad = torch.is_grad_enabled()
         try:
-            torch_private.set_grad_enabled(False)  # `no_grad` would stay on where this is interrupted
-            slot.fill(flat.row_images)
-            tensors = [tensor for container in flat.containers.values() for tensor in container.values()]
-            every, lacking = self._what_to_copy(flat, slot, tensors)
-            lists = self._lists(flat, plan, slot, tensors, every, blocking=blocking)
+            # an interrupted `with no_grad()` could leave it on
+            torch_private.set_grad_enabled(False)
+            if flat.row_images:
+                slot.fill(flat.row_images)
+            tensors = [
+                tensor for container in flat.containers.values() for tensor in container.values()
+            ]
+            turn = self._begin_turn(copy, flat, slot, tensors)
+            indices, skipped = range(len(tensors)), turn.held.keys() | turn.compared.keys()
+            if skipped:
+                indices = [index for index in indices if index not in skipped]
+            lists = self._lists(flat, plan, slot, tensors, indices, blocking=blocking)
             regions = [region for each in lists for region in each.regions]
-            beside = [Job(tensors[index].detach(), slot.targets[index]) for each in lists for index in each.overlapped]
+            overlapped = [
+                Job(tensors[index].detach(), slot.targets[index])
+                for each in lists
+                for index in each.overlapped
+            ]
             on_device: dict[torch.device, list[DeviceList]] = {}
             for each in lists:
                 for index in each.gathered:
-                    slot.targets[index].view.copy_(tensors[index])
+                    torch_private.copy_bits(slot.targets[index].view, tensors[index])
                 for device, of_device in each.devices.items():
                     on_device.setdefault(device, []).append(of_device)
-            later = bool(beside or on_device)
-            # Where this is all there is to copy, the arena tells its reader how far it is.
-            arena = None if later else slot.arena
-            copy.pieces = Pieces(
-                regions, None if arena is None else lambda address: arena.advance(address - arena.address)
-            )
-            self._memory.copy(copy.pieces)
+            held: dict[torch.device, list[int]] = {}
+            for index in turn.held:
+                if not tensors[index].is_cpu:
+                    held.setdefault(tensors[index].device, []).append(index)
+            later = bool(overlapped or on_device or held)
+            # If no copies follow, the arena's fill level lets the daemon write during this one.
+            copy.pieces = Pieces(regions)
+            self._memory.copy(copy.pieces, None if later else slot.arena)
             if not later:
-                slot.held.end(lacking)
+                if turn.copied or turn.compared:
+                    slot.held.end(turn, (), slot.targets)
                 return True
-            copy.add_host(beside)
-            self._lanes.begin(copy.device, on_device, tensors, slot, self._starter.submit, validate=self._validate)
+            copy.add_host(overlapped)
+            self._lanes.begin(
+                copy.device,
+                on_device,
+                held,
+                tensors,
+                slot,
+                self._starter.submit,
+                validate=self._validate,
+            )
+            frozen_on_device = [index for index in turn.copied if not tensors[index].is_cpu]
         finally:
             torch_private.set_grad_enabled(grad)
         ownership.add_pending(copy)
-        held = slot.held
+        contents, targets = slot.held, slot.targets
 
         def finish() -> None:
             copy.finish()
             ownership.remove_pending(copy)
             if copy.error is None:
-                held.end(lacking)
+                self._warn_restless(contents.end(turn, frozen_on_device, targets))
+            self._restless.update(copy.changed)
             if isinstance(copy.error, TornSnapshotError):
                 self._distrusted.append(plan)
                 logger.warning("%s", copy.error)
@@ -229,44 +297,70 @@ class Copier:
         self._starter.submit(start)
         return False
 
-    def _what_to_copy(
-        self, flat: FlatState, slot: Slot, tensors: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[int], Mapping[int, Content]]:
-        """The indices of the tensors that ``slot`` does not hold yet, and what the frozen ones among them are."""
+    def _begin_turn(
+        self, copy: StagingCopy, flat: FlatState, slot: StagingSlot, tensors: Sequence[torch.Tensor]
+    ) -> Turn:
+        """Decide which frozen tensors to copy, and fully compare the CPU tensors that are due."""
         count, self._count = self._count, self._count + 1
-        targets = enumerate(slot.targets) if flat.frozen else ()
-        frozen = [index for index, target in targets if target.fqn in flat.frozen]
-        lacking = slot.held.begin(tensors, frozen, count)
-        every, held = range(len(tensors)), slot.held.contents
-        return [index for index in every if index not in held] if held else every, lacking
+        # A slot that holds frozen tensors must forget those that this save overwrites.
+        if not (flat.frozen or slot.held.contents):
+            return Turn()
+        targets = slot.targets
+        candidates = held_tensors.candidates(flat, tensors, targets, self._restless)
+        turn = slot.held.begin(tensors, targets, candidates, count, self._steps)
+        if turn.compared:
+            compared = [(tensors[index], targets[index]) for index in turn.compared]
+            regions = [
+                (target.address, tensor.data_ptr(), target.nbytes) for tensor, target in compared
+            ]
+            copy.pieces = pieces = Pieces(regions, compare=True)
+            self._memory.copy(pieces)
+            for _, target in compared if pieces.different else ():
+                if any(
+                    0 <= address - target.address < target.nbytes for address in pieces.different
+                ):
+                    turn.changed.append(target.fqn)
+        self._warn_restless(turn.changed)
+        return turn
+
+    def _warn_restless(self, fqns: Sequence[str]) -> None:
+        """Warn of frozen tensors that have changed, and copy them at each save from now on."""
+        if fqns:
+            self._restless.update(fqns)
+            logger.warning(
+                "%s: this save has their new bytes, earlier saves may have older ones",
+                _uncounted(fqns),
+            )
 
     def _lists(
         self,
         flat: FlatState,
         plan: Plan,
-        slot: Slot,
+        slot: StagingSlot,
         tensors: Sequence[torch.Tensor],
-        every: Sequence[int],
+        indices: Sequence[int],
         *,
         blocking: bool,
     ) -> list[CopyList]:
-        may_overlap = not (self._overlap is False or ownership.in_guard() or plan in self._distrusted)
+        may_overlap = not (
+            self._overlap is False or ownership.in_guard() or plan in self._distrusted
+        )
         owned: dict[int, int] = {}
         if may_overlap and (self._overlap or kinds.first_with_runtime(tensors) is not None):
             least_nbytes = 0 if self._overlap else SMALL_NBYTES
             owned = ownership.owned_memory(flat.optimizers, flat.modules, least_nbytes=least_nbytes)
         overlap_host = bool(self._overlap) and may_overlap and not blocking
-        return copy_list.lists_of(slot, flat, tensors, every, owned, overlap_host=overlap_host)
+        return copy_list.lists_of(slot, flat, tensors, indices, owned, overlap_host=overlap_host)
 
     def new_copy(self) -> StagingCopy:
-        """What the next :meth:`copy` will copy."""
+        """Create the object that one call of :meth:`copy` fills."""
         return StagingCopy(validate=self._validate)
 
     def abandon(self, copy: StagingCopy) -> None:
-        """End the copies of a call that has failed, in a thread of ours; blocking and idempotent.
+        """Wait until the copies of a failed call no longer write to the slot; idempotent.
 
-        When this returns nothing is written to the slot any more. Not before what the call has handed over is over: see
-        :meth:`when_copied`.
+        Call it in an internal thread, through :meth:`when_copied`: after the work that the call has
+        submitted.
         """
         if copy.pieces is not None:
             copy.pieces.stop()
@@ -277,20 +371,20 @@ class Copier:
             copy.device.release()
 
     def captures_all(self, flat: FlatState) -> bool:
-        """Whether everything will be captured at the call, so that the writer can follow the copy."""
+        """Whether :meth:`copy` copies all before it returns, so that the daemon can write along."""
         return not (self._overlap or flat.tables) and all(
             tensor.is_cpu for tensors in flat.containers.values() for tensor in tensors.values()
         )
 
     def when_copied(self, run: Callable[[], None]) -> None:
-        """Call ``run`` once the copies that are under way now are over: at once, or in the thread that ends them."""
+        """Call ``run`` once copies in progress have ended: now, or in the thread that ends them."""
         if self._starter.is_idle():
             run()
         else:
             self._starter.submit(lambda: self._finisher.submit(run))
 
     def close(self) -> None:
-        """Finish the copies under way and stop the threads; idempotent."""
+        """Finish the copies in progress and stop the threads; idempotent."""
         self._starter.close(GUARD_TIMEOUT_S)
         self._finisher.close(GUARD_TIMEOUT_S)
         self._memory.close()

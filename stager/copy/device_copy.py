@@ -1,15 +1,17 @@
-"""Copies from devices: a side stream each, what may change captured at the call, the rest read beside training.
+"""Copies tensors from devices to host memory, on a side stream for each device.
 
-At the call, on the compute stream: what nothing guards, and small tensors, are packed into device scratch, batch by
-batch; each batch leaves on the side stream behind an event. Large tensors that an optimizer owns are not captured:
-witnesses are taken, and an event marks the point in time that the save is of. Behind it the stager thread enqueues them
-in chunks with an empty kernel between two: so a short ``.item()`` waits for one chunk, where the copy engine would take
-them all first.
+At the call, tensors that no optimizer guards, and small tensors, are captured: packed into device
+scratch on the compute stream, batch by batch. The side stream copies each batch to the host.
 
-The scratch of a device has two halves. From the pack until the copy out is enqueued, with an event behind it, a half
-belongs to one batch of one save, which alone gives it back; whoever packs into it next waits for that event in stream
-order. So the host waits only for the stager thread's progress, and only to reuse a half, and the compute stream only
-where more is captured than both halves hold.
+Large tensors that an optimizer owns are not captured but read during training. At the call their
+fingerprints are taken, and an event marks the point in time that the save represents. The stager
+thread enqueues their copies after that event, in chunks with an empty kernel between two chunks:
+without it the copy engine would run all of them first, and a short ``.item()`` would wait for all.
+
+The scratch of a device has two halves. A half belongs to one batch of one save, from packing until
+its copy to the host is enqueued. The next batch waits, in stream order, for the event after that
+copy. So the host waits only for the stager thread, and only to reuse a half; the compute stream
+waits only if more bytes are captured than both halves hold.
 """
 
 from __future__ import annotations
@@ -23,27 +25,25 @@ from typing import Final
 import torch
 
 from sidesave.errors import StagingError, TornSnapshotError
-from sidesave.stager import plan
-from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint, WindowViews
-from sidesave.stager.copy.packing import ALIGNMENT, Batch, Run, Views, is_plain, lay_out, pack
-from sidesave.stager.copy.pool import Job, Slot, Target
+from sidesave.stager.copy import packing
+from sidesave.stager.copy.copy_list import DeviceList
+from sidesave.stager.copy.fingerprint import NORMED, DeviceFingerprint, HeldWindows, WindowViews
+from sidesave.stager.copy.packing import ScratchRun, Views, lay_out, pack
+from sidesave.stager.copy.pool import StagingSlot
 from sidesave.stager.devices import kinds
 from sidesave.stager.memory import pinning
+from sidesave.stager.plan import Job
 from sidesave.stager.signal_safe import Monitor
-from sidesave.stager.state import ownership
 
 logger = logging.getLogger(__name__)
 
 CHUNK_NBYTES: Final = 32 << 20
-HALF_NBYTES: Final = (4 << 20, 32 << 20, 128 << 20)
-"""Sizes of a half of the scratch: the smallest that takes what is captured, or the largest."""
 _HALF_TIMEOUT_S: Final = 300.0
-_ORDER: Final = {dtype: number for number, dtype in enumerate(NORMED)}
 _INVALID_ADDRESS: Final = "invalid argument"
-"""What the driver says of a copy from null, which is the address of a storage that was resized to nothing."""
+"""The driver's message for a copy from null, the address of a storage resized to 0 bytes."""
 
 Submit = Callable[[Callable[[], None]], None]
-"""Has something run in the stager thread, behind what it was given before."""
+"""Runs a function in the stager thread, after those submitted before."""
 
 
 class _Half:
@@ -52,31 +52,33 @@ class _Half:
     def __init__(self) -> None:
         self.memory: torch.Tensor | None = None
         self.views = Views()
-        self.owner: _Part | None = None
+        self.owner: _DevicePart | None = None
         self.read: torch.Event | None = None
-        """Behind the last work on the memory."""
+        """Recorded after the last work on the memory."""
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
-    """One device's part of a save; ``sources`` keeps alive what its copies read."""
+class _DevicePart:
+    """One device's part of a save; ``sources`` keeps the memory alive that its copies read."""
 
     lane: _Lane
-    slot: Slot
+    slot: StagingSlot
     compute: torch.Stream
     guarded: list[Job] = field(default_factory=list[Job])
     sources: list[torch.Tensor | torch.UntypedStorage] = field(
         default_factory=list[torch.Tensor | torch.UntypedStorage]
     )
     fingerprint: DeviceFingerprint | None = None
+    held: HeldWindows | None = None
+    changed: list[str] = field(default_factory=list[str])
     start: torch.Event | None = None
     done: torch.Event | None = None
     error: BaseException | None = None
     in_a_row_nbytes: int = 0
-    """What is enqueued without such a kernel; about that, where device memory is short and two threads copy."""
+    """Bytes enqueued since the last empty kernel; inexact if two threads copy (memory is short)."""
 
     def copy_out(self, source: torch.Tensor, offset: int) -> None:
-        """Enqueue a copy of bytes in chunks, none of which crosses the border of two pinned pieces."""
+        """Enqueue a copy to ``offset`` in the image, in chunks within one pinned piece each."""
         assert self.slot.image is not None and self.slot.arena is not None
         base = self.slot.arena.data_offset
         done = 0
@@ -88,11 +90,13 @@ class _Part:
                 self.lane.runtime.let_others_copy(self.lane.device)
                 self.in_a_row_nbytes = 0
             self.in_a_row_nbytes += nbytes
-            self.slot.image[position : position + nbytes].copy_(_view(source, done, nbytes), non_blocking=True)
+            self.slot.image[position : position + nbytes].copy_(
+                _view(source, done, nbytes), non_blocking=True
+            )
             done += nbytes
 
-    def copy_batch(self, half: _Half, runs: Sequence[Run], packed: torch.Event) -> None:
-        """Enqueue the way out of a packed half, and give it back; runs in the stager thread."""
+    def copy_batch(self, half: _Half, runs: Sequence[ScratchRun], packed: torch.Event) -> None:
+        """Enqueue a half's copy to the host and release the half; runs in the stager thread."""
         lane = self.lane
         try:
             with torch.no_grad(), lane.runtime.on(lane.device, lane.stream):
@@ -102,17 +106,17 @@ class _Part:
                     for run in runs:
                         piece = half.memory[run.scratch_offset : run.scratch_offset + run.nbytes]
                         self.copy_out(piece, run.image_offset)
-                finally:  # behind what was enqueued before a failure as well
+                finally:  # also after a failure, since some copies may be enqueued
                     read = lane.runtime.new_event()
                     read.record(lane.stream)
                     half.read = read
-        except Exception as error:  # noqa: BLE001 - this save's failure, raised by `enqueue`
+        except Exception as error:  # noqa: BLE001 - raised by `enqueue`
             self.error = error
         finally:
             lane.give_back(half)
 
     def enqueue(self) -> None:
-        """Enqueue the copies of what is guarded and record the done event; runs in the stager thread."""
+        """Enqueue guarded tensors' copies and record the done event; runs in the stager thread."""
         if self.error is not None:
             raise self.error
         lane = self.lane
@@ -121,15 +125,15 @@ class _Part:
             lane.stream.wait_event(self.start)
             for job in self.guarded:
                 try:
-                    job.source.record_stream(lane.stream)  # which alone survives `resize_(0)`
+                    job.source.record_stream(lane.stream)  # only this protects against `resize_(0)`
                     self.copy_out(job.source.view(-1).view(torch.uint8), job.target.offset)
                 except _FreedError as error:
                     raise _freed(job) from error
                 except torch.AcceleratorError as error:
                     if _INVALID_ADDRESS not in str(error):
                         raise
-                    raise _freed(job) from error  # between the look at it and the copy
-            for job in self.guarded:  # a norm of memory that is gone would break the device for good
+                    raise _freed(job) from error  # freed between `_view` and the copy
+            for job in self.guarded:  # a norm of freed memory would break the device context
                 if not job.source.untyped_storage().nbytes():
                     raise _freed(job)
             self.fingerprint.take_after()
@@ -138,50 +142,59 @@ class _Part:
             self.done = done
 
     def finish(self) -> list[str]:
-        """Wait on the host until the bytes are in host memory; returns the FQNs that changed meanwhile."""
+        """Wait until the bytes are in host memory; return the FQNs that changed during the copy."""
         lane = self.lane
         assert self.done is not None and self.fingerprint is not None
         self.done.synchronize()
-        with lane.runtime.on(lane.device, lane.stream):  # not the compute stream, whose queue may be long
+        with lane.runtime.on(lane.device, lane.stream):  # the compute stream's queue may be long
+            self.changed = [] if self.held is None else self.held.changed()
             return self.fingerprint.torn()
 
 
 class DeviceCopy:
-    """The copies of one save from all devices; the caller's thread begins them, the stager's threads do the rest."""
+    """A save's copies from all devices: begun in the caller's thread, continued in the stager's."""
 
     def __init__(self) -> None:
-        """Start without any part; :meth:`Lanes.begin` adds them."""
-        self.parts: list[_Part] = []
+        """Start without parts; :meth:`Lanes.begin` adds them."""
+        self.parts: list[_DevicePart] = []
 
     def enqueue(self) -> None:
-        """Enqueue every copy and record the done events; blocks while the driver's queue is full, not on the copies."""
+        """Enqueue every copy and record the done events.
+
+        Blocks while the driver's queue is full, but not on the copies.
+        """
         for part in self.parts:
             part.enqueue()
 
     def make_streams_wait(self) -> None:
-        """Let the calling thread's current streams wait until all is read; called after :meth:`enqueue`."""
+        """Make this thread's current streams wait until tensors are read; after :meth:`enqueue`."""
         for part in list(self.parts):
-            read = part.done if part.guarded else part.start  # what is captured was read by then
+            # captured tensors are read before `start`
+            read = part.done if part.guarded else part.start
             if read is not None:
                 part.lane.runtime.current_stream(part.lane.device).wait_event(read)
 
     def finish(self) -> list[str]:
-        """Wait on the host until the bytes are in host memory; returns the FQNs that changed meanwhile."""
+        """Wait until the bytes are in host memory; return the FQNs that changed during the copy."""
         return [fqn for part in self.parts for fqn in part.finish()]
 
+    def changed(self) -> list[str]:
+        """Return FQNs of held tensors whose bytes differ from the slot's; after :meth:`finish`."""
+        return [fqn for part in self.parts for fqn in part.changed]
+
     def abandon(self) -> None:
-        """After a failure, and behind all that was submitted: wait on the host until nothing of this save is copied."""
+        """Wait until no copy of a failed save runs; call after all its submitted functions ran."""
         for part in self.parts:
             part.lane.forget(part)
             part.lane.stream.synchronize()
 
     def release(self) -> None:
-        """Release the tensors that the copies have read; no copy may be under way."""
+        """Release the tensors that the copies have read; no copy may be in progress."""
         self.parts = []
 
 
 class _Lane:
-    """What one device needs: a side stream and the scratch."""
+    """The side stream and the scratch memory of one device."""
 
     def __init__(self, device: torch.device) -> None:
         runtime = kinds.runtime_of(device)
@@ -194,37 +207,55 @@ class _Lane:
 
     def begin(
         self,
-        part: _Part,
+        part: _DevicePart,
         lists: Sequence[DeviceList],
+        held: Sequence[int],
         tensors: Sequence[torch.Tensor],
         submit: Submit,
         *,
         validate: bool,
     ) -> None:
-        """Capture, take witnesses and mark the point in time, on the current stream, in the caller's thread."""
+        """Capture, take fingerprints and record the start event, on the current stream."""
         targets = part.slot.targets
         for each in lists:
             guarded = [tensors[index] for index in each.guarded]
-            aliases = map(torch.Tensor.detach, guarded)  # keep the memory where `p.data = new` would let it go
+            # keep the memory alive after `p.data = new`
+            aliases = map(torch.Tensor.detach, guarded)
             part.guarded += map(Job, aliases, [targets[index] for index in each.guarded])
             self._capture(part, each, tensors, submit)
-        views = lists[0].windows
+        views = lists[0].windows if len(lists) == 1 else WindowViews()
         if len(lists) > 1:
-            part.guarded.sort(key=lambda job: _ORDER[job.source.dtype])
-            views = WindowViews()
+            part.guarded.sort(key=lambda job: NORMED[job.source.dtype])
         try:
-            part.fingerprint = DeviceFingerprint(part.guarded, part.compute, views, validate=validate)
+            part.fingerprint = DeviceFingerprint(
+                part.guarded, part.compute, views, validate=validate
+            )
         except torch.OutOfMemoryError:
             sources = [job.source for job in part.guarded]
-            self._copy_directly(part, [(index, job.target.offset) for index, job in enumerate(part.guarded)], sources)
+            self._copy_directly(
+                part,
+                [(index, job.target.offset) for index, job in enumerate(part.guarded)],
+                sources,
+            )
             part.sources += sources
             part.guarded = []
             part.fingerprint = DeviceFingerprint([], part.compute, WindowViews(), validate=validate)
+        if held:
+            views = part.slot.held.windows.setdefault(self.device, WindowViews())
+            part.held = HeldWindows(
+                [Job(tensors[index], targets[index]) for index in held], part.compute, views
+            )
         part.start = self.runtime.new_event()
         part.start.record(part.compute)
 
-    def _capture(self, part: _Part, device_list: DeviceList, tensors: Sequence[torch.Tensor], submit: Submit) -> None:
-        """Pack batch after batch, each into a half of the scratch, and have it copied out."""
+    def _capture(
+        self,
+        part: _DevicePart,
+        device_list: DeviceList,
+        tensors: Sequence[torch.Tensor],
+        submit: Submit,
+    ) -> None:
+        """Pack captured tensors into halves of the scratch, and submit their copies to the host."""
         captured = device_list.captured[::-1]  # taken from the end
         part.sources += map(torch.Tensor.untyped_storage, [tensors[index] for index, _ in captured])
         pool = [*tensors]
@@ -241,7 +272,8 @@ class _Lane:
             batch = device_list.batches.get(room)
             if batch is None:
                 batch = lay_out(room, captured, pool)
-                if not captured and len(pool) == len(tensors):  # all of it in one half, and nothing cut
+                # all of it in one half, and nothing cut
+                if not captured and len(pool) == len(tensors):
                     device_list.batches[room] = batch
             else:
                 captured = []
@@ -250,156 +282,131 @@ class _Lane:
             packed.record(part.compute)
             submit(functools.partial(part.copy_batch, half, batch.runs, packed))
 
-    def _take(self, part: _Part, size: int) -> _Half:
-        """Make a half that belongs to nobody ``part``'s; without memory if there is none for it."""
+    def _take(self, part: _DevicePart, size: int) -> _Half:
+        """Acquire a free half for ``part``; ``memory`` is None if the device has no memory left."""
         half = self._changed.wait_for(lambda: self._free(part), _HALF_TIMEOUT_S)
         if half is None:
-            raise StagingError(f"the copies of the save before were not enqueued within {_HALF_TIMEOUT_S:g} s")
+            raise StagingError(
+                f"the previous save's copies were not enqueued within {_HALF_TIMEOUT_S:g} s"
+            )
         if half.memory is None or half.memory.numel() < size:
             self._allocate(part, half, size)
         return half
 
-    def _free(self, part: _Part) -> _Half | None:
-        """Give ``part`` the free half that was used longest ago."""
+    def _free(self, part: _DevicePart) -> _Half | None:
+        """Assign the least recently used free half to ``part``; None if both are in use."""
         half = next((half for half in self._halves if half.owner is None), None)
         if half is not None:
             half.owner = part
             self._halves = [*(other for other in self._halves if other is not half), half]
         return half
 
-    def _allocate(self, part: _Part, half: _Half, size: int) -> None:
-        """Give a half memory of that size, or what there is; a size that was refused is not asked for again.
+    def _allocate(self, part: _DevicePart, half: _Half, size: int) -> None:
+        """Allocate ``size`` bytes for a half, or less if memory is short.
 
-        To ask is expensive: torch gives back what it has cached first.
+        A refused size is never retried: a refusal is expensive, as torch empties its cache first.
         """
-        for nbytes in reversed(HALF_NBYTES):
-            has = 0 if half.memory is None else half.memory.numel()
-            if not has < nbytes <= size or nbytes >= self._refused:
+        for nbytes in reversed(packing.HALF_NBYTES):
+            current = 0 if half.memory is None else half.memory.numel()
+            if not current < nbytes <= size or nbytes >= self._refused:
                 continue
             try:
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             except torch.OutOfMemoryError:
                 self._refused = nbytes
-                text = "no device memory for %.3g MiB of scratch on %s: training waits for more of what is captured"
+                text = (
+                    "no device memory for %.3g MiB of scratch on %s: training waits longer for "
+                    "captured tensors"
+                )
                 logger.warning(text, nbytes / 2**20, self.device)
                 continue
             if half.memory is not None:
-                part.sources.append(half.memory)  # which may still be read, by copies before those of this save
+                part.sources.append(half.memory)  # copies of earlier saves may still read it
             half.memory, half.views = memory, Views()
             return
 
     def give_back(self, half: _Half) -> None:
-        """Free the half: it has no owner any more."""
+        """Mark the half as free."""
         with self._changed:
             half.owner = None
             self._changed.notify_all()
 
-    def forget(self, part: _Part) -> None:
-        """Take the halves of ``part``, which will not be copied out, once nothing is being packed into them."""
+    def forget(self, part: _DevicePart) -> None:
+        """Free the halves that ``part`` still owns, after waiting for its packing kernels."""
         for half in list(self._halves):
             if half.owner is part:
                 part.compute.synchronize()
                 self.give_back(half)
 
-    def _copy_directly(self, part: _Part, captured: list[tuple[int, int]], pool: Sequence[torch.Tensor]) -> None:
-        """Copy without device memory: on the compute stream, which so waits for the copy to the host."""
+    def _copy_directly(
+        self, part: _DevicePart, captured: list[tuple[int, int]], pool: Sequence[torch.Tensor]
+    ) -> None:
+        """Copy without scratch on the compute stream, which thus waits for copies to the host."""
         try:
             while captured:
                 index, offset = captured.pop()
                 plain = pool[index].resolve_conj().resolve_neg().contiguous()
                 part.copy_out(plain.reshape(-1).view(torch.uint8), offset)
         finally:
-            self.stream.wait_stream(part.compute)  # whoever abandons this save waits for the side stream alone
+            self.stream.wait_stream(part.compute)  # `abandon` waits for the side stream only
 
 
 class _FreedError(RuntimeError):
-    """A tensor has lost its memory to another thread."""
+    """Another thread freed the tensor's memory."""
 
 
 def _view(source: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
     try:
         return source[begin : begin + nbytes]
-    except RuntimeError as error:  # the range is right: the storage was resized, and may be as it was by now
+    except RuntimeError as error:  # the range is valid, so another thread has resized the storage
         raise _FreedError(str(error)) from error
 
 
 def _freed(job: Job) -> TornSnapshotError:
-    return TornSnapshotError(f"changed while being copied: {job.target.fqn}, whose memory was freed")
-
-
-class DeviceList:
-    """Which tensors of one device are captured at the call, and which an optimizer guards. Keeps no tensor.
-
-    Attributes:
-        captured: Index of the tensor, and where it goes in the image, in that order.
-        guarded: Indices, those of one dtype side by side.
-        half_nbytes: How much scratch to ask for.
-        batches: What has been laid out, by the size of the half.
-        windows: Views of the guarded ones' windows.
-    """
-
-    def __init__(
-        self,
-        indices: Sequence[int],
-        tensors: Sequence[torch.Tensor],
-        targets: Sequence[Target],
-        owned: Mapping[int, int],
-    ) -> None:
-        """Say how the tensors with these indices are copied."""
-        self.captured: list[tuple[int, int]] = []
-        self.guarded: list[int] = []
-        self.batches: dict[int, Batch] = {}
-        self.windows = WindowViews()
-        self._large: list[tuple[int, int, bool]] = []
-        need = 0
-        for index in sorted(indices, key=lambda index: targets[index].offset):
-            source, nbytes = tensors[index], targets[index].nbytes
-            if not nbytes:
-                continue
-            owns = False
-            if nbytes >= plan.SMALL_NBYTES and source.dtype in NORMED and is_plain(source):
-                owns = ownership.is_owned(source, owned)
-                self._large.append((source.data_ptr(), nbytes, owns))
-            if owns:
-                self.guarded.append(index)
-            else:
-                self.captured.append((index, targets[index].offset))
-                need += nbytes + ALIGNMENT
-        self.guarded.sort(key=lambda index: _ORDER[tensors[index].dtype])
-        self.half_nbytes = next((size for size in HALF_NBYTES if need <= size), HALF_NBYTES[-1])
-
-    def holds(self, owned: Mapping[int, int]) -> bool:
-        """Whether ownership of these tensors, whose memory is the same, is the same as then."""
-        return all((nbytes <= owned.get(address, -1)) is owns for address, nbytes, owns in self._large)
+    return TornSnapshotError(
+        f"changed while being copied: {job.target.fqn}, whose memory was freed"
+    )
 
 
 class Lanes:
-    """The lanes of all devices that a checkpointer has met."""
+    """The lanes of a checkpointer's devices."""
 
     def __init__(self) -> None:
-        """Start without any: a process that never saves tensors of a device touches none."""
+        """Start without lanes; a device's lane is created when its first tensor is saved."""
         self._lanes: dict[torch.device, _Lane] = {}
 
     def begin(
         self,
         copy: DeviceCopy,
         lists: Mapping[torch.device, Sequence[DeviceList]],
+        held: Mapping[torch.device, Sequence[int]],
         tensors: Sequence[torch.Tensor],
-        slot: Slot,
+        slot: StagingSlot,
         submit: Submit,
         *,
         validate: bool,
     ) -> None:
-        """Begin the copies of a save on the current stream of each device, outside any capture, under ``no_grad``."""
-        for device, of_device in lists.items():
+        """Begin the copies of a save on each device's current stream.
+
+        Call it under ``no_grad`` and ``no_capture``. Tensors with the indices in ``held`` are not
+        copied; only their windows are taken.
+        """
+        for device in {**lists, **held}:
             runtime = kinds.runtime_of(device)
             assert runtime is not None
             if device not in self._lanes:
                 self._lanes[device] = _Lane(device)
-            part = _Part(self._lanes[device], slot, runtime.current_stream(device))
+            part = _DevicePart(self._lanes[device], slot, runtime.current_stream(device))
             copy.parts.append(part)
-            part.lane.begin(part, of_device, tensors, submit, validate=validate)
+            part.lane.begin(
+                part,
+                lists.get(device, ()),
+                held.get(device, ()),
+                tensors,
+                submit,
+                validate=validate,
+            )
 
     def close(self) -> None:
-        """Drop streams and scratch; no copy may be under way."""
+        """Drop streams and scratch; no copy may be in progress."""
         self._lanes.clear()

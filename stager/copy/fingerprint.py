@@ -1,9 +1,10 @@
-"""Detects whether a tensor that was read beside training has changed since the call.
+"""Detects whether a tensor changed while it was copied during training, or since an earlier copy.
 
-On the host a few elements, or all, are compared at the call, in the tensor afterwards, and in the copy. On a device the
-witnesses are taken in stream order: windows of bytes at the call, compared bit by bit with the staged bytes, and norms
-at both ends. Weights that are swapped in and back while they are copied have the norms that they had; their staged
-bytes have not.
+On the host, samples of elements (or all) are compared: in the tensor at the call, in the tensor
+after the copy, and in the copy. On a device, fingerprints are taken in stream order: windows of
+bytes at the call, which are compared with the staged bytes, and norms before and after the copy.
+The windows detect weights that are swapped out and back in during the copy, since their norms are
+unchanged.
 """
 
 from __future__ import annotations
@@ -18,46 +19,62 @@ import torch
 import xxhash
 
 from sidesave.stager import torch_private
-from sidesave.stager.copy.pool import Job
+from sidesave.stager.plan import Job
 
 SAMPLES: Final = 32
-"""At least so many elements of each overlapped host tensor are looked at, less than twice as many."""
+"""Minimum number of samples of each overlapped host tensor; fewer than twice as many are taken."""
 WINDOW_NBYTES: Final = 64
 SPAN_NBYTES: Final = 32 << 20
 """A device tensor has a window in the middle of each span of this size."""
-NORMED: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""What norms are taken of."""
+NORMED: Final = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""Dtypes that norms are taken of, by their order."""
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_host_tensor(tensor: torch.Tensor, *, validate: bool) -> bytes:
-    """Evenly spaced elements of a contiguous tensor, or with ``validate`` the digest of all its bytes."""
+    """Return a contiguous tensor's evenly spaced elements, or with ``validate`` its full digest."""
     if validate:
-        nbytes = tensor.numel() * tensor.element_size()
-        return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
+        return of_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     flat = tensor.detach().reshape(-1)
     picked = flat[:: max(1, (flat.numel() - 1) // (SAMPLES - 1))].contiguous()  # up to the very end
     return bytes(cast("list[int]", picked.view(torch.uint8).tolist()))
 
 
-class WindowViews:
-    """Views of the windows of device tensors, and room for their bytes, kept for the next save of the same memory.
+def samples_match(one: int, other: int, nbytes: int) -> bool:
+    """Whether evenly spaced windows of ``nbytes`` bytes of host memory at two addresses match."""
+    step = max(WINDOW_NBYTES, (nbytes - WINDOW_NBYTES) // (SAMPLES - 1))
+    return not any(
+        _memcmp(one + begin, other + begin, WINDOW_NBYTES)
+        for begin in range(0, nbytes - WINDOW_NBYTES + 1, step)
+    )
 
-    They keep none of the tensors' memory alive; whoever takes windows holds the tensors.
+
+def of_memory(address: int, nbytes: int) -> bytes:
+    """Return the digest of host memory."""
+    return xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(address))
+
+
+class WindowViews:
+    """Cached views of the windows of device tensors, and a buffer for their bytes.
+
+    The views do not keep the tensors' memory alive: the caller of :meth:`take` holds the tensors.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start without views."""
         self._of: tuple[list[int], torch.Stream] | None = None
         self.spots: list[tuple[int, int]] = []
-        """Number of the tensor, and where in it a window begins, in bytes."""
+        """For each window: number of its tensor, and its offset in it in bytes."""
         self._copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        self._windows = torch.empty(0)
+        self._windows = torch.empty(0, device="cpu")
 
     def take(self, jobs: Sequence[Job], stream: torch.Stream) -> torch.Tensor:
-        """Copy the windows of tensors of the looks that they had before, on the current ``stream``.
+        """Copy the windows of the jobs' sources on ``stream``, which must be the current one.
 
-        Returns the bytes, a row for each of ``spots``; a call for another save may overwrite them.
+        Returns their bytes, a row for each of ``spots``. A call for another save may overwrite
+        them. The sources must have the same dtypes and shapes at each call.
         """
         of = [job.source.data_ptr() for job in jobs], stream
         if of != self._of:
@@ -69,45 +86,76 @@ class WindowViews:
         return self._windows
 
     def _look(self, jobs: Sequence[Job]) -> None:
-        self.spots = [(number, begin) for number, job in enumerate(jobs) for begin in _windows(job.target.nbytes)]
-        self._windows = torch.empty((len(self.spots), WINDOW_NBYTES), dtype=torch.uint8, device=_device(jobs))
+        self.spots = [
+            (number, begin)
+            for number, job in enumerate(jobs)
+            for begin in _windows(job.target.nbytes)
+        ]
+        self._windows = torch.empty(
+            (len(self.spots), WINDOW_NBYTES), dtype=torch.uint8, device=_device(jobs)
+        )
         self._copies = []
         position = 0
-        for dtype, group in itertools.groupby(self.spots, key=lambda spot: jobs[spot[0]].source.dtype):
+        for dtype, group in itertools.groupby(
+            self.spots, key=lambda spot: jobs[spot[0]].source.dtype
+        ):
             spots, size = [*group], dtype.itemsize
-            word = torch.int16 if size == 2 else dtype  # the fused copy takes half precision through float32
+            # the fused copy would convert through float32
+            word = torch.int16 if size == 2 else dtype
             rows = self._windows[position : position + len(spots)]
             position += len(spots)
             sources = [
-                torch_private.view_of_memory(jobs[number].source, begin, WINDOW_NBYTES // size, word)
+                torch_private.view_of_memory(
+                    jobs[number].source, begin, WINDOW_NBYTES // size, word
+                )
                 for number, begin in spots
             ]
             self._copies.append(([*rows.view(word).unbind()], sources))
 
 
-class DeviceFingerprint:
-    """The witnesses of one device's tensors in one save; under ``no_grad``, with the device current.
+class HeldWindows:
+    """Windows of one device's tensors that are not copied, because the slot holds their bytes."""
 
-    ``jobs`` are contiguous tensors of :data:`NORMED` dtypes and more than a window's bytes, sorted by dtype: the fused
-    norm takes one dtype at a time.
+    def __init__(self, jobs: Sequence[Job], stream: torch.Stream, views: WindowViews) -> None:
+        """Take the windows on ``stream``, which must be the current one."""
+        self._jobs = jobs
+        self._windows, self._spots = views.take(jobs, stream), views.spots
+
+    def changed(self) -> list[str]:
+        """Return the FQNs whose bytes differ from the slot's; blocks on the current stream."""
+        return _differing(self._jobs, self._windows, self._spots)
+
+
+class DeviceFingerprint:
+    """Fingerprints of a device's tensors in a save; use under ``no_grad`` with the device current.
+
+    The sources of ``jobs`` are contiguous, have :data:`NORMED` dtypes and more bytes than a window,
+    and are sorted by dtype, since the fused norm takes one dtype at a time.
     """
 
-    def __init__(self, jobs: Sequence[Job], stream: torch.Stream, views: WindowViews, *, validate: bool) -> None:
-        """Take what is compared later, on the current ``stream``; ``views`` are of tensors that look like these."""
+    def __init__(
+        self, jobs: Sequence[Job], stream: torch.Stream, views: WindowViews, *, validate: bool
+    ) -> None:
+        """Take norms and windows on the current ``stream``; ``views`` are of the same tensors."""
         self._jobs = jobs
         self._before = _norms(jobs)
         self._after: torch.Tensor | None = None
         self._expected: torch.Tensor | None = None
-        self._sums = torch.stack([_word_sum(job.source) for job in jobs]) if validate and jobs else None
+        self._sums = (
+            torch.stack([_word_sum(job.source) for job in jobs]) if validate and jobs else None
+        )
         self._windows, self._spots = views.take(jobs, stream), views.spots
 
     def take_after(self) -> None:
-        """Take the norms again, on the current stream, behind the copies and all that the first were made by."""
+        """Take the norms again, on the current stream, after the copies were enqueued."""
         self._expected = _stack(self._before)
         self._after = _stack(_norms(self._jobs))
 
     def torn(self) -> list[str]:
-        """The FQNs of which the staged bytes are not those of the call; waits on the current stream, on the host."""
+        """Return the FQNs whose staged bytes differ from those at the call.
+
+        Blocks on the current stream.
+        """
         if not self._jobs:
             return []
         torn: dict[str, None] = {}
@@ -116,17 +164,27 @@ class DeviceFingerprint:
         for job, unchanged in zip(self._jobs, cast("list[bool]", same.tolist()), strict=True):
             if not unchanged:
                 torn[job.target.fqn] = None
-        windows = self._windows.cpu()
-        for row, (number, begin) in enumerate(self._spots):
-            target = self._jobs[number].target
-            seen = ctypes.string_at(windows.data_ptr() + row * WINDOW_NBYTES, WINDOW_NBYTES)
-            if ctypes.string_at(target.address + begin, WINDOW_NBYTES) != seen:
-                torn[target.fqn] = None
+        torn.update(dict.fromkeys(_differing(self._jobs, self._windows, self._spots)))
         if self._sums is not None:
-            for job, expected in zip(self._jobs, cast("list[int]", self._sums.tolist()), strict=True):
+            for job, expected in zip(
+                self._jobs, cast("list[int]", self._sums.tolist()), strict=True
+            ):
                 if int(_word_sum(job.target.view).item()) != expected:
                     torn[job.target.fqn] = None
         return list(torn)
+
+
+def _differing(
+    jobs: Sequence[Job], windows: torch.Tensor, spots: Sequence[tuple[int, int]]
+) -> list[str]:
+    """Return the FQNs whose staged bytes differ from ``windows``; blocks on the current stream."""
+    on_host = windows.cpu()
+    differing: dict[str, None] = {}
+    for row, (number, begin) in enumerate(spots):
+        target = jobs[number].target
+        if _memcmp(target.address + begin, on_host.data_ptr() + row * WINDOW_NBYTES, WINDOW_NBYTES):
+            differing[target.fqn] = None
+    return list(differing)
 
 
 def _device(jobs: Sequence[Job]) -> torch.device | None:
@@ -135,7 +193,7 @@ def _device(jobs: Sequence[Job]) -> torch.device | None:
 
 @functools.lru_cache(maxsize=1024)
 def _windows(nbytes: int) -> tuple[int, ...]:
-    """Where the windows of a tensor begin; multiples of 16, as the fused copy likes it."""
+    """Return byte offsets of a tensor's windows: multiples of 16, which the fused copy prefers."""
     spans = range(0, nbytes, SPAN_NBYTES)
     return tuple(
         max(0, begin + (min(SPAN_NBYTES, nbytes - begin) - WINDOW_NBYTES) // 2) // 16 * 16
@@ -145,10 +203,9 @@ def _windows(nbytes: int) -> tuple[int, ...]:
 
 
 def _norms(jobs: Sequence[Job]) -> list[torch.Tensor]:
-    """A norm for each job.
+    """Return the norm of each job's source.
 
-    Those of half-precision tensors are accumulated and returned in float32, for a norm of three digits would notice
-    little.
+    Norms of half-precision tensors are float32: in half precision small changes would be lost.
     """
     norms: list[torch.Tensor] = []
     for dtype, group in itertools.groupby(jobs, key=lambda job: job.source.dtype):
@@ -158,14 +215,17 @@ def _norms(jobs: Sequence[Job]) -> list[torch.Tensor]:
 
 
 def _stack(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """All norms in one tensor; those of one dtype stand side by side."""
-    stacks = [torch.stack([*group]).double() for _, group in itertools.groupby(norms, key=lambda norm: norm.dtype)]
+    """Return all norms in one float64 tensor; None if there are no norms."""
+    stacks = [
+        torch.stack([*group]).double()
+        for _, group in itertools.groupby(norms, key=lambda norm: norm.dtype)
+    ]
     return torch.cat(stacks) if stacks else None
 
 
 def _word_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a contiguous tensor's elements taken as integers, modulo 2**64.
+    """Return the sum of a contiguous tensor's elements, taken as integers, modulo 2**64.
 
-    Integers add up to the same in any order: device and host agree to the bit.
+    Integer sums do not depend on the order, so device and host agree exactly.
     """
     return tensor.detach().view(-1).view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The layout of what is captured in a device's scratch memory: runs of the image, packed by one launch for a dtype."""
+"""Packs captured tensors into a device's scratch memory, with one kernel launch for each dtype."""
 
 from __future__ import annotations
 
@@ -11,17 +11,31 @@ import torch
 from sidesave.stager import torch_private
 
 ALIGNMENT: Final = 16
+HALF_NBYTES: Final = (4 << 20, 32 << 20, 128 << 20)
+"""Bytes of a scratch half: the smallest size that fits the captured tensors, else the largest."""
 _COPIED_AS_THEY_ARE: Final = frozenset(
-    {torch.float32, torch.float64, torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+    {
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    }
 )
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By element size, for other dtypes: the fused copy refuses some, and takes half precision through float32, which may
-change the bits of a NaN."""
+"""Integer dtype by element size, used in place of other dtypes.
+
+The fused copy refuses some of those, and converts half precision through float32, which may change
+the bits of a NaN.
+"""
 
 
 @dataclass(slots=True)
-class Run:
-    """Consecutive bytes of the image that lie consecutively in scratch."""
+class ScratchRun:
+    """A range of bytes that is contiguous both in scratch memory and in the image."""
 
     scratch_offset: int
     image_offset: int
@@ -29,28 +43,31 @@ class Run:
 
 
 _Layout = tuple[int, torch.Size, tuple[int, ...]]
-"""Of a packed tensor: where it begins in scratch, in bytes, its shape and its strides."""
+"""A packed tensor's offset in scratch in bytes, its shape and its strides."""
 
 
 class Views:
-    """Views of a half in which tensors were packed, kept because the next save mostly packs the same."""
+    """Cached views of packed tensors in a scratch half; the next save usually reuses them."""
 
     def __init__(self) -> None:
-        self._known: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
+        self._by_dtype: dict[torch.dtype, tuple[list[_Layout], list[torch.Tensor]]] = {}
 
     def of(self, memory: torch.Tensor, dtype: torch.dtype, group: Group) -> list[torch.Tensor]:
-        """One view for each of a group's sources; always of the same ``memory``."""
-        known, views = self._known.get(dtype, ([], []))
-        if known != group.layouts:
+        """Return a view for each source of a group; ``memory`` must be the same at each call."""
+        layouts, views = self._by_dtype.get(dtype, ([], []))
+        if layouts != group.layouts:
             flat, size = memory.view(group.word), group.word.itemsize
-            views = [flat.as_strided(shape, stride, begin // size) for begin, shape, stride in group.layouts]
-            self._known[dtype] = group.layouts, views  # both at once, or neither where this is interrupted
+            views = [
+                flat.as_strided(shape, stride, begin // size)
+                for begin, shape, stride in group.layouts
+            ]
+            self._by_dtype[dtype] = group.layouts, views  # one store, in case of an interrupt
         return views
 
 
 @dataclass(slots=True)
 class Group:
-    """Sources of one dtype that one launch packs, by their indices; ``word`` is what they are packed as."""
+    """Sources of one dtype, by index, that one launch packs as dtype ``word``."""
 
     word: torch.dtype
     indices: list[int] = field(default_factory=list[int])
@@ -59,29 +76,35 @@ class Group:
 
 @dataclass(slots=True)
 class Batch:
-    """Where sources lie in a half of the scratch, and where that goes. Keeps no tensor."""
+    """The layout of sources in a scratch half, and their image offsets; holds no tensors."""
 
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[ScratchRun] = field(default_factory=list[ScratchRun])
     groups: dict[torch.dtype, Group] = field(default_factory=dict[torch.dtype, Group])
     strided: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """What is not contiguous, or lazily conjugated: by itself, for in a fused launch it would slow down all others."""
+    """Index and scratch offset of sources that are strided, or lazily conjugated or negated.
+
+    Each is copied by a launch of its own: one such tensor slows down a fused launch.
+    """
 
 
 def lay_out(room: int, captured: list[tuple[int, int]], pool: list[torch.Tensor]) -> Batch:
-    """Find a place in ``room`` bytes for sources from the end of ``captured``, until it is full.
+    """Lay out sources, taken from the end of ``captured``, in ``room`` bytes until these are full.
 
-    They are given by their indices in ``pool`` and their offsets in the image. What does not fit stays, cut where it
-    must be; the pieces are added to the pool.
+    Args:
+        room: Size of a half of the scratch, in bytes.
+        captured: Index in ``pool`` and offset in the image of each source. Sources that do not fit
+            remain in it; a source that fits in part is cut, and its rest is added to both lists.
+        pool: The tensors that ``captured`` refers to.
     """
     batch = Batch()
-    last: Run | None = None
+    last: ScratchRun | None = None
     position = 0
     while captured:
         index, offset = captured.pop()
         source = pool[index]
         nbytes = source.nbytes
         follows = last is not None and last.image_offset + last.nbytes == offset
-        # With the image's remainder every view of the scratch is as well aligned as its tensor in the image.
+        # Keep the image offset's remainder, so that views of scratch are aligned as in the image.
         begin = position if follows else position + (offset - position) % ALIGNMENT
         if nbytes > room - begin:
             head, rest = _cut(source, offset, room - begin, whole=not batch.runs)
@@ -97,7 +120,7 @@ def lay_out(room: int, captured: list[tuple[int, int]], pool: list[torch.Tensor]
         if last is not None and follows:
             last.nbytes += nbytes
         else:
-            last = Run(begin, offset, nbytes)
+            last = ScratchRun(begin, offset, nbytes)
             batch.runs.append(last)
         position = begin + nbytes
         if not is_plain(source):
@@ -105,7 +128,9 @@ def lay_out(room: int, captured: list[tuple[int, int]], pool: list[torch.Tensor]
             continue
         dtype = source.dtype
         if dtype not in batch.groups:
-            batch.groups[dtype] = Group(dtype if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize])
+            batch.groups[dtype] = Group(
+                dtype if dtype in _COPIED_AS_THEY_ARE else _INTEGERS[dtype.itemsize]
+            )
         group = batch.groups[dtype]
         group.indices.append(index)
         group.layouts.append((begin, source.shape, source.stride()))
@@ -116,7 +141,9 @@ def pack(memory: torch.Tensor, batch: Batch, pool: Sequence[torch.Tensor], views
     """Copy the sources of a batch into ``memory``, on the current stream."""
     for index, begin in batch.strided:
         source = pool[index]
-        memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+        torch_private.copy_bits(
+            memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape), source
+        )
     for dtype, group in batch.groups.items():
         sources = [pool[index] for index in group.indices]
         if dtype is not group.word:
@@ -127,9 +154,10 @@ def pack(memory: torch.Tensor, batch: Batch, pool: Sequence[torch.Tensor], views
 def _cut(
     source: torch.Tensor, offset: int, room: int, *, whole: bool
 ) -> tuple[torch.Tensor | None, list[tuple[torch.Tensor, int]]]:
-    """The head of a tensor that fits into ``room`` bytes, and the rest, with offsets in the image.
+    """Return a tensor's first rows that fit into ``room`` bytes, and the rest with image offsets.
 
-    Where not even one row fits there is no head; the rest are then the rows, if the room is a ``whole`` half.
+    If no row fits, there is no head; if moreover ``room`` is a ``whole`` half, the rest is one
+    tensor for each row.
     """
     rows = source.view(-1) if is_plain(source) else source.squeeze()
     rows = rows if rows.dim() else rows.reshape(1)
@@ -143,5 +171,5 @@ def _cut(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes in memory, one after another, are those to be saved."""
+    """Whether the tensor's bytes in memory are the bytes to save, in order."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

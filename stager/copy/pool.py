@@ -1,15 +1,17 @@
-"""Staging slots: a fixed number of arenas that saves take in turn.
+"""Staging slots: a fixed number of arenas that saves use in turn.
 
-A slot is busy from staging until its bytes are durable, so waiting for a free one is the wait for the save before the
-previous one.
+A slot is busy from staging until its bytes are durable. With two slots, a save that waits for a
+free one waits for the save before the previous one.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -19,47 +21,30 @@ from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import host_memory, numa
 from sidesave.stager.memory.arena import Arena, page_up
 from sidesave.stager.memory.pinning import PinnedRange
-from sidesave.stager.plan import Plan
+from sidesave.stager.plan import Plan, Target
 from sidesave.stager.signal_safe import Monitor
 from sidesave.stager.tables import RowImage
 
 logger = logging.getLogger(__name__)
 
 DESCRIPTOR_NBYTES: Final = 4096
-"""Room for an encoded SAVE message with few files; each further file adds ``_DESCRIPTOR_PER_FILE``."""
+"""Bytes for an encoded SAVE message; each file adds ``_DESCRIPTOR_PER_FILE``."""
 _DESCRIPTOR_PER_FILE: Final = 512
 
 
-class Target(NamedTuple):
-    """Where one tensor is staged: a view of the arena, its offset in the arena's data, its address and bytes."""
-
-    fqn: str
-    view: torch.Tensor
-    offset: int
-    address: int
-    nbytes: int
-
-
-class Job(NamedTuple):
-    """One tensor to copy that needs more than its bytes moved here and now: byte-equal ``source`` and ``target``."""
-
-    source: torch.Tensor
-    target: Target
-
-
 @dataclass(slots=True, eq=False)
-class Slot:
-    """One arena and what is laid out in it.
+class StagingSlot:
+    """One arena and the plan laid out in it.
 
     Attributes:
-        arena_id: Names the arena on the wire; never used twice.
+        arena_id: Identifies the arena in messages; never reused.
         targets: The plan's tensors, container after container, in the order of the state.
-        prepared: What the copier keeps of how it has filled them; it goes with them.
-        held: Which frozen tensors are in it; so does this.
+        prepared: Cached copy list of these ``targets``, owned by the copier.
+        held: The frozen tensors that these ``targets`` already contain.
         image: The arena's data as bytes.
         pinned: The arena's memory, page-locked for devices.
-        unpinnable: This arena's memory was refused to be page-locked: it is not tried again.
-        owner: Who has it; None while it is free.
+        unpinnable: Page-locking this arena failed and is not retried.
+        owner: The save that uses the slot; None while it is free.
     """
 
     arena: Arena | None = None
@@ -74,25 +59,33 @@ class Slot:
     owner: object | None = None
 
     def lay_out(self, plan: Plan) -> None:
-        """Write the plan's headers into the arena and make its views; nothing to do when it is there already."""
+        """Write the plan's headers to the arena and create its views, unless they exist."""
         if self.plan is plan:
             return
         assert self.arena is not None
-        known, self.plan = self.plan, None
-        self.arena.begin_generation()  # whoever still reads for an earlier save must notice
+        previous, self.plan = self.plan, None
+        self.arena.begin_generation()  # a daemon that still reads an earlier save must notice
         base = self.arena.data_offset
         first = plan.first
-        if known is not None and known.first is first and self.image is not None:  # what follows has other shapes
-            containers, files = plan.structure[len(first.structure) :], plan.files[len(first.files) :]
+        # Only the containers after the first plan's have changed: keep the views of the others.
+        if previous is not None and previous.first is first and self.image is not None:
+            containers, files = (
+                plan.structure[len(first.structure) :],
+                plan.files[len(first.files) :],
+            )
             del self.targets[sum(len(fqns) for _, fqns, _ in first.structure) :]
         else:
             containers, files = plan.structure, plan.files
-            self.image = torch.frombuffer(self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8)
+            self.image = torch.frombuffer(
+                self.arena.view(base, self.arena.data_nbytes), dtype=torch.uint8
+            )
             self.targets, self.prepared, self.held = [], None, Held()
         tensors = (each for _, fqns, kinds in containers for each in zip(fqns, kinds, strict=True))
         for file in files:
             self.arena.view(base + file.offset, len(file.header))[:] = file.header
-            for (offset, nbytes), (fqn, (dtype, shape)) in zip(file.placements, tensors, strict=False):
+            for (offset, nbytes), (fqn, (dtype, shape)) in zip(
+                file.placements, tensors, strict=False
+            ):
                 begin = file.offset + offset
                 view = self.image[begin : begin + nbytes].view(dtype).view(shape)
                 self.targets.append(Target(fqn, view, begin, self.image.data_ptr() + begin, nbytes))
@@ -100,31 +93,20 @@ class Slot:
         self.plan = plan
 
     def fill(self, images: Iterable[RowImage]) -> None:
-        """Put rows of tables into the tensors that the plan ends with; blocks until they are there."""
+        """Copy rows of tables into the plan's last tensors; blocks until they are copied."""
         assert self.plan is not None
         images, last = [*images], sum(len(fqns) for _, fqns, _ in self.plan.first.structure)
         views = (target.view for target in self.targets[last:])
         for image in images:
             image.fill(dict(zip(image.kinds(), views, strict=False)))
 
-    def append(self, parts: Sequence[bytes]) -> list[int]:
-        """Put the treespec, and what else there is, behind the images, each on a page; returns their offsets."""
-        assert self.arena is not None and self.plan is not None
-        offsets: list[int] = []
-        offset = self.plan.nbytes
-        for part in parts:
-            self.arena.view(self.arena.data_offset + offset, len(part))[:] = part
-            offsets.append(offset)
-            offset += page_up(len(part))
-        return offsets
-
     def void(self) -> None:
-        """Invalidate what is staged here, so that a daemon that outlives its trainer does not take it up once more."""
+        """Invalidate the staged save, so a daemon that outlives its trainer does not rewrite it."""
         if self.arena is not None:
             self.arena.begin_generation()
 
     def unmap(self) -> None:
-        """Give the memory back; no copy and no write may be under way."""
+        """Free the memory; no copy and no write may be in progress."""
         self.plan, self.image, self.targets, self.prepared, self.held = None, None, [], None, Held()
         pinned, self.pinned, self.unpinnable = self.pinned, None, False
         if pinned is not None:
@@ -140,38 +122,36 @@ class SlotPool:
     def __init__(
         self,
         slots: int,
-        budget_nbytes: int | None,
         attach: Callable[[int, Arena], None],
         detach: Callable[[int], None],
     ) -> None:
-        """Make ``slots`` empty slots.
+        """Create empty slots.
 
         Args:
-            slots: How many saves can be between their call and their durability.
-            budget_nbytes: Most host memory for all slots together; None leaves it to what the machine has.
-            attach: Told of each new arena, with its number; it hands it to the daemon.
-            detach: Told of each arena that is about to go.
+            slots: The number of saves that can be between their call and durability.
+            attach: Called with the ID of each new arena and the arena, to send it to the daemon.
+            detach: Called with the ID of each arena before it is freed.
         """
-        self._slots = [Slot() for _ in range(slots)]
-        self._budget_nbytes = budget_nbytes
+        self._slots = [StagingSlot() for _ in range(slots)]
         self._attach = attach
         self._detach = detach
         self._changed = Monitor()
         self._next_arena = 1
         self._closed = False
+        self._waits, self._waited_s = 0, 0.0
         self._warned_unpinnable = False
 
     @property
     def nbytes(self) -> int:
-        """Host memory that the slots take now, in bytes."""
+        """Host memory that the slots use now, in bytes."""
         return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
 
     def is_busy(self) -> bool:
-        """Whether each slot is taken."""
+        """Whether all slots are in use."""
         return bool(self._slots) and all(slot.owner is not None for slot in self._slots)
 
-    def try_acquire(self, owner: object) -> Slot | None:
-        """Give a free slot to ``owner``; returns None if all are busy."""
+    def try_acquire(self, owner: object) -> StagingSlot | None:
+        """Assign a free slot to ``owner``; return None if all are busy. Does not block."""
         with self._changed:
             if self._closed:
                 raise ClosedError("the checkpointer was closed meanwhile")
@@ -182,16 +162,30 @@ class SlotPool:
             slot.owner = owner
             return slot
 
-    def acquire(self, owner: object, timeout_s: float) -> Slot:
-        """The same; blocks up to ``timeout_s`` seconds, then raises ``WriteStalledError``."""
-        slot = self._changed.wait_for(lambda: self.try_acquire(owner), timeout_s)
-        if slot is None:
-            message = f"all {len(self._slots)} staging slots were still being written after {timeout_s:g} s"
-            raise WriteStalledError(message)
+    def acquire(
+        self, owner: object, patience_s: float, progress: Callable[[], object] = lambda: None
+    ) -> StagingSlot:
+        """Assign a slot to ``owner``; blocks until one is free.
+
+        Raises:
+            WriteStalledError: All were busy for ``patience_s`` seconds in which ``progress()`` did
+                not change.
+        """
+        began, before = time.monotonic(), progress()
+        while (slot := self._changed.wait_for(lambda: self.try_acquire(owner), patience_s)) is None:
+            now = progress()
+            if now == before:
+                raise WriteStalledError(
+                    f"all {len(self._slots)} staging slots are being written, and no byte has "
+                    f"moved for {patience_s:g} s; check the run's storage, and whether the writer "
+                    "daemon was stopped"
+                )
+            before = now
+        self._waits, self._waited_s = self._waits + 1, self._waited_s + time.monotonic() - began
         return slot
 
     def release(self, owner: object) -> None:
-        """Free the slot that ``owner`` holds, if any; after :meth:`close` its memory goes at once."""
+        """Free the slot that ``owner`` holds, if any; after :meth:`close` also frees its memory."""
         with self._changed:
             for slot in self._slots:
                 if slot.owner is owner:
@@ -200,74 +194,113 @@ class SlotPool:
                         self._drop(slot)
             self._changed.notify_all()
 
-    def fit(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> None:
-        """Give a held slot an arena for ``plan`` and, behind it, ``parts``; lay the plan out in it.
+    def fit(
+        self, slot: StagingSlot, plan: Plan, parts: Sequence[bytes], device: torch.device | None
+    ) -> None:
+        """Lay out ``plan`` in an acquired slot, with room for ``parts``.
 
-        Blocks while pages are allocated, and page-locked where copies come from a ``device`` beside training: then on
-        its NUMA node.
+        Replaces the arena if it does not fit. Blocks while pages are allocated. If ``device`` is
+        given, they lie on its NUMA node and are page-locked.
 
         Raises:
-            HostMemoryError: Over the budget, or more than the machine has; the slot then has no arena.
+            HostMemoryError: The machine does not have that much memory left; the slot then has no
+                arena.
         """
-        descriptor_nbytes, data_nbytes, parts_nbytes = _sizes(plan, parts)
-        if not self._has_room(slot, plan, descriptor_nbytes, data_nbytes):
-            self._replace(slot, descriptor_nbytes, _with_headroom(plan, parts_nbytes), device)
+        data_nbytes = _offsets(plan, parts)[-1]
+        if not self._has_room(slot, plan, data_nbytes):
+            self._replace(
+                slot,
+                _descriptor_nbytes(plan),
+                _with_headroom(plan, data_nbytes - plan.nbytes),
+                device,
+            )
         if device is not None and slot.pinned is None and not slot.unpinnable:
             self._pin(slot, device)
         slot.lay_out(plan)
 
-    def fits(self, slot: Slot, plan: Plan, parts: Sequence[bytes], device: torch.device | None) -> bool:
-        """Whether :meth:`fit` would have nothing to do."""
+    def lay_out(
+        self,
+        slot: StagingSlot,
+        plan: Plan,
+        parts: Sequence[bytes],
+        device: torch.device | None,
+        run: Callable[[Callable[[], None]], None],
+    ) -> list[int]:
+        """Put ``parts``, such as the treespec, behind a plan's images; return their arena offsets.
+
+        A slot that does not fit the plan yet is first given to :meth:`fit`, which ``run`` calls.
+        """
+        offsets = _offsets(plan, parts)
         is_pinned = device is None or slot.pinned is not None or slot.unpinnable
-        return slot.plan is plan and is_pinned and self._has_room(slot, plan, *_sizes(plan, parts)[:2])
+        if not (slot.plan is plan and is_pinned and self._has_room(slot, plan, offsets[-1])):
+            run(lambda: self.fit(slot, plan, parts, device))
+        arena = slot.arena
+        assert arena is not None
+        begins = [arena.data_offset + offset for offset in offsets[:-1]]
+        for begin, part in zip(begins, parts, strict=True):
+            arena.view(begin, len(part))[:] = part
+        return begins
 
     @staticmethod
-    def _has_room(slot: Slot, plan: Plan, descriptor_nbytes: int, data_nbytes: int) -> bool:
-        arena, wanted = slot.arena, max(data_nbytes, plan.room_nbytes)
-        return (
-            arena is not None
-            and data_nbytes <= arena.data_nbytes <= max(2 * wanted, 1 << 20)
-            and arena.nbytes - arena.data_nbytes >= descriptor_nbytes
-        )
+    def _has_room(slot: StagingSlot, plan: Plan, data_nbytes: int) -> bool:
+        arena, most_nbytes = slot.arena, max(2 * max(data_nbytes, plan.room_nbytes), 1 << 20)
+        if arena is None or not data_nbytes <= (room_nbytes := arena.data_nbytes) <= most_nbytes:
+            return False
+        return arena.nbytes - room_nbytes >= _descriptor_nbytes(plan)
 
-    def _replace(self, slot: Slot, descriptor_nbytes: int, data_nbytes: int, device: torch.device | None) -> None:
+    def _replace(
+        self,
+        slot: StagingSlot,
+        descriptor_nbytes: int,
+        data_nbytes: int,
+        device: torch.device | None,
+    ) -> None:
         with self._changed:
             self._drop(slot)
-            if self._budget_nbytes is not None and self.nbytes + data_nbytes > self._budget_nbytes:
-                raise HostMemoryError(
-                    f"a staging slot of {data_nbytes / 2**20:,.1f} MiB beside {self.nbytes / 2**20:,.1f} MiB already "
-                    f"taken exceeds max_host_memory_bytes={self._budget_nbytes:,}; raise it, or use fewer slots"
-                )
         try:
             arena = Arena.create(descriptor_nbytes, data_nbytes)
             try:
                 host_memory.populate(arena, numa.node_of(pci_address(device)))
-            except BaseException:  # Ctrl-C as well leaves no arena
+            except BaseException:  # also on Ctrl-C no arena is left
                 arena.close()
                 raise
         except OSError as error:
-            raise HostMemoryError(f"no staging slot of {data_nbytes / 2**20:,.1f} MiB can be made: {error}") from error
+            raise HostMemoryError(
+                f"cannot create a staging slot of {data_nbytes / 2**20:,.1f} MiB: {error}"
+            ) from error
         with self._changed:
             slot.arena, slot.arena_id = arena, self._next_arena
             self._next_arena += 1
         self._attach(slot.arena_id, arena)
 
-    def _pin(self, slot: Slot, device: torch.device) -> None:
+    def _pin(self, slot: StagingSlot, device: torch.device) -> None:
         assert slot.arena is not None
         try:
             slot.pinned = PinnedRange(device, slot.arena.address, slot.arena.nbytes)
         except RuntimeError as error:
             slot.unpinnable = True
-            level, self._warned_unpinnable = logging.DEBUG if self._warned_unpinnable else logging.WARNING, True
-            logger.log(level, "staging memory cannot be pinned, so copies from %s will be slow: %s", device, error)
+            level = logging.DEBUG if self._warned_unpinnable else logging.WARNING
+            self._warned_unpinnable = True
+            logger.log(
+                level,
+                "staging memory cannot be pinned, so copies from %s will be slow: %s",
+                device,
+                error,
+            )
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: StagingSlot) -> None:
         if slot.arena is not None:
             self._detach(slot.arena_id)
             slot.unmap()
 
     def close(self) -> None:
-        """Give back every slot that is free; a busy one goes when it is released. Idempotent."""
+        """Free all free slots; a busy slot is freed when it is released. Idempotent."""
+        if self._waits > 1 and not self._closed:
+            logger.info(
+                "%d saves have waited for a staging slot, %.1f s in all",
+                self._waits,
+                self._waited_s,
+            )
         with self._changed:
             self._closed = True
             for slot in self._slots:
@@ -277,13 +310,21 @@ class SlotPool:
 
 
 def _with_headroom(plan: Plan, parts_nbytes: int) -> int:
-    """Bytes to make for all data: a quarter more than there is now of what grows, tables and the treespec."""
+    """Return the data bytes to allocate: growing parts (tables, treespec) get a quarter more."""
     growing = max(plan.nbytes, plan.room_nbytes) - plan.first.nbytes
-    return plan.first.nbytes + growing + page_up(growing // 4) + parts_nbytes + page_up(parts_nbytes // 4)
+    return (
+        plan.first.nbytes
+        + growing
+        + page_up(growing // 4)
+        + parts_nbytes
+        + page_up(parts_nbytes // 4)
+    )
 
 
-def _sizes(plan: Plan, parts: Sequence[bytes]) -> tuple[int, int, int]:
-    """Bytes for the descriptor, for all data, and of that for ``parts``."""
-    parts_nbytes = sum(page_up(len(part)) for part in parts)
-    descriptor_nbytes = DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)
-    return descriptor_nbytes, plan.nbytes + parts_nbytes, parts_nbytes
+def _offsets(plan: Plan, parts: Sequence[bytes]) -> list[int]:
+    """Return the offsets of ``parts`` behind a plan's images, page-aligned, and of their end."""
+    return [*itertools.accumulate((page_up(len(part)) for part in parts), initial=plan.nbytes)]
+
+
+def _descriptor_nbytes(plan: Plan) -> int:
+    return DESCRIPTOR_NBYTES + _DESCRIPTOR_PER_FILE * len(plan.files)

@@ -1,1 +1,1 @@
-"""What a kind of device must offer, and the kinds there are."""
+"""The interface of a kind of device, and its implementations."""

@@ -1,6 +1,6 @@
-"""What is CUDA's own: contexts, events, page-locked memory, and graphs. ROCm uses the same names in torch.
+"""CUDA's contexts, events, page-locked memory and graphs; ROCm uses the same names in torch.
 
-Nothing here touches a device, or opens a context on one, before it is asked to work on that device.
+No function touches a device, or opens a context on it, unless it is called for that device.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from typing import Any, Final, cast
 import torch
 
 from sidesave.errors import StagingError
-from sidesave.stager import torch_private
+from sidesave.stager import ownership, torch_private
 from sidesave.stager.devices.device import DeviceRuntime, exclusions
 from sidesave.stager.signal_safe import Monitor
-from sidesave.stager.state import ownership
 
 logger = logging.getLogger(__name__)
 
 CAPTURE_TIMEOUT_S: Final = 300.0
-"""A save, and memory that is pinned, wait this long for another thread's capture, and a capture for them."""
+"""Seconds that a save or pinning waits for another thread's graph capture, and vice versa."""
 _PORTABLE: Final = 1
 _LAST_ERROR: Final = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
 
 
 class CudaRuntime(DeviceRuntime):
-    """CUDA through ``torch.cuda``, and ROCm, which torch calls so as well."""
+    """CUDA, or ROCm, through ``torch.cuda``."""
 
     def __init__(self) -> None:
-        """Touch nothing."""
+        """Create the runtime without touching a device."""
         self._captures = _Captures()
 
     @contextlib.contextmanager
     def on(self, device: torch.device, stream: torch.Stream | None = None) -> Generator[None]:
-        """See the base class: torch's own contexts leave a default device alone that has no context yet."""
+        """See the base class. torch's own contexts do not initialize a default device."""
         with torch.cuda.device(device):
             if stream is None:
                 yield
@@ -57,19 +56,20 @@ class CudaRuntime(DeviceRuntime):
         return torch.cuda.current_stream(device)
 
     def new_event(self) -> torch.Event:
-        """See the base class; torch's generic event would have the waiting thread spin."""
+        """See the base class. A thread that waits for torch's generic event spins."""
         return torch.cuda.Event(blocking=True)
 
     def let_others_copy(self, device: torch.device) -> None:
-        """See the base class: the copy engine goes on with one stream's copies until that stream has a kernel to run.
+        """See the base class.
 
-        This one reads and writes nothing, so that nothing has to be ordered with it.
+        The copy engine serves one stream until that stream has a kernel to run. This kernel reads
+        and writes nothing, so it needs no ordering with other work.
         """
         with torch.cuda.device(device):
             torch_private.spin(0)
 
     def register(self, address: int, nbytes: int) -> None:
-        """See the base class; the calling thread's device must be one that is used anyway."""
+        """See the base class. The process must already use the calling thread's current device."""
         code = int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
         if code:
             _clear_last_error()
@@ -83,11 +83,12 @@ class CudaRuntime(DeviceRuntime):
             _clear_last_error()
 
     def pci_address(self, device: torch.device) -> str:
-        """See the base class; this opens no context."""
+        """See the base class. Opens no context."""
         try:
             properties = cast("Any", torch.cuda.get_device_properties(device))
-            return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        except (AttributeError, RuntimeError):  # a torch that does not tell, a device that does not answer
+            domain, bus = properties.pci_domain_id, properties.pci_bus_id
+            return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+        except (AttributeError, RuntimeError):  # an older torch, or a device that does not respond
             return ""
 
     def watch_graphs(self) -> None:
@@ -104,7 +105,10 @@ def _runtime() -> Any:
 
 
 def _clear_last_error() -> None:
-    """Take the runtime's last error, which torch would otherwise report at its next unrelated call."""
+    """Clear the runtime's last error.
+
+    Otherwise torch would raise it at its next unrelated call.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.split(maxsplit=5)[-1]
         for library, function in _LAST_ERROR.items():
@@ -114,16 +118,16 @@ def _clear_last_error() -> None:
 
 
 class _Captures:
-    """The graphs that this process captures: by whom now, and which of them change no parameters when replayed.
+    """Tracks graph captures in progress, and the graphs whose replay changes no parameters.
 
-    A capture forbids calls that a save needs (pinning, waiting on the host), in every thread; so a capture and a save
-    wait for each other. A replay runs no Python: it waits for copies first, in stream order, unless the graph is known
-    to hold no optimizer's step and no ``guard()``.
+    During a capture no thread may make calls that a save needs (pinning, waiting on the host), so
+    captures and saves wait for each other. A replay runs no Python, so it first waits for copies,
+    in stream order, unless the graph is known to contain no optimizer step and no ``guard()``.
     """
 
     def __init__(self) -> None:
         self._changed = Monitor()
-        self._open: dict[int, int] = {}  # id of a graph that is being captured, to its thread
+        self._open: dict[int, int] = {}  # id of a graph that is being captured -> thread
         self._harmless: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: set[int] = set()  # graphs being captured during which a guard closed
         self._watching = False
@@ -145,7 +149,7 @@ class _Captures:
             self._enter(this)
             try:
                 begin(this, *args, **kwargs)
-            except BaseException:  # whatever it is, no capture has begun
+            except BaseException:  # no capture has begun
                 self._leave(this)
                 raise
 
@@ -156,11 +160,15 @@ class _Captures:
                 if not self._leave(this):
                     self._harmless.add(this)
 
-        graph.replay, graph.capture_begin, graph.capture_end = guarded_replay, guarded_begin, guarded_end
+        graph.replay, graph.capture_begin, graph.capture_end = (
+            guarded_replay,
+            guarded_begin,
+            guarded_end,
+        )
         ownership.when_guarded(self._mark)
 
     def _enter(self, graph: Any) -> None:
-        """A capture begins: saves that are being called end their call, and their copies, first."""
+        """Register a capture once running ``save()`` calls have returned; finish their copies."""
         deadline = time.monotonic() + CAPTURE_TIMEOUT_S
         while not self._opened(graph, anyhow=time.monotonic() > deadline):
             for other in exclusions():
@@ -169,13 +177,19 @@ class _Captures:
         ownership.finish_pending()
 
     def _opened(self, graph: Any, *, anyhow: bool) -> bool:
-        """Note that a capture begins, unless another thread keeps it out at this moment."""
+        """Register a capture and return True.
+
+        Returns False if another thread excludes captures now.
+        """
         with self._changed:
             for other in exclusions():
                 if other.acquire(False):
                     other.release()
                 elif anyhow:
-                    logger.error("a save did not end its call within %g s; the capture is beside it", CAPTURE_TIMEOUT_S)
+                    logger.error(
+                        "save() did not return within %g s; a graph capture starts anyway",
+                        CAPTURE_TIMEOUT_S,
+                    )
                 else:
                     return False
             self._open[id(graph)] = threading.get_ident()
@@ -183,7 +197,7 @@ class _Captures:
             return True
 
     def _leave(self, graph: Any) -> bool:
-        """A capture is over; says whether something in it may change parameters."""
+        """Unregister a capture; return whether its graph may change parameters."""
         with self._changed:
             self._open.pop(id(graph), None)
             stepped = id(graph) in self._stepped
@@ -192,7 +206,10 @@ class _Captures:
         return stepped
 
     def _mark(self) -> None:
-        """A guard closes: of whatever is being captured now, for a step may run in a thread of autograd's."""
+        """Mark all graphs in capture as changing parameters.
+
+        A step may run in an autograd thread.
+        """
         if self._open:
             with self._changed:
                 self._stepped.update(self._open)
@@ -200,6 +217,10 @@ class _Captures:
     def await_end(self, what: str) -> None:
         with self._changed:
             if threading.get_ident() in self._open.values():
-                raise StagingError(f"{what} was called while a CUDA graph is captured; call it before or after")
+                raise StagingError(
+                    f"{what} was called during a CUDA graph capture; call it before or after"
+                )
         if not self._changed.wait_for(lambda: not self._open, CAPTURE_TIMEOUT_S):
-            raise StagingError(f"{what} waited {CAPTURE_TIMEOUT_S:g} s for another thread's capture of a CUDA graph")
+            raise StagingError(
+                f"{what} waited {CAPTURE_TIMEOUT_S:g} s for another thread's CUDA graph capture"
+            )

@@ -1,9 +1,9 @@
-"""The seam: what a kind of device must offer so that its tensors are copied beside training.
+"""The interface that a kind of device implements so that its tensors are copied during training.
 
-Streams are torch's own (``torch.Stream``, ``torch.accelerator``); what torch has no generic form of stands here, and is
-implemented once for each kind: :mod:`sidesave.stager.devices.cuda` for CUDA and, under the same names, ROCm. Tensors of
-a kind without a runtime (:func:`sidesave.stager.devices.kinds.runtime_of` says None) are copied while ``save()``
-blocks.
+It covers what ``torch.Stream`` and ``torch.accelerator`` lack a generic form for. It has one
+implementation for each kind: :mod:`sidesave.stager.devices.cuda` for CUDA and ROCm. Tensors of a
+kind without a runtime (:func:`sidesave.stager.devices.kinds.runtime_of` returns None) are copied
+while ``save()`` blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _exclusions: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 def exclusion() -> Monitor:
-    """The calling thread's lock: it holds it while graph captures have to wait, and a capture waits by taking it."""
+    """Return the calling thread's lock.
+
+    Graph captures of other threads wait while this thread holds it.
+    """
     if not hasattr(_of_thread, "exclusion"):
         _of_thread.exclusion = Monitor()
         _exclusions.add(_of_thread.exclusion)
@@ -30,57 +33,71 @@ def exclusion() -> Monitor:
 
 
 def exclusions() -> list[Monitor]:
-    """The exclusion locks of the other threads."""
+    """Return the exclusion locks of the other threads."""
     own = exclusion()
     return [each for each in list(_exclusions) if each is not own]
 
 
 class DeviceRuntime(abc.ABC):
-    """One kind of device. Everything may be called from any thread, and none of it while a graph is captured."""
+    """One kind of device.
+
+    Any thread may call its methods, but not while a graph is being captured.
+    """
 
     @abc.abstractmethod
-    def on(self, device: torch.device, stream: torch.Stream | None = None) -> AbstractContextManager[object]:
-        """Make a device, and a stream of it, current in this thread; afterwards both are what they were.
+    def on(
+        self, device: torch.device, stream: torch.Stream | None = None
+    ) -> AbstractContextManager[object]:
+        """Make a device and optionally a stream current in this thread, and restore both on exit.
 
-        It touches no other device: not even the default one of a thread that never chose another.
+        Touches no other device, not even the default device of a thread.
         """
 
     @abc.abstractmethod
     def new_stream(self, device: torch.device) -> torch.Stream:
-        """A stream beside the one that computes."""
+        """Create a side stream."""
 
     @abc.abstractmethod
     def current_stream(self, device: torch.device) -> torch.Stream:
-        """The stream that the calling thread computes on."""
+        """Return the calling thread's current stream."""
 
     @abc.abstractmethod
     def new_event(self) -> torch.Event:
-        """An event; a host thread that waits for it sleeps."""
+        """Create an event; a host thread that waits for it sleeps."""
 
     @abc.abstractmethod
     def let_others_copy(self, device: torch.device) -> None:
-        """Between two copies on the device's current stream: have copies of other streams come before the second."""
+        """Let copies of other streams run before the next copy on the device's current stream."""
 
     @abc.abstractmethod
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock memory for every device of this kind; ``RuntimeError`` with the reason if that is refused."""
+        """Page-lock memory for every device of this kind.
+
+        Raises ``RuntimeError`` if that is refused.
+        """
 
     @abc.abstractmethod
     def unregister(self, address: int) -> None:
-        """Undo :meth:`register`; what cannot be undone is logged."""
+        """Undo :meth:`register`; a failure is logged."""
 
     def pci_address(self, device: torch.device) -> str:
-        """The device's place on the host's PCI bus, as ``/sys`` names it; empty where it is unknown."""
+        """Return the device's PCI address as ``/sys`` names it; empty if unknown."""
         return ""
 
     @abc.abstractmethod
     def watch_graphs(self) -> None:
-        """From now on know of every capture, and let every replay that may change parameters wait for copies."""
+        """Track captures from now on.
+
+        Each replay that may change parameters waits for copies.
+        """
 
     @abc.abstractmethod
     def await_captures(self, what: str) -> None:
-        """Under this thread's :func:`exclusion`, which keeps new ones out: wait until no graph is being captured.
+        """Wait until no graph is being captured.
+
+        Call it under :func:`exclusion`, which delays new captures.
 
         Raises:
-            StagingError: The calling thread itself is capturing, or another one was for too long; names ``what``.
+            StagingError: The calling thread itself is capturing, or another thread's capture takes
+                too long. The message names ``what``, the caller's operation.
         """

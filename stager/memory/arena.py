@@ -1,16 +1,17 @@
 """Shared staging memory: one sealed memfd, mapped by the trainer and by its writer daemon.
 
-The arena owns a file descriptor and a raw mapping. It knows nothing of tensors, disks or sockets, and never imports
-torch: the daemon maps the same memory through this module. Layout::
+The arena owns a file descriptor and a raw mapping. It does not handle tensors, disks or sockets,
+and never imports torch: the daemon maps the same memory through this module. Layout::
 
     0      header page    magic, sizes, and the words that trainer and daemon read from each other
     4096   descriptor     the encoded SAVE message of the newest staged save
     data_offset ...       the file images, each page-aligned
 
-The mapping is raw rather than an ``mmap`` object: collecting an inherited ``mmap`` object in a forked child unmaps
-addresses that the child may have reused. It is hidden from children (``MADV_DONTFORK``), and its descriptor is closed
-in them, so that no DataLoader worker keeps a dead trainer's memory alive. Core dumps leave it out (``MADV_DONTDUMP``):
-a copy of the weights has no place in a crash report, and would make it slots times longer.
+The mapping is raw rather than an ``mmap`` object: collecting an inherited ``mmap`` object in a
+forked child unmaps addresses that the child may have reused. The mapping is hidden from children
+(``MADV_DONTFORK``), and its descriptor is closed in them, so that no DataLoader worker keeps a dead
+trainer's memory alive. Core dumps exclude it (``MADV_DONTDUMP``): they would contain the weights
+once for each slot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import fcntl
 import mmap
 import os
 import struct
-import time
 import weakref
 from collections.abc import Callable
 from typing import Final
@@ -32,7 +32,7 @@ PAGE: Final = 4096
 """Alignment of everything that O_DIRECT touches, in bytes."""
 
 HUGE_PAGE: Final = 2 << 20
-"""Size and alignment of the pages that a mapping is populated with where the kernel gives them."""
+"""Size and alignment, in bytes, of the huge pages that a mapping gets if the kernel has them."""
 
 _MAGIC: Final = b"SIDESAV1"
 _HEADER = struct.Struct("<8sQQ")  # magic, arena bytes, data offset
@@ -41,8 +41,6 @@ _STAGED_AT: Final = 128
 _DESCRIPTOR_NBYTES_AT: Final = 136
 _FILLED_AT: Final = 192
 _NODE_AT: Final = 256
-_PACE_AT: Final = 320
-_PACE_UNTIL_AT: Final = 328
 
 _MADV_DONTFORK: Final = 10
 _MADV_DONTDUMP: Final = 16
@@ -56,7 +54,14 @@ _MFD_NOEXEC_SEAL: Final = 0x8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -75,13 +80,13 @@ _child_cleanups: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def forget_in_child(owner: object) -> None:
-    """Have ``owner._forget()`` called in every forked child: it closes descriptors and touches nothing else."""
+    """Call ``owner._forget()`` in every forked child; it must only close descriptors."""
     _child_cleanups.add(owner)
 
 
 def _after_fork_in_child() -> None:
     for owner in list(_child_cleanups):
-        forget: Callable[[], None] = getattr(owner, "_forget")  # noqa: B009 - a private hook of our own classes
+        forget: Callable[[], None] = getattr(owner, "_forget")  # noqa: B009 - of our own classes
         forget()
 
 
@@ -91,27 +96,34 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Arena:
     """A mapped memfd: create one in the trainer, attach to it by descriptor in the daemon."""
 
-    def __init__(self, fd: int, nbytes: int, address: int, data_offset: int, *, writable: bool) -> None:
+    def __init__(
+        self, fd: int, nbytes: int, address: int, data_offset: int, *, writable: bool
+    ) -> None:
         """Adopt a mapping; use :meth:`create` or :meth:`attach`."""
         self._fd = fd
         self._address = address
         self._writable = writable
         self.nbytes: Final = nbytes
         self.data_offset: Final = data_offset
-        """Where the first image starts, in bytes from the arena's start: as it was checked, whatever the header says by
-        now."""
+        """Offset of the first image, in bytes from the arena's start.
+
+        Validated once: the header may change later.
+        """
         forget_in_child(self)
 
     @classmethod
     def create(cls, descriptor_nbytes: int, data_nbytes: int) -> Arena:
-        """Make an arena for ``data_nbytes`` of images, mapped for writing and then sealed.
+        """Create an arena for ``data_nbytes`` bytes of images, map it for writing, then seal it.
 
-        No page is allocated yet. Raises ``OSError`` when the kernel refuses the descriptor or the mapping.
+        Allocates no pages yet. Raises ``OSError`` if the kernel refuses the descriptor or the
+        mapping.
         """
         data_offset = PAGE + page_up(descriptor_nbytes)
         nbytes = data_offset + page_up(data_nbytes)
         try:
-            fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+            fd = os.memfd_create(
+                "sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL
+            )
         except OSError:  # NOEXEC_SEAL is younger (Linux 6.3) than memfd itself
             with needs("memfd_create"):
                 fd = os.memfd_create("sidesave", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -133,9 +145,10 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int) -> Arena:
-        """Map a received descriptor for reading; the arena owns ``fd`` from here on, also when this raises.
+        """Map a received descriptor for reading; takes ownership of ``fd``, also if this raises.
 
-        Raises ``ProtocolError`` when it is not a sealed arena: an unsealed one could be truncated under the reader.
+        Raises ``ProtocolError`` if it is not a sealed arena: the trainer could truncate an unsealed
+        one while the daemon reads it.
         """
         try:
             nbytes = os.fstat(fd).st_size
@@ -156,21 +169,24 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """The memfd; -1 once closed."""
+        """The memfd; -1 after :meth:`close`."""
         return self._fd
 
     @property
     def address(self) -> int:
-        """Where byte 0 is mapped; 0 once closed."""
+        """Address of byte 0; 0 after :meth:`close`."""
         return self._address
 
     @property
     def data_nbytes(self) -> int:
-        """Room for images, in bytes."""
+        """Capacity for images, in bytes."""
         return self.nbytes - self.data_offset
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes ``[offset, offset + nbytes)``; valid until :meth:`close`."""
+        """Return the bytes ``[offset, offset + nbytes)`` without a copy.
+
+        The view is valid until :meth:`close`.
+        """
         if not (self._address and 0 <= offset and 0 <= nbytes and offset + nbytes <= self.nbytes):
             raise ValueError(f"bytes {offset}+{nbytes} are outside an arena of {self.nbytes}")
         return memoryview((ctypes.c_ubyte * nbytes).from_address(self._address + offset)).cast("B")
@@ -182,12 +198,15 @@ class Arena:
 
     @property
     def generation(self) -> int:
-        """How many saves have used this memory: a writer that sees it change publishes nothing."""
+        """Number of saves that have used this memory.
+
+        A writer that sees it change publishes nothing.
+        """
         return self._word(_GENERATION_AT).value
 
     @property
     def node(self) -> int | None:
-        """The NUMA node that its memory was made on for a device's sake: the daemon goes there. None if on any."""
+        """NUMA node chosen for a device, on which the daemon runs as well; None without one."""
         word = self._word(_NODE_AT).value
         return word - 1 if word else None
 
@@ -197,53 +216,63 @@ class Arena:
 
     @property
     def filled(self) -> int:
-        """How many bytes from the arena's start are final in the current generation: a writer may go that far."""
+        """Number of bytes, from the arena's start, that are final in this generation.
+
+        They may be written out.
+        """
         return self._word(_FILLED_AT).value
 
     def advance(self, nbytes: int) -> None:
         """Declare the first ``nbytes`` of the arena final."""
         self._word(_FILLED_AT).value = nbytes
 
-    def set_pace(self, bytes_per_s: int, for_s: float) -> None:
-        """Have the daemon move at most ``bytes_per_s`` of this memory for the next ``for_s`` seconds; 0 is no limit."""
-        self._word(_PACE_UNTIL_AT).value = time.monotonic_ns() + int(for_s * 1e9)
-        self._word(_PACE_AT).value = bytes_per_s
-
-    def pace(self) -> int:
-        """Most bytes per second that the trainer asks for now; 0 is no limit, as is a pace not renewed in time."""
-        pace = self._word(_PACE_AT).value
-        return pace if pace and time.monotonic_ns() < self._word(_PACE_UNTIL_AT).value else 0
+    def advance_to(self, address: int) -> None:
+        """Declare all bytes below ``address`` final."""
+        self.advance(address - self._address)
 
     def begin_generation(self) -> int:
-        """Start filling the arena anew; what was staged in it before is void. Returns the new generation."""
+        """Invalidate the staged content, so that the arena can be refilled.
+
+        Returns the new generation.
+        """
         self.advance(0)
-        self._word(_PACE_AT).value = 0
         word = self._word(_GENERATION_AT)
         word.value += 1
         return word.value
 
     def mark_staged(self, descriptor: bytes) -> None:
-        """Declare the current generation complete, with its encoded SAVE message.
+        """Declare the current generation complete and store its encoded SAVE message.
 
-        From this store on the daemon can finish the save alone: it finds the message here when its trainer dies before
-        sending it.
+        From then on the daemon can finish the save alone: if the trainer dies before it sends the
+        message, the daemon reads it here.
         """
         if len(descriptor) > self.data_offset - PAGE:
-            raise ValueError(f"a descriptor of {len(descriptor)} bytes does not fit in {self.data_offset - PAGE}")
+            raise ValueError(
+                f"a descriptor of {len(descriptor)} bytes does not fit in {self.data_offset - PAGE}"
+            )
         ctypes.memmove(self._address + PAGE, descriptor, len(descriptor))
         self._word(_DESCRIPTOR_NBYTES_AT).value = len(descriptor)
         self._word(_STAGED_AT).value = self.generation
         self.advance(self.nbytes)
 
     def staged_descriptor(self) -> bytes | None:
-        """The SAVE message of the staged generation, or None while nothing complete is in the arena."""
+        """Return the SAVE message of the staged generation.
+
+        Returns None if the arena holds no complete save.
+        """
         nbytes = self._word(_DESCRIPTOR_NBYTES_AT).value
-        if self._word(_STAGED_AT).value != self.generation or not 0 < nbytes <= self.data_offset - PAGE:
+        if (
+            self._word(_STAGED_AT).value != self.generation
+            or not 0 < nbytes <= self.data_offset - PAGE
+        ):
             return None
         return bytes(self.view(PAGE, nbytes))
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Unmap whole pages from this process; the memory and the other process's view of it stay."""
+        """Unmap whole pages from this process.
+
+        Their content and the other process's mapping stay.
+        """
         start, end = page_up(offset), (offset + nbytes) // PAGE * PAGE
         if end > start and self._address:
             madvise(self._address + start, end - start, _MADV_DONTNEED)
@@ -268,15 +297,21 @@ class Arena:
 
 
 def _map(fd: int, nbytes: int, protection: int) -> int:
-    """Map a whole memfd at a multiple of 2 MiB, so that its huge pages can be mapped as such."""
-    reserved = _mmap(None, nbytes + HUGE_PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    """Map a whole memfd at a multiple of 2 MiB, as huge pages require."""
+    reserved = _mmap(
+        None,
+        nbytes + HUGE_PAGE,
+        _PROT_NONE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        -1,
+    )
     address = -(-reserved // HUGE_PAGE) * HUGE_PAGE
     end = address + page_up(nbytes)
     try:
         _mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
         madvise(address, nbytes, _MADV_DONTDUMP)
         error = madvise(address, nbytes, _MADV_DONTFORK)
-        if error and error not in REFUSED:  # else a forked child has it as well, and does not know
+        if error and error not in REFUSED:  # if refused, forked children inherit the mapping
             raise OSError(error, "cannot hide staging memory from forked children")
     except OSError:
         _libc.munmap(reserved, nbytes + HUGE_PAGE)

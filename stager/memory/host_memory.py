@@ -1,14 +1,16 @@
-"""How much host memory there is, and how staging arenas get theirs.
+"""Available host memory, and the allocation of staging arenas.
 
-Pages are allocated ahead of the first save, in pieces and by all cores, and each piece is checked against what the
-node and the tightest memory cgroup have left: a process over its cgroup limit is killed, not refused.
+Pages are allocated ahead of the first save, in pieces and by all cores. Each piece is checked
+against the memory left on the node and in the tightest memory cgroup: the kernel kills a process
+that exceeds its cgroup limit instead of refusing the allocation.
 
-They are huge pages where the kernel can make them. A memfd gets none by default, but ``MADV_COLLAPSE`` (Linux 6.1)
-makes them whatever the system's setting for shared memory, and of a piece that was only touched it makes them directly.
-That populated 1 GiB in 0.2 s instead of 1.0, and direct writes from it ran at 2.4 GB/s instead of 1.7: the disk gets a
-few long segments instead of many pages.
+Pages are huge if the kernel can provide that. A memfd gets no huge pages by default, but
+``MADV_COLLAPSE`` (Linux 6.1) creates them regardless of the system's setting for shared memory.
+That populated 1 GiB in 0.2 s instead of 1.0 s, and direct writes from it ran at 2.4 GB/s instead of
+1.7 GB/s, since the disk receives a few long segments instead of many pages.
 
-Of several NUMA nodes they lie on the one whose cores have touched them first, see :mod:`sidesave.stager.memory.numa`.
+On NUMA machines a page lies on the node whose core touches it first, see
+:mod:`sidesave.stager.memory.numa`.
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _PIECE_NBYTES: Final = 64 << 20
 _RESERVE_NBYTES: Final = 256 << 20
-"""Left to the rest of the machine: page tables, the daemon, the trainer's next allocation."""
+"""Bytes left to the rest of the machine: page tables, the daemon, the trainer's next allocation."""
 _LOCK_DEADLINE_S: Final = 120.0
 
 
 def available_nbytes() -> int:
-    """Bytes that can be allocated now: the node's ``MemAvailable`` or the tightest cgroup's headroom, in bytes."""
+    """Return the number of bytes that can be allocated now.
+
+    This is the node's ``MemAvailable`` or, if less, the cgroups' headroom.
+    """
     return min(_mem_available(), cgroup_headroom_nbytes())
 
 
@@ -50,7 +55,10 @@ def _mem_available() -> int:
 
 
 def cgroup_headroom_nbytes() -> int:
-    """Bytes left in the tightest memory cgroup of this process, page cache counted as free; huge when unlimited."""
+    """Return the bytes left in the tightest memory cgroup; ``1 << 62`` if unlimited.
+
+    Counts page cache as free.
+    """
     headroom = 1 << 62
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
@@ -60,16 +68,24 @@ def cgroup_headroom_nbytes() -> int:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
             for root in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")):
-                headroom = min(headroom, _chain_headroom(root, name, "memory.max", "memory.current", "inactive_file"))
+                headroom = min(
+                    headroom,
+                    _chain_headroom(root, name, "memory.max", "memory.current", "inactive_file"),
+                )
         elif "memory" in controllers.split(","):
             root = Path("/sys/fs/cgroup/memory")
             limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            headroom = min(headroom, _chain_headroom(root, name, limit, usage, "total_inactive_file"))
+            headroom = min(
+                headroom, _chain_headroom(root, name, limit, usage, "total_inactive_file")
+            )
     return headroom
 
 
 def _chain_headroom(root: Path, name: str, limit: str, usage: str, reclaimable: str) -> int:
-    """Least headroom from a cgroup up to its root; inside a container the path may not exist, then the root counts."""
+    """Return the least headroom from a cgroup up to ``root``, in bytes.
+
+    Inside a container the path may not exist; then only ``root`` counts.
+    """
     headroom = 1 << 62
     group = root / name.lstrip("/")
     for directory in (group, *group.parents):
@@ -83,28 +99,34 @@ def _chain_headroom(root: Path, name: str, limit: str, usage: str, reclaimable: 
             continue
         if most == "max" or int(most) >= 1 << 60:
             continue
-        cache = next((int(row.split()[1]) for row in stat.splitlines() if row.startswith(reclaimable + " ")), 0)
+        cache = next(
+            (int(row.split()[1]) for row in stat.splitlines() if row.startswith(reclaimable + " ")),
+            0,
+        )
         headroom = min(headroom, max(0, int(most) - used + cache))
     return headroom
 
 
 def require(nbytes: int, purpose: str) -> None:
-    """Raise ``HostMemoryError`` with the figures unless ``nbytes`` can be allocated now."""
+    """Raise ``HostMemoryError``, with the amounts, unless ``nbytes`` bytes can be allocated now."""
     node, cgroup = _mem_available(), cgroup_headroom_nbytes()
     if nbytes + _RESERVE_NBYTES > min(node, cgroup):
         where = "the node" if node <= cgroup else "the memory cgroup"
         raise HostMemoryError(
-            f"{purpose} needs {nbytes / 2**20:,.0f} MiB of host memory (and {_RESERVE_NBYTES >> 20} MiB in reserve), "
-            f"but {where} has {min(node, cgroup) / 2**20:,.0f} MiB left; save less, use slots=1, or give the job more"
+            f"{purpose} needs {nbytes / 2**20:,.0f} MiB of host memory (and "
+            f"{_RESERVE_NBYTES >> 20} MiB in reserve), but {where} has "
+            f"{min(node, cgroup) / 2**20:,.0f} MiB left; save less, use StagingOptions(slots=1), "
+            "or give the job more"
         )
 
 
 @contextlib.contextmanager
 def _node_turn() -> Generator[None]:
-    """Let the ranks of a node allocate one after another, so that their checks do not count the same bytes twice.
+    """Let the ranks of a node allocate one after another.
 
-    The lock is an advisory one on the directory /dev/shm itself: it leaves nothing behind and dies with its holder.
-    Where it cannot be had within the deadline the caller goes on, with the per-piece checks alone.
+    So two ranks do not count the same free bytes. Takes an advisory lock on the directory /dev/shm
+    itself, which leaves no file behind and ends with its holder. If the lock is not available
+    within the deadline, the caller goes on and relies on the check of each piece.
     """
     try:
         fd = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -127,15 +149,14 @@ def _node_turn() -> Generator[None]:
 
 
 def populate(arena: Arena, node: int | None = None) -> None:
-    """Allocate every page of ``arena``, blocking; all cores help, or those near ``node``.
+    """Allocate every page of ``arena`` on all cores, or on those of ``node``; blocks until done.
 
     Args:
-        arena: A fresh arena of this process.
-        node: The NUMA node that the memory should lie on, where that is a choice (:func:`numa.cores_near`).
+        arena: A new arena of this process.
+        node: The preferred NUMA node; ignored if there is no choice (:func:`numa.cores_near`).
 
     Raises:
-        HostMemoryError: Before the first piece or between two, when memory runs short. The arena is then partly
-            allocated and should be closed.
+        HostMemoryError: Memory runs short. The arena is then partly allocated and should be closed.
     """
     near = numa.cores_near(node)
     if near:
@@ -147,21 +168,24 @@ def populate(arena: Arena, node: int | None = None) -> None:
     def work() -> None:
         try:
             if near:
-                with contextlib.suppress(OSError):  # it is slower from elsewhere, and works
+                with contextlib.suppress(OSError):  # memory of another node is slower, but works
                     os.sched_setaffinity(0, near)
             while not failures:
                 with lock:
                     offset = next(offsets, None)
                     if offset is None:
                         return
-                    require(min(_PIECE_NBYTES, arena.nbytes - offset), "the next piece of a staging slot")
+                    require(
+                        min(_PIECE_NBYTES, arena.nbytes - offset),
+                        "the next piece of a staging slot",
+                    )
                 _populate_piece(arena.address + offset, min(_PIECE_NBYTES, arena.nbytes - offset))
         except BaseException as error:  # noqa: BLE001 - handed to the caller below
             failures.append(error)
 
     with _node_turn():
         require(arena.nbytes, "a staging slot")
-        # Threads of our own, never the caller's: affinity is a property of the thread and would stick.
+        # Never in the caller's thread: it would keep the affinity.
         threads = [
             threading.Thread(target=work, name="sidesave-populate", daemon=True)
             for _ in range(min(len(near or usable_cpus()), 8, 1 + arena.nbytes // _PIECE_NBYTES))
@@ -171,7 +195,7 @@ def populate(arena: Arena, node: int | None = None) -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException as error:  # Ctrl-C: the arena is about to be unmapped, so nobody may still be at it
+        except BaseException as error:  # Ctrl-C: end all access, the caller unmaps the arena next
             failures.append(error)
             for thread in threads:
                 if thread.is_alive():
@@ -184,17 +208,20 @@ def populate(arena: Arena, node: int | None = None) -> None:
 def _populate_piece(address: int, nbytes: int) -> None:
     whole = nbytes // HUGE_PAGE * HUGE_PAGE
     if whole:
-        _touch(address, whole, HUGE_PAGE)  # a stretch without any page cannot be collapsed
-        madvise(address, whole, _MADV_COLLAPSE)  # what it cannot do, an old kernel or fragmented memory, is done below
+        _touch(address, whole, HUGE_PAGE)  # a range without any page cannot be collapsed
+        # May fail (old kernel, fragmented memory); the pages are populated below.
+        madvise(address, whole, _MADV_COLLAPSE)
     code = madvise(address, nbytes, _MADV_POPULATE_WRITE)
     if code == errno.EINVAL or code in REFUSED:  # Linux before 5.14, or madvise is not allowed
         _touch(address, nbytes, PAGE)
     elif code:
-        raise HostMemoryError(f"cannot allocate {nbytes >> 20} MiB of staging memory: {os.strerror(code)}")
+        raise HostMemoryError(
+            f"cannot allocate {nbytes >> 20} MiB of staging memory: {os.strerror(code)}"
+        )
 
 
 def _touch(address: int, nbytes: int, stride: int) -> None:
-    """Write to one byte in each ``stride``, leaving it as it is."""
+    """Rewrite one byte of each ``stride`` bytes with its own value."""
     for position in range(address, address + nbytes, stride):
         byte = ctypes.c_ubyte.from_address(position)
         byte.value = byte.value

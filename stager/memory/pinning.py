@@ -1,6 +1,6 @@
-"""Page-locking staging memory piece by piece, so that a device can copy into it without the host.
+"""Page-locks staging memory piece by piece, so that a device can copy into it without the host.
 
-One call over 94 GB was seen to stall a GPU for 11.6 s, pieces of 1 GB for 2 s at worst; so pieces, with a yield.
+One call for 94 GB stalled a GPU for 11.6 s; pieces of 1 GB stalled it for 2 s at most.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from sidesave.stager.devices import kinds
 logger = logging.getLogger(__name__)
 
 PIECE_NBYTES: Final = 1 << 30
-"""A copy may not cross a multiple of this, counted from the arena's start: each piece is registered on its own."""
+"""Size of a registered piece.
+
+A copy may not cross a multiple of it, counted from the arena's start.
+"""
 
 
 class PinnedRange:
-    """Registered memory; every piece is unregistered at its own address, before the memory is unmapped."""
+    """Registered memory. Close it before the memory is unmapped."""
 
     def __init__(self, device: torch.device, address: int, nbytes: int) -> None:
-        """Register ``[address, address + nbytes)`` for ``device`` and all others of its kind.
+        """Register ``[address, address + nbytes)`` for all devices of the kind of ``device``.
 
-        ``device`` is one that the process uses: the call opens a context there, and on no other. Raises
-        ``RuntimeError`` with the reason, nothing registered.
+        The process must use ``device`` already: the call opens a context on it, and on no other.
+        Raises ``RuntimeError`` with the reason; then nothing stays registered.
         """
         runtime = kinds.runtime_of(device)
         assert runtime is not None
@@ -36,25 +39,27 @@ class PinnedRange:
         try:
             for offset in range(0, nbytes, PIECE_NBYTES):
                 with kinds.no_capture("prepare()"), runtime.on(device):
-                    self._pieces.append(address + offset)  # before: Ctrl-C may come right after
+                    self._pieces.append(address + offset)  # first: Ctrl-C may follow register()
                     try:
                         runtime.register(address + offset, min(PIECE_NBYTES, nbytes - offset))
                     except RuntimeError as error:
                         self._pieces.pop()
                         raise RuntimeError(f"{error} at byte {offset:,} of {nbytes:,}") from error
-                time.sleep(0)  # let other threads at the driver's lock
-        except BaseException:  # Ctrl-C as well leaves nothing registered
+                time.sleep(0)  # let other threads take the driver's lock
+        except BaseException:  # also on Ctrl-C nothing stays registered
             self.close()
             raise
 
     def close(self) -> None:
-        """Unregister in reverse order; idempotent. No copy may be under way."""
+        """Unregister all pieces; idempotent. No copy may be in progress."""
         while self._pieces:
             piece = self._pieces.pop()
             try:
                 with kinds.no_capture("close()"), self._runtime.on(self._device):
                     self._runtime.unregister(piece)
-            except StagingError as error:  # memory that is unmapped next must not stay registered
-                logger.error("unregistering staging memory ends that capture: %s", error)
+            except StagingError as error:  # the memory, unmapped next, must not stay registered
+                logger.error(
+                    "unregistering staging memory invalidates a running graph capture: %s", error
+                )
                 with self._runtime.on(self._device):
                     self._runtime.unregister(piece)

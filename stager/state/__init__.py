@@ -1,1 +1,1 @@
-"""Flattening a state into tensors by name, and all else."""
+"""Flattening a state into named tensors and plain data."""

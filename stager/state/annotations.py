@@ -1,19 +1,20 @@
-"""What a user says of an item of the state: that it does not change, and which ranks hold it alike, or their own."""
+"""Annotations of state items: unchanging, the same on a set of ranks, or separate on each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from sidesave.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """All ranks hold this alike: tensors in it are written once, by some of them, and every rank gets it back.
+    """All ranks hold the same value; this is trusted, not verified.
 
-    It is believed, and not compared. For the plain state dict of a model that all ranks hold whole, for instance.
+    Its tensors are written once, divided among ranks, and loaded by every rank. Use it, for
+    instance, for the plain state dict of a model that all ranks hold whole.
     """
 
     value: Any
@@ -21,52 +22,102 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Compared(Replicated):
-    """All ranks may hold this alike: plain tensors in it are compared in each save, as those of modules are."""
+    """All ranks may hold the same value: saves compare its plain tensors, as those of modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole(Replicated):
-    """All ranks hold this alike, and the first one writes it, no tensor in pieces: for readers that know no ranks."""
+    """All ranks hold the same value; rank 0 writes it unsplit, for readers unaware of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Each rank holds its own: all of it is written by every rank, and comes back to the same rank.
+    """Each rank holds its own value: the rank writes all of it, and the same rank loads it.
 
-    For modules and optimizers whose plain tensors differ between ranks, positions in the data, and the like.
+    For modules and optimizers whose plain tensors differ between ranks, positions in the data, and
+    similar state.
 
     Attributes:
         value: The item.
-        when_resized: What a rank gets where another number of ranks loads than has saved. None: what all of them had,
-            and a ``StateMismatchError`` where it was not the same; ``"first"``: what rank 0 had; a function: what
-            ``when_resized(values)`` returns on this rank. It is called on every rank with one argument, the list of
-            what each rank had saved, in the order of the ranks: nests as :func:`sidesave.load` returns them, of which a
-            live object takes what comes back with ``load_state_dict``. It has no say in saving.
+        when_resized: What a rank gets if the number of ranks has changed since the save. None: the
+            value that all saved, or ``StateMismatchError`` if they differed; ``"first"``: rank 0's
+            value; a function: the result of ``when_resized(values)`` on this rank. It is called on
+            every rank with one argument, the list of the values saved by each rank, in rank order,
+            as :func:`sidesave.load` returns them. A live object receives the result through its
+            ``load_state_dict``. Saving ignores this option.
     """
 
     value: Any
     when_resized: Callable[[list[Any]], Any] | Literal["first"] | None = None
 
     def __post_init__(self) -> None:
-        """``InvalidArgumentError`` for another ``when_resized``."""
+        """Raise ``InvalidArgumentError`` if ``when_resized`` has any other value."""
         chosen: object = self.when_resized
         if chosen is not None and chosen != "first" and not callable(chosen):
-            raise InvalidArgumentError(f"when_resized must be 'first', a function or None, not {chosen!r:.80}")
+            raise InvalidArgumentError(
+                f"when_resized must be 'first', a function or None, not {chosen!r:.80}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """This does not change from save to save, as the base of a model that is only adapted.
+    """The value does not change between saves, such as the base model under an adapter.
 
-    Its tensors have a file of their own, which is linked into the next step and not written again, and they are copied
-    into staging memory only where that does not hold them already. At the first save and at every 20th all bytes are
-    copied, compared and written. Operations of torch's on such a tensor are noticed, and so is another tensor in its
-    place; what is written through ``.data``, NumPy or DLPack is saved up to 20 saves later.
+    Its tensors are stored in a file of their own, which the next step links instead of writing it
+    again. Large tensors are copied into staging memory only if it does not hold them already.
+    Buffers are always copied. Torch operations on such a tensor are detected, and so are optimizer
+    steps and replaced tensors. Other writes, such as those through ``.data``, NumPy or a
+    collective, are detected by comparing a sample of the bytes at each save, and all bytes at every
+    20th save; a warning then names the tensor (docs/frozen.md).
 
-    Parameters without ``requires_grad`` have such a file without being wrapped; they are copied at each save.
+    Parameters without ``requires_grad`` are stored in such a file without the wrapper; each save
+    copies them.
     """
 
     value: Any
 
 
 ANNOTATIONS: Final = (Replicated, PerRank, Frozen)
+
+
+class Around(NamedTuple):
+    """Facts about a value that follow from the items around it.
+
+    Attributes:
+        scope: The ranks that may write a plain tensor; () if unknown, None for this rank alone.
+        is_pinned: Inside ``PerRank``, where nothing is shared.
+        is_frozen: Inside ``Frozen``.
+        is_annotated: Inside any annotation.
+    """
+
+    scope: tuple[int, ...] | None = None
+    is_pinned: bool = False
+    is_frozen: bool = False
+    is_annotated: bool = False
+
+    def inside(
+        self, annotation: Replicated | PerRank | Frozen, ranks: tuple[int, ...] | None
+    ) -> Around:
+        """Return the facts inside an annotation.
+
+        ``ranks`` are those that save together, or None if this process saves alone.
+        """
+        around = self._replace(is_annotated=True)
+        if isinstance(annotation, PerRank):
+            return around._replace(scope=None, is_pinned=True)
+        if isinstance(annotation, Frozen):
+            return around._replace(is_frozen=True)
+        return around.shared(ranks, annotation)
+
+    def shared(self, ranks: tuple[int, ...] | None, declared: Replicated | None = None) -> Around:
+        """Return the facts inside an item whose names all ranks share.
+
+        With ``declared``, they share its plain tensors, too.
+        """
+        # an outer annotation may declare the tensors already
+        if ranks is None or self.is_pinned or self.scope:
+            return self
+        if isinstance(declared, Whole):
+            return self._replace(scope=ranks[:1])
+        is_alike = declared is not None and not isinstance(declared, Compared)
+        return self._replace(scope=ranks if is_alike else ())

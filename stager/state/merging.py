@@ -1,29 +1,21 @@
-"""The treespecs of several ranks put together, or compared, node by node."""
+"""Merging and comparing the treespecs of several ranks, node by node."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
-from sidesave.stager.state.tags import MAX_DEPTH, Tag, pack
+from sidesave.stager.data_parallel import DIVIDED
+from sidesave.stager.state.tags import MAPPINGS, MAX_DEPTH, Tag, pack
 
-_MAPPINGS: Final = (
-    Tag.DICT,
-    Tag.ITEMS,
-    Tag.ORDERED_DICT,
-    Tag.COUNTER,
-    Tag.DEFAULT_DICT,
-    Tag.MODULE,
-    Tag.OPTIMIZER,
-)
 _Items = dict[Any, tuple[Any, Any]]
-"""Key node and node of each item, by what tells its key from others."""
+"""Key node and node of each item, by an identifier of the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A node that some of several treespecs have and others have not; it comes from that of ``rank``."""
+    """A node that only some of several treespecs have; it is taken from the one of ``rank``."""
 
     node: Any
     where: str
@@ -31,30 +23,45 @@ class Partial:
 
 
 class Merger:
-    """Merges or compares nodes of two treespecs; see ``TreeSpec.add`` and ``TreeSpec.differences``."""
+    """Merges or compares two treespecs' nodes; see ``TreeSpec.add``, ``TreeSpec.differences``."""
 
     def __init__(
-        self, is_shared: Callable[[str], bool], theirs: Callable[[Any], Partial], *, optimizers: bool = True
+        self,
+        is_shared: Callable[[str], bool],
+        theirs: Callable[[Any], Partial],
+        *,
+        optimizers: bool = True,
     ) -> None:
-        """Make it; ``is_shared`` tells by its FQN whether a tensor is of all ranks, ``theirs`` marks a node.
+        """Create a merger.
 
-        Without ``optimizers`` those that both have stay as the first has them.
+        ``is_shared`` says whether the tensor of an FQN is shared, ``theirs`` marks a node. If
+        ``optimizers`` is false, optimizers in both stay as in the first, except states divided
+        among ranks.
         """
         self._is_shared = is_shared
         self._theirs = theirs
         self._optimizers = optimizers
 
-    def items(self, ours: _Items, theirs: _Items, mark: Callable[[Any], Partial], depth: int) -> _Items:
-        """All items of two dicts; ``mark`` marks what only the first has."""
+    def items(
+        self, ours: _Items, theirs: _Items, mark: Callable[[Any], Partial], depth: int
+    ) -> _Items:
+        """All items of two dicts; ``mark`` marks the items that only the first has."""
         merged = {
-            name: (key, self._node(node, theirs[name][1], mark, depth) if name in theirs else mark(node))
+            name: (
+                key,
+                self._node(node, theirs[name][1], mark, depth) if name in theirs else mark(node),
+            )
             for name, (key, node) in ours.items()
         }
-        added = {name: (key, self._theirs(node)) for name, (key, node) in theirs.items() if name not in ours}
+        added = {
+            name: (key, self._theirs(node))
+            for name, (key, node) in theirs.items()
+            if name not in ours
+        }
         return merged | added
 
     def _node(self, first: Any, second: Any, mark: Callable[[Any], Partial], depth: int) -> Any:
-        """The first node, with the items that only the second has where both are dicts."""
+        """The first node; if both are dicts, with the items that only the second has."""
         if isinstance(first, Partial):
             where, rank = first.where, first.rank
             merged = self._node(first.node, second, lambda node: Partial(node, where, rank), depth)
@@ -62,16 +69,22 @@ class Merger:
         ours, theirs = _items_of(first), _items_of(second)
         if ours is None or theirs is None or depth > MAX_DEPTH or not self._holds_shared(second):
             return first
-        if not self._optimizers and ours.keys() >= {"state", "param_groups"}:
-            return first
+        if ours.keys() >= {"state", "param_groups"}:
+            # Numbers stand for parameters, whose names precede the body; pipeline stages have
+            # different ones.
+            is_one = self._optimizers or DIVIDED in ours
+            if not is_one or first[:-1] != second[:-1]:
+                return first
         pairs = list(self.items(ours, theirs, mark, depth + 1).values())
         tag, *about, _ = cast("list[Any]", first)
         if tag == Tag.DICT and all(isinstance(key, str) for key, _ in pairs):
             return [tag, dict(pairs)]
         return [Tag.ITEMS if tag == Tag.DICT else tag, *about, pairs]
 
-    def differences(self, first: Any, second: Any, fqn: str, depth: int) -> Iterator[tuple[str, bool]]:
-        """Where two nodes differ, down to the leaves of dicts and of lists of one length."""
+    def differences(
+        self, first: Any, second: Any, fqn: str, depth: int
+    ) -> Iterator[tuple[str, bool]]:
+        """Yield differences of two nodes, down to the leaves of dicts and of equally long lists."""
         if depth > MAX_DEPTH + 5:
             raise ValueError(f"{fqn} is nested too deep")
         if pack(first) == pack(second):
@@ -103,7 +116,11 @@ class Merger:
 
 
 def _is_sequence(node: Any) -> bool:
-    return isinstance(node, list) and len(cast("list[Any]", node)) > 1 and node[0] in (Tag.LIST, Tag.TUPLE)
+    return (
+        isinstance(node, list)
+        and len(cast("list[Any]", node)) > 1
+        and node[0] in (Tag.LIST, Tag.TUPLE)
+    )
 
 
 def _is_number(node: Any) -> bool:
@@ -111,14 +128,16 @@ def _is_number(node: Any) -> bool:
         tag, *parts = cast("list[Any]", node) or [None]
         if tag == Tag.ENUM:
             return _is_number(parts[-1])
-        return tag in (Tag.INT, Tag.COMPLEX) or (tag == Tag.NUMPY_SCALAR and parts[0][1:2] in tuple("biufc"))
+        return tag in (Tag.INT, Tag.COMPLEX) or (
+            tag == Tag.NUMPY_SCALAR and parts[0][1:2] in tuple("biufc")
+        )
     return isinstance(node, (bool, int, float))
 
 
 def _items_of(node: Any) -> _Items | None:
-    """The items of a dict's node; None for any other one."""
+    """The items of a dict's node; None for any other node."""
     parts = cast("list[Any]", node) if isinstance(node, list) else []
-    if len(parts) < 2 or parts[0] not in _MAPPINGS:
+    if len(parts) < 2 or parts[0] not in MAPPINGS:
         return None
     body = parts[-1]
     pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body

@@ -1,9 +1,9 @@
-"""Remembers which parts of a state are unchanged since the last save: their tensors need not be collected again.
+"""Caches the parts of a state unchanged since the last save, to avoid collecting tensors again.
 
-What a module, an optimizer or a dict of tensors gave is reused while nothing that its state is made of has changed:
-the modules, names and tensors are the very same, with the same memory, shape, strides, dtype and device, and every
-state dict is torch's own.
-Nothing is kept alive: modules are held by weak references, tensors by their ids.
+The part of a module, an optimizer or a dict of tensors is reused while nothing that its state is
+made of has changed: the modules, names and tensors are the very same, with the same memory, shape,
+strides, dtype and device, and every state dict is torch's own. Nothing is kept alive: modules are
+held by weak references, tensors by their ids.
 """
 
 from __future__ import annotations
@@ -20,41 +20,49 @@ import torch
 from torch import nn
 
 from sidesave.stager import torch_private
-from sidesave.stager.state.sharding import Grid
+from sidesave.stager.sharding import Grid
 from sidesave.stager.state.tags import Packed
 
-_STOCK: Final = {name: getattr(nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")}
-"""Torch's own way from a module to its state dict; :func:`_are_torchs_own` tells whether another package was first."""
+_STOCK: Final = {
+    name: getattr(nn.Module, name)
+    for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+}
+"""Torch's state dict methods; :func:`_are_torchs_own` checks that no package replaced them."""
 _OVERRIDES: Final = frozenset((*_STOCK, "_version"))
-"""What an instance may have in the place of what its class has."""
+"""Names that an instance may override its class with."""
 _NEEDED: Final = frozenset(
-    ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
+    (
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+    )
 )
-"""What an instance has that its state dict is made of."""
+"""Attributes of an instance from which its state dict is made."""
 _version_of: Final = operator.attrgetter("_version")
 _requires_grad: Final = operator.attrgetter("requires_grad")
-"""By which it is told what is not expected to change; asked for apart, as not every way to compare looks has it."""
-KINDS: Final = frozenset({torch.Tensor, nn.Parameter})
-"""Classes of the tensors that may be remembered."""
+"""Marks tensors not expected to change; compared apart, as metadata comparisons may omit it."""
 _MAX_TABLES: Final = 1000
-"""Of more dicts that are no object's nothing is remembered: the state has others at each save."""
+"""Limit of remembered dicts without an owning object: states with more have new ones each save."""
 _MAX_MISSES: Final = 3
-"""What has changed in so many saves one after the other is not remembered any more."""
+"""Stop remembering an item after it has changed in this many saves in a row."""
 Place = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Taken:
+class CachedPart:
     """The result of flattening one part of a state. Two are equal only if they are the same object.
 
     Attributes:
-        node: Of the treespec.
-        fqns: The names of the tensors that are stored, in order, with their places in it.
-        changing: How many of them come first, before those that are not expected to change.
-        picks: For each of them which one of the witness's tensors it is.
-        addresses: Which of ``fqns`` lie at each address.
-        grids: Of those that other ranks share, by FQN.
-        undeclared: Those of which nobody has said whether they do.
+        node: Its node of the treespec.
+        fqns: The names of the tensors that are stored, in order, with their indices.
+        changing: The number of tensors, at the begin, that are expected to change.
+        picks: For each of ``fqns`` the index of the witness's tensor.
+        addresses: The indices of ``fqns`` at each address.
+        grids: The grids of tensors that other ranks share, by FQN.
+        undeclared: Tensors that no annotation covers; see ``FlatState``.
     """
 
     node: Packed
@@ -65,25 +73,65 @@ class Taken:
     grids: dict[str, Grid]
     undeclared: dict[str, None]
 
+    @classmethod
+    def of(
+        cls,
+        node: Any,
+        changing: list[tuple[str, torch.Tensor]],
+        frozen: list[tuple[str, torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        grids: dict[str, Grid],
+        undeclared: dict[str, None],
+    ) -> CachedPart | None:
+        """Return a part of named tensors; None unless the witness's ``tensors`` include all."""
+        items = changing + frozen
+        indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+        picks = tuple(indices.get(id(tensor), -1) for _, tensor in items)
+        if -1 in picks:
+            return None
+        addresses: dict[int, tuple[int, ...]] = {}
+        for number, (_, tensor) in enumerate(items):
+            addresses[tensor.data_ptr()] = (*addresses.get(tensor.data_ptr(), ()), number)
+        fqns = {fqn: number for number, (fqn, _) in enumerate(items)}
+        return cls(Packed(node), fqns, len(changing), picks, addresses, grids, undeclared)
+
+    def is_disjoint_from(self, other: CachedPart) -> bool:
+        """Whether the parts share neither names nor memory."""
+        return self.fqns.keys().isdisjoint(other.fqns) and self.addresses.keys().isdisjoint(
+            other.addresses
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Encoding:
+    """An item of the state while it is encoded.
+
+    Attributes:
+        node: Its node of the treespec, which the encoder sets; given if nothing has changed.
+    """
+
+    node: Any = None
+
 
 class Recall:
-    """Remembers what each module, optimizer and dict of tensors last gave at its place in the state.
+    """Caches the part of each module, optimizer and dict of tensors by its place in the state.
 
-    Nobody can have a weak reference to a dict, so its place alone stands for it, and its source is None.
+    A dict cannot be referenced weakly, so it is identified by its place alone, and its source is
+    None.
     """
 
     def __init__(self) -> None:
-        """Begin without a memory."""
-        self._memories: dict[int, _Memory] = {}  # by id: what is remembered may compare equal to others
+        """Start empty."""
+        self._memories: dict[int, _Memory] = {}  # by id, as different sources may compare equal
         self._tables: dict[Place, _Memory] = {}
-        self.sequence: list[Taken] = []
-        """What was taken again at the last :meth:`mark`; no two of these share memory or names."""
+        self.sequence: list[CachedPart] = []
+        """The parts reused up to the last :meth:`mark`; no two of these share memory or names."""
         self._mark: tuple[list[Any]] | None = None
 
-    def mark(self, sequence: list[Taken], origins: list[Any]) -> object:
-        """Note where the parts of a state came from, in order: remembered ones, and the names of those collected anew.
+    def mark(self, sequence: list[CachedPart], origins: list[Any]) -> object:
+        """Record tensors' origins, in order: reused parts, and names of those collected again.
 
-        Returns the same object as the last time if that is the same.
+        Returns the same object as the last call if the origins are equal.
         """
         self.sequence = sequence
         if self._mark is None or self._mark[0] != origins:
@@ -91,55 +139,55 @@ class Recall:
         return self._mark
 
     def names(self, optimizer: torch.optim.Optimizer) -> Packed | None:
-        """The names given to :meth:`note_names`, if the state has the same origins and the parameters are the same."""
+        """Names given to :meth:`remember_names`, if parameters and state origins are the same."""
         memory = self._memory_of(optimizer, ())
         known = None if memory is None else memory.names
         same = known is not None and known[0] == self.sequence and known[1] == _ids(optimizer)
         return known[2] if known is not None and same else None
 
-    def note_names(self, optimizer: torch.optim.Optimizer, names: Packed) -> None:
-        """Remember the names of an optimizer's parameters, all of which are tensors of :attr:`sequence`."""
+    def remember_names(self, optimizer: torch.optim.Optimizer, names: Packed) -> None:
+        """Remember names of an optimizer's parameters, which must all be in :attr:`sequence`."""
         memory = self._memory_of(optimizer, ())
         if memory is not None:
             memory.names = self.sequence, _ids(optimizer), names
 
-    def again(self, source: Any, what: Any, place: Place) -> tuple[Taken, list[torch.Tensor]] | None:
-        """What ``what`` of ``source`` last gave at ``place``, and its tensors; None if anything has changed."""
+    def cached(
+        self, source: Any, what: Any, place: Place
+    ) -> tuple[CachedPart, list[torch.Tensor]] | None:
+        """The last part for ``what`` of ``source`` at ``place``, with tensors; None if changed."""
         memory = self._memory_of(source, place)
-        if memory is None or memory.place != place or memory.taken is None:
+        if memory is None or memory.place != place or memory.part is None:
             return None
         tensors = memory.witness.tensors(what)
         if tensors is None:
-            memory.taken = None
+            memory.part = None
             memory.misses += 1
             return None
         memory.misses = 0
-        return memory.taken, [tensors[index] for index in memory.taken.picks]
+        return memory.part, [tensors[index] for index in memory.part.picks]
 
-    def note(
-        self, source: Any, what: Any, place: Place, taken: Callable[[Sequence[torch.Tensor]], Taken | None]
-    ) -> None:
-        """Remember a result, if a later change to it can be detected; see :meth:`again`."""
-        memory = self._memory_of(source, place)
-        misses = 0 if memory is None else memory.misses
-        if misses >= _MAX_MISSES:
-            return
-        witness = _observe(what)
-        if witness is None:
-            return
-        tensors = witness.tensors(what)
-        given = None if tensors is None else taken(tensors)
-        if given is not None and source is None:
+    def witness(self, source: Any, what: Any, place: Place) -> Witness | None:
+        """A witness of ``what``; None if changes cannot be detected, or have come too often."""
+        return _observe(what) if self._misses(source, place) < _MAX_MISSES else None
+
+    def remember(self, source: Any, place: Place, witness: Witness, part: CachedPart) -> None:
+        """Cache a part until its witness detects a change; see :meth:`cached`."""
+        misses = self._misses(source, place)
+        if source is None:
             if len(self._tables) < _MAX_TABLES or place in self._tables:
-                self._tables[place] = _Memory(_nothing, place, witness, given, misses)
-        elif given is not None:
-            key, memories = id(source), self._memories
+                self._tables[place] = _Memory(_nothing, place, witness, part, misses)
+            return
+        key, memories = id(source), self._memories
 
-            def forget(gone: Any) -> None:
-                if key in memories and memories[key].source is gone:
-                    del memories[key]
+        def forget(gone: Any) -> None:
+            if key in memories and memories[key].source is gone:
+                del memories[key]
 
-            memories[key] = _Memory(weakref.ref(source, forget), place, witness, given, misses)
+        memories[key] = _Memory(weakref.ref(source, forget), place, witness, part, misses)
+
+    def _misses(self, source: Any, place: Place) -> int:
+        memory = self._memory_of(source, place)
+        return 0 if memory is None else memory.misses
 
     def _memory_of(self, source: Any, place: Place) -> _Memory | None:
         if source is None:
@@ -152,10 +200,10 @@ class Recall:
 class _Memory:
     source: Callable[[], Any]
     place: Place
-    witness: _ModuleWitness | _TableWitness
-    taken: Taken | None
+    witness: Witness
+    part: CachedPart | None
     misses: int
-    names: tuple[list[Taken], list[list[int]], Packed] | None = None
+    names: tuple[list[CachedPart], list[list[int]], Packed] | None = None
 
 
 def _nothing() -> None:
@@ -167,15 +215,20 @@ def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 class _Tensors:
-    """Tells whether tensors are the same ones, in the same memory, and look at it as they did.
+    """Checks that tensors have the same identity, memory and metadata as before.
 
-    They are known by their ids: a tensor that somebody has a weak reference to cannot be swapped
-    (``torch.utils.swap_tensors``). Another one that has got an id, the memory and the looks will do as well.
+    They are identified by their ids: a tensor with a weak reference cannot be swapped
+    (``torch.utils.swap_tensors``). A different tensor with the same id, memory and metadata is
+    equivalent.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self._ids = list(map(id, tensors))
-        first = {id(tensor): index for index, tensor in reversed([*enumerate(tensors)]) if tensor is not None}
+        first = {
+            id(tensor): index
+            for index, tensor in reversed([*enumerate(tensors)])
+            if tensor is not None
+        }
         self._distinct = sorted(first.values())
         there = self._there(tensors)
         self._addresses = list(map(torch.Tensor.data_ptr, there))
@@ -188,19 +241,27 @@ class _Tensors:
         there = self._there(tensors)
         try:
             lie_there = list(map(torch.Tensor.data_ptr, there)) == self._addresses
-            return lie_there and self._look_alike(there) and list(map(_requires_grad, there)) == self._with_grad
+            return (
+                lie_there
+                and self._look_alike(there)
+                and list(map(_requires_grad, there)) == self._with_grad
+            )
         except RuntimeError:  # one has no memory any more that could be asked for
             return False
 
     def _there(self, tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
         """Each tensor once, as a guard expects them."""
         every = cast("Sequence[torch.Tensor]", tensors)
-        return every if len(self._distinct) == len(every) else [every[index] for index in self._distinct]
+        return (
+            every
+            if len(self._distinct) == len(every)
+            else [every[index] for index in self._distinct]
+        )
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the state dict of one module is made of, except the values."""
+    """Everything that the state dict of one module is made of, except the values."""
 
     module: weakref.ref[nn.Module]
     kind: Any
@@ -222,7 +283,7 @@ class _ModuleWitness:
         self._tensors = _Tensors(values)
 
     def tensors(self, what: object) -> list[Any] | None:
-        """The tensors of its state dict, each once for each of its names; None where anything has changed."""
+        """The tensors of its state dict, once per name; None if anything has changed."""
         current = self._look()
         if current is None or not all(map(_is_stock, self._kinds)):
             return None
@@ -258,32 +319,32 @@ class _ModuleWitness:
 
 
 def _all(module: nn.Module) -> list[nn.Module] | None:
-    """A module and those below it, each once (``modules()`` takes what compares equal for one); None if one is unusual.
+    """A module and those below it, each once; None if one is unusual.
 
     Scripted modules keep elsewhere what others have in ``__dict__``.
     """
-    modules: dict[int, nn.Module] = {}
-    left = [module]
-    while left:
-        each = left.pop()
-        if id(each) not in modules:
-            if not _is_usual(each):
-                return None
-            modules[id(each)] = each
-            left += [child for child in each.__dict__["_modules"].values() if child is not None]
-    return [*modules.values()]
+    modules: list[nn.Module] = []
+    for each in torch_private.all_modules([module]):
+        if not _is_usual(each):
+            return None
+        modules.append(each)
+    return modules
 
 
 def _is_usual(module: nn.Module) -> bool:
-    """Whether torch's own methods make a module's state dict, and only from what is compared here."""
+    """Whether only torch's methods make a module's state dict, from attributes compared here."""
     kind: Any = type(module)
     if not issubclass(kind, nn.Module) or module.__class__ is not kind:  # a proxy, for instance
         return False
     own = module.__dict__
-    if not _is_stock(kind) or not _is_usual_instance(own) or type(_version_of(kind)) not in (int, str, type(None)):
+    if (
+        not _is_stock(kind)
+        or not _is_usual_instance(own)
+        or type(_version_of(kind)) not in (int, str, type(None))
+    ):
         return False
     values = (*own["_parameters"].values(), *own["_buffers"].values())
-    return all(value is None or _is_known_kind(value) for value in values)
+    return all(value is None or torch_private.is_ordinary(value) for value in values)
 
 
 def _is_usual_instance(own: dict[str, Any]) -> bool:
@@ -325,11 +386,11 @@ def _are_torchs_own() -> bool:
 
 
 _ARE_TORCHS_OWN: Final = _are_torchs_own()
-"""Else nothing is remembered."""
+"""If false, nothing is remembered."""
 
 
 class _TableWitness:
-    """Of dicts of tensors in a dict, as the state of an optimizer is."""
+    """Witness of a dict of dicts of tensors, such as an optimizer's state."""
 
     def __init__(self, table: dict[Any, dict[str, torch.Tensor]]) -> None:
         self._keys, self._kinds = [*table], [*map(type, table)]
@@ -337,12 +398,20 @@ class _TableWitness:
         self._tensors = _Tensors([*_values(table.values())])
 
     def tensors(self, what: Any) -> list[Any] | None:
-        """All tensors; None where anything has changed."""
+        """All tensors; None if anything has changed."""
         rows = [*what.values()]
-        if [*what] != self._keys or [*map(type, what)] != self._kinds or not {dict}.issuperset(map(type, rows)):
+        if (
+            [*what] != self._keys
+            or [*map(type, what)] != self._kinds
+            or not {dict}.issuperset(map(type, rows))
+        ):
             return None
         names = _names(rows)
-        if names != self._names or not {str}.issuperset(map(type, names)) or [*map(len, rows)] != self._lengths:
+        if (
+            names != self._names
+            or not {str}.issuperset(map(type, names))
+            or [*map(len, rows)] != self._lengths
+        ):
             return None
         values = [*_values(rows)]
         return values if self._tensors.are(values) else None
@@ -359,17 +428,20 @@ def _values(rows: Iterable[dict[str, Any]]) -> Iterable[Any]:
 _values_of: Final = cast("Callable[[dict[str, Any]], Iterable[Any]]", cast("Any", dict).values)
 
 
-def _observe(what: Any) -> _ModuleWitness | _TableWitness | None:
-    """A witness that detects whether ``what`` changes; None where changes cannot be detected."""
+Witness = _ModuleWitness | _TableWitness
+"""Detects changes: its ``tensors()`` are None once anything has changed."""
+
+
+def _observe(what: Any) -> Witness | None:
+    """A witness that detects whether ``what`` changes; None if changes cannot be detected."""
     if not isinstance(what, nn.Module):
         rows = [*what.values()]
         plain = {int, str}.issuperset(map(type, what)) and {dict}.issuperset(map(type, rows))
         plain = plain and {str}.issuperset(map(type, _names(rows)))
-        return _TableWitness(what) if plain and all(map(_is_known_kind, _values(rows))) else None
+        return (
+            _TableWitness(what)
+            if plain and all(map(torch_private.is_ordinary, _values(rows)))
+            else None
+        )
     modules = _all(what)
     return None if modules is None else _ModuleWitness(modules)
-
-
-def _is_known_kind(value: Any) -> bool:
-    """Whether a tensor is one piece of memory, described by its address, shape and strides."""
-    return type(value) in KINDS and value.layout is torch.strided and not value.is_nested

@@ -1,33 +1,33 @@
-"""The tensors of a state, as they are, and which ranks hold them.
+"""The tensors of a state, without copies, and which ranks hold them.
 
 One memory region is collected once: tied weights become a second reference to the first FQN.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import math
-import operator
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Generator, Sequence
+from typing import Any, Final
 
 import torch
 import xxhash
 from torch import nn
 
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager import torch_private
-from sidesave.stager.state import sharding
-from sidesave.stager.state.annotations import Compared, Frozen, PerRank, Replicated, Whole
-from sidesave.stager.state.dtypes import CARRIERS, NAMES, dtype_name
+from sidesave.stager import data_parallel, ownership, sharding, torch_private
+from sidesave.stager.dtypes import CARRIERS, NAMES, QUANTIZED, dtype_name
+from sidesave.stager.sharding import Grid, is_dtensor
+from sidesave.stager.state.annotations import Around, Frozen, PerRank, Replicated
 from sidesave.stager.state.flat_state import FROZEN, FlatState, TableItem, container_name
-from sidesave.stager.state.recall import Taken
-from sidesave.stager.state.sharding import Grid
-from sidesave.stager.state.tags import SPARSE_PARTS, Packed, Tag, pack
+from sidesave.stager.state.recall import CachedPart, Encoding, Recall
+from sidesave.stager.state.tags import Packed, Tag, pack
+from sidesave.stager.state.tensor_nodes import inner_parts, memory_format
 from sidesave.stager.tables import IDS, RowTable, checked_columns
+
+_local_steps: Final = data_parallel.LocalSteps()
+ownership.watch_steps(_local_steps)
 
 
 class NoValuesYet(UnsupportedValueError):
@@ -35,92 +35,179 @@ class NoValuesYet(UnsupportedValueError):
 
 
 class TensorCollector:
-    """Puts tensors into a :class:`FlatState`, without a copy, and gives the nodes that stand for them."""
+    """Collects tensors in a :class:`FlatState`, without a copy, and returns their nodes."""
 
-    def __init__(self, flat: FlatState, ranks: tuple[int, ...] | None, disjoint: Sequence[Taken] = ()) -> None:
-        """Fill ``flat``; ``ranks`` are those that save together, None for one alone.
+    def __init__(self, ranks: tuple[int, ...] | None, recall: Recall | None) -> None:
+        """Start empty; ``ranks`` save together, or are None if this process saves alone.
 
-        Of ``disjoint`` no two share names or memory.
+        Items that ``recall`` has cached are reused.
         """
-        self.flat = flat
-        self._disjoint, self._follows = disjoint, True
+        self.flat = FlatState()
         self.container = ""
+        self.refused: list[UnsupportedValueError] = []
+        """Why values of the state cannot be saved; an item with one is not cached."""
+        self._recall = recall
+        self._disjoint = () if recall is None else recall.sequence  # share no names or memory
+        self._follows = True
         self._shared_digest = xxhash.xxh3_128()
-        self._ranks = ranks
-        self._scope: tuple[int, ...] | None = None  # who may write a plain tensor; () is not known, None this rank
-        self._pinned = False  # inside PerRank, where nothing is shared
-        self._frozen = False  # inside Frozen
-        self._annotations = 0  # around what is being encoded
-        self._held_by: dict[int, tuple[int, ...]] = {}  # by id what DistributedDataParallel and its optimizers hold
-        self._count = 0
+        self.ranks = ranks
+        self._around = Around()
+        self.in_process_group = (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        )
+        self._holders = data_parallel.Holders(ranks) if self.in_process_group else None
+        self._unplaced: tuple[torch.optim.Optimizer, Any, bool] | None = None
+        self._placed: dict[int, tuple[bool, str]] = {}  # see :func:`sharding.placements_of_states`
+        self._numbering: list[tuple[torch.optim.Optimizer, Any]] = []  # and nodes to add FQNs to
         self._by_address: dict[int, list[tuple[torch.Tensor, Grid | None, Any]]] = {}
-        self._by_id: dict[int, str] = {}  # FQNs of what has no address that would tell it from others
+        self._by_id: dict[int, str] = {}  # FQNs of tensors that no address identifies
         self._ties: list[str] = []  # FQNs that were met again
-        self.again: list[Taken] = []
-        self._tensors: list[Sequence[torch.Tensor]] = []  # of each of them
-        self._names: dict[int, str] = {}  # FQNs of those tensors, by id
-        self.origins: list[Any] = []  # these, and containers and FQNs of all other tensors, in order
+        self._cached: list[CachedPart] = []  # the parts that are reused
+        self._tensors: list[Sequence[torch.Tensor]] = []  # those of each reused part
+        self._names: dict[int, str] = {}  # FQNs of reused tensors, by id
+        # reused parts, and container and FQN of other tensors, in order
+        self._origins: list[Any] = []
 
-    @property
-    def shared_digest(self) -> str:
-        """The digest of all that :meth:`shared` has encoded."""
-        return self._shared_digest.hexdigest()
+    # Contexts, within which the encoder encodes ----------------------------------------------
 
-    def annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
-        """Encode an item of which the user has said something."""
-        self._annotations += 1
-        try:
-            return self._annotated(value, encode, fqn)
-        finally:
-            self._annotations -= 1
+    @contextlib.contextmanager
+    def module(self, module: nn.Module, fqn: str, depth: int) -> Generator[Encoding]:
+        """Within this a module is encoded, unless its node is given; notes its tensors' ranks."""
+        self.flat.modules.append(module)
+        if self._holders is not None:
+            self._holders.add_module(module)
+        encoding = Encoding()
+        remembered = self.remembered(module, module, fqn, depth, encoding)
+        with self._within(self._around.shared(self.ranks), encoding, fqn), remembered:
+            yield encoding
 
-    def _annotated(self, value: Replicated | PerRank | Frozen, encode: Callable[[], Any], fqn: str) -> Any:
-        if isinstance(value, Replicated):
-            return self.shared(encode, fqn, said=value)
+    @contextlib.contextmanager
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, saved: Any, fqn: str, *, is_numbered: bool
+    ) -> Generator[Encoding]:
+        """Within this an optimizer's ``state_dict()`` is encoded; notes the ranks of its states.
+
+        If it ``is_numbered`` (numbers stand for parameters), FQNs are added to its node. Raises
+        ``UnsupportedValueError`` if part of its state is on ranks that do not save along.
+        """
+        if self._holders is not None:
+            self._holders.add_optimizer(
+                optimizer, fqn, is_torchs_own=ownership.is_torchs_own(optimizer)
+            )
+        self.flat.optimizers.append(optimizer)
+        self._unplaced = optimizer, saved, is_numbered
+        encoding = Encoding()
+        with self._within(self._around.shared(self.ranks), encoding, fqn):
+            yield encoding
+        # the state may be freed now, and other tensors get its ids
+        self._unplaced, self._placed = None, {}
+        if is_numbered:
+            self._numbering.append((optimizer, encoding.node))
+
+    @contextlib.contextmanager
+    def annotated(self, value: Replicated | PerRank | Frozen, fqn: str) -> Generator[Encoding]:
+        """Within this the value of an annotation is encoded."""
         if isinstance(value, PerRank):
-            return self.per_rank(encode, fqn)
-        before, self._frozen = self._frozen, True
-        try:
-            return encode()
-        finally:
-            self._frozen = before
+            self.flat.per_rank.append(fqn)
+        encoding = Encoding()
+        with self._within(self._around.inside(value, self.ranks), encoding, fqn):
+            yield encoding
 
-    def shared(self, encode: Callable[[], Any], fqn: str, *, said: Replicated | None = None) -> Any:
-        """Encode an item whose names all ranks share; ``said`` may tell that its plain tensors are alike too."""
-        if self._ranks is None or self._pinned:
-            return encode()
-        before = self._scope
-        alike = said is not None and not isinstance(said, Compared)
-        holders = self._ranks[:1] if isinstance(said, Whole) else self._ranks if alike else ()
-        self._scope = before or holders  # what is around it may have said so already
+    @contextlib.contextmanager
+    def in_full(self) -> Generator[None]:
+        """Within this every node is encoded: cached ones cannot be looked into."""
+        recall, self._recall = self._recall, None
         try:
-            node = encode()
+            yield
         finally:
-            self._scope = before
-        if before is None:
-            self._shared_digest.update(pack([fqn, node]))
-        return node
+            self._recall = recall
 
-    def per_rank(self, encode: Callable[[], Any], fqn: str) -> Any:
-        """Encode an item that each rank has for itself."""
-        self.flat.per_rank.append(fqn)
-        before, self._scope, self._pinned = (self._scope, self._pinned), None, True
+    @contextlib.contextmanager
+    def _within(self, around: Around, encoding: Encoding, fqn: str) -> Generator[None]:
+        outer, self._around = self._around, around
         try:
-            return encode()
+            yield
         finally:
-            self._scope, self._pinned = before
+            self._around = outer
+        # the outermost item whose names all ranks share
+        if outer.scope is None and around.scope is not None:
+            self._shared_digest.update(pack([fqn, encoding.node]))
 
-    def fqns_of(self, parameters: Sequence[torch.Tensor]) -> list[str | None]:
-        """The FQNs that the memory of parameters has been collected under, None where it has not been."""
-        if self.again and not self._names:
-            for taken, tensors in zip(self.again, self._tensors, strict=True):
-                self._names.update(zip(map(id, tensors), taken.fqns, strict=True))
+    @contextlib.contextmanager
+    def remembered(
+        self, source: Any, what: Any, fqn: str, depth: int, encoding: Encoding | None = None
+    ) -> Generator[Encoding]:
+        """Within this a part of the state is encoded unless its node is given; see ``Recall``."""
+        encoding, recall = encoding or Encoding(), self._recall
+        if recall is None or self._holders:  # holders may change although nothing else does
+            yield encoding
+            return
+        place = (fqn, depth, self.container, *self._around)  # all that nodes and grids depend on
+        cached = recall.cached(source, what, place)
+        if cached is not None and self._reuse(*cached):
+            encoding.node = cached[0].node
+            yield encoding
+            return
+        lengths = len(self._ties), len(self._by_id), *self.flat.lengths(self.container)
+        refused = len(self.refused)
+        yield encoding
+        witness = recall.witness(source, what, place) if len(self.refused) == refused else None
+        tensors = None if witness is None else witness.tensors(what)
+        if witness is not None and tensors is not None:
+            part = self._part_since(lengths, encoding.node, tensors)
+            if part is not None:
+                recall.remember(source, place, witness, part)
+
+    def meet_stateful(self, fqn: str) -> None:
+        """Note an object with a state dict; each rank has its own unless a shared item holds it."""
+        if self._around.scope is None and not self._around.is_pinned:
+            self.flat.per_rank.append(fqn)
+
+    # The end, and cached parts ---------------------------------------------------------------
+
+    def finish(self) -> FlatState:
+        """Return the flat state; adds to optimizers' nodes the FQNs of their parameters."""
+        flat = self.flat
+        flat.containers = dict(
+            sorted(flat.containers.items(), key=lambda item: item[0].endswith(FROZEN))
+        )
+        if self._recall is not None:
+            flat.origin = self._recall.mark(self._cached, self._origins)
+        for optimizer, node in self._numbering:
+            names = self._names_of(optimizer)
+            if names is not None:
+                node[:] = [Tag.OPTIMIZER, names, node[1]]
+        flat.shared_digest = self._shared_digest.hexdigest()
+        return flat
+
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> Packed | None:
+        """An optimizer's parameter FQNs by group; None unless each has one name in the state.
+
+        Without the names, the state could be loaded only for the same number of parameters in the
+        same order.
+        """
+        cached = None if self._recall is None else self._recall.names(optimizer)
+        if cached is not None:
+            return cached
+        groups: list[Any] = [group["params"] for group in optimizer.param_groups]
+        names = [self._fqns_of(group) for group in groups]
+        every = [name for group in names for name in group]
+        if None in every or len({*every}) != len(every):
+            return None
+        packed = Packed(names)
+        if self._recall is not None and self._names.keys() >= {
+            id(each) for group in groups for each in group
+        }:
+            self._recall.remember_names(optimizer, packed)
+        return packed
+
+    def _fqns_of(self, parameters: Sequence[torch.Tensor]) -> list[str | None]:
+        """FQNs under which the memory of parameters was collected; None for those not collected."""
+        if self._cached and not self._names:
+            for part, tensors in zip(self._cached, self._tensors, strict=True):
+                self._names.update(zip(map(id, tensors), part.fqns, strict=True))
         names = self._names
         return [names.get(id(parameter)) or self._fqn_of(parameter) for parameter in parameters]
-
-    def has_again(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors belong to what was taken again, after :meth:`fqns_of`."""
-        return self._names.keys() >= {*map(id, parameters)}
 
     def _fqn_of(self, parameter: torch.Tensor) -> str | None:
         fqn = self._by_id.get(id(parameter))
@@ -130,180 +217,124 @@ class TensorCollector:
                     return str(node[1])
         return fqn
 
-    @property
-    def place(self) -> tuple[Any, ...] | None:
-        """All that an item's nodes and grids depend on, except its name; None where that cannot be compared."""
-        return None if self._held_by else (self.container, self._scope, self._pinned, self._frozen)
-
-    def take_again(self, taken: Taken, tensors: Sequence[torch.Tensor]) -> bool:
-        """Collect the tensors of an item as before; False where other tensors have taken their memory or names."""
+    def _reuse(self, part: CachedPart, tensors: Sequence[torch.Tensor]) -> bool:
+        """Collect an item's tensors as before; False if others occupy their memory or names."""
         if not (
-            taken.fqns.keys().isdisjoint(self.flat.fresh)
-            and taken.addresses.keys().isdisjoint(self._by_address)
-            and (self._is_next(taken) or all(_are_disjoint(taken, other) for other in self.again))
+            part.fqns.keys().isdisjoint(self.flat.fresh)
+            and part.addresses.keys().isdisjoint(self._by_address)
+            and (self._is_next(part) or all(map(part.is_disjoint_from, self._cached)))
         ):
             return False
-        self._count += len(taken.fqns)
-        items, containers = zip(taken.fqns, tensors, strict=True), self.flat.containers
-        if taken.changing:
-            containers.setdefault(self.container, {}).update(itertools.islice(items, taken.changing))
-        if taken.changing < len(taken.fqns):
+        items, containers = zip(part.fqns, tensors, strict=True), self.flat.containers
+        if part.changing:
+            containers.setdefault(self.container, {}).update(itertools.islice(items, part.changing))
+        if part.changing < len(part.fqns):
             containers.setdefault(self.container + FROZEN, {}).update(items)
-        if self._frozen:
-            self.flat.frozen.update(dict.fromkeys(taken.fqns))
-        self.flat.grids.update(taken.grids)
-        self.flat.undeclared.update(taken.undeclared)
-        self.again.append(taken)
+        if self._around.is_frozen:
+            self.flat.frozen.update(dict.fromkeys(part.fqns))
+        self.flat.grids.update(part.grids)
+        self.flat.undeclared.update(part.undeclared)
+        self._cached.append(part)
         self._tensors.append(tensors)
-        self.origins.append(taken)
+        self._origins.append(part)
         return True
 
-    def _is_next(self, taken: Taken) -> bool:
-        """Whether all that was taken again so far, and this, are known to be disjoint."""
-        number = len(self.again)
-        self._follows = self._follows and number < len(self._disjoint) and self._disjoint[number] is taken
+    def _is_next(self, part: CachedPart) -> bool:
+        """Whether all parts reused up to now, and this one, are known to be disjoint."""
+        number = len(self._cached)
+        self._follows = (
+            self._follows and number < len(self._disjoint) and self._disjoint[number] is part
+        )
         return self._follows
 
-    def observe(self, encode: Callable[[], Any]) -> tuple[Any, Callable[[Sequence[torch.Tensor]], Taken | None]]:
-        """What ``encode`` returns, and what makes of it and of what it has collected something to be taken again.
+    def _part_since(
+        self, lengths: tuple[int, ...], node: Any, tensors: Sequence[torch.Tensor]
+    ) -> CachedPart | None:
+        """All that was collected since ``lengths`` were taken, with its node.
 
-        That is given the tensors of a witness, and returns None where some are others, or are tied to what is outside.
+        None if it has other tensors than ``tensors``, or is tied to tensors of other items.
         """
-        flat, containers = self.flat, (self.container, self.container + FROZEN)
-        before = [len(flat.containers.get(container, ())) for container in containers]
-        count = self._count
-        grids, undeclared, ties, by_id = len(flat.grids), len(flat.undeclared), len(self._ties), len(self._by_id)
-        node = encode()
-        changing, frozen = (
-            [*itertools.islice(flat.containers.get(container, {}).items(), begin, None)]
-            for container, begin in zip(containers, before, strict=True)
-        )
-        items = changing + frozen
-
-        def taken(tensors: Sequence[torch.Tensor]) -> Taken | None:
-            indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-            picks = tuple(indices.get(id(tensor), -1) for _, tensor in items)
-            fqns = {fqn: number for number, (fqn, _) in enumerate(items)}
-            elsewhere = self._count - count != len(items)
-            if -1 in picks or elsewhere or by_id != len(self._by_id) or not fqns.keys() >= {*self._ties[ties:]}:
-                return None
-            addresses: dict[int, tuple[int, ...]] = {}
-            for number, (_, tensor) in enumerate(items):
-                addresses[tensor.data_ptr()] = (*addresses.get(tensor.data_ptr(), ()), number)
-            return Taken(
-                Packed(node),
-                fqns,
-                len(changing),
-                picks,
-                addresses,
-                dict(itertools.islice(flat.grids.items(), grids, None)),
-                dict(itertools.islice(flat.undeclared.items(), undeclared, None)),
-            )
-
-        return node, taken
+        ties, by_id, *of_flat = lengths
+        added = self.flat.added_since(of_flat, self.container)
+        if added is None or by_id != len(self._by_id):
+            return None
+        changing, frozen, grids, undeclared = added
+        names = {fqn for fqn, _ in (*changing, *frozen)}
+        if not names.issuperset(self._ties[ties:]):
+            return None
+        return CachedPart.of(node, changing, frozen, tensors, grids, undeclared)
 
     def _at(self, address: int) -> list[tuple[torch.Tensor, Grid | None, Any]] | None:
-        """The tensors collected at an address, None if there are none."""
+        """The tensors collected at an address; None without any."""
         collected = self._by_address.get(address)
         if collected is None:
-            for taken, tensors in zip(self.again, self._tensors, strict=True):
-                if (numbers := taken.addresses.get(address)) is not None:
-                    # Without a grid: what is remembered are plain tensors, whatever share of them this rank has.
-                    collected, fqns = list[tuple[torch.Tensor, Grid | None, Any]](), [*taken.fqns]
-                    collected += [(tensors[number], None, [Tag.TENSOR, fqns[number]]) for number in numbers]
+            for part, tensors in zip(self._cached, self._tensors, strict=True):
+                if (numbers := part.addresses.get(address)) is not None:
+                    # Without a grid: only plain tensors are remembered, whatever share of them this
+                    # rank writes.
+                    collected, fqns = list[tuple[torch.Tensor, Grid | None, Any]](), [*part.fqns]
+                    collected += [
+                        (tensors[number], None, _node(fqns[number], tensors[number]))
+                        for number in numbers
+                    ]
                     self._by_address[address] = collected
         return collected
 
-    def meet_stateful(self, fqn: str) -> None:
-        """Note an object with a state dict: unless it is part of what is shared, each rank has one for itself."""
-        if self._scope is None and not self._pinned:
-            self.flat.per_rank.append(fqn)
-
-    def meet_module(self, module: nn.Module) -> None:
-        """Note a module, and who holds its tensors if it tells; before they are encoded."""
-        self.flat.modules.append(module)
-        if self._ranks is not None:
-            self._held_by.update(_held_by_data_parallel(module, self._ranks))
-
-    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer, and that ranks which hold a parameter alike hold its states alike."""
-        self.flat.optimizers.append(optimizer)
-        if self._ranks is not None:
-            self._held_by.update(self._ranks_of_states(optimizer))
-
-    def subclass(self, value: torch.Tensor, fqn: str) -> Any:
-        """The node of a parameter, a buffer or a ``DTensor``; any other subclass is refused."""
-        if nn.parameter.is_lazy(value):
-            raise NoValuesYet(f"{fqn}: a lazy parameter has no values; run a forward pass first")
-        if isinstance(value, (nn.Parameter, nn.Buffer)):
-            plain = value.detach()
-            if type(plain) is torch.Tensor:
-                return self.tensor(plain, fqn, origin=value)
-        if is_dtensor(value):
-            return self._dtensor(value, fqn)
-        kind, cure = type(value), "save its local part or its dequantized value"
-        if kind.__qualname__ == "ShardedTensor":
-            cure = "with device_mesh= FullyShardedDataParallel gives a DTensor in its place, which can be saved"
-        raise UnsupportedValueError(f"{fqn}: a {kind.__module__}.{kind.__qualname__} is not a plain tensor; {cure}")
-
-    def _dtensor(self, value: torch.Tensor, fqn: str) -> Any:
-        local = cast("Any", value).to_local()
-        if self._ranks is None and local.shape != value.shape:
-            raise UnsupportedValueError(
-                f"{fqn}: it is divided among ranks, and this process saves alone; let all ranks save together"
-            )
-        if self._ranks is None or self._pinned:
-            node = self.tensor(local, fqn, origin=value)
-        else:
-            self._shared_digest.update(fqn.encode("utf-8", "surrogatepass"))
-            node = self.tensor(local, fqn, grid=sharding.describe(value, fqn), origin=value)
-        self._by_id[id(value)] = str(node[1])
-        return node
-
     def table(self, value: RowTable, fqn: str) -> Any:
-        """The node of a table, whose rows are looked at only when they are staged."""
-        if self._annotations or self._scope is not None:
+        """The node of a table, whose rows are read only when they are staged."""
+        if self._around.is_annotated or self._around.scope is not None:
             raise UnsupportedValueError(
-                f"{fqn}: rows of a table are divided among ranks by id; take it out of Replicated, PerRank, Frozen"
+                f"{fqn}: rows of a table are divided among ranks by id; take it out of Replicated, "
+                "PerRank, Frozen"
             )
         columns = checked_columns(value, fqn, NAMES)
         self.flat.tables[fqn] = TableItem(value, columns, container_name(fqn))
         return [Tag.TABLE, {name: [Tag.ROWS, fqn, name] for name in (IDS, *columns)}]
 
     def tensor(
-        self, value: torch.Tensor, fqn: str, *, grid: Grid | None = None, origin: torch.Tensor | None = None
+        self,
+        value: torch.Tensor,
+        fqn: str,
+        *,
+        grid: Grid | None = None,
+        origin: torch.Tensor | None = None,
     ) -> Any:
         """The node of a plain tensor, cut as ``grid`` says and detached from ``origin``."""
         if value.layout is not torch.strided:
-            return self._sparse(value, fqn)
+            return self._inner(value, fqn)
         dtype = value.dtype
         if value.is_meta:
             raise NoValuesYet(f"{fqn}: a meta tensor has no values; materialize it first")
         if value._is_zerotensor():
             raise UnsupportedValueError(f"{fqn}: a tensor of zeros without memory; clone it first")
-        if value.is_nested or (dtype not in NAMES and dtype not in CARRIERS):
-            kind = "a nested tensor" if value.is_nested else dtype
-            raise UnsupportedValueError(f"{fqn}: {kind} cannot be saved")
+        if value.is_nested:
+            raise UnsupportedValueError(
+                f"{fqn}: a nested tensor of strided layout; use torch.jagged, or unbind it"
+            )
+        if dtype in QUANTIZED and grid is None:
+            return self._inner(value, fqn, value if origin is None else origin)
+        if dtype not in NAMES and dtype not in CARRIERS:
+            raise UnsupportedValueError(f"{fqn}: {dtype} cannot be saved")
         address = value.data_ptr() or (0 if grid is None else _address_of_empty(value, grid))
         others = self._at(address) if address else None
         if others is not None:
             for other, other_grid, node in others:
-                if _same_region(value, other) and grid == other_grid:  # else a tensor and this rank's part of it
+                # else a tensor and this rank's part of it
+                if _same_region(value, other) and grid == other_grid:
                     self._ties.append(node[1])
                     return node
-        node: list[Any] = [Tag.TENSOR, fqn]
         stored = value
         origin = value if origin is None else origin
-        if self._ranks is not None and not self._pinned:
+        if not self.is_alone:
             self._share(value, fqn, grid, origin)
         carrier = CARRIERS.get(dtype)
         if carrier is not None:
-            node.append(dtype_name(dtype))
             stored = value.detach().resolve_conj().resolve_neg()
             stored = torch.view_as_real(stored) if carrier.pair else stored.view(carrier.dtype)
             if carrier.pair and fqn in self.flat.grids:
-                self.flat.grids[fqn] = _paired(self.flat.grids[fqn])
-        self._add(fqn, stored, frozen=self._frozen or is_idle(origin))
+                self.flat.grids[fqn] = sharding.paired(self.flat.grids[fqn])
+        node = _node(fqn, value if grid is None else origin)
+        self._add(fqn, stored, frozen=self._around.is_frozen or is_idle(origin))
         if others is not None:
             others.append((value, grid, node))
         elif address:
@@ -312,78 +343,78 @@ class TensorCollector:
             self._by_id[id(origin)] = fqn
         return node
 
-    def _ranks_of_states(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[int, ...]]:
-        """The ranks that hold each optimizer state of ``DistributedDataParallel`` parameters, by id.
-
-        It has all ranks change its parameters alike.
-        """
-        return {
-            id(value): self._held_by[id(parameter)]
-            for parameter, state in optimizer.state.items()
-            if id(parameter) in self._held_by
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
+    def _inner(self, value: torch.Tensor, fqn: str, origin: torch.Tensor | None = None) -> Any:
+        """The node of a sparse or quantized tensor, whose inner tensors are collected."""
+        about, parts = inner_parts(value, fqn)
+        nodes = {
+            name: self.tensor(part, f"{fqn}.{name}", origin=origin) for name, part in parts.items()
         }
+        return [*about, nodes]
 
-    def _share(self, value: torch.Tensor, fqn: str, grid: Grid | None, origin: torch.Tensor) -> None:
-        """Note which ranks hold a tensor, where it is not this rank's own; ``origin`` is what it was detached from."""
-        if grid is None and self._scope is not None:
-            ranks = self._scope or self._held_by.get(id(origin))
+    # For the tensors of other classes ------------------------------------------------------------
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank shares the tensors that are collected now."""
+        return self.ranks is None or self._around.is_pinned
+
+    def identify(self, value: torch.Tensor, fqn: str) -> None:
+        """Note the FQN of a tensor that no address identifies."""
+        self._by_id[id(value)] = fqn
+
+    def share_name(self, fqn: str) -> None:
+        """Note that all ranks have a tensor of this name."""
+        self._shared_digest.update(fqn.encode("utf-8", "surrogatepass"))
+
+    def placement_of(self, value: torch.Tensor) -> tuple[bool, str] | None:
+        """The placements of an optimizer's ``DTensor`` that do not follow from a parameter."""
+        if self._unplaced is not None:
+            self._placed, self._unplaced = sharding.placements_of_states(*self._unplaced), None
+        return None if self._around.is_pinned else self._placed.get(id(value))
+
+    # The memory and names of tensors -------------------------------------------------------------
+
+    def _share(
+        self, value: torch.Tensor, fqn: str, grid: Grid | None, origin: torch.Tensor
+    ) -> None:
+        """Note which ranks hold a tensor that is not this rank's alone.
+
+        ``origin`` is the tensor before ``detach``.
+        """
+        scope = self._around.scope
+        if grid is None and scope is not None:
+            ranks = scope or (None if self._holders is None else self._holders.of(origin))
             if ranks:
-                # What the first rank writes of Whole counts as its load, where the rest is divided.
-                grid = sharding.whole(tuple(value.shape), ranks, self._ranks if self._scope else None)
+                # What the first rank writes of Whole counts towards its load when other tensors are
+                # divided.
+                grid = sharding.whole(tuple(value.shape), ranks, self.ranks if scope else None)
             else:
                 self.flat.undeclared[fqn] = None
         if grid is not None:
             self.flat.grids[fqn] = grid
 
     def _add(self, fqn: str, tensor: torch.Tensor, *, frozen: bool) -> None:
-        if fqn in self.flat.fresh or fqn == "__metadata__" or any(fqn in taken.fqns for taken in self.again):
+        if (
+            fqn in self.flat.fresh
+            or fqn == "__metadata__"
+            or any(fqn in part.fqns for part in self._cached)
+        ):
             raise UnsupportedValueError(
                 f"{fqn}: two tensors of the state have this name, or it is reserved; rename one"
             )
         self.flat.fresh[fqn] = tensor
         container = self.container + FROZEN if frozen else self.container
-        if self._frozen:
+        if self._around.is_frozen:
             self.flat.frozen[fqn] = None
-        self.origins.append((container, fqn))
-        self._count += 1
-        try:
-            self.flat.containers[container][fqn] = tensor
-        except KeyError:
-            self.flat.containers[container] = {fqn: tensor}
-
-    def _sparse(self, value: torch.Tensor, fqn: str) -> Any:
-        parts = SPARSE_PARTS.get(value.layout)
-        if parts is None or value.is_meta:
-            raise UnsupportedValueError(f"{fqn}: tensors of layout {value.layout} on {value.device} cannot be saved")
-        value = value.detach()
-        nodes = {part.strip("_"): self.tensor(getattr(value, part)(), f"{fqn}.{part.strip('_')}") for part in parts}
-        coalesced = value.is_coalesced() if value.layout is torch.sparse_coo else None
-        return [Tag.SPARSE, str(value.layout).removeprefix("torch."), list(value.shape), coalesced, nodes]
+        self._origins.append((container, fqn))
+        self.flat.containers.setdefault(container, {})[fqn] = tensor
 
 
-def _are_disjoint(one: Taken, other: Taken) -> bool:
-    return one.fqns.keys().isdisjoint(other.fqns) and one.addresses.keys().isdisjoint(other.addresses)
-
-
-def _held_by_data_parallel(module: nn.Module, ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """The ranks that hold each tensor that ``DistributedDataParallel`` keeps equal, by the tensor's id.
-
-    That is its parameters, and buffers if it broadcasts them, which it does from the first rank of its group: that
-    one's count. Not what it was told to ignore, under any of its names.
-    """
-    parallel = sys.modules.get("torch.nn.parallel")
-    if parallel is None or not isinstance(module, parallel.DistributedDataParallel):
-        return {}
-    replicas = cast("Any", module)
-    group = tuple(torch.distributed.get_process_group_ranks(replicas.process_group))
-    parameters = list(replicas.module.named_parameters(remove_duplicate=False))
-    buffers = list(replicas.module.named_buffers(remove_duplicate=False)) if replicas.broadcast_buffers else []
-    first = tuple(rank for rank in group if rank in ranks)[:1]
-    holders_by_id = {id(tensor): group for _, tensor in parameters} | {id(tensor): first for _, tensor in buffers}
-    ignored = {id(tensor) for name, tensor in (*parameters, *buffers) if name in replicas.parameters_to_ignore}
-    return {each: holders for each, holders in holders_by_id.items() if each not in ignored}
+def _node(fqn: str, tensor: torch.Tensor) -> list[Any]:
+    """The node of a tensor, with its dtype if another carries it, and its dimensions' order."""
+    carried = dtype_name(tensor.dtype) if tensor.dtype in CARRIERS else ""
+    order = "" if tensor.is_contiguous() else memory_format(tensor)
+    return [Tag.TENSOR, fqn, *([carried, order] if order else [carried] if carried else [])]
 
 
 def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -397,28 +428,17 @@ def _same_region(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=256)
-def _paired(grid: Grid) -> Grid:
-    """The grid of complex numbers that are stored as pairs; one object for each, as plans are found by it."""
-    return replace(grid, shape=(*grid.shape, 2), cuts=(*grid.cuts, (0, 2)))
-
-
-def is_dtensor(value: object) -> bool:
-    """Whether a value is a ``DTensor``; without importing what it comes from, which takes half a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def is_idle(value: object) -> bool:
-    """Whether a value is a parameter that is not trained, which has a file with what is ``Frozen``."""
+    """Whether a value is a parameter without ``requires_grad``, stored in ``Frozen``'s file."""
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
 def _address_of_empty(shard: torch.Tensor, grid: Grid) -> int:
-    """What tells an empty shard from others, for tied tensors have to be tied on all ranks; 0 where nothing does.
+    """An identifier of an empty shard, as tied tensors must be tied on all ranks; 0 if it has none.
 
-    It has no address. But memory of its own, of the size that a shard has elsewhere, is that of no other tensor.
+    It has no address. But if its storage has the size of another rank's shard, no other tensor uses
+    that storage.
     """
     storage = shard.untyped_storage()
-    most = math.prod(max(map(operator.sub, borders[1:], borders)) for borders in grid.cuts) * shard.element_size()
+    most = math.prod(grid.largest_cell) * shard.element_size()
     return -torch_private.storage_id(storage) if storage.nbytes() <= most else 0

@@ -1,77 +1,100 @@
-"""The treespec of a state: the nest with every tensor replaced by its FQN and everything else by itself, as msgpack.
+"""The treespec of a state: the nest, with FQNs for tensors and other values encoded, as msgpack.
 
-Values that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every other node is a list
-whose first element is a :class:`~sidesave.stager.state.tags.Tag`. Nothing in it is pickle unless the checkpoint's
-writer allowed it, and decoding runs no code.
+Values that msgpack knows (None, bool, 64-bit int, float, str, bytes) stand for themselves; every
+other node is a list whose first element is a :class:`~sidesave.stager.state.tags.Tag`. Nothing in
+it is pickle unless the checkpoint's writer allowed it, and decoding runs no code.
 """
 
 from __future__ import annotations
 
-import ast
 import collections
-import datetime
-import enum
-import io
-import math
-import pathlib
-import struct
-import zoneinfo
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import msgpack
 import torch
 
 from sidesave.errors import IntegrityError, UnsupportedValueError
-from sidesave.stager.state.dtypes import CARRIERS, dtype_from_name
 from sidesave.stager.state.merging import Merger, Partial
-from sidesave.stager.state.tags import FACTORIES, MAX_DEPTH, PLAIN, SPARSE_PARTS, Tag
+from sidesave.stager.state.subclasses import RetypedTensor, object_of
+from sidesave.stager.state.tags import (
+    FACTORIES,
+    MAPPINGS,
+    MAX_DEPTH,
+    PLAIN,
+    Tag,
+    container_like,
+    is_plain_node,
+)
+from sidesave.stager.state.tensor_nodes import (
+    CompositeSpec,
+    TensorRef,
+    first_name,
+    is_tensor,
+    part_names,
+    put_together,
+)
+from sidesave.stager.state.values import value_of
 from sidesave.stager.tables import IDS
+from sidesave.stager.torch_private import with_metadata
 
 _FACTORIES_BY_NAME: Final = {name: factory for factory, name in FACTORIES.items()}
-_LAYOUTS_BY_NAME: Final = {str(layout).removeprefix("torch."): layout for layout in SPARSE_PARTS}
 _MAX_DEPTH: Final = MAX_DEPTH + 5
-_MAX_NPY_HEADER_NBYTES: Final = 10_000
-"""The limit that NumPy sets to what it evaluates."""
+
+Path = tuple[Any, ...]
+"""The keys to a node; list items have numbers. A module's state is one dict of dotted keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """A tensor as the treespec names it: the FQN that holds its bytes, and its dtype where that is carried.
+@dataclass(slots=True)
+class Leaves:
+    """The leaves of a treespec, before they are built.
 
-    For the values of a sparse tensor, ``sparse_shape`` is the shape of the whole. What becomes a NumPy ``array`` has to
-    stay in host memory, of the dtype it has. ``rank`` is the one whose treespec names it. Of a column of a ``table`` of
-    rows there is a part on each rank.
+    Attributes:
+        leaves: By path, in the order of the nest: an :class:`Unbuilt`, a value that is encoded as
+            itself, an empty container, or plain data that stays whole.
+        containers: By path, an example of the kind of each other container; a dict has its keys.
+        parameters: The FQNs of the parameters in each group of each optimizer, by the path of the
+            optimizer.
+        partial: FQNs of items that only some of the ranks merged into the treespec had.
     """
 
-    fqn: str
-    dtype: torch.dtype | None
-    sparse_shape: tuple[int, ...] | None = None
-    array: bool = False
-    rank: int = 0
-    table: str = ""
+    leaves: dict[Path, Any] = field(default_factory=dict[Path, Any])
+    containers: dict[Path, Any] = field(default_factory=dict[Path, Any])
+    parameters: dict[Path, list[list[str]]] = field(default_factory=dict[Path, list[list[str]]])
+    partial: set[str] = field(default_factory=set[str])
 
-
-def _everything(fqn: str) -> bool:
-    return True
+    def names(self) -> dict[Path, str]:
+        """The FQN of each leaf."""
+        return {
+            path: leaf.fqn if type(leaf) is Unbuilt else ".".join(map(str, path))
+            for path, leaf in self.leaves.items()
+        }
 
 
 class TreeSpec:
     """A decoded treespec: plain data, and references where tensors go."""
 
     def __init__(self, data: bytes, where: str, rank: int = 0) -> None:
-        """Decode ``data``, the objects file ``where`` of ``rank``; ``IntegrityError`` when it is malformed."""
+        """Decode ``data``, ``rank``'s objects file ``where``; ``IntegrityError`` if malformed."""
         self._where = where
         self._rank = rank
         try:
             body = cast(
                 "Any",
-                msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, unicode_errors="surrogatepass"),
+                msgpack.unpackb(
+                    data,
+                    raw=False,
+                    use_list=True,
+                    strict_map_key=True,
+                    unicode_errors="surrogatepass",
+                ),
             )
         except Exception as error:
             raise IntegrityError(f"{where}: not a treespec: {error}") from error
-        if not isinstance(body, dict) or not all(isinstance(key, str) for key in cast("dict[Any, Any]", body)):
+        if not isinstance(body, dict) or not all(
+            isinstance(key, str) for key in cast("dict[Any, Any]", body)
+        ):
             raise IntegrityError(f"{where}: a treespec must be a map of names")
         self._body = cast("dict[str, Any]", body)
 
@@ -80,77 +103,94 @@ class TreeSpec:
         return list(self._body)
 
     def add(self, other: TreeSpec, is_shared: Callable[[str], bool], *, optimizers: bool) -> None:
-        """Add what only ``other`` has: items, and keys of dicts that both have and that hold shared tensors.
+        """Add items that only ``other`` has, also those of dicts in both that hold shared tensors.
 
         A dict without any belongs to its rank, and must not be mixed with that of another.
 
         Args:
             other: The treespec of another rank.
-            is_shared: Tells by its FQN whether a tensor belongs to all ranks.
-            optimizers: Whether this goes for the states of optimizers too, which belong to the parameters of their
-                rank: one may have had no gradient there, or no elements (FSDP1), and has no state then.
+            is_shared: Whether the tensor of an FQN belongs to all ranks.
+            optimizers: Whether this goes for the states of optimizers too, which belong to the
+                parameters of their rank: one may have had no gradient there, or no elements
+                (FSDP1), and has no state then.
 
         Raises:
             IntegrityError: ``other`` is malformed.
         """
 
         def partial(one: TreeSpec) -> Callable[[Any], Partial]:
-            return lambda node: node if isinstance(node, Partial) else Partial(node, one._where, one._rank)
+            return lambda node: (
+                node if isinstance(node, Partial) else Partial(node, one._where, one._rank)
+            )
 
         try:
-            ours, theirs = ({key: (key, node) for key, node in one._body.items()} for one in (self, other))
-            merged = Merger(is_shared, partial(other), optimizers=optimizers).items(ours, theirs, partial(self), 0)
+            ours, theirs = (
+                {key: (key, node) for key, node in one._body.items()} for one in (self, other)
+            )
+            merged = Merger(is_shared, partial(other), optimizers=optimizers).items(
+                ours, theirs, partial(self), 0
+            )
             self._body = dict(merged.values())
         except Exception as error:
             raise IntegrityError(f"{other._where}: not a treespec: {error}") from error
 
-    def differences(self, other: TreeSpec, is_shared: Callable[[str], bool]) -> list[tuple[str, bool]]:
-        """The FQNs of what two ranks saved differently, and whether it is a number; bytes of tensors are not compared.
+    def differences(
+        self, other: TreeSpec, is_shared: Callable[[str], bool]
+    ) -> list[tuple[str, bool]]:
+        """FQNs of values that two ranks saved differently, and whether each is a number.
 
-        What only one of them has counts where it is of its rank alone: a shared tensor, as ``is_shared`` tells by the
-        FQN, or anything that holds one, does not. ``IntegrityError`` if one of them is malformed.
+        Ignores tensors' bytes. An item that only one of them has counts if it belongs to that rank
+        alone: a shared tensor (``is_shared(fqn)``) or a container of one does not count.
+        ``IntegrityError`` if one of them is malformed.
         """
         merger = Merger(is_shared, lambda node: Partial(node, other._where, other._rank))
         try:
             return list(merger.differences([Tag.DICT, self._body], [Tag.DICT, other._body], "", 0))
         except Exception as error:
-            raise IntegrityError(f"{self._where}, {other._where}: not treespecs of one state: {error}") from error
+            raise IntegrityError(
+                f"{self._where}, {other._where}: not treespecs of one state: {error}"
+            ) from error
 
-    def unbuilt(
-        self, *, unpickle: Callable[[bytes], Any] | None = None, partial: set[str] | None = None
-    ) -> tuple[dict[str, Any], dict[str, list[list[str]]]]:
-        """The nest again, with an :class:`Unbuilt` in the place of every leaf that does not stand for itself.
-
-        Keys are built, for which ``unpickle`` is needed where they were pickled. See :meth:`build` for all else. Also
-        returns, by the FQNs of optimizers, those of the parameters in each of their groups, where they are known.
-        """
-        partial = set[str]() if partial is None else partial
-        builder = _Builder(self._where, self._rank, _no_tensor, _everything, unpickle, partial, holds=True)
-        return builder.mapping(self._body, ""), builder.parameters
-
-    def build(
+    def leaves(
         self,
-        tensor: Callable[[TensorRef], Any],
         *,
-        only: Callable[[str], bool] = _everything,
         unpickle: Callable[[bytes], Any] | None = None,
-        partial: set[str] | None = None,
-    ) -> dict[str, Any]:
-        """The nest again.
+        apart: Mapping[Path, bool] | None = None,
+    ) -> Leaves:
+        """Return all leaves by path, in one walk.
 
         Args:
-            tensor: Gives the value that stands for a reference.
-            only: Leaves of which this is false are left out, and so are items of a dict that lose all they had.
-            unpickle: Gives the value that stands for a pickled one; ``pickle.loads`` runs code that the checkpoint
-                chooses.
-            partial: Takes the FQNs of what not all of the ranks had whose treespecs have been put together here.
+            unpickle: Returns the value of the pickled bytes in a key.
+            apart: The containers to take apart even if all in them is plain data, which otherwise
+                is one leaf; if true, this also applies to the containers in them. None is all
+                containers.
+
+        Raises:
+            IntegrityError: A container is malformed.
+            UnsupportedValueError: A key is pickled and there is no ``unpickle``.
+        """
+        leaves = Leaves()
+        builder = _Builder(self._where, self._rank, _no_tensor, unpickle)
+        for key, node in self._body.items():
+            builder.walk(node, (key,), key, 0, apart, leaves)
+        return leaves
+
+    def build(
+        self, tensor: Callable[[TensorRef], Any], *, unpickle: Callable[[bytes], Any] | None = None
+    ) -> dict[str, Any]:
+        """Build the nest.
+
+        Args:
+            tensor: Returns the value for a reference.
+            unpickle: Returns the value of pickled bytes; ``pickle.loads`` runs code that the
+                checkpoint chooses.
 
         Raises:
             IntegrityError: A node is malformed.
             UnsupportedValueError: A value is pickled and there is no ``unpickle``.
         """
-        partial = set[str]() if partial is None else partial
-        return _Builder(self._where, self._rank, tensor, only, unpickle, partial).mapping(self._body, "")
+        builder = _Builder(self._where, self._rank, tensor, unpickle)
+        return {key: builder.build(node, key, 0) for key, node in self._body.items()}
 
 
 def _no_tensor(ref: TensorRef) -> Any:
@@ -158,22 +198,13 @@ def _no_tensor(ref: TensorRef) -> Any:
 
 
 def rebuilt(node: Any, tensor: Callable[[TensorRef], Any]) -> Any:
-    """The value of a single node; in the place of one that was pickled an object that equals no other."""
-    return _Builder("", 0, tensor, _everything, lambda data: object(), set()).build(node, "", 0)
+    """The value of a single node; a pickled value is replaced by an object that equals no other."""
+    return _Builder("", 0, tensor, lambda data: object()).build(node, "", 0)
 
 
-def with_metadata(state: dict[str, Any], metadata: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A module's state as torch makes it: its metadata tells ``load_state_dict`` which version of a class it is of."""
-    if not isinstance(cast("object", metadata), dict) or not all(type(each) is dict for each in metadata.values()):
-        raise ValueError("a module's metadata must be a map of maps")
-    result: Any = collections.OrderedDict(state)
-    result._metadata = collections.OrderedDict(metadata)
-    return result
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Unbuilt:
-    """A leaf of a treespec whose value is made only when it is wanted."""
+    """A leaf of a treespec whose value is built only on request."""
 
     fqn: str
     _where: str
@@ -182,28 +213,41 @@ class Unbuilt:
     _depth: int
 
     @property
+    def plain_tensor(self) -> TensorRef | None:
+        """The reference, if this is a tensor with nothing recorded but its FQN; else None."""
+        node = self._node
+        return TensorRef(node[1], None, rank=self._rank) if _is_plain_tensor(node) else None
+
+    @property
     def member(self) -> tuple[str, str] | None:
-        """Of a member of an enum the class, as ``module:qualname``, and its name; its value is what is built."""
+        """The class (``module:qualname``) and name of an enum member; it is built as its value."""
         return (str(self._node[1]), str(self._node[2])) if self._node[0] == Tag.ENUM else None
 
     @property
+    def layout(self) -> str:
+        """The layout of a tensor, without ``torch.``."""
+        return str(self._node[1]) if self._node[0] == Tag.SPARSE else "strided"
+
+    @property
     def is_ids(self) -> bool:
-        """Whether it is the ids of a table, without which its columns say nothing."""
+        """Whether it is the ids of a table, without which its columns have no meaning."""
         return self._node[0] == Tag.ROWS and self._node[-1] == IDS
 
-    def build(self, tensor: Callable[[TensorRef], Any], unpickle: Callable[[bytes], Any] | None = None) -> Any:
+    def build(
+        self, tensor: Callable[[TensorRef], Any], unpickle: Callable[[bytes], Any] | None = None
+    ) -> Any:
         """Its value; arguments and errors are those of :meth:`TreeSpec.build`."""
-        builder = _Builder(self._where, self._rank, tensor, _everything, unpickle, set())
+        builder = _Builder(self._where, self._rank, tensor, unpickle)
         return builder.build(self._node, self.fqn, self._depth)
 
 
-class _Missing(enum.Enum):
-    LEFT_OUT = 0
+def _is_plain_tensor(node: list[Any]) -> bool:
+    return node[0] == Tag.TENSOR and len(node) == 2 and type(node[1]) is str
 
 
-_OUT: Final = _Missing.LEFT_OUT
-_DICTS: Final = {Tag.DICT, Tag.ITEMS, Tag.ORDERED_DICT, Tag.COUNTER, Tag.DEFAULT_DICT, Tag.OPTIMIZER, Tag.MODULE}
-_CONTAINERS: Final = frozenset(_DICTS | {Tag.LIST, Tag.TUPLE, Tag.DEQUE, Tag.TABLE})
+_CONTAINERS: Final = frozenset((*MAPPINGS, Tag.LIST, Tag.TUPLE, Tag.DEQUE, Tag.TABLE))
+_WITH_MAPS: Final = (Tag.OPTIMIZER, Tag.MODULE)
+"""Their items may be a map in place of pairs."""
 
 
 class _Builder:
@@ -212,233 +256,191 @@ class _Builder:
         where: str,
         rank: int,
         tensor: Callable[[TensorRef], Any],
-        only: Callable[[str], bool],
         unpickle: Callable[[bytes], Any] | None,
-        partial: set[str],
-        *,
-        holds: bool = False,
     ) -> None:
         self._where = where
         self._rank = rank
         self._tensor = tensor
-        self._only = only
         self._unpickle = unpickle
-        self._partial = partial
-        self.parameters: dict[str, list[list[str]]] = {}
-        # Builds what only makes sense whole: a dict's keys, a set, the parts of a sparse tensor.
-        self._whole: _Builder = (
-            self if only is _everything and not holds else _Builder(where, rank, tensor, _everything, unpickle, partial)
-        )
-        self._holds = holds
-
-    def mapping(self, body: dict[str, Any], prefix: str) -> dict[str, Any]:
-        built = {key: self.build(node, prefix + key, 0) for key, node in body.items()}
-        return {key: value for key, value in built.items() if value is not _OUT}
 
     def build(self, node: Any, fqn: str, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
-        if not isinstance(node, list):
-            if isinstance(node, Partial):
-                self._partial.add(fqn)
-                other = _Builder(
-                    node.where, node.rank, self._tensor, self._only, self._unpickle, self._partial, holds=self._holds
-                )
-                other.parameters = self.parameters
-                return other.build(node.node, fqn, depth)
-            if type(node) not in PLAIN:
-                raise IntegrityError(f"{self._where}: {fqn} is malformed")
-            return node if self._only(fqn) else _OUT
+        """The value of a node."""
+        if type(node) is Partial:
+            return self._of(node).build(node.node, fqn, depth)
         try:
-            body = cast("list[Any]", node)
-            tag = Tag(body[0])
-            if tag in _CONTAINERS:
-                return self._container(tag, body[1:], fqn, depth)
-            if self._holds:
-                return Unbuilt(fqn, self._where, self._rank, body, depth)
-            return self._whole._leaf(tag, body[1:], fqn, depth) if self._only(fqn) else _OUT
+            tag = self._tag_of(node, fqn, depth)
+            if tag is None:
+                return node
+            if tag not in _CONTAINERS:
+                return self._leaf(tag, node[1:], fqn, depth)
+            like, keys, nodes, _ = self._items(tag, node[1:], fqn, depth)
+            if depth < _MAX_DEPTH and PLAIN.issuperset(map(type, nodes)):
+                return container_like(like, keys, nodes)
+            each = zip(keys, nodes, strict=True)
+            return container_like(
+                like, keys, [self.build(item, f"{fqn}.{key!s}", depth + 1) for key, item in each]
+            )
         except (IntegrityError, UnsupportedValueError):
             raise
         except Exception as error:
             raise IntegrityError(f"{self._where}: {fqn} is malformed: {error}") from error
 
-    def _container(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+    def walk(
+        self,
+        node: Any,
+        path: Path,
+        fqn: str,
+        depth: int,
+        apart: Mapping[Path, bool] | None,
+        into: Leaves,
+    ) -> None:
+        """Put the leaves of a node, and its containers, into ``into``."""
+        if type(node) is Partial:
+            into.partial.add(fqn)
+            self._of(node).walk(node.node, path, fqn, depth, apart, into)
+            return
+        try:
+            tag = self._tag_of(node, fqn, depth)
+            if tag is None or tag not in _CONTAINERS:
+                into.leaves[path] = (
+                    node if tag is None else Unbuilt(fqn, self._where, self._rank, node, depth)
+                )
+                return
+            like, keys, nodes, parameters = self._items(tag, node[1:], fqn, depth)
+            if parameters is not None:
+                into.parameters[path] = parameters
+            if not nodes or (
+                apart is not None and path not in apart and is_plain_node(node, depth)
+            ):
+                into.leaves[path] = self.build(node, fqn, depth)
+                return
+            into.containers[path] = like
+            below = None if apart is not None and apart.get(path) else apart
+            if isinstance(like, dict):
+                # of two equal keys the last one counts
+                pairs = dict(zip(keys, nodes, strict=True)).items()
+                like.update(dict.fromkeys(keys))
+            else:
+                pairs = zip(keys, nodes, strict=True)
+            for key, item in pairs:
+                at, name = (*path, key), f"{fqn}.{key!s}"
+                # as most are
+                if depth < _MAX_DEPTH and type(item) is list and item and item[0] == Tag.TENSOR:
+                    into.leaves[at] = Unbuilt(
+                        name, self._where, self._rank, cast("list[Any]", item), depth + 1
+                    )
+                else:
+                    self.walk(item, at, name, depth + 1, below, into)
+        except (IntegrityError, UnsupportedValueError):
+            raise
+        except Exception as error:
+            raise IntegrityError(f"{self._where}: {fqn} is malformed: {error}") from error
+
+    def _of(self, part: Partial) -> _Builder:
+        return _Builder(part.where, part.rank, self._tensor, self._unpickle)
+
+    def _tag_of(self, node: Any, fqn: str, depth: int) -> Tag | None:
+        """The tag of a node; None if it is encoded as itself."""
+        if depth > _MAX_DEPTH:
+            raise IntegrityError(f"{self._where}: {fqn} is nested too deep")
+        if isinstance(node, list):
+            return Tag(cast("list[Any]", node)[0])
+        if type(node) not in PLAIN:
+            raise IntegrityError(f"{self._where}: {fqn} is malformed")
+        return None
+
+    def _items(
+        self, tag: Tag, rest: list[Any], fqn: str, depth: int
+    ) -> tuple[Any, Collection[Any], Collection[Any], list[list[str]] | None]:
+        """An empty container of a node's kind, its keys, items, and an optimizer's parameters."""
+        like: Any = {}
+        parameters: list[list[str]] | None = None
         match tag:
+            case Tag.LIST | Tag.TUPLE | Tag.DEQUE:
+                if tag is Tag.DEQUE:
+                    return collections.deque[Any]((), rest[0]), range(len(rest) - 1), rest[1:], None
+                return [] if tag is Tag.LIST else (), range(len(rest)), rest, None
             case Tag.DICT | Tag.TABLE:
                 body = cast("dict[str, Any]", rest[0])
-                if self._stand_for_themselves(body.values(), depth):
-                    return dict(zip(map(str, body), body.values(), strict=True))
-                items = body.items()
-                built = {str(key): self.build(item, f"{fqn}.{key}", depth + 1) for key, item in items}
-                return self._kept(built, fqn)
-            case Tag.ITEMS:
-                return self._items(rest[0], fqn, depth)
+                return like, [*map(str, body)], body.values(), None
             case Tag.ORDERED_DICT:
-                kept = self._items(rest[0], fqn, depth)
-                return kept if kept is _OUT else collections.OrderedDict(kept)
+                like = collections.OrderedDict[Any, Any]()
             case Tag.COUNTER:
-                kept = self._items(rest[0], fqn, depth)
-                return kept if kept is _OUT else collections.Counter[Any](kept)
+                like = collections.Counter[Any]()
             case Tag.DEFAULT_DICT:
-                kept = self._items(rest[1], fqn, depth)
-                return kept if kept is _OUT else collections.defaultdict(_FACTORIES_BY_NAME[rest[0]], kept)
+                like = collections.defaultdict[Any, Any](_FACTORIES_BY_NAME[rest[0]])
             case Tag.OPTIMIZER:
-                names, body = rest
-                self.parameters[fqn] = [list(map(str, group)) for group in names]
-                pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
-                return self._items(pairs, fqn, depth)
+                parameters = [list(map(str, group)) for group in rest[0]]
             case Tag.MODULE:
-                metadata, body = rest
-                pairs: Any = cast("dict[Any, Any]", body).items() if isinstance(body, dict) else body
-                kept = self._items(pairs, fqn, depth)
-                return kept if kept is _OUT else with_metadata(kept, self._whole.build(metadata, fqn, depth + 1))
-            case _:  # a sequence
-                maxlen = rest.pop(0) if tag is Tag.DEQUE else None
-                if self._stand_for_themselves(rest, depth):
-                    items = kept = rest
-                else:
-                    items = [self.build(item, f"{fqn}.{index}", depth + 1) for index, item in enumerate(rest)]
-                    kept = [item for item in items if item is not _OUT]
-                if not kept and (items or not self._only(fqn)):
-                    return _OUT
-                return kept if tag is Tag.LIST else tuple(kept) if tag is Tag.TUPLE else collections.deque(kept, maxlen)
-
-    def _stand_for_themselves(self, nodes: Collection[Any], depth: int) -> bool:
-        """Whether a container of nothing but plain values is kept as it is, and none of them needs a look."""
-        return self._only is _everything and depth < _MAX_DEPTH and PLAIN.issuperset(map(type, nodes))
-
-    def _kept(self, built: dict[Any, Any], fqn: str) -> Any:
-        kept = {key: value for key, value in built.items() if value is not _OUT}
-        return kept if kept or (not built and self._only(fqn)) else _OUT
-
-    def _items(self, pairs: list[Any], fqn: str, depth: int) -> Any:
-        built: dict[Any, Any] = {}
-        if depth < _MAX_DEPTH and self._only is _everything:
-            stand = PLAIN
-        else:
-            stand = frozenset[type]()
-        for key_node, item in pairs:
-            key = key_node if type(key_node) in stand else self._whole.build(key_node, f"{fqn}.<key>", depth + 1)
-            built[key] = item if type(item) in stand else self.build(item, f"{fqn}.{key}", depth + 1)
-        return self._kept(built, fqn)
+                like = with_metadata({}, self.build(rest[0], fqn, depth + 1))
+            case _:
+                pass
+        body = rest[-1]
+        pairs: Any = (
+            cast("dict[Any, Any]", body).items()
+            if tag in _WITH_MAPS and isinstance(body, dict)
+            else body
+        )
+        stand = PLAIN if depth < _MAX_DEPTH else frozenset[type]()
+        keys: list[Any] = []
+        nodes: list[Any] = []
+        for key, item in pairs:
+            keys.append(key if type(key) in stand else self.build(key, f"{fqn}.<key>", depth + 1))
+            nodes.append(item)
+        return like, keys, nodes, parameters
 
     def _leaf(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
         match tag:
             case Tag.TENSOR:
-                return self._tensor(self._reference(*rest))
+                return self._tensor(TensorRef.of(self._rank, *rest))
+            case Tag.PLACED:
+                return self._tensor(TensorRef.placed_of(self._rank, *rest))
             case Tag.ROWS:
                 table, column = map(str, rest)
-                return self._tensor(TensorRef(f"{table}.{column}", None, rank=self._rank, table=table))
-            case Tag.SPARSE:
-                return self._sparse(rest, fqn, depth)
+                return self._tensor(
+                    TensorRef(f"{table}.{column}", None, rank=self._rank, table=table)
+                )
+            case Tag.SPARSE | Tag.NESTED | Tag.QUANTIZED | Tag.SUBCLASS:
+                return self._composite(tag, rest, fqn, depth)
+            case Tag.RENAMED:
+                kind, value = str(rest[0]), self.build(rest[1], fqn, depth + 1)
+                if is_tensor(value):
+                    return RetypedTensor(kind, value)
+                spec = CompositeSpec(kind, is_renamed=True)
+                return self._tensor(TensorRef(first_name(rest[1]), None, spec, rank=self._rank))
+            case Tag.OBJECT:
+                kind, fields = str(rest[0]), rest[1]
+                if isinstance(fields, dict):
+                    parts = cast("dict[str, Any]", fields).items()
+                    fields = {
+                        name: self.build(node, f"{fqn}.{name}", depth + 1) for name, node in parts
+                    }
+                return object_of(kind, fields)
             case Tag.NUMPY_ARRAY:
-                value = self._tensor(self._reference(*rest[0][1:], array=True))
+                value = self._tensor(TensorRef.of(self._rank, *rest[0][1:], array=True))
                 return value.numpy() if isinstance(value, torch.Tensor) else value
-            case Tag.NUMPY_FILE:
-                return _from_npy(rest[0])
-            case Tag.NUMPY_SCALAR:
-                import numpy as np
-
-                dtype, content = rest
-                if not dtype:
-                    return _from_npy(content)[()]
-                if not isinstance(dtype, str) or np.dtype(dtype).itemsize != len(content):
-                    raise ValueError(f"no NumPy scalar of {dtype!r:.80} has {len(content)} bytes")
-                scalar = np.frombuffer(content, dtype=np.dtype(dtype))[0]
-                if isinstance(scalar, np.bytes_):  # an element of an array ends before its zeros, a scalar does not
-                    return np.bytes_(bytes(content))
-                if isinstance(scalar, np.str_):
-                    return np.str_(bytes(content).decode("utf-32", "surrogatepass"))
-                return scalar
             case Tag.ENUM:
                 return self.build(rest[2], fqn, depth + 1)
             case Tag.PICKLE:
                 if self._unpickle is None:
                     raise UnsupportedValueError(
-                        f"{self._where}: {fqn} was pickled; pass allow_pickle=True if you trust who wrote it"
+                        f"{self._where}: {fqn} was pickled; pass allow_pickle=True if you trust "
+                        "who wrote it"
                     )
                 return self._unpickle(rest[0])
             case _:
-                return self._plain(tag, rest, fqn, depth)
+                return value_of(tag, rest, lambda node: self.build(node, fqn, depth + 1))
 
-    def _plain(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
-        match tag:
-            case Tag.INT:
-                return int(rest[0], 16)
-            case Tag.COMPLEX:
-                return complex(*rest)
-            case Tag.SET:
-                return {self.build(item, fqn, depth + 1) for item in rest}
-            case Tag.FROZENSET:
-                return frozenset(self.build(item, fqn, depth + 1) for item in rest)
-            case Tag.BYTEARRAY:
-                return bytearray(memoryview(rest[0]))  # which a number, a request for that many zeros, is not
-            case Tag.BYTES_IO:
-                stream = io.BytesIO(rest[0])
-                stream.seek(rest[1])
-                return stream
-            case Tag.SIZE:
-                return torch.Size(rest)
-            case Tag.DTYPE:
-                dtype = dtype_from_name(rest[0])
-                if dtype is None:
-                    raise ValueError(f"this torch has no dtype {rest[0]!r}")
-                return dtype
-            case Tag.DEVICE:
-                return torch.device(str(rest[0]))  # a number would be a device of the accelerator that is here
-            case Tag.DATETIME:
-                return _zoned(datetime.datetime.fromisoformat(rest[0]), rest[1], rest[2])
-            case Tag.TIME:
-                return _zoned(datetime.time.fromisoformat(rest[0]), rest[1], rest[2])
-            case Tag.DATE:
-                return datetime.date.fromisoformat(rest[0])
-            case Tag.TIMEDELTA:
-                return datetime.timedelta(*rest)
-            case Tag.PATH:
-                return pathlib.Path(rest[0])
-            case Tag.PURE_PATH:
-                return pathlib.PurePosixPath(rest[0])
-            case _:
-                raise ValueError(f"no leaf has tag {tag}")
-
-    def _reference(
-        self, fqn: Any, carried: str = "", *, sparse_shape: tuple[int, ...] | None = None, array: bool = False
-    ) -> TensorRef:
-        dtype = dtype_from_name(carried)
-        if carried and dtype not in CARRIERS:
-            raise ValueError(f"{carried!r} is not a carried dtype")
-        return TensorRef(str(fqn), dtype, sparse_shape, array, self._rank)
-
-    def _sparse(self, rest: list[Any], fqn: str, depth: int) -> Any:
-        layout, shape, coalesced, nodes = rest
-        layout = _LAYOUTS_BY_NAME[layout]
-        parts = [self.build(nodes[part.strip("_")], fqn, depth + 1) for part in SPARSE_PARTS[layout]]
-        if not all(isinstance(part, torch.Tensor) for part in parts):
-            # For a caller without any.
-            return self._tensor(self._reference(*nodes["values"][1:], sparse_shape=tuple(shape)))
-        if layout is torch.sparse_coo:
-            make = cast("Any", torch.sparse_coo_tensor)
-            return make(*parts, shape, is_coalesced=coalesced, check_invariants=True)
-        make = cast("Any", torch.sparse_compressed_tensor)
-        return make(*parts, shape, layout=layout, check_invariants=True)
-
-
-def _from_npy(data: bytes) -> Any:
-    """The array of a .npy file. NumPy takes memory for what a header announces, so that is compared with ``data``."""
-    import numpy as np
-
-    stream = io.BytesIO(data)
-    major, _ = np.lib.format.read_magic(stream)
-    (length,) = struct.unpack("<H", stream.read(2)) if major == 1 else struct.unpack("<I", stream.read(4))
-    if length > _MAX_NPY_HEADER_NBYTES:
-        raise ValueError(f"a .npy header of {length} bytes")
-    header = ast.literal_eval(stream.read(length).decode("latin-1" if major < 3 else "utf-8"))
-    nbytes = math.prod(header["shape"]) * np.lib.format.descr_to_dtype(header["descr"]).itemsize
-    if nbytes != len(data) - stream.tell():
-        raise ValueError(f"a .npy file of {len(data)} bytes for an array of {nbytes}")
-    stream.seek(0)
-    return np.lib.format.read_array(stream, allow_pickle=False)
-
-
-def _zoned(value: Any, fold: int, zone: str | None) -> Any:
-    return value.replace(fold=fold, tzinfo=value.tzinfo if zone is None else zoneinfo.ZoneInfo(zone))
+    def _composite(self, tag: Tag, rest: list[Any], fqn: str, depth: int) -> Any:
+        """A tensor made of inner tensors, or a description of it for callers without tensors."""
+        *about, nodes = rest
+        parts = {
+            name: self.build(nodes[name], f"{fqn}.{name}", depth + 1)
+            for name in part_names(tag, about, nodes)
+        }
+        spec = CompositeSpec.of(
+            tag, about, list(parts), lambda: self.build(about[-1], f"{fqn}.<context>", depth + 1)
+        )
+        if parts and all(map(is_tensor, parts.values())):
+            return put_together(tag, about, parts, spec)
+        return self._tensor(TensorRef(first_name([tag, nodes]), None, spec, rank=self._rank))

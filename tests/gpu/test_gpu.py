@@ -1,7 +1,9 @@
-"""Saves of CUDA tensors beside training: the compute stream waits, the CPU does not, and no bit is of a later moment.
+"""Saves of CUDA tensors beside training: the compute stream waits, the CPU does not, and no bit is
+of a later moment.
 
-Where a copy must be under way, the stream that it runs on is held: what it reads is then read well after everything
-that the test enqueues next. Where the copies must not be enqueued yet, the stager thread is held.
+Where a copy must be under way, the stream that it runs on is held: what it reads is then read well
+after everything that the test enqueues next. Where the copies must not be enqueued yet, the stager
+thread is held.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from gpu import (
     Call,
     assert_holds,
     backward,
+    copied_late,
     finish_compute,
     hold_compute_back,
     hold_copies_back,
@@ -28,18 +31,19 @@ from gpu import (
     trained,
     wait_until_enqueued,
     warm_up,
+    warmed_up,
 )
 from states import assert_torn, difference, frozen, held, swap_back, swap_in
 from torch import nn
 from trainers import wait_until
 
 import sidesave
-from sidesave import Checkpointer
+from sidesave import Checkpointer, StagingOptions
 
 pytestmark = gpu.MARKS
 
 
-# Optimizers ------------------------------------------------------------------------------------------------------
+# Optimizers ---------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
@@ -51,10 +55,11 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_beside_a_save_and_changes_nothing_of_it(checkpointer: Checkpointer, name: str):
+def test_training_goes_on_beside_a_save_and_changes_nothing_of_it(
+    checkpointer: Checkpointer, name: str
+):
     make, options = OPTIMIZERS[name]
-    state = trained(make, **options)
-    warm_up(checkpointer, state)
+    state = warmed_up(checkpointer, make, **options)
     for step in range(1, 4):
         expected = seen(state)
         with hold_copies_back(checkpointer):
@@ -68,18 +73,16 @@ def test_training_goes_on_beside_a_save_and_changes_nothing_of_it(checkpointer: 
 
 
 def test_forward_and_backward_wait_for_no_copy(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, fused=True)
-    warm_up(checkpointer, state)
-    expected = seen(state)
-    with hold_copies_back(checkpointer):
-        handle = checkpointer.save(1, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, fused=True)
+    with copied_late(checkpointer, state) as handle:
         backward(state["model"])
         finish_compute()
         assert not handle.staged.done()
-    assert_holds(handle, expected)
 
 
-def test_saves_one_after_the_other_share_the_scratch_and_keep_apart_what_they_saw(checkpointer: Checkpointer):
+def test_saves_one_after_the_other_share_the_scratch_and_keep_apart_what_they_saw(
+    checkpointer: Checkpointer,
+):
     state = trained(torch.optim.AdamW, fused=True)
     state["buffer"] = torch.zeros(1000, device="cuda")  # packed, for nobody owns it
     warm_up(checkpointer, state)
@@ -94,7 +97,9 @@ def test_saves_one_after_the_other_share_the_scratch_and_keep_apart_what_they_sa
         assert_holds(handle, expected)
 
 
-def test_a_save_behind_one_whose_copies_have_not_run_leaves_its_scratch_alone(checkpointer: Checkpointer):
+def test_a_save_behind_one_whose_copies_have_not_run_leaves_its_scratch_alone(
+    checkpointer: Checkpointer,
+):
     state = {"buffer": torch.zeros(1000, device="cuda")}
     warm_up(checkpointer, state)
     with hold_copies_back(checkpointer):
@@ -110,8 +115,7 @@ def test_a_save_behind_one_whose_copies_have_not_run_leaves_its_scratch_alone(ch
 
 def test_a_step_waits_on_the_host_until_the_copies_are_enqueued(checkpointer: Checkpointer):
     """To wait for an event that is not recorded yet would be to wait for nothing."""
-    state = trained(torch.optim.AdamW, fused=True)
-    warm_up(checkpointer, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, fused=True)
     backward(state["model"])
     expected = seen(state)
     with hold_copies_back(checkpointer):
@@ -162,9 +166,10 @@ def test_a_save_sees_what_was_enqueued_before_it_and_nothing_after(checkpointer:
     assert_holds(handle, on_host(expected))
 
 
-def test_a_save_is_staged_while_the_compute_stream_is_held_by_what_came_after_it(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, fused=True)
-    warm_up(checkpointer, state)
+def test_a_save_is_staged_while_the_compute_stream_is_held_by_what_came_after_it(
+    checkpointer: Checkpointer,
+):
+    state = warmed_up(checkpointer, torch.optim.AdamW, fused=True)
     expected = seen(state)
     handle = checkpointer.save(1, state)
     with hold_compute_back():
@@ -174,7 +179,9 @@ def test_a_save_is_staged_while_the_compute_stream_is_held_by_what_came_after_it
 
 def test_three_thousand_tensors_behind_a_busy_stream_make_nobody_wait(checkpointer: Checkpointer):
     torch.manual_seed(0)
-    model = nn.ParameterList([torch.randn(number % 97 + 1, device="cuda") for number in range(3000)])
+    model = nn.ParameterList(
+        [torch.randn(number % 97 + 1, device="cuda") for number in range(3000)]
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     for parameter in model:
@@ -189,16 +196,21 @@ def test_three_thousand_tensors_behind_a_busy_stream_make_nobody_wait(checkpoint
     assert_holds(handle, expected)
 
 
-# What no optimizer changes ---------------------------------------------------------------------------------------
+# What no optimizer changes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [1000, 10 * MIB, 30 * MIB])
 def test_what_nobody_owns_is_saved_as_it_was_at_the_call(
     checkpointer: Checkpointer, nbytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Small and large ones fit into the scratch, and there is one that does not: that one ``save()`` may wait for."""
+    """Small and large ones fit into the scratch, and there is one that does not: that one
+    ``save()`` may wait for.
+    """
     gpu.replace_everywhere(monkeypatch, "HALF_NBYTES", (MIB, 10 * MIB))
-    state = {"buffer": torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), "other": torch.ones(100, device="cuda")}
+    state = {
+        "buffer": torch.zeros(nbytes, dtype=torch.uint8, device="cuda"),
+        "other": torch.ones(100, device="cuda"),
+    }
     warm_up(checkpointer, state)
     fits = nbytes < 20 * MIB
     for step in range(1, 4):
@@ -215,7 +227,9 @@ def test_what_nobody_owns_is_saved_as_it_was_at_the_call(
 def test_what_exceeds_the_scratch_leaves_in_stream_order(
     checkpointer: Checkpointer, hold: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """After what was enqueued before ``save()``, before what is enqueued after; ``save()`` may wait for it."""
+    """After what was enqueued before ``save()``, before what is enqueued after; ``save()`` may wait
+    for it.
+    """
     gpu.replace_everywhere(monkeypatch, "HALF_NBYTES", (MIB,))
     state = {"buffer": torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda")}
     warm_up(checkpointer, state)
@@ -238,8 +252,12 @@ class _Foreign(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_more_than_the_scratch_holds_is_saved_as_it_was_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It takes several rounds through the scratch; of each kind there is more than one round holds."""
+def test_more_than_the_scratch_holds_is_saved_as_it_was_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It takes several rounds through the scratch; of each kind there is more than one round
+    holds.
+    """
     gpu.replace_everywhere(monkeypatch, "HALF_NBYTES", (MIB // 2,))
     state = trained(_Foreign, momentum=0.9)
     for number in range(24):
@@ -262,8 +280,12 @@ def test_more_than_the_scratch_holds_is_saved_as_it_was_at_the_call(tmp_path: Pa
             assert_holds(handle, expected)
 
 
-def test_a_tensor_of_another_stream_that_is_dropped_after_the_call_is_saved_as_it_was(checkpointer: Checkpointer):
-    """Its memory may be used again on its own stream before the compute stream gets to the capture."""
+def test_a_tensor_of_another_stream_that_is_dropped_after_the_call_is_saved_as_it_was(
+    checkpointer: Checkpointer,
+):
+    """Its memory may be used again on its own stream before the compute stream gets to the
+    capture.
+    """
     other = torch.cuda.Stream()
     shape = (1000,)
     warm_up(checkpointer, {"x": torch.zeros(shape, device="cuda")})
@@ -319,7 +341,9 @@ def test_tensors_that_lie_elsewhere_at_each_save_and_those_that_do_not_are_saved
     state = trained(torch.optim.AdamW, fused=True)
     kept: list[torch.Tensor] = []
     for step in range(1, 9):
-        small = torch.rand(3, 50, device="cuda").t() if step % 2 else torch.rand(50, 3, device="cuda")
+        small = (
+            torch.rand(3, 50, device="cuda").t() if step % 2 else torch.rand(50, 3, device="cuda")
+        )
         state["loss"], state["small"] = torch.rand((), device="cuda"), small
         state["half"] = torch.rand(1001, device="cuda").bfloat16()
         kept += [state["loss"], state["small"], state["half"]]
@@ -332,7 +356,7 @@ def test_tensors_that_lie_elsewhere_at_each_save_and_those_that_do_not_are_saved
         assert_holds(handle, expected)
 
 
-# What changes owned tensors all the same -------------------------------------------------------------------------
+# What changes owned tensors all the same ----------------------------------------------------------
 
 
 def _other_values(average: nn.Module) -> None:
@@ -360,7 +384,7 @@ def test_averages_swapped_back_under_a_copy_tear_it_and_the_next_one_is_copied_a
     average = network()
     average.load_state_dict(state["model"].state_dict())
     differ(average)
-    with Checkpointer(tmp_path, validate=validate) as checkpointer:
+    with Checkpointer(tmp_path, staging=StagingOptions(validate=validate)) as checkpointer:
         warm_up(checkpointer, state)
         before = swap_in(state["model"], average)
         with hold_copies_back(checkpointer):
@@ -370,19 +394,20 @@ def test_averages_swapped_back_under_a_copy_tear_it_and_the_next_one_is_copied_a
         assert_torn(checkpointer, handle, r"model\.")
         for step in (1, 2):
             before = swap_in(state["model"], average)
-            expected = seen(state)
-            with hold_copies_back(checkpointer):
-                handle = checkpointer.save(step, state)
+            with copied_late(checkpointer, state, step):
                 swap_back(state["model"], before)
-            assert_holds(handle, expected)
 
 
 @pytest.mark.expects_violations("RACE")
-@pytest.mark.parametrize(("validate", "value"), [(False, 2.0), (True, -1.0)], ids=["another_norm", "same_norm"])
-def test_one_changed_element_that_no_window_shows_is_found(tmp_path: Path, validate: bool, value: float):
+@pytest.mark.parametrize(
+    ("validate", "value"), [(False, 2.0), (True, -1.0)], ids=["another_norm", "same_norm"]
+)
+def test_one_changed_element_that_no_window_shows_is_found(
+    tmp_path: Path, validate: bool, value: float
+):
     weight = nn.Parameter(torch.ones(MIB, device="cuda"))
     state: dict[str, Any] = {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
-    with Checkpointer(tmp_path, validate=validate) as checkpointer:
+    with Checkpointer(tmp_path, staging=StagingOptions(validate=validate)) as checkpointer:
         warm_up(checkpointer, state)
         with hold_copies_back(checkpointer):
             handle = checkpointer.save(1, state)
@@ -392,50 +417,44 @@ def test_one_changed_element_that_no_window_shows_is_found(tmp_path: Path, valid
 
 
 def test_guard_holds_a_hand_written_update_back(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, fused=True)
-    warm_up(checkpointer, state)
-    expected = seen(state)
-    with hold_copies_back(checkpointer):
-        handle = checkpointer.save(1, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, fused=True)
+    with copied_late(checkpointer, state) as handle:
         with checkpointer.guard():
             for parameter in state["model"].parameters():
                 parameter.data.zero_()
         assert not handle.staged.done(), "in stream order, not on the host"
-    assert_holds(handle, expected)
 
 
-def test_tensors_whose_data_is_replaced_under_a_copy_are_saved_as_they_were(checkpointer: Checkpointer):
-    state = trained(torch.optim.SGD, momentum=0.9)
-    warm_up(checkpointer, state)
-    expected = seen(state)
-    with held(checkpointer):
-        handle = checkpointer.save(1, state)
+def test_tensors_whose_data_is_replaced_under_a_copy_are_saved_as_they_were(
+    checkpointer: Checkpointer,
+):
+    state = warmed_up(checkpointer, torch.optim.SGD, momentum=0.9)
+    with copied_late(checkpointer, state, hold=held):
         for parameter in state["model"].parameters():
             parameter.data = torch.empty(0, device="cuda")
-        fill = [torch.full((512, 512), 7.0, device="cuda") for _ in range(50)]  # takes the memory, were it free
+        # takes the memory, were it free
+        fill = [torch.full((512, 512), 7.0, device="cuda") for _ in range(50)]
         torch.cuda.current_stream().synchronize()
-    assert_holds(handle, expected)
     del fill
 
 
-def test_tensors_whose_memory_is_freed_while_it_is_copied_are_saved_as_they_were(checkpointer: Checkpointer):
-    state = trained(torch.optim.SGD, momentum=0.9)
-    warm_up(checkpointer, state)
-    expected = seen(state)
-    with hold_copies_back(checkpointer):
-        handle = checkpointer.save(1, state)
+def test_tensors_whose_memory_is_freed_while_it_is_copied_are_saved_as_they_were(
+    checkpointer: Checkpointer,
+):
+    state = warmed_up(checkpointer, torch.optim.SGD, momentum=0.9)
+    with copied_late(checkpointer, state):
         wait_until_enqueued()
         for parameter in state["model"].parameters():
             parameter.untyped_storage().resize_(0)
         fill = [torch.full((512, 512), 7.0, device="cuda") for _ in range(50)]
         finish_compute()
-    assert_holds(handle, expected)
     del fill
 
 
-def test_tensors_whose_memory_is_freed_before_it_is_copied_tear_the_save_and_break_nothing(checkpointer: Checkpointer):
-    state = trained(torch.optim.SGD, momentum=0.9)
-    warm_up(checkpointer, state)
+def test_tensors_whose_memory_is_freed_before_it_is_copied_tear_the_save_and_break_nothing(
+    checkpointer: Checkpointer,
+):
+    state = warmed_up(checkpointer, torch.optim.SGD, momentum=0.9)
     with held(checkpointer):
         handle = checkpointer.save(1, state)
         for parameter in state["model"].parameters():

@@ -9,7 +9,7 @@ import torch
 from gpu import MIB, run_program, side_streams, wait_until_enqueued, warm_up
 from torch import nn
 
-from sidesave import Checkpointer
+from sidesave import Checkpointer, StagingOptions
 from sidesave.stager.copy.fingerprint import DeviceFingerprint
 from sidesave.stager.devices.cuda import CudaRuntime
 
@@ -19,7 +19,10 @@ pytestmark = gpu.MARKS
 def _owned(nbytes: int, count: int = 1) -> dict[str, Any]:
     """Tensors of an optimizer's, each of which is copied by itself."""
     parameters = [nn.Parameter(torch.zeros(nbytes // 4, device="cuda")) for _ in range(count)]
-    return {"parameters": nn.ParameterList(parameters), "optimizer": torch.optim.SGD(parameters, lr=0.1)}
+    return {
+        "parameters": nn.ParameterList(parameters),
+        "optimizer": torch.optim.SGD(parameters, lr=0.1),
+    }
 
 
 def _captured(nbytes: int) -> dict[str, Any]:
@@ -30,15 +33,28 @@ def _captured(nbytes: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "half_nbytes", "in_a_row"),
     [
-        pytest.param(lambda: _owned(7 * MIB // 2), 4 * MIB, [1, 1, 1, 1], id="one tensor beside training"),
-        pytest.param(lambda: _owned(300 << 10, 11), 4 * MIB, [3, 3, 3, 2], id="several beside training"),
+        pytest.param(
+            lambda: _owned(7 * MIB // 2), 4 * MIB, [1, 1, 1, 1], id="one tensor beside training"
+        ),
+        pytest.param(
+            lambda: _owned(300 << 10, 11), 4 * MIB, [3, 3, 3, 2], id="several beside training"
+        ),
         pytest.param(lambda: _owned(300 << 10, 3), 4 * MIB, [3], id="no more than a chunk"),
         pytest.param(lambda: _captured(7 * MIB // 2), 4 * MIB, [1, 1, 1, 1], id="captured"),
-        pytest.param(lambda: _captured(7 * MIB // 2), 1 << 45, [1, 1, 1, 1], id="captured, no memory for scratch"),
+        pytest.param(
+            lambda: _captured(7 * MIB // 2),
+            1 << 45,
+            [1, 1, 1, 1],
+            id="captured, no memory for scratch",
+        ),
     ],
 )
 def test_a_kernel_is_between_the_copies_of_one_chunk_and_the_next(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, state: Any, half_nbytes: int, in_a_row: list[int]
+    checkpointer: Checkpointer,
+    monkeypatch: pytest.MonkeyPatch,
+    state: Any,
+    half_nbytes: int,
+    in_a_row: list[int],
 ):
     gpu.replace_everywhere(monkeypatch, "CHUNK_NBYTES", MIB)
     gpu.replace_everywhere(monkeypatch, "HALF_NBYTES", (half_nbytes,))
@@ -64,9 +80,9 @@ def test_the_kernels_between_copies_open_no_context_on_the_current_device(tmp_pa
     code = """
 import sys, torch
 import sidesave
-from sidesave.stager.copy import device_copy
+from sidesave.stager.copy import device_copy, packing
 
-device_copy.HALF_NBYTES, device_copy.CHUNK_NBYTES = (1 << 45,), 1 << 20  # copied by the calling thread
+packing.HALF_NBYTES, device_copy.CHUNK_NBYTES = (1 << 45,), 1 << 20  # copied by the calling thread
 state = {"buffer": torch.zeros(3 << 20, dtype=torch.uint8, device="cuda:1")}
 with sidesave.Checkpointer(sys.argv[1]) as checkpointer:
     gpu.assert_holds(checkpointer.save(1, state), gpu.seen(state))
@@ -77,8 +93,12 @@ print("saved")
 
 
 @gpu.needs_a_real_device
-def test_a_scalar_is_read_while_half_a_gigabyte_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Once would do; this process may be kept from a core until the copy is over. Behind all chunks it is always."""
+def test_a_scalar_is_read_while_half_a_gigabyte_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Once would do; this process may be kept from a core until the copy is over. Behind all chunks
+    it is always.
+    """
     state, scalar, stream = _owned(512 * MIB), torch.ones((), device="cuda"), torch.cuda.Stream()
     copied = torch.cuda.Event()
     take_after = DeviceFingerprint.take_after
@@ -88,7 +108,7 @@ def test_a_scalar_is_read_while_half_a_gigabyte_is_copied(tmp_path: Path, monkey
         take_after(witnesses)
 
     monkeypatch.setattr(DeviceFingerprint, "take_after", noting)
-    with Checkpointer(tmp_path, slots=1) as checkpointer:
+    with Checkpointer(tmp_path, staging=StagingOptions(slots=1)) as checkpointer:
         warm_up(checkpointer, state)
         [side] = side_streams(checkpointer)
         for step in range(1, 11):

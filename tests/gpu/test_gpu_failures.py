@@ -11,22 +11,24 @@ from states import held
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer
+from sidesave import Checkpointer, FailureOptions
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager.copy import device_copy
 
 pytestmark = gpu.MARKS
 
-needs_simulator = pytest.mark.skipif(gpu.simulator() is None, reason="only the simulated GPU breaks on request")
+needs_simulator = pytest.mark.skipif(
+    gpu.simulator() is None, reason="only the simulated GPU breaks on request"
+)
 
 
-# A device that is broken for good: every call on it fails from then on ---------------------------------------------
+# A device that is broken for good: every call on it fails from then on ----------------------------
 
 _BREAKS = """
 import os, sys, time, torch
 import sidesave
 from sidesave.stager.copy import device_copy
-from sidesave.stager.state import ownership
+from sidesave.stager import ownership
 import simulated_gpu
 
 where, folder = sys.argv[1], sys.argv[2]
@@ -47,8 +49,8 @@ elif where == "in the pack":
     pack = device_copy.pack
     device_copy.pack = lambda *arguments: (pack(*arguments), break_device())[0]
 elif where == "in the stager thread":
-    copy_out = device_copy._Part.copy_out
-    device_copy._Part.copy_out = lambda *arguments: (break_device(), copy_out(*arguments))[1]
+    copy_out = device_copy._DevicePart.copy_out
+    device_copy._DevicePart.copy_out = lambda *arguments: (break_device(), copy_out(*arguments))[1]
 elif where == "while it is waited for":
     take_after = device_copy.DeviceFingerprint.take_after
     device_copy.DeviceFingerprint.take_after = lambda *arguments: (take_after(*arguments), break_device())[0]
@@ -71,13 +73,17 @@ if sys.argv[3] == "mended":  # else torch itself may abort the process when it f
     simulated_gpu.break_device(0)
 else:
     os._exit(0)
-"""
+"""  # noqa: E501
 
 
 @needs_simulator
 @pytest.mark.parametrize("end", ["mended", "_exit"])
-@pytest.mark.parametrize("where", ["before the call", "in the pack", "in the stager thread", "while it is waited for"])
-def test_a_device_that_breaks_fails_the_save_and_nothing_waits_for_it(tmp_path: Path, where: str, end: str):
+@pytest.mark.parametrize(
+    "where", ["before the call", "in the pack", "in the stager thread", "while it is waited for"]
+)
+def test_a_device_that_breaks_fails_the_save_and_nothing_waits_for_it(
+    tmp_path: Path, where: str, end: str
+):
     assert run_program(_BREAKS, where, tmp_path, end) == "over\n"
     expected = torch.load(tmp_path / "expected", weights_only=False)
     assert gpu.difference(expected, sidesave.load(tmp_path / "step-00000000")) == ""
@@ -85,7 +91,7 @@ def test_a_device_that_breaks_fails_the_save_and_nothing_waits_for_it(tmp_path: 
     assert latest is not None and latest.step == 0
 
 
-# Processes that end --------------------------------------------------------------------------------------------------
+# Processes that end -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("when", ["staged", "written"])
@@ -139,7 +145,7 @@ print("saved")
     assert run_program(code, tmp_path) == "saved\n"
 
 
-# Memory --------------------------------------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------
 
 
 def test_memory_that_was_resized_to_nothing_is_refused(checkpointer: Checkpointer):
@@ -157,7 +163,9 @@ def test_memory_that_was_resized_to_nothing_is_refused(checkpointer: Checkpointe
     assert_holds(checkpointer.save(1, state), seen(state))
 
 
-def test_a_flat_buffer_is_not_owned_because_a_parameter_begins_where_it_does(checkpointer: Checkpointer):
+def test_a_flat_buffer_is_not_owned_because_a_parameter_begins_where_it_does(
+    checkpointer: Checkpointer,
+):
     buffer = torch.zeros(400_000, device="cuda")
     parameter = nn.Parameter(buffer[:100_000])
     state = {"buffer": buffer, "optimizer": torch.optim.SGD([parameter], lr=0.1)}
@@ -184,13 +192,15 @@ def test_a_part_of_what_an_optimizer_owns_is_owned_as_well(checkpointer: Checkpo
 
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 failed")
-@pytest.mark.parametrize("when", ["before its copy", "behind the look at it", "during its copy", "after its copy"])
+@pytest.mark.parametrize(
+    "when", ["before its copy", "behind the look at it", "during its copy", "after its copy"]
+)
 def test_memory_that_is_freed_by_another_thread_is_told_as_torn(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     parameter = nn.Parameter(torch.zeros(400_000, device="cuda"))
     state = {"parameter": parameter, "optimizer": torch.optim.SGD([parameter], lr=0.1)}
-    copy_out, view = device_copy._Part.copy_out, device_copy._view
+    copy_out, view = device_copy._DevicePart.copy_out, device_copy._view
 
     def view_and_free(source: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
         looked_at = view(source, begin, nbytes)
@@ -205,10 +215,10 @@ def test_memory_that_is_freed_by_another_thread_is_told_as_torn(
         finally:
             storage.resize_(1_600_000 if when == "during its copy" else 0)
 
-    with Checkpointer(tmp_path, on_error="warn") as checkpointer:
+    with Checkpointer(tmp_path, failures=FailureOptions(tolerated=5)) as checkpointer:
         gpu.warm_up(checkpointer, state)
         with monkeypatch.context() as patch:
-            patch.setattr(device_copy._Part, "copy_out", copy_out_and_free)
+            patch.setattr(device_copy._DevicePart, "copy_out", copy_out_and_free)
             if when == "behind the look at it":
                 patch.setattr(device_copy, "_view", view_and_free)
             error = checkpointer.save(1, state).committed.exception(60)
@@ -218,9 +228,12 @@ def test_memory_that_is_freed_by_another_thread_is_told_as_torn(
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 failed")
 def test_the_error_of_a_failed_save_holds_no_device_memory(tmp_path: Path):
-    with Checkpointer(tmp_path, on_error="warn") as checkpointer:
+    with Checkpointer(tmp_path, failures=FailureOptions(tolerated=5)) as checkpointer:
         parameter = nn.Parameter(torch.zeros(400_000, device="cuda"))
-        state: dict[str, Any] = {"parameter": parameter, "optimizer": torch.optim.SGD([parameter], lr=0.1)}
+        state: dict[str, Any] = {
+            "parameter": parameter,
+            "optimizer": torch.optim.SGD([parameter], lr=0.1),
+        }
         gpu.warm_up(checkpointer, state)
         torch.cuda.synchronize()
         allocated = torch.cuda.memory_allocated()

@@ -1,4 +1,6 @@
-"""CUDA graphs and saves: a replayed step waits for the copies, a capture survives every call that is made beside it."""
+"""CUDA graphs and saves: a replayed step waits for the copies, a capture survives every call that
+is made beside it.
+"""
 
 import contextlib
 import itertools
@@ -12,6 +14,7 @@ import torch
 from gpu import (
     Call,
     assert_holds,
+    copied_late,
     finish_compute,
     hold_copies_back,
     is_inside,
@@ -20,6 +23,7 @@ from gpu import (
     trained,
     wait_until_enqueued,
     warm_up,
+    warmed_up,
 )
 from states import difference, held
 from trainers import wait_until
@@ -62,8 +66,7 @@ def captured_step(state: dict[str, Any]) -> torch.cuda.CUDAGraph:
 
 
 def test_a_replayed_optimizer_step_waits_for_the_copy_in_stream_order(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, capturable=True)
-    warm_up(checkpointer, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, capturable=True)
     graph = captured_step(state)
     for step in range(1, 4):
         expected = seen(state)
@@ -80,28 +83,23 @@ def test_a_replayed_optimizer_step_waits_for_the_copy_in_stream_order(checkpoint
 
 
 def test_a_replay_without_an_optimizer_step_waits_for_no_copy(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, capturable=True)
-    warm_up(checkpointer, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, capturable=True)
     inputs = torch.randn(4, 512, device="cuda")
     with torch.no_grad():
         state["model"](inputs)
         outputs: list[torch.Tensor] = []
         graph = captured(lambda: outputs.append(state["model"](inputs)))
-    expected = seen(state)
-    with hold_copies_back(checkpointer):
-        handle = checkpointer.save(1, state)
+    with copied_late(checkpointer, state) as handle:
         wait_until_enqueued()
         graph.replay()
         finish_compute()
         assert not handle.staged.done()
-    assert_holds(handle, expected)
     with torch.no_grad():
         assert torch.equal(outputs[0], state["model"](inputs))
 
 
 def test_a_graph_that_is_captured_anew_with_a_step_waits(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, capturable=True)
-    warm_up(checkpointer, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, capturable=True)
     inputs = torch.randn(4, 512, device="cuda")
     step = _warmed_step(state, inputs)
     graph = captured(lambda: state["model"](inputs))
@@ -155,11 +153,13 @@ class _Counter:
         return torch.equal(self.value, before + 4)
 
 
-# What would break a capture, and with it all of CUDA in that process: in programs of their own -----------------------
+# What would break a capture, and with it all of CUDA in that process: in programs of their own ----
 
 
 def _run_here(function: str, *arguments: object) -> None:
-    run_program(f"import sys, test_gpu_graphs\ntest_gpu_graphs.{function}(*sys.argv[1:])\n", *arguments)
+    run_program(
+        f"import sys, test_gpu_graphs\ntest_gpu_graphs.{function}(*sys.argv[1:])\n", *arguments
+    )
 
 
 def test_a_save_inside_a_capture_is_refused_and_the_capture_goes_on(tmp_path: Path):
@@ -175,7 +175,7 @@ def saves_inside_a_capture(run: str) -> None:
             with torch.cuda.graph(graph):
                 counter.value.add_(1)
                 for blocking in (False, True):
-                    with pytest.raises(StagingError, match="captured"):
+                    with pytest.raises(StagingError, match="during a CUDA graph capture"):
                         checkpointer.save(100, state, blocking=blocking)
                 counter.value.add_(1)
             assert counter.replays_well(graph)
@@ -218,7 +218,9 @@ def calls_beside_a_capture(run: str, call: str) -> None:
 
 
 def test_memory_is_pinned_and_given_back_outside_of_captures(tmp_path: Path):
-    """What ``prepare()`` began before a capture, and ``close()`` in another thread, wait for its end."""
+    """What ``prepare()`` began before a capture, and ``close()`` in another thread, wait for its
+    end.
+    """
     _run_here("pins_beside_a_capture", tmp_path)
 
 
@@ -290,12 +292,16 @@ def captures_during_a_call(run: str) -> None:
                 go_on.set()
                 saving.goes_as_far_as_it_gets()
                 if saving.value is not None:
-                    saving.value.staged.exception(60)  # its copies are waited for while the capture is open
+                    # its copies are waited for while the capture is open
+                    saving.value.staged.exception(60)
                 counter.value.add_(1)
             return graph
 
         capturing = Call(capture)
-        wait_until(lambda: go_on.is_set() or is_inside(capturing, "_enter"), "the capture, or its wait for the save")
+        wait_until(
+            lambda: go_on.is_set() or is_inside(capturing, "_enter"),
+            "the capture, or its wait for the save",
+        )
         capturing.goes_as_far_as_it_gets()
         go_on.set()
         assert_holds(saving.result(), {"slow": {"value": torch.ones(1000)}})

@@ -23,24 +23,25 @@ from gpu import (
     seen,
     trained,
     warm_up,
+    warmed_up,
 )
 from machines import needs_two_cores, two_nodes
 from states import difference, frozen, held
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer
+from sidesave import Checkpointer, FailureOptions, StagingOptions
 from sidesave.errors import TornSnapshotError
+from sidesave.stager import ownership
 from sidesave.stager.copy import fingerprint
 from sidesave.stager.copy.memcopy import MemoryCopier
 from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import numa
-from sidesave.stager.state import ownership
 
 pytestmark = gpu.MARKS
 
 
-# Scratch ---------------------------------------------------------------------------------------------------------
+# Scratch ------------------------------------------------------------------------------------------
 
 
 class _Stop:
@@ -64,11 +65,15 @@ def _filled(step: int) -> dict[str, Any]:
     return {"buffer": torch.full((1000,), float(step))}
 
 
-@pytest.mark.parametrize("fails_in", [(MemoryCopier, "copy"), (ownership, "add_pending")], ids=["first half", "last"])
+@pytest.mark.parametrize(
+    "fails_in", [(MemoryCopier, "copy"), (ownership, "add_pending")], ids=["first half", "last"]
+)
 def test_a_save_that_fails_half_way_does_not_give_away_the_scratch_of_the_one_before(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch, fails_in: tuple[Any, str]
 ):
-    """The copies of the one before are not enqueued yet: nothing but the host knows that they will read it."""
+    """The copies of the one before are not enqueued yet: nothing but the host knows that they will
+    read it.
+    """
     state = {"buffer": torch.zeros(1000, device="cuda")}
     warm_up(checkpointer, state)
     whole = getattr(*fails_in)
@@ -99,14 +104,26 @@ def test_a_save_that_fails_half_way_does_not_give_away_the_scratch_of_the_one_be
 
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 failed")
-def test_a_torn_save_does_not_give_away_the_scratch_of_the_one_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The second one packs while the first is being found torn; of the two after it one may not pack over it."""
+def test_a_torn_save_does_not_give_away_the_scratch_of_the_one_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second one packs while the first is being found torn; of the two after it one may not
+    pack over it.
+    """
     weight = nn.Parameter(torch.zeros(MIB, device="cuda"))
     buffer = torch.zeros(1000, device="cuda")
     state = {"buffer": buffer}
-    torn: dict[str, Any] = {"buffer": buffer, "weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
+    torn: dict[str, Any] = {
+        "buffer": buffer,
+        "weight": weight,
+        "optimizer": torch.optim.SGD([weight], lr=0.1),
+    }
     with contextlib.ExitStack() as stack:
-        checkpointer = stack.enter_context(Checkpointer(tmp_path, slots=4, on_error="warn"))
+        checkpointer = stack.enter_context(
+            Checkpointer(
+                tmp_path, staging=StagingOptions(slots=4), failures=FailureOptions(tolerated=5)
+            )
+        )
         warm_up(checkpointer, torn)
         finding = _Stop()
         stack.callback(finding.go_on)
@@ -127,7 +144,9 @@ def test_a_torn_save_does_not_give_away_the_scratch_of_the_one_after(tmp_path: P
             saving.goes_as_far_as_it_gets()
             finding.go_on()
             assert isinstance(first.staged.exception(60), TornSnapshotError)
-            if saving.is_alive():  # it waits for what the stager thread does after the end of the first save
+            if (
+                saving.is_alive()
+            ):  # it waits for what the stager thread does after the end of the first save
                 go_on.set()
             second = saving.result()
             buffer.fill_(3)
@@ -136,7 +155,8 @@ def test_a_torn_save_does_not_give_away_the_scratch_of_the_one_after(tmp_path: P
             third.result()
             buffer.fill_(4)
             fourth = Call(lambda: checkpointer.save(4, state))
-            fourth.goes_as_far_as_it_gets()  # to the half that is free when the copies of the second are enqueued
+            # To the half that is free when the copies of the second are enqueued.
+            fourth.goes_as_far_as_it_gets()
         assert_holds(second, _filled(2))
         assert_holds(third.result(), _filled(3))
         assert_holds(fourth.result(), _filled(4))
@@ -163,8 +183,7 @@ def test_without_device_memory_for_scratch_tensors_are_copied_directly(
 def test_without_device_memory_for_a_fingerprint_the_compute_stream_waits_for_the_copies(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ):
-    state = trained(torch.optim.AdamW, fused=True)
-    warm_up(checkpointer, state)
+    state = warmed_up(checkpointer, torch.optim.AdamW, fused=True)
     expected = seen(state)
 
     def no_memory(*_: object) -> None:
@@ -181,7 +200,9 @@ def test_without_device_memory_for_a_fingerprint_the_compute_stream_waits_for_th
 def test_without_device_memory_for_a_fingerprint_what_is_dropped_after_the_call_is_saved_as_it_was(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its memory may be used again on its own stream before the compute stream gets to the copies."""
+    """Its memory may be used again on its own stream before the compute stream gets to the
+    copies.
+    """
 
     def state_of(value: float) -> dict[str, Any]:
         model = nn.ParameterList([torch.full((MIB,), value, device="cuda")])
@@ -210,9 +231,10 @@ def test_without_device_memory_for_a_fingerprint_what_is_dropped_after_the_call_
     del again
 
 
-def test_twenty_saves_take_no_more_device_memory_than_one_and_the_daemon_takes_none(checkpointer: Checkpointer):
-    state = trained(torch.optim.AdamW, fused=True)
-    warm_up(checkpointer, state)
+def test_twenty_saves_take_no_more_device_memory_than_one_and_the_daemon_takes_none(
+    checkpointer: Checkpointer,
+):
+    state = warmed_up(checkpointer, torch.optim.AdamW, fused=True)
     for step in range(1, 4):
         checkpointer.save(step, state).committed.result(60)
     torch.cuda.synchronize()
@@ -226,10 +248,12 @@ def test_twenty_saves_take_no_more_device_memory_than_one_and_the_daemon_takes_n
     assert gpu.allocated() <= allocated
     daemon = Path(f"/proc/{checkpointer.daemon_pid}")
     assert "libcuda" not in (daemon / "maps").read_text()
-    assert not [link for fd in (daemon / "fd").iterdir() if "nvidia" in (link := str(fd.readlink()))]
+    assert not [
+        link for fd in (daemon / "fd").iterdir() if "nvidia" in (link := str(fd.readlink()))
+    ]
 
 
-# Pinned memory ---------------------------------------------------------------------------------------------------
+# Pinned memory ------------------------------------------------------------------------------------
 
 
 def test_closing_unregisters_the_memory_and_leaves_no_error_behind(tmp_path: Path):
@@ -237,38 +261,44 @@ def test_closing_unregisters_the_memory_and_leaves_no_error_behind(tmp_path: Pat
     for number in range(5):
         with Checkpointer(tmp_path / str(number)) as checkpointer:
             checkpointer.save(1, state)
-            assert any(slot.pinned is not None for slot in checkpointer._saver.session.pool._slots)
+            assert any(slot.pinned is not None for slot in checkpointer.session.pool._slots)
     torch.cuda.synchronize()
     assert torch.ones(3, device="cuda").sum().item() == 3
 
 
 def _last_error() -> int:
     """What the runtime has kept of the calling thread's last failure; it stays there."""
-    paths = [line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    paths = [
+        line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
+    ]
     [library] = {path for path in paths if "/libcudart" in path}
     return int(ctypes.CDLL(library).cudaPeekAtLastError())
 
 
 @needs_two_cores
-def test_staging_memory_is_made_on_the_node_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_staging_memory_is_made_on_the_node_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     address = pci_address(torch.device("cuda:0"))
     assert address
-    with Checkpointer(tmp_path / "run", slots=1) as checkpointer:
-        [slot] = checkpointer._saver.session.pool._slots
+    with Checkpointer(tmp_path / "run", staging=StagingOptions(slots=1)) as checkpointer:
+        [slot] = checkpointer.session.pool._slots
         for node, width in ((1, 512), (0, 2048)):  # a larger one needs other memory
             monkeypatch.setattr(numa, "SYS", two_nodes(tmp_path / f"sys{node}", {address: node}))
             checkpointer.prepare({"model": gpu.network(width=width)}).result(100)
             assert slot.arena is not None and slot.arena.node == node
 
 
-def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     state = trained(torch.optim.AdamW, fused=True)
     runtime: Any = torch.cuda.cudart()
-    with Checkpointer(tmp_path, slots=1) as checkpointer:
-        # The same structure in host memory: an arena of the right size that is not pinned yet. With its first page
-        # registered by somebody else it cannot be.
+    with Checkpointer(tmp_path, staging=StagingOptions(slots=1)) as checkpointer:
+        # The same structure in host memory: an arena of the right size that is not pinned yet. With
+        # its first page registered by somebody else it cannot be.
         checkpointer.save(0, on_host(frozen(state)), blocking=True)
-        [slot] = checkpointer._saver.session.pool._slots
+        [slot] = checkpointer.session.pool._slots
         assert slot.arena is not None
         arena = slot.arena
         assert int(runtime.cudaHostRegister(arena.address, 4096, 0)) == 0
@@ -286,7 +316,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned_with_a_warning(tmp_path: 
             torch.cuda.synchronize()
             assert torch.ones(3, device="cuda").sum().item() == 3
             # Each thread has its own last error, which torch would raise from an unrelated call.
-            assert checkpointer._saver.session.books.call(_last_error) == _last_error() == 0
+            assert checkpointer.session.books.call(_last_error) == _last_error() == 0
         finally:
             runtime.cudaHostUnregister(arena.address)
 
@@ -303,25 +333,36 @@ def test_memory_that_cannot_be_pinned_is_not_tried_again_at_every_save(
 
     gpu.replace_everywhere(monkeypatch, "PinnedRange", Refused)
     state = trained(torch.optim.AdamW, fused=True)
-    with Checkpointer(tmp_path, slots=2) as checkpointer, caplog.at_level(logging.WARNING):
+    with (
+        Checkpointer(tmp_path, staging=StagingOptions(slots=2)) as checkpointer,
+        caplog.at_level(logging.WARNING),
+    ):
         for step in range(6):
             assert_holds(checkpointer.save(step, state), seen(state))
     assert 1 <= len(attempts) <= 2, "once for each slot at most"
     assert len([record for record in caplog.records if "cannot be pinned" in record.message]) == 1
 
 
-# Devices ---------------------------------------------------------------------------------------------------------
+# Devices ------------------------------------------------------------------------------------------
 
 
 @gpu.needs_two_devices
 @pytest.mark.parametrize("current", [0, 1])
-@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"]], ids=" and ".join)
+@pytest.mark.parametrize(
+    "devices", [["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"]], ids=" and ".join
+)
 def test_tensors_of_several_devices_are_saved_and_the_current_one_stays(
     checkpointer: Checkpointer, devices: list[str], current: int
 ):
     with torch.cuda.device(current):
-        parts = {device: trained(torch.optim.AdamW, device=device, fused=True) for device in devices}
-        state = {f"{name} {device}": value for device, part in parts.items() for name, value in part.items()}
+        parts = {
+            device: trained(torch.optim.AdamW, device=device, fused=True) for device in devices
+        }
+        state = {
+            f"{name} {device}": value
+            for device, part in parts.items()
+            for name, value in part.items()
+        }
         checkpointer.prepare(state).result(60)
         assert torch.cuda.current_device() == current
         for step, blocking in enumerate([True, False, False, True]):
@@ -387,7 +428,9 @@ print("saved")
 
 
 @gpu.needs_two_devices
-def test_memory_of_one_device_is_given_back_in_any_thread_without_a_context_on_another(tmp_path: Path):
+def test_memory_of_one_device_is_given_back_in_any_thread_without_a_context_on_another(
+    tmp_path: Path,
+):
     code = """
 import threading, torch
 from sidesave.stager.memory.arena import PAGE, Arena
@@ -407,7 +450,7 @@ print("closed")
     assert run_program(code) == "closed\n"
 
 
-# Processes -------------------------------------------------------------------------------------------------------
+# Processes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)"])
@@ -435,7 +478,7 @@ with sidesave.Checkpointer(sys.argv[1]) as checkpointer:
     gpu.assert_holds(handle, expected)
     gpu.assert_holds(checkpointer.save(2, state), gpu.seen(state))
 print("saved")
-"""
+"""  # noqa: E501
     assert run_program(code, tmp_path) == "saved\n"
 
 
@@ -450,11 +493,11 @@ if sys.argv[2] != "True":
     gpu.warm_up(checkpointer, state)
 torch.save(gpu.seen(state), sys.argv[3])
 ending = threading.Event()
-checkpointer._saver.session.copier._starter.submit(lambda: ending.wait(60))  # nothing is enqueued before the end
+checkpointer.session.copier._starter.submit(lambda: ending.wait(60))  # nothing is enqueued before the end
 handle = checkpointer.save(1, state)
 assert not handle.staged.done()
 threading._register_atexit(ending.set)
-"""
+"""  # noqa: E501
     run_program(code, tmp_path / "run", first, tmp_path / "expected")
     expected = torch.load(tmp_path / "expected", weights_only=False)
     info = sidesave.latest(tmp_path / "run")

@@ -1,19 +1,22 @@
-"""Saves of CUDA tensors against a model of them: any sequence of what training does, and each save holds its moment.
+"""Saves of CUDA tensors against a model of them: any sequence of what training does, and each save
+holds its moment.
 
-The model of a save is a clone of its state, made on the same streams just before the call and looked at only at the
-end: then the checkpoint must be equal to it, bit for bit. A save may fail only where the model says so: torn, where
-weights were written behind the guard's back while their copy could be under way, or where the test had it fail.
+The model of a save is a clone of its state, made on the same streams just before the call and
+looked at only at the end: then the checkpoint must be equal to it, bit for bit. A save may fail
+only where the model says so: torn, where weights were written behind the guard's back while their
+copy could be under way, or where the test had it fail.
 
-On the simulated GPU the schedule changes as well, and accesses that nothing orders are found whatever the schedule.
+On the simulated GPU the schedule changes as well, and accesses that nothing orders are found
+whatever the schedule.
 """
 
 import os
-import random
 import re
 
 import campaigns
 import gpu
 import pytest
+from campaigns import Share
 from gpu_graph_training import TrainingWithGraphs
 from gpu_model import raced, run_machine
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -24,27 +27,37 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 pytestmark = [*gpu.MARKS, pytest.mark.filterwarnings("ignore:the save of step .* failed")]
 
 
-@pytest.mark.parametrize(
-    ("examples", "steps"),
-    [
-        pytest.param(25, 25, id="short"),
-        pytest.param(campaigns.length(110), 40, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
-    ],
-)
 def test_every_save_holds_the_moment_of_its_call_whatever_training_does(
-    examples: int, steps: int, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ):
     """``SIDESAVE_TEST_SEED`` repeats a sequence, as far as threads allow it."""
-    chosen = int(os.environ.get("SIDESAVE_TEST_SEED") or random.randrange(10**6))
+    train(campaigns.seed(), 25, 25, tmp_path_factory)
+
+
+@pytest.mark.slow(minutes=2)
+@pytest.mark.timeout(1200)
+def test_every_save_holds_the_moment_of_its_call_whatever_long_training_does(
+    share: Share, tmp_path_factory: pytest.TempPathFactory
+):
+    for _ in share.rounds(11):
+        train(share.chance.randrange(10**6), 10, 40, tmp_path_factory)
+
+
+def train(chosen: int, examples: int, steps: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     print(f"SIDESAVE_TEST_SEED={chosen}")
     how = settings(
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
         database=None,
-        # Shrinking would begin with what other threads did by chance; SIDESAVE_TEST_SHRINK=1 has it tried.
+        # Shrinking would begin with what other threads did by chance; SIDESAVE_TEST_SHRINK=1 has it
+        # tried.
         phases=[Phase.generate] + [Phase.shrink] * bool(os.environ.get("SIDESAVE_TEST_SHRINK")),
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
         print_blob=False,
     )
 
@@ -58,7 +71,10 @@ def test_every_save_holds_the_moment_of_its_call_whatever_training_does(
 
 
 def test_the_addresses_of_a_race_are_read_from_what_the_simulator_says():
-    text = "RACE: copy (stream 3) reads device memory that x (stream 1) writes, and nothing orders them: 0x1f00+64"
+    text = (
+        "RACE: copy (stream 3) reads device memory that x (stream 1) writes, and nothing orders "
+        "them: 0x1f00+64"
+    )
     assert raced(text) == (0x1F00, 64)
     assert re.match("RACE", text)
 

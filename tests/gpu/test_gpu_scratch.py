@@ -1,4 +1,6 @@
-"""The two halves of the scratch: who packs into them when, on which stream, and what a failed save leaves behind."""
+"""The two halves of the scratch: who packs into them when, on which stream, and what a failed save
+leaves behind.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,11 +23,12 @@ from gpu import (
     trained,
     wait_until_enqueued,
     warm_up,
+    warmed_up,
 )
 from states import held
 
 import sidesave
-from sidesave import Checkpointer
+from sidesave import Checkpointer, FailureOptions, StagingOptions
 from sidesave.stager.copy import device_copy
 
 pytestmark = gpu.MARKS
@@ -33,8 +36,12 @@ pytestmark = gpu.MARKS
 
 @pytest.fixture
 def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
-    """One with more slots than the scratch has halves, so that saves meet in the scratch and nowhere else."""
-    with Checkpointer(tmp_path, slots=4, on_error="warn") as made:
+    """One with more slots than the scratch has halves, so that saves meet in the scratch and
+    nowhere else.
+    """
+    with Checkpointer(
+        tmp_path, staging=StagingOptions(slots=4), failures=FailureOptions(tolerated=5)
+    ) as made:
         yield made
 
 
@@ -57,7 +64,9 @@ def state(checkpointer: Checkpointer) -> dict[str, Any]:
     return made
 
 
-def test_a_half_is_packed_again_behind_the_copies_out_of_it(checkpointer: Checkpointer, state: dict[str, Any]):
+def test_a_half_is_packed_again_behind_the_copies_out_of_it(
+    checkpointer: Checkpointer, state: dict[str, Any]
+):
     with hold_copies_back(checkpointer):
         handles = [_save(checkpointer, state, step) for step in range(1, 5)]
         wait_until_enqueued()
@@ -66,13 +75,19 @@ def test_a_half_is_packed_again_behind_the_copies_out_of_it(checkpointer: Checkp
 
 
 def test_a_half_takes_what_lies_otherwise_than_before(checkpointer: Checkpointer):
-    """As many tensors of the same dtypes, in other places or with other strides: views that were kept do not fit."""
+    """As many tensors of the same dtypes, in other places or with other strides: views that were
+    kept do not fit.
+    """
     shapes = [(3, 4), (4, 3), (2, 7), (1, 40)]
     states: list[dict[str, Any]] = []
     for turn in range(4):
         order = shapes[turn:] + shapes[:turn]
-        state: dict[str, Any] = {f"w{n}": torch.randn(shape, device="cuda") for n, shape in enumerate(order)}
-        state |= {f"h{n}": torch.randn(shape, device="cuda").bfloat16() for n, shape in enumerate(order)}
+        state: dict[str, Any] = {
+            f"w{n}": torch.randn(shape, device="cuda") for n, shape in enumerate(order)
+        }
+        state |= {
+            f"h{n}": torch.randn(shape, device="cuda").bfloat16() for n, shape in enumerate(order)
+        }
         states.append(state)
     _save_in_turn(checkpointer, [states[step // 2 % 4] for step in range(16)])
 
@@ -80,7 +95,8 @@ def test_a_half_takes_what_lies_otherwise_than_before(checkpointer: Checkpointer
 def test_a_half_that_has_grown_takes_what_lies_as_before(checkpointer: Checkpointer):
     """The views that were kept are of the memory that it had."""
     small = {"w": torch.randn(100, device="cuda")}
-    large = {**small, "large": torch.ones(5 * MIB, dtype=torch.uint8, device="cuda")}  # its place is behind the others
+    # its place is behind the others
+    large = {**small, "large": torch.ones(5 * MIB, dtype=torch.uint8, device="cuda")}
     _save_in_turn(checkpointer, [small] * 4 + [large] * 4)
 
 
@@ -102,8 +118,12 @@ def test_a_save_waits_on_the_host_while_no_copy_out_of_either_half_is_enqueued(
         assert_holds(handle, _filled(step))
 
 
-def test_saves_on_several_streams_pack_one_after_the_other(checkpointer: Checkpointer, state: dict[str, Any]):
-    """The first stream is far behind; the second one has its own tensor, and may not pack before it."""
+def test_saves_on_several_streams_pack_one_after_the_other(
+    checkpointer: Checkpointer, state: dict[str, Any]
+):
+    """The first stream is far behind; the second one has its own tensor, and may not pack before
+    it.
+    """
     other = torch.cuda.Stream()
     elsewhere = {"buffer": torch.zeros(1000, device="cuda")}
     torch.cuda.synchronize()
@@ -128,15 +148,18 @@ def test_scratch_that_is_replaced_by_a_larger_one_is_read_to_the_end(
     with hold_copies_back(checkpointer):
         handles = [_save(checkpointer, small, step) for step in (1, 2)]
         wait_until_enqueued()
-        with torch.cuda.stream(other):  # which waits for the copies, as the one that the old memory is from does not
-            handles += [_save(checkpointer, large, step) for step in (3, 4)]  # each takes memory of its own
-        fill = [torch.full((8192 // 4,), 7.0, device="cuda") for _ in range(64)]  # takes the old memory, were it free
+        # which waits for the copies, as the one that the old memory is from does not
+        with torch.cuda.stream(other):
+            # each takes memory of its own
+            handles += [_save(checkpointer, large, step) for step in (3, 4)]
+        # takes the old memory, were it free
+        fill = [torch.full((8192 // 4,), 7.0, device="cuda") for _ in range(64)]
     for step, handle in enumerate(handles, start=1):
         assert_holds(handle, _filled(step, 1000 if step < 3 else 100_000))
     del fill
 
 
-# Saves that fail ---------------------------------------------------------------------------------------------------
+# Saves that fail ----------------------------------------------------------------------------------
 
 
 class _Refusal(Exception):
@@ -157,7 +180,7 @@ def test_a_copy_out_that_fails_leaves_its_half_in_order(
         raise _Refusal
 
     with hold_compute_back():
-        monkeypatch.setattr(device_copy._Part, "copy_out", fails)
+        monkeypatch.setattr(device_copy._DevicePart, "copy_out", fails)
         with held(checkpointer):
             first = _save(checkpointer, state, 1)
         with torch.cuda.stream(other):
@@ -171,7 +194,7 @@ def test_a_copy_out_that_fails_leaves_its_half_in_order(
 def test_calls_that_fail_after_a_pack_give_its_half_back(
     checkpointer: Checkpointer, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    target = device_copy if where == "pack" else checkpointer._saver.session.copier._starter
+    target = device_copy if where == "pack" else checkpointer.session.copier._starter
 
     def fails(*_: object) -> None:
         monkeypatch.undo()
@@ -196,7 +219,7 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
     other = torch.cuda.Stream()
     elsewhere = {"buffer": torch.zeros(1000, device="cuda")}
     torch.cuda.synchronize()
-    original = device_copy.pack if where == "pack" else checkpointer._saver.session.copier._starter.submit
+    original = device_copy.pack if where == "pack" else checkpointer.session.copier._starter.submit
 
     def fails(*arguments: Any) -> None:
         monkeypatch.undo()
@@ -204,7 +227,7 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
             original(*arguments)
         raise _Refusal
 
-    target = device_copy if where == "pack" else checkpointer._saver.session.copier._starter
+    target = device_copy if where == "pack" else checkpointer.session.copier._starter
     compute = torch.cuda.current_stream()
     sides = side_streams(checkpointer) if copies_held else []
     with gates.Gate(compute) as computing, contextlib.ExitStack() as stack:
@@ -238,16 +261,22 @@ def test_a_call_that_fails_after_a_pack_leaves_its_half_in_order(
 def test_a_call_that_fails_gives_its_slot_back_when_nothing_is_copied_into_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handed_over: bool
 ):
-    """What was packed is on its way out, or would be soon; the slot's memory is then replaced by a larger one."""
+    """What was packed is on its way out, or would be soon; the slot's memory is then replaced by a
+    larger one.
+    """
     small = {"buffer": torch.zeros(1000, device="cuda")}
     large = {"buffer": torch.zeros(10 * MIB, device="cuda")}
-    with Checkpointer(tmp_path, slots=1) as one:
+    with Checkpointer(tmp_path, staging=StagingOptions(slots=1)) as one:
         warm_up(one, small)
         with gates.held(side_streams(one)), held(one) as go_on:
             if handed_over:
-                monkeypatch.setattr(device_copy, "DeviceFingerprint", _fails_once(monkeypatch, go_on.set))
+                monkeypatch.setattr(
+                    device_copy, "DeviceFingerprint", _fails_once(monkeypatch, go_on.set)
+                )
             else:
-                monkeypatch.setattr(device_copy, "DeviceFingerprint", _fails_once(monkeypatch, lambda: None))
+                monkeypatch.setattr(
+                    device_copy, "DeviceFingerprint", _fails_once(monkeypatch, lambda: None)
+                )
             first = Call(lambda: _save(one, small, 1))
             first.goes_as_far_as_it_gets()
             second = Call(lambda: _save(one, large, 2))
@@ -270,7 +299,10 @@ def test_a_call_that_fails_without_scratch_gives_its_slot_back_when_nothing_is_c
         with torch.cuda.stream(compute):
             return _save(one, state, step)
 
-    with Checkpointer(tmp_path, slots=1) as one, monkeypatch.context() as patch:
+    with (
+        Checkpointer(tmp_path, staging=StagingOptions(slots=1)) as one,
+        monkeypatch.context() as patch,
+    ):
         warm_up(one, small)
         with hold_compute_back():
             patch.setattr(device_copy, "DeviceFingerprint", _fails_once(patch, lambda: None))
@@ -286,9 +318,8 @@ def test_a_call_that_fails_without_scratch_gives_its_slot_back_when_nothing_is_c
 def test_a_call_that_is_interrupted_when_its_copies_are_handed_over_waits_for_them(
     checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ):
-    state = trained(torch.optim.SGD, momentum=0.9)
-    warm_up(checkpointer, state)
-    starter = checkpointer._saver.session.copier._starter
+    state = warmed_up(checkpointer, torch.optim.SGD, momentum=0.9)
+    starter = checkpointer.session.copier._starter
     submit = starter.submit
 
     def interrupted(run: Any) -> None:
@@ -326,7 +357,9 @@ def _fails_once(monkeypatch: pytest.MonkeyPatch, first: Any) -> Any:
 def test_a_torn_save_gives_its_slot_back_when_nothing_is_copied_into_it(tmp_path: Path):
     state = trained(torch.optim.SGD, momentum=0.9)
     large = {"buffer": torch.zeros(10 * MIB, device="cuda")}
-    with Checkpointer(tmp_path, slots=1, on_error="warn") as one:
+    with Checkpointer(
+        tmp_path, staging=StagingOptions(slots=1), failures=FailureOptions(tolerated=5)
+    ) as one:
         warm_up(one, state)
         with gates.held(side_streams(one)):
             with held(one):

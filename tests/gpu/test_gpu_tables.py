@@ -1,4 +1,6 @@
-"""Tables whose rows are on a device: sorted there, saved at the call beside tensors that are copied later."""
+"""Tables whose rows are on a device: sorted there, saved at the call beside tensors that are copied
+later.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,10 @@ def test_rows_on_a_device_are_those_of_the_call_and_come_back_there(run: Path):
             table.train(range(10 * step, 10 * step + 30))
             table.remove([-step - 1])
             handle.committed.result()
-        into: dict[str, Any] = {"users": GrowingTable(device="cuda"), "model": nn.Linear(50, 50).cuda()}
+        into: dict[str, Any] = {
+            "users": GrowingTable(device="cuda"),
+            "model": nn.Linear(50, 50).cuda(),
+        }
         for step, truth in enumerate(truths):
             ckpt.load(step, into=into)
             assert into["users"].values() == truth

@@ -1,7 +1,9 @@
-"""Real training on a device with saves wherever they fall: nothing of it changes, and each save is of its moment.
+"""Real training on a device with saves wherever they fall: nothing of it changes, and each save is
+of its moment.
 
-No step waits for the host: losses are read when all is over, so that copies run beside whatever the schedule of the
-device allows. What a save must hold is cloned on the compute stream right before the call.
+No step waits for the host: losses are read when all is over, so that copies run beside whatever the
+schedule of the device allows. What a save must hold is cloned on the compute stream right before
+the call.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainers import SUPPORT
 
 import sidesave
-from sidesave import Checkpointer
-from sidesave.stager.state import ownership
+from sidesave import Checkpointer, StagingOptions
+from sidesave.stager import ownership
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*(lr_scheduler.step|AccumulateGrad|deprecated):UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(lr_scheduler.step|AccumulateGrad|deprecated):UserWarning"
+    ),
 ]
 
 STEPS, SAVES = 8, 9
@@ -66,9 +70,15 @@ RECIPES = {
     "AdamW, fused": Recipe(options={"fused": True}),
     "AdamW, foreach, amsgrad": Recipe(options={"foreach": True, "amsgrad": True}),
     "AdamW, one by one": Recipe(options={"foreach": False}),
-    "SGD with momentum, fused": Recipe(make=torch.optim.SGD, options={"momentum": 0.9, "fused": True}),
-    "bfloat16, three micro batches": Recipe(options={"fused": True}, autocast=torch.bfloat16, micro_batches=3),
-    "float16, loss scaled, foreach": Recipe(options={"foreach": True}, autocast=torch.float16, scaled=True),
+    "SGD with momentum, fused": Recipe(
+        make=torch.optim.SGD, options={"momentum": 0.9, "fused": True}
+    ),
+    "bfloat16, three micro batches": Recipe(
+        options={"fused": True}, autocast=torch.bfloat16, micro_batches=3
+    ),
+    "float16, loss scaled, foreach": Recipe(
+        options={"foreach": True}, autocast=torch.float16, scaled=True
+    ),
     "scheduled rate, a tensor on the device": Recipe(
         options={"foreach": True, "capturable": True, "lr": on_device}, scheduled=True
     ),
@@ -92,7 +102,9 @@ RECIPES = {
 
 
 class Run:
-    """A model in training. ``step`` stops wherever a save may fall and tells the name of the place."""
+    """A model in training. ``step`` stops wherever a save may fall and tells the name of the
+    place.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -103,10 +115,14 @@ class Run:
         self.optimizer = recipe.make(self.model.parameters(), lr=rate, **options)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         # So large that the first steps overflow, and so quick to grow that later ones do as well.
-        self.scaler = torch.amp.GradScaler("cuda", enabled=recipe.scaled, init_scale=2.0**19, growth_interval=3)
+        self.scaler = torch.amp.GradScaler(
+            "cuda", enabled=recipe.scaled, init_scale=2.0**19, growth_interval=3
+        )
         if recipe.scaled:
             self.state["scaler"] = self.scaler
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (1 + step)
+        )
         if recipe.scheduled:
             self.state["schedule"] = self.schedule
         if recipe.averaged:
@@ -128,7 +144,9 @@ class Run:
         self.optimizer.step()
 
     def capture(self) -> None:
-        """As torch's documentation has it; what the steps before the capture have trained is undone in place."""
+        """As torch's documentation has it; what the steps before the capture have trained is undone
+        in place.
+        """
         before = [tensor.clone() for tensor in self._tensors()]
         self.static_tokens = batch(0)
         stream = torch.cuda.Stream()
@@ -200,7 +218,9 @@ class Saves:
         if (number := self.places.get((step, place))) is None:
             return
         expected = frozen(run.state)
-        self.taken.append((self.checkpointer.save(number, run.state), expected, f"step {step}, {place}"))
+        self.taken.append(
+            (self.checkpointer.save(number, run.state), expected, f"step {step}, {place}")
+        )
 
     def check(self) -> None:
         wrong: dict[str, str] = {}
@@ -244,7 +264,7 @@ def drawn(name: str) -> dict[tuple[int, str], int]:
 def test_training_is_the_same_with_saves_and_each_save_is_of_its_moment(tmp_path: Path, name: str):
     places, losses = alone(name)
     run = Run(RECIPES[name])
-    with Checkpointer(tmp_path, slots=3) as checkpointer:
+    with Checkpointer(tmp_path, staging=StagingOptions(slots=3)) as checkpointer:
         saves = Saves(checkpointer, drawn(name))
         assert train(run, 0, saves) == losses
         saves.check()
@@ -258,13 +278,16 @@ def test_training_is_the_same_with_saves_and_each_save_is_of_its_moment(tmp_path
         assert rest == losses[len(losses) - len(rest) :], f"resumed from {places[number]}"
 
 
-# Several ranks ---------------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(300)  # two processes, each of which does the work of a GPU as well
 def test_shards_are_saved_as_they_are_at_the_call_beside_gathering_and_scattering(tmp_path: Path):
     """Two processes with a device each, or one between them; gloo carries what is on it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
     script = SUPPORT / "gpu_ranks.py"
     ranks = [
         subprocess.Popen(
@@ -282,4 +305,6 @@ def test_shards_are_saved_as_they_are_at_the_call_beside_gathering_and_scatterin
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(output[-4000:] for output in outputs)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(
+        output[-4000:] for output in outputs
+    )

@@ -1,4 +1,6 @@
-"""The simulated GPU finds what breaks the rules of CUDA, invents nothing, and computes what the CPU does."""
+"""The simulated GPU finds what breaks the rules of CUDA, invents nothing, and computes what the CPU
+does.
+"""
 
 import ctypes
 import mmap
@@ -20,7 +22,9 @@ from torch import nn
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not simulated_gpu.active(), reason="is about the simulated GPU: scripts/test --gpu"),
+    pytest.mark.skipif(
+        not simulated_gpu.active(), reason="is about the simulated GPU: scripts/test --gpu"
+    ),
 ]
 
 SCHEDULES = ["early", "late", "random"]
@@ -42,7 +46,9 @@ def _schedule_of_the_process() -> Iterator[None]:
 def cuda(call: str, *arguments: Any) -> int:
     """A call of the runtime behind torch's back; returns its error code."""
     function = simulated_gpu._required()[call]
-    return function(*(ctypes.c_void_p(each) if isinstance(each, int) else each for each in arguments))
+    return function(
+        *(ctypes.c_void_p(each) if isinstance(each, int) else each for each in arguments)
+    )
 
 
 def found() -> set[str]:
@@ -60,7 +66,10 @@ class Gate:
         self._libc.sem_init(self._semaphore, 0, 0)
 
     def close(self, stream: torch.cuda.Stream) -> None:
-        assert cuda("cudaLaunchHostFunc", stream.cuda_stream, self._libc.sem_wait, self._semaphore) == 0
+        assert (
+            cuda("cudaLaunchHostFunc", stream.cuda_stream, self._libc.sem_wait, self._semaphore)
+            == 0
+        )
 
     def open(self) -> None:
         self._libc.sem_post(self._semaphore)
@@ -87,13 +96,18 @@ class Pages:
         self.address = self.tensor.data_ptr()
 
     def register(self, begin: int, nbytes: int) -> None:
-        assert cuda("cudaHostRegister", self.address + begin, ctypes.c_size_t(nbytes), ctypes.c_uint(0)) == 0
+        assert (
+            cuda(
+                "cudaHostRegister", self.address + begin, ctypes.c_size_t(nbytes), ctypes.c_uint(0)
+            )
+            == 0
+        )
 
     def unregister(self, begin: int) -> None:
         assert cuda("cudaHostUnregister", self.address + begin) == 0
 
 
-# It finds ----------------------------------------------------------------------------------------------------------
+# It finds -----------------------------------------------------------------------------------------
 
 
 def test_a_missing_wait_between_streams_is_found():
@@ -145,7 +159,9 @@ def test_a_copy_across_two_registrations_fails_and_is_found(outward: bool):
     pages.register(0, half)
     pages.register(half, half)
     with pytest.raises(RuntimeError, match="invalid argument"):
-        (pages.tensor if outward else values).copy_(values if outward else pages.tensor, non_blocking=True)
+        (pages.tensor if outward else values).copy_(
+            values if outward else pages.tensor, non_blocking=True
+        )
     assert found() == {"PINNED"}
     pages.unregister(0)
     pages.unregister(half)
@@ -171,7 +187,9 @@ def test_pinned_memory_freed_under_a_copy_is_found():
     nbytes = ctypes.c_size_t(values.nbytes)
     assert cuda("cudaHostAlloc", ctypes.byref(memory), nbytes, ctypes.c_uint(0)) == 0
     with held(side):
-        cuda("cudaMemcpyAsync", memory, values.data_ptr(), nbytes, ctypes.c_int(2), side.cuda_stream)
+        cuda(
+            "cudaMemcpyAsync", memory, values.data_ptr(), nbytes, ctypes.c_int(2), side.cuda_stream
+        )
         assert cuda("cudaFreeHost", memory) == 0
     assert found() == {"PINNED"}
 
@@ -197,7 +215,10 @@ def test_a_copy_from_freed_device_memory_fails_and_is_found():
     nbytes = ctypes.c_size_t(values.nbytes)
     assert cuda("cudaMalloc", ctypes.byref(memory), nbytes) == 0
     assert cuda("cudaFree", memory) == 0
-    assert cuda("cudaMemcpyAsync", values.data_ptr(), memory, nbytes, ctypes.c_int(3), 0) == INVALID_VALUE
+    assert (
+        cuda("cudaMemcpyAsync", values.data_ptr(), memory, nbytes, ctypes.c_int(3), 0)
+        == INVALID_VALUE
+    )
     assert cuda("cudaGetLastError") == INVALID_VALUE
     assert found() == {"FREED"}
 
@@ -218,9 +239,16 @@ def test_a_tensor_freed_under_a_copy_of_another_stream_is_overwritten_and_found(
     assert found() == {"RACE"}
 
 
-@pytest.mark.parametrize("call", ["cudaMalloc", "cudaDeviceSynchronize", "cudaEventQuery", "cudaHostRegister"])
+@pytest.mark.parametrize(
+    "call", ["cudaMalloc", "cudaDeviceSynchronize", "cudaEventQuery", "cudaHostRegister"]
+)
 def test_an_unsafe_call_of_another_thread_breaks_a_capture_and_is_found(call: str):
-    stream, memory, event, pages = torch.cuda.Stream(), ctypes.c_void_p(), torch.cuda.Event(), Pages()
+    stream, memory, event, pages = (
+        torch.cuda.Stream(),
+        ctypes.c_void_p(),
+        torch.cuda.Event(),
+        Pages(),
+    )
     event.record()
     arguments = {
         "cudaMalloc": (ctypes.byref(memory), ctypes.c_size_t(1)),
@@ -263,7 +291,9 @@ def _captured(stream: torch.cuda.Stream, call: Callable[[], object]) -> int:
     ],
     ids=["none", "here", "in a thread that has ended"],
 )
-def test_the_first_product_of_a_thread_breaks_a_capture_and_is_found(before: str, violations: set[str]):
+def test_the_first_product_of_a_thread_breaks_a_capture_and_is_found(
+    before: str, violations: set[str]
+):
     program = f"""
         import contextlib, os, threading
 
@@ -305,7 +335,7 @@ def test_a_wait_for_an_event_that_was_never_recorded_waits_for_nothing_and_is_co
     assert simulated_gpu.counts()["WAIT for an event that was never recorded"] == 1
 
 
-# Host functions ----------------------------------------------------------------------------------------------------
+# Host functions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -389,7 +419,7 @@ def test_a_host_function_runs_when_its_stream_gets_there_and_may_not_call_cuda()
     assert found() == {"HOST FUNCTION"}
 
 
-# A broken device ---------------------------------------------------------------------------------------------------
+# A broken device ----------------------------------------------------------------------------------
 
 
 def test_a_broken_device_fails_every_call_that_needs_it_until_it_is_mended():
@@ -399,7 +429,13 @@ def test_a_broken_device_fails_every_call_that_needs_it_until_it_is_mended():
     device = ctypes.c_int(7)
     simulated_gpu.break_device(ILLEGAL_ADDRESS)
     try:
-        for call in (lambda: values + 1, torch.cuda.synchronize, event.query, side.synchronize, lambda: values.cpu()):
+        for call in (
+            lambda: values + 1,
+            torch.cuda.synchronize,
+            event.query,
+            side.synchronize,
+            lambda: values.cpu(),
+        ):
             for _ in range(2):
                 with pytest.raises(RuntimeError, match="an illegal memory access was encountered"):
                     call()
@@ -415,7 +451,9 @@ def test_a_broken_device_fails_every_call_that_needs_it_until_it_is_mended():
 def test_a_device_that_breaks_under_a_wait_ends_the_wait():
     stream, gate, errors = torch.cuda.Stream(), Gate(), []
     gate.close(stream)
-    waiting = threading.Thread(target=lambda: errors.append(cuda("cudaStreamSynchronize", stream.cuda_stream)))
+    waiting = threading.Thread(
+        target=lambda: errors.append(cuda("cudaStreamSynchronize", stream.cuda_stream))
+    )
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
@@ -429,7 +467,7 @@ def test_a_device_that_breaks_under_a_wait_ends_the_wait():
     stream.synchronize()
 
 
-# It invents nothing ------------------------------------------------------------------------------------------------
+# It invents nothing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -504,7 +542,9 @@ def test_a_replayed_graph_computes_with_what_is_there_at_the_replay(schedule: st
 
 def losses(device: str, fused: bool) -> list[float]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 50))
+    model = nn.Sequential(
+        nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 50)
+    )
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     generator = torch.Generator().manual_seed(1)
@@ -529,7 +569,7 @@ def test_training_has_the_losses_of_the_cpu_under_every_schedule(fused: bool):
     assert found() == set()
 
 
-# Torch's allocator -------------------------------------------------------------------------------------------------
+# Torch's allocator --------------------------------------------------------------------------------
 
 
 def test_memory_runs_out_and_comes_back():
@@ -591,8 +631,19 @@ def test_a_failing_test_is_what_a_violation_makes_unless_it_is_expected(tmp_path
         def test_right(): torch.zeros(1000, device="cuda")
         """)
     )
-    command = [sys.executable, "-m", "pytest", "-p", "simulated_gpu.plugin", "-p", "no:cacheprovider", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=100)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "simulated_gpu.plugin",
+        "-p",
+        "no:cacheprovider",
+        "test_it.py",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=100
+    )
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "RACE: aten::add.Tensor" in done.stdout
 
@@ -601,7 +652,9 @@ def _in_a_process(program: str, **environment: str) -> str:
     """What a program prints in a process of its own."""
     preamble = "import ctypes, torch, simulated_gpu\nsimulated_gpu.install()\n"
     command = [sys.executable, "-c", preamble + textwrap.dedent(program)]
-    done = subprocess.run(command, env=_environment(**environment), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, env=_environment(**environment), capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -30,8 +30,13 @@ def test_a_peer_that_breaks_is_told_in_the_report_and_the_others_go_on(tmp_path:
         for step in range(2):
             for peer in peers:
                 field.attempt(peer, lambda: peer.save(step, state))  # noqa: B023
-    assert dict(field.settings()) == {"broken": "broke: KeyError: <class 'type'>", "torch.save": TorchSave.settings}
-    assert [torch.load(path / "state.pt").keys() == state.state_dict().keys() for path in peers[1].saved] == [True] * 2
+    assert dict(field.settings()) == {
+        "broken": "broke: KeyError: <class 'type'>",
+        "torch.save": TorchSave.settings,
+    }
+    assert [
+        torch.load(path / "state.pt").keys() == state.state_dict().keys() for path in peers[1].saved
+    ] == [True] * 2
 
 
 def test_sidesave_is_no_peer_that_may_break(tmp_path: Path):

@@ -1,4 +1,6 @@
-"""Which tests `scripts/test --changed` takes: by imports, by other processes, and all where that is safer."""
+"""Which tests `scripts/test --changed` takes: by imports, by other processes, and all where that is
+safer.
+"""
 
 import subprocess
 from pathlib import Path
@@ -22,11 +24,19 @@ def chosen(graph: changed.Graph, *files: str) -> set[str]:
 @pytest.mark.parametrize(
     ("file", "reached", "beyond"),
     [
-        ("client/cli/listing.py", {"test_cli", "test_top"}, {"test_lease", "test_manager", "test_staging"}),
+        (
+            "client/cli/listing.py",
+            {"test_cli", "test_top"},
+            {"test_lease", "test_manager", "test_staging"},
+        ),
         ("client/runs/watch.py", {"test_watching", "test_cli"}, {"test_arena", "test_staging"}),
         ("client/training/retention.py", {"test_manager"}, {"test_staging", "test_storage"}),
         ("stager/memory/arena.py", {"test_arena", "test_image", "test_daemon"}, {"test_conftest"}),
-        ("writer_daemon/process/jobs.py", {"test_jobs", "test_daemon", "test_manager"}, {"test_arena", "test_storage"}),
+        (
+            "writer_daemon/process/jobs.py",
+            {"test_jobs", "test_daemon", "test_manager"},
+            {"test_arena", "test_storage"},
+        ),
         ("writer_daemon/storage/__init__.py", {"test_storage"}, {"test_arena"}),
     ],
 )
@@ -51,13 +61,17 @@ def test_a_module_reaches_tests_through_imports_and_the_daemon(
         ("tests/simulated_gpu/runtime/memory.cpp", {"test_gpu", "test_simulated_gpu"}),
     ],
 )
-def test_helpers_and_files_of_tests_reach_who_uses_them(graph: changed.Graph, file: str, reached: set[str]):
+def test_helpers_and_files_of_tests_reach_who_uses_them(
+    graph: changed.Graph, file: str, reached: set[str]
+):
     found = chosen(graph, file)
     assert found >= reached
     assert len(found) < 20
 
 
-@pytest.mark.parametrize("file", ["pyproject.toml", "tests/conftest.py", "tests/support/trainers.py", "scripts/test"])
+@pytest.mark.parametrize(
+    "file", ["pyproject.toml", "tests/conftest.py", "tests/support/trainers.py", "scripts/test"]
+)
 def test_what_every_test_depends_on_means_all(graph: changed.Graph, file: str):
     tests, why = changed.choose([file, "README.md"], graph)
     assert tests == graph.tests()
@@ -73,7 +87,9 @@ def test_nothing_changed_means_no_test(graph: changed.Graph):
     assert changed.choose([], graph)[0] == []
 
 
-def test_what_has_changed_is_committed_not_committed_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_has_changed_is_committed_not_committed_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def git(*arguments: str) -> None:
         me = ("-c", "user.name=me", "-c", "user.email=me@example.org", "-c", "commit.gpgsign=false")
         subprocess.run(["git", "-C", tmp_path, *me, *arguments], check=True, capture_output=True)
@@ -92,7 +108,10 @@ def test_what_has_changed_is_committed_not_committed_or_new(tmp_path: Path, monk
     (tmp_path / "removed").unlink()
     for name in ("new file", "ignored"):
         (tmp_path / name).touch()
-    assert changed.changed_files() == ({"committed", "edited", "removed", "new file"}, "origin/main")
+    assert changed.changed_files() == (
+        {"committed", "edited", "removed", "new file"},
+        "origin/main",
+    )
     git("update-ref", "-d", "refs/remotes/origin/main")
     assert changed.changed_files() == ({"edited", "removed", "new file"}, "HEAD")
 

@@ -1,4 +1,6 @@
-"""What tests inherit from who runs them: nothing that decides how they, or the trainers they start, end."""
+"""What tests inherit from who runs them: nothing that decides how they, or the trainers they start,
+end.
+"""
 
 import json
 import resource
@@ -35,8 +37,20 @@ def _as_some_callers_do() -> None:
 
 @pytest.mark.slow
 def test_so_it_is_where_the_caller_ignores_and_blocks_everything(tmp_path: Path):
-    here = f"{__file__}::{test_a_child_of_a_test_ignores_and_blocks_nothing_and_leaves_no_core.__name__}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'base'}", here]
+    here = (
+        f"{__file__}::"
+        f"{test_a_child_of_a_test_ignores_and_blocks_nothing_and_leaves_no_core.__name__}"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--basetemp={tmp_path / 'base'}",
+        here,
+    ]
     done = subprocess.run(
         command,
         preexec_fn=_as_some_callers_do,

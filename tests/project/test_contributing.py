@@ -32,7 +32,9 @@ def test_it_names_what_a_newcomer_looks_for():
     } <= PATHS
 
 
-@pytest.mark.parametrize(("names", "path"), re.findall(r"Derive from ((?:`\w+`[, and]*)+) in `([\w/.]+)`", TEXT))
+@pytest.mark.parametrize(
+    ("names", "path"), re.findall(r"Derive from ((?:`\w+`[, and]*)+) in `([\w/.]+)`", TEXT)
+)
 def test_the_classes_to_derive_from_are_abstract_and_where_it_says(names: str, path: str):
     module = importlib.import_module("sidesave." + path.removesuffix(".py").replace("/", "."))
     for name in re.findall(r"\w+", names.replace(" and ", " ")):

@@ -1,4 +1,6 @@
-"""Processes that are forked for tests look and end as started ones do; who is killed while asking for one ends none."""
+"""Processes that are forked for tests look and end as started ones do; who is killed while asking
+for one ends none.
+"""
 
 import os
 import signal
@@ -21,17 +23,25 @@ def forked() -> Iterator[None]:
 
 
 def test_it_ends_as_it_would_have():
-    done = forks.run([sys.executable, "-c", "import sys; print(input()); sys.exit(sys.argv[1])", "no"], "said\n")
+    done = forks.run(
+        [sys.executable, "-c", "import sys; print(input()); sys.exit(sys.argv[1])", "no"], "said\n"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (1, "said\n", "no\n")
-    with forks.popen([sys.executable, "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.read(1) == b"." and process.poll() is None
+    with forks.popen(
+        [sys.executable, "-c", WAIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert (
+            process.stdout is not None and process.stdout.read(1) == b"." and process.poll() is None
+        )
         process.kill()
         assert process.wait() == -signal.SIGKILL
 
 
 def test_proc_shows_its_command_line_and_environment():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with forks.popen([sys.executable, "-c", WAIT, "word"], env={"A": "b", "TMPDIR": "/c"}, **pipes) as process:
+    with forks.popen(
+        [sys.executable, "-c", WAIT, "word"], env={"A": "b", "TMPDIR": "/c"}, **pipes
+    ) as process:
         assert process.stdout is not None and process.stdout.read(1) == b"."
         shown = Path(f"/proc/{process.pid}")
         executable, *arguments = (shown / "cmdline").read_bytes().decode().split("\0")
@@ -64,13 +74,23 @@ print("told", end="\\n")
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize(
     ("last", "code"),
-    [("", 0), ("sys.exit()", 0), ("sys.exit('no')", 1), ("sys.exit(7)", 7), ("1 / 0", 1), ("sys.exit(-1)", 255)],
+    [
+        ("", 0),
+        ("sys.exit()", 0),
+        ("sys.exit('no')", 1),
+        ("sys.exit(7)", 7),
+        ("1 / 0", 1),
+        ("sys.exit(-1)", 255),
+    ],
 )
 def test_its_end_is_that_of_any_interpreter(quick: bool, last: str, code: int):
     with forks.wanted(daemons=True, quick_ends=quick):
         done = forks.run([sys.executable, "-c", END + last])
     assert (done.returncode, done.stdout.split()) == (code, ["told", "thread", "registered"])
-    assert ("ZeroDivisionError" in done.stderr, done.stderr == "no\n") == (last == "1 / 0", "no" in last)
+    assert ("ZeroDivisionError" in done.stderr, done.stderr == "no\n") == (
+        last == "1 / 0",
+        "no" in last,
+    )
 
 
 @pytest.mark.parametrize("quick", [True, False])

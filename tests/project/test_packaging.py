@@ -1,4 +1,6 @@
-"""The package as it is built and imported: the map of folders, the wheel, and who may import whom."""
+"""The package as it is built and imported: the map of folders, the wheel, and who may import
+whom.
+"""
 
 import ast
 import os
@@ -28,6 +30,7 @@ MAY_IMPORT = {
         "sidesave.errors",
         "sidesave.stager.memory.arena",
         "sidesave.stager.memory.numa",
+        "sidesave.stager.signal_safe",
         "sidesave.stager.system_calls",
         "sidesave.writer_daemon",
     ),
@@ -37,7 +40,9 @@ MAY_IMPORT = {
 def python(code: str, cwd: Path, **env: str) -> str:
     """Runs code in a fresh interpreter, away from the checkout, and returns what it prints."""
     command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -66,8 +71,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in ("sidesave", *ROOMS):
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", base, tree]
+        shutil.copytree(
+            ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        base,
+        tree,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     [path] = base.glob("*.whl")
@@ -76,10 +94,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_package_folder_is_in_the_map_and_every_entry_is_a_folder():
     folders = [folder for name in ("sidesave", *ROOMS) for folder in package_folders(ROOT / name)]
-    assert sorted(PACKAGE_DIR.values()) == sorted(str(folder.relative_to(ROOT)) for folder in folders)
+    assert sorted(PACKAGE_DIR.values()) == sorted(
+        str(folder.relative_to(ROOT)) for folder in folders
+    )
     assert sorted(PACKAGE_DIR) == sorted(PYPROJECT["tool"]["setuptools"]["packages"])
     for package, folder in PACKAGE_DIR.items():
-        assert folder in (package.replace(".", "/"), package.removeprefix("sidesave.").replace(".", "/"))
+        assert folder in (
+            package.replace(".", "/"),
+            package.removeprefix("sidesave.").replace(".", "/"),
+        )
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -107,7 +130,9 @@ def test_the_package_has_the_version_that_it_is_built_with():
 
 def test_importing_it_elsewhere_says_that_it_is_for_linux():
     code = "import sys; sys.platform = 'darwin'; import sidesave"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
     assert "ImportError: sidesave runs on Linux only" in done.stderr
 
@@ -124,7 +149,12 @@ def test_the_rooms_import_from_an_installed_wheel(wheel: Path, tmp_path: Path):
 
 @pytest.mark.parametrize(
     "module",
-    ["sidesave", "sidesave.errors", "sidesave.writer_daemon.process.server", "sidesave.writer_daemon.__main__"],
+    [
+        "sidesave",
+        "sidesave.errors",
+        "sidesave.writer_daemon.process.server",
+        "sidesave.writer_daemon.__main__",
+    ],
 )
 def test_the_light_modules_import_neither_torch_nor_numpy(module: str, tmp_path: Path):
     code = f"import sys, {module}; print(*({{'torch', 'numpy'}} & sys.modules.keys()))"
@@ -156,6 +186,8 @@ def test_the_tests_that_pages_name_are_there():
         for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)
     }
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    named = {name for page in pages for name in re.findall(r"`(test_\w+::test_\w+)`", page.read_text())}
+    named = {
+        name for page in pages for name in re.findall(r"`(test_\w+::test_\w+)`", page.read_text())
+    }
     assert len(named) > 50
     assert named <= tests

@@ -1,4 +1,6 @@
-"""The model of many ranks: what must hold whatever its inputs are, and its constants against what is really written."""
+"""The model of many ranks: what must hold whatever its inputs are, and its constants against what
+is really written.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,9 @@ DEFAULTS = Inputs()
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", "scripts.simulate_scale", *arguments]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
+    return subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
 
 
 def test_a_tree_of_records_helps_many_ranks_and_not_a_few():
@@ -40,7 +44,9 @@ def test_more_tensors_never_make_anything_cheaper(world_size: int):
 
 def test_each_change_helps_where_there_are_many_ranks():
     costs = [
-        commit_s(commit, 100_000) for name, commit in simulate_scale.changes(DEFAULTS).items() if "tree" not in name
+        commit_s(commit, 100_000)
+        for name, commit in simulate_scale.changes(DEFAULTS).items()
+        if "tree" not in name
     ]
     assert costs == sorted(costs, reverse=True)
     assert len(set(costs)) == len(costs) > 2
@@ -48,13 +54,17 @@ def test_each_change_helps_where_there_are_many_ranks():
 
 def test_no_group_is_better_than_the_best():
     best = sum(DEFAULTS.tree(20_000, DEFAULTS.best_group(20_000)).values())
-    assert best <= min(sum(DEFAULTS.tree(20_000, size).values()) for size in (32, 128, 200, 256, 4096))
+    assert best <= min(
+        sum(DEFAULTS.tree(20_000, size).values()) for size in (32, 128, 200, 256, 4096)
+    )
 
 
 def test_records_and_manifest_of_four_ranks_have_the_bytes_of_the_model():
     model = Inputs(fqns=40, layouts=3)
     records = simulate_scale.make_records(4, 40, 3)
-    assert sum(len(record.to_bytes()) for record in records) == pytest.approx(model.records_nbytes(4), rel=0.1)
+    assert sum(len(record.to_bytes()) for record in records) == pytest.approx(
+        model.records_nbytes(4), rel=0.1
+    )
     assert len(assemble(records, "").to_bytes()) == pytest.approx(model.manifest_nbytes(4), rel=0.1)
 
 

@@ -1,4 +1,6 @@
-"""A tensor's way is short, and the page about it tells it: from `save()` to the disk, and back into live state."""
+"""A tensor's way is short, and the page about it tells it: from `save()` to the disk, and back into
+live state.
+"""
 
 import contextlib
 import os
@@ -27,7 +29,7 @@ MOST = 12
 """Functions of ours on a way to the disk."""
 MOST_BACK = 10
 """And on one back."""
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "walks.md"
 LARGE = 1 << 20
 
 _handed = threading.local()
@@ -37,8 +39,14 @@ _handed = threading.local()
 def here() -> list[str]:
     """The functions of ours that have led here, the first one first; through threads as well."""
     frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
-    ours = [frame.f_code.co_qualname for frame in reversed(frames) if _is_ours(frame.f_globals["__name__"])]
-    return getattr(_handed, "way", []) + [name.replace("<locals>.", "") for name in ours if not name.endswith("comp>")]
+    ours = [
+        frame.f_code.co_qualname
+        for frame in reversed(frames)
+        if _is_ours(frame.f_globals["__name__"])
+    ]
+    return getattr(_handed, "way", []) + [
+        name.replace("<locals>.", "") for name in ours if not name.endswith("comp>")
+    ]
 
 
 def _is_ours(module: str) -> bool:
@@ -62,7 +70,9 @@ def carrying(run: Callable[..., Any], *by: str) -> Callable[..., Any]:
 class Tasks(SimpleQueue[Callable[[], None]]):
     """What the daemon's loop gives its threads to do."""
 
-    def put(self, item: Callable[[], None], block: bool = True, timeout: float | None = None) -> None:
+    def put(
+        self, item: Callable[[], None], block: bool = True, timeout: float | None = None
+    ) -> None:
         super().put(carrying(item))
 
 
@@ -92,12 +102,13 @@ class DaemonInAThread:
         served = Walked(control)
         served.run()
         served._work.put(sys.exit)
-        served._worker._primary.writer.close()
+        served._directories.run.writer.close()
         for arena in served._arenas.values():
             arena.close()
         for end in (control, served._signals, served.signal):
             end.close()
-        for fd in (self._end, served._wake, served._pidfd):
+        served._wakeup.close()
+        for fd in (self._end, served._pidfd):
             os.close(fd)
 
     def poll(self) -> int | None:
@@ -106,6 +117,9 @@ class DaemonInAThread:
     def wait(self, timeout_s: float) -> int | None:
         self._thread.join(timeout_s)
         return self.poll()
+
+    def relay(self) -> None:
+        pass
 
     def close(self) -> None:
         self.control.close()
@@ -118,9 +132,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
     found: dict[str, list[list[str]]] = {"copy": [], "write": [], "read": []}
     start, submit, pool_submit = signal_safe.start, Worker.submit, ThreadPoolExecutor.submit
     monkeypatch.setattr(signal_safe, "start", lambda work, name: start(carrying(work), name))
-    monkeypatch.setattr(Worker, "submit", lambda self, run: submit(self, carrying(run, "Worker.submit")))
     monkeypatch.setattr(
-        ThreadPoolExecutor, "submit", lambda self, run, *given: pool_submit(self, carrying(run), *given)
+        Worker, "submit", lambda self, run: submit(self, carrying(run, "Worker.submit"))
+    )
+    monkeypatch.setattr(
+        ThreadPoolExecutor,
+        "submit",
+        lambda self, run, *given: pool_submit(self, carrying(run), *given),
     )
 
     def note(owner: Any, name: str, kind: str, nbytes: Callable[..., int]) -> None:
@@ -135,7 +153,12 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
 
     note(memcopy, "_memmove", "copy", lambda target, source, nbytes: nbytes)
     note(torch.Tensor, "copy_", "copy", lambda target, source: source.nbytes)
-    note(torch_private, "foreach_copy", "copy", lambda targets, sources: sum(source.nbytes for source in sources))
+    note(
+        torch_private,
+        "foreach_copy",
+        "copy",
+        lambda targets, sources: sum(source.nbytes for source in sources),
+    )
     note(os, "pwrite", "write", lambda fd, data, offset: len(data))
     note(os, "preadv", "read", lambda fd, buffers, offset: sum(map(len, buffers)))
     monkeypatch.setattr(server, "_Tasks", Tasks)
@@ -158,12 +181,16 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "state", [pytest.param(name, marks=[pytest.mark.gpu] if "device" in name else []) for name in STATES]
+    "state",
+    [pytest.param(name, marks=[pytest.mark.gpu] if "device" in name else []) for name in STATES],
 )
 def test_a_tensor_passes_few_functions_and_the_page_names_them(
     ways: dict[str, list[list[str]]], tmp_path: Path, state: str
 ):
-    with sidesave.Checkpointer(tmp_path, overlap=True if state == "host, beside training" else None) as ckpt:
+    with sidesave.Checkpointer(
+        tmp_path,
+        staging=sidesave.StagingOptions(overlap=True if state == "host, beside training" else None),
+    ) as ckpt:
         for step in (1, 2):
             ckpt.save(step, STATES[state]()).committed.result(300)
     copies = [way for way in ways["copy"] if way[0] == "Checkpointer.save"]

@@ -1,6 +1,8 @@
-"""A GPU that is not there: a CUDA runtime of the host under the CUDA build of torch. README.md tells how it works.
+"""A GPU that is not there: a CUDA runtime of the host under the CUDA build of torch. README.md
+tells how it works.
 
-What is found is told once: `violations` and `counts` give what happened since they were called before.
+What is found is told once: `violations` and `counts` give what happened since they were called
+before.
 """
 
 import ctypes
@@ -32,7 +34,9 @@ def _runtime() -> ctypes.CDLL | None:
 def _required() -> ctypes.CDLL:
     runtime = _runtime()
     if runtime is None:
-        raise RuntimeError("this process does not run on the simulated GPU (see tests/simulated_gpu/README.md)")
+        raise RuntimeError(
+            "this process does not run on the simulated GPU (see tests/simulated_gpu/README.md)"
+        )
     return runtime
 
 
@@ -76,12 +80,15 @@ def counts() -> dict[str, int]:
 
 def contexts() -> dict[int, str]:
     """The devices that this process has a context on, and the call that opened it."""
-    opened = {device: _required().simgpu_context(device) for device in range(torch.cuda.device_count())}
+    opened = {
+        device: _required().simgpu_context(device) for device in range(torch.cuda.device_count())
+    }
     return {device: call.decode() for device, call in opened.items() if call is not None}
 
 
 def break_device(code: int) -> None:
-    """From now on every call that needs a device fails with this code, as after an illegal access (700).
+    """From now on every call that needs a device fails with this code, as after an illegal access
+    (700).
 
     What is queued is abandoned. 0 mends the device, for the next test.
     """

@@ -1,7 +1,8 @@
-"""Builds the simulated GPU into the virtual environment that runs this: ``python tests/simulated_gpu/build.py``.
+"""Builds the simulated GPU into the virtual environment that runs this:
+``python tests/simulated_gpu/build.py``.
 
-The environment has the CUDA build of torch and the CUDA headers, without the libraries of NVIDIA. Only what has changed
-is compiled; nothing is written into the checkout.
+The environment has the CUDA build of torch and the CUDA headers, without the libraries of NVIDIA.
+Only what has changed is compiled; nothing is written into the checkout.
 """
 
 import hashlib
@@ -33,7 +34,12 @@ COMMON = ["-fPIC", "-Wall", "-isystem", str(INCLUDE)]
 RUNTIME = ["-std=c++17", "-O2", "-g1", *COMMON]
 KERNELS = [
     *("-std=c++20", "-O1", *COMMON),
-    *("-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")),
+    *(
+        "-isystem",
+        str(TORCH / "include"),
+        "-isystem",
+        str(TORCH / "include/torch/csrc/api/include"),
+    ),
 ]
 
 
@@ -79,11 +85,21 @@ def build() -> None:
     with ThreadPoolExecutor(jobs) as pool:
         objects = compiled("runtime", RUNTIME, pool)
         link = [f"-Wl,-soname,{CUDART.name}", f"-Wl,--version-script={exports}", "-lpthread"]
-        unless_done(runtime, digest(exports, *objects), [COMPILER, "-shared", "-o", runtime, *objects, *link])
+        unless_done(
+            runtime,
+            digest(exports, *objects),
+            [COMPILER, "-shared", "-o", runtime, *objects, *link],
+        )
         objects = compiled("kernels", KERNELS, pool)
-        link = [f"-L{TORCH / 'lib'}", *("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"), runtime]
+        link = [
+            f"-L{TORCH / 'lib'}",
+            *("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"),
+            runtime,
+        ]
         link += ["-Wl,--allow-shlib-undefined"]
-        unless_done(kernels, digest(*objects), [COMPILER, "-shared", "-o", kernels, *objects, *link])
+        unless_done(
+            kernels, digest(*objects), [COMPILER, "-shared", "-o", kernels, *objects, *link]
+        )
         stamp, inputs = BUILD / "stubs.stamp", digest(HERE / "stubs.py", version("torch"))
         if not stamp.exists() or stamp.read_text() != inputs:
             libraries = stubs.wanted(TORCH / "lib")

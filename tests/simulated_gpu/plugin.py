@@ -1,6 +1,8 @@
-"""Pytest on the simulated GPU: ``-p simulated_gpu.plugin``. A test that broke a rule, fixtures included, fails.
+"""Pytest on the simulated GPU: ``-p simulated_gpu.plugin``. A test that broke a rule, fixtures
+included, fails.
 
-``@pytest.mark.expects_violations("RACE")`` is for a test that breaks rules of these kinds on purpose.
+``@pytest.mark.expects_violations("RACE")`` is for a test that breaks rules of these kinds on
+purpose.
 """
 
 from collections.abc import Generator
@@ -15,7 +17,9 @@ SHOWN = 10
 
 def pytest_configure(config: pytest.Config) -> None:
     if not simulated_gpu.active():
-        raise pytest.UsageError("-p simulated_gpu.plugin needs the simulated GPU: scripts/test --gpu")
+        raise pytest.UsageError(
+            "-p simulated_gpu.plugin needs the simulated GPU: scripts/test --gpu"
+        )
     simulated_gpu.install()
 
 
@@ -45,8 +49,13 @@ def check(item: pytest.Item) -> None:
     if found:
         distinct = list(dict.fromkeys(line.split(": 0x")[0] for line in found))
         shown = "\n".join(distinct[:SHOWN])
-        pytest.fail(f"{len(found)} violations of the rules of CUDA, {len(distinct)} distinct:\n{shown}", pytrace=False)
+        pytest.fail(
+            f"{len(found)} violations of the rules of CUDA, {len(distinct)} distinct:\n{shown}",
+            pytrace=False,
+        )
 
 
 def expected(item: pytest.Item) -> tuple[str, ...]:
-    return tuple(f"{kind}:" for marker in item.iter_markers("expects_violations") for kind in marker.args)
+    return tuple(
+        f"{kind}:" for marker in item.iter_markers("expects_violations") for kind in marker.args
+    )

@@ -1,7 +1,8 @@
 """Stub libraries for all that the CUDA build of torch links, but for libcudart.
 
-They are made from the undefined symbols of torch's own libraries, so that none of NVIDIA's (gigabytes) is needed. What
-is called in one of them fails, and tells its name with SIMULATED_GPU_VERBOSE.
+They are made from the undefined symbols of torch's own libraries, so that none of NVIDIA's
+(gigabytes) is needed. What is called in one of them fails, and tells its name with
+SIMULATED_GPU_VERBOSE.
 """
 
 import re
@@ -26,8 +27,8 @@ PREFIXES = {
     "cu": "libcuda.so.1",
 }
 LINKED_WITHOUT_A_SYMBOL = ("libcusolver.so.12",)
-# Opened by torch for expandable segments, which ask it for NVLink. It has less than torch.cuda.device_count() asks for,
-# so that this goes on to count the devices by the runtime.
+# Opened by torch for expandable segments, which ask it for NVLink. It has less than
+# torch.cuda.device_count() asks for, so that this goes on to count the devices by the runtime.
 LOADED = {
     "libnvidia-ml.so.1": (
         "nvmlInit_v2",
@@ -58,7 +59,7 @@ BODIES = {
   *(unsigned*)b = 0;
   *(int*)c = opened_by((int)(long)a) != NULL;
   return 0;
-}""",
+}""",  # noqa: E501
 }
 PREAMBLE = """\
 #define _GNU_SOURCE
@@ -74,10 +75,14 @@ static int refuse(const char* name) {
 
 def wanted(torch_libraries: Path) -> dict[str, dict[str, str]]:
     """Of each library that is to be made: its symbols, and their versions or ''."""
-    libraries: dict[str, dict[str, str]] = {soname: {} for soname in (*PREFIXES.values(), *LINKED_WITHOUT_A_SYMBOL)}
+    libraries: dict[str, dict[str, str]] = {
+        soname: {} for soname in (*PREFIXES.values(), *LINKED_WITHOUT_A_SYMBOL)
+    }
     libraries |= {soname: dict.fromkeys(symbols, "") for soname, symbols in LOADED.items()}
     for path in sorted(torch_libraries.glob("lib*.so")):
-        listing = subprocess.run(["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True)
+        listing = subprocess.run(
+            ["nm", "-D", "--undefined-only", path], capture_output=True, text=True, check=True
+        )
         for line in listing.stdout.splitlines():
             symbol, _, version = line.split()[-1].partition("@")
             soname, version = _library_of(symbol, version.lstrip("@"))
@@ -93,7 +98,9 @@ def _library_of(symbol: str, version: str) -> tuple[str | None, str]:
         return (None if version == "libcudart.so.13" else version), version
     if version or not re.match(r"(cu[A-Z]|cu[a-z]+[A-Z]|nccl|nvshmem|nvrtc)", symbol):
         return None, version
-    return next((soname for prefix, soname in PREFIXES.items() if symbol.startswith(prefix)), None), version
+    return next(
+        (soname for prefix, soname in PREFIXES.items() if symbol.startswith(prefix)), None
+    ), version
 
 
 def _function(symbol: str) -> str:
@@ -111,7 +118,9 @@ def make(soname: str, symbols: dict[str, str], nvidia: Path) -> Path:
     for symbol, version in sorted(symbols.items()):
         versions[version].append(symbol)
     named = [(version, names) for version, names in versions.items() if version]
-    script.write_text("".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in named))
+    script.write_text(
+        "".join(f"{version} {{ global: {'; '.join(names)}; }};\n" for version, names in named)
+    )
     flags = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{soname}"]
     if named:
         flags.append(f"-Wl,--version-script={script}")

@@ -1,4 +1,6 @@
-"""Staging memory: sealed, shared by descriptor, hidden from forks, and never more of it than there is."""
+"""Staging memory: sealed, shared by descriptor, hidden from forks, and never more of it than there
+is.
+"""
 
 import ctypes
 import fcntl
@@ -82,7 +84,7 @@ def in_forked_child(check: Callable[[], object]) -> str:
     return said
 
 
-# Seals -----------------------------------------------------------------------------------------------------------
+# Seals --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, PAGE, 64 * MIB])
@@ -106,7 +108,9 @@ def test_the_memory_can_be_mapped_for_reading_but_no_longer_for_writing(arena: A
     with pytest.raises(PermissionError):
         os.pwrite(arena.fd, b"other", arena.data_offset)
     with mmap.mmap(arena.fd, arena.nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-        arena.view(arena.data_offset, 5)[:] = b"HELLO"  # the mapping made before the seal still writes
+        arena.view(arena.data_offset, 5)[:] = (
+            b"HELLO"  # the mapping made before the seal still writes
+        )
         assert mapped[arena.data_offset : arena.data_offset + 5] == b"HELLO"
 
 
@@ -115,11 +119,15 @@ def test_the_seals_are_sealed(arena: Arena):
         fcntl.fcntl(arena.fd, F_ADD_SEALS, 0x8)
 
 
-# Layout ----------------------------------------------------------------------------------------------------------
+# Layout -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("descriptor_nbytes", "data_nbytes"), [(0, 0), (1, 1), (PAGE, PAGE), (PAGE + 1, 5 * PAGE - 1)])
-def test_data_starts_on_a_page_behind_room_for_the_descriptor(descriptor_nbytes: int, data_nbytes: int):
+@pytest.mark.parametrize(
+    ("descriptor_nbytes", "data_nbytes"), [(0, 0), (1, 1), (PAGE, PAGE), (PAGE + 1, 5 * PAGE - 1)]
+)
+def test_data_starts_on_a_page_behind_room_for_the_descriptor(
+    descriptor_nbytes: int, data_nbytes: int
+):
     arena = Arena.create(descriptor_nbytes, data_nbytes)
     try:
         assert arena.data_offset % PAGE == 0
@@ -131,7 +139,13 @@ def test_data_starts_on_a_page_behind_room_for_the_descriptor(descriptor_nbytes:
 
 
 def test_bytes_outside_the_arena_cannot_be_viewed(arena: Arena):
-    for offset, nbytes in [(-1, 1), (0, arena.nbytes + 1), (arena.nbytes, 1), (1, -1), (1 << 62, 1)]:
+    for offset, nbytes in [
+        (-1, 1),
+        (0, arena.nbytes + 1),
+        (arena.nbytes, 1),
+        (1, -1),
+        (1 << 62, 1),
+    ]:
         with pytest.raises(ValueError, match="outside an arena"):
             arena.view(offset, nbytes)
     assert arena.view(arena.nbytes, 0).nbytes == 0
@@ -165,7 +179,7 @@ def test_an_arena_beyond_any_address_space_is_refused_and_leaks_nothing():
     assert open_fds() == fds
 
 
-# Attaching -------------------------------------------------------------------------------------------------------
+# Attaching ----------------------------------------------------------------------------------------
 
 ATTACHER = """
 import os, socket, sys
@@ -181,7 +195,7 @@ answer()
 control.recv(1)
 arena.drop_pages(arena.data_offset, arena.data_nbytes)
 answer()
-"""
+"""  # noqa: E501
 
 
 def test_another_process_attaches_by_descriptor_and_sees_what_is_written_later(arena: Arena):
@@ -200,7 +214,9 @@ def test_another_process_attaches_by_descriptor_and_sees_what_is_written_later(a
             nbytes = arena.data_nbytes
             arena.close()  # as when the trainer dies: the daemon's mapping keeps the memory
             here.send(b"x")
-            assert here.recv(1000).decode() == repr([nbytes, b"later", 1, b"save message", ["r--s"]])
+            assert here.recv(1000).decode() == repr(
+                [nbytes, b"later", 1, b"save message", ["r--s"]]
+            )
             assert child.wait(300) == 0
 
 
@@ -253,12 +269,14 @@ def test_a_descriptor_that_is_no_sealed_arena_is_refused_and_closed(name: str):
 
 
 def test_a_well_made_descriptor_is_not_refused():
-    arena = Arena.attach(_memfd(_header(2 * PAGE, PAGE), 2 * PAGE))  # or the cases above would prove nothing
+    arena = Arena.attach(
+        _memfd(_header(2 * PAGE, PAGE), 2 * PAGE)
+    )  # or the cases above would prove nothing
     assert arena.data_nbytes == PAGE
     arena.close()
 
 
-# What trainer and daemon say to each other through it ------------------------------------------------------------
+# What trainer and daemon say to each other through it ---------------------------------------------
 
 
 def test_a_descriptor_counts_only_for_the_generation_it_was_staged_in(arena: Arena):
@@ -277,7 +295,9 @@ def test_a_descriptor_counts_only_for_the_generation_it_was_staged_in(arena: Are
     reader.close()
 
 
-def test_the_mark_of_what_is_final_starts_anew_with_each_generation_and_ends_when_it_is_staged(arena: Arena):
+def test_the_mark_of_what_is_final_starts_anew_with_each_generation_and_ends_when_it_is_staged(
+    arena: Arena,
+):
     reader = Arena.attach(os.dup(arena.fd))
     arena.begin_generation()
     assert reader.filled == 0
@@ -334,13 +354,16 @@ def _resident_nbytes(arena: Arena) -> int:
     return int(found[1]) * 1024
 
 
-# Forks -----------------------------------------------------------------------------------------------------------
+# Forks --------------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_has_neither_the_mapping_nor_the_descriptor(arena: Arena):
     attached = Arena.attach(os.dup(arena.fd))
     assert (len(sidesave_maps()), len(sidesave_fds())) == (2, 2)
-    assert in_forked_child(lambda: (sidesave_maps(), sidesave_fds(), arena.fd, arena.address)) == "([], [], -1, 0)"
+    assert (
+        in_forked_child(lambda: (sidesave_maps(), sidesave_fds(), arena.fd, arena.address))
+        == "([], [], -1, 0)"
+    )
     assert (len(sidesave_maps()), len(sidesave_fds())) == (2, 2)
     attached.close()
 
@@ -364,7 +387,7 @@ def test_a_forked_child_that_collects_the_arena_unmaps_nothing_of_its_own(arena:
     arena.view(arena.data_offset, 1)[:] = b"x"  # and the parent's is untouched
 
 
-# How much --------------------------------------------------------------------------------------------------------
+# How much -----------------------------------------------------------------------------------------
 
 
 def test_populating_allocates_every_page_and_keeps_what_is_there():
@@ -457,13 +480,19 @@ def cgroup() -> Iterator[Path]:
 
 @pytest.mark.root
 def test_a_cgroup_limit_is_refused_and_not_run_into(cgroup: Path):
-    """A process over its limit is killed, not refused: so it must not get there, whatever the node still has."""
+    """A process over its limit is killed, not refused: so it must not get there, whatever the node
+    still has.
+    """
 
     def join() -> None:
         (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
     done = subprocess.run(
-        [sys.executable, "-c", CGROUP_MEMBER], preexec_fn=join, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", CGROUP_MEMBER],
+        preexec_fn=join,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(r"(\d+) (\d+) (.*)\n", done.stdout)

@@ -1,4 +1,6 @@
-"""A slot that is filled again is filled as if for the first time, whatever became of the tensors between two saves."""
+"""A slot that is filled again is filled as if for the first time, whatever became of the tensors
+between two saves.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,19 @@ class Saves(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
-        self._ckpt = sidesave.Checkpointer(self._folder.name, slots=2)
+        self._ckpt = sidesave.Checkpointer(
+            self._folder.name, staging=sidesave.StagingOptions(slots=2)
+        )
         model = nn.ParameterList([nn.Parameter(torch.rand(size)) for size in SIZES])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for parameter in model:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         self._model: Any = model
-        self._plain: Any = {"complex": torch.rand(50, dtype=torch.complex64), "loss": torch.rand(())}
+        self._plain: Any = {
+            "complex": torch.rand(50, dtype=torch.complex64),
+            "loss": torch.rand(()),
+        }
         self._state = {"model": model, "optimizer": optimizer, "plain": self._plain}
         self._step = 0
 
@@ -125,21 +132,27 @@ TestSaves.settings = settings(
 )
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.t, torch.Tensor.conj, lambda tensor: tensor.conj().t()])
-def test_what_lies_where_it_lay_and_looks_otherwise_is_saved_as_it_looks(tmp_path: Path, change: Any):
+@pytest.mark.parametrize(
+    "change", [torch.Tensor.t, torch.Tensor.conj, lambda tensor: tensor.conj().t()]
+)
+def test_what_lies_where_it_lay_and_looks_otherwise_is_saved_as_it_looks(
+    tmp_path: Path, change: Any
+):
     weight = nn.Parameter(torch.rand(50, 50, dtype=torch.complex64))
-    with sidesave.Checkpointer(tmp_path, slots=1) as ckpt:
+    with sidesave.Checkpointer(tmp_path, staging=sidesave.StagingOptions(slots=1)) as ckpt:
         for step in range(4):
             ckpt.save(step, {"model": nn.ParameterList([weight])}).committed.result(DEADLINE_S)
             assert torch.equal(ckpt.load(step)["model"]["0"], weight)
             weight.data = change(weight.data)
 
 
-@pytest.mark.parametrize("make", [torch.Tensor.clone, lambda tensor: tensor.double(), lambda tensor: tensor[:50]])
+@pytest.mark.parametrize(
+    "make", [torch.Tensor.clone, lambda tensor: tensor.double(), lambda tensor: tensor[:50]]
+)
 def test_a_tensor_of_no_module_is_saved_from_where_it_is_and_as_it_looks(tmp_path: Path, make: Any):
     model = nn.ParameterList([nn.Parameter(torch.rand(100)) for _ in range(20)])
     state: dict[str, Any] = {"model": model, "average": torch.rand(100)}
-    with sidesave.Checkpointer(tmp_path, slots=1) as ckpt:
+    with sidesave.Checkpointer(tmp_path, staging=sidesave.StagingOptions(slots=1)) as ckpt:
         for step in range(3):
             ckpt.save(step, state).committed.result(DEADLINE_S)
         before, state["average"] = state["average"], make(state["average"]).clone()
@@ -162,10 +175,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def test_a_slot_that_is_filled_again_looks_only_at_what_lies_elsewhere(tmp_path: Path, made: list[int]):
+def test_a_slot_that_is_filled_again_looks_only_at_what_lies_elsewhere(
+    tmp_path: Path, made: list[int]
+):
     model = nn.ParameterList([nn.Parameter(torch.rand(100)) for _ in range(50)])
     kept: list[Any] = []  # else its memory is taken again
-    with sidesave.Checkpointer(tmp_path, slots=1) as ckpt:
+    with sidesave.Checkpointer(tmp_path, staging=sidesave.StagingOptions(slots=1)) as ckpt:
         for step in range(6):
             kept.append({"model": model, "loss": torch.rand(4)})
             ckpt.save(step, kept[-1]).committed.result(DEADLINE_S)
@@ -174,7 +189,7 @@ def test_a_slot_that_is_filled_again_looks_only_at_what_lies_elsewhere(tmp_path:
 
 def test_a_state_that_always_lies_elsewhere_is_not_remembered(tmp_path: Path, made: list[int]):
     kept: list[Any] = []
-    with sidesave.Checkpointer(tmp_path, slots=1) as ckpt:
+    with sidesave.Checkpointer(tmp_path, staging=sidesave.StagingOptions(slots=1)) as ckpt:
         for step in range(8):
             kept.append({"plain": [torch.rand(4) for _ in range(10)]})
             ckpt.save(step, kept[-1]).committed.result(DEADLINE_S)
@@ -191,4 +206,6 @@ def test_what_is_remembered_keeps_no_memory(tmp_path: Path):
         del model
         arrays.clear()
         let_go = "the thread that has copied it lets go of it"
-        wait_until(lambda: gc.collect() >= 0 and not any(each() is not None for each in memory), let_go)
+        wait_until(
+            lambda: gc.collect() >= 0 and not any(each() is not None for each in memory), let_go
+        )

@@ -1,4 +1,6 @@
-"""The plan of a save: images that stock safetensors opens, laid out as O_DIRECT and the digest grid want them."""
+"""The plan of a save: images that stock safetensors opens, laid out as O_DIRECT and the digest grid
+want them.
+"""
 
 import json
 from pathlib import Path
@@ -15,14 +17,20 @@ from states import bits, noise
 
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager.copy.copier import Copier
-from sidesave.stager.copy.pool import Slot
+from sidesave.stager.copy.pool import StagingSlot
+from sidesave.stager.dtypes import NAMES
 from sidesave.stager.memory.arena import PAGE, Arena, page_up
 from sidesave.stager.plan import Plan, make_plan, structure_of
 from sidesave.stager.state import tree
-from sidesave.stager.state.dtypes import NAMES
-from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, TensorFile, digest_blocks, parse_tensor_file
+from sidesave.writer_daemon.format.tensor_file import (
+    BLOCK_NBYTES,
+    TensorFile,
+    digest_blocks,
+    parse_tensor_file,
+)
 
-# Element counts around the threshold of 256 KiB, for every element size, and small shapes of every kind.
+# Element counts around the threshold of 256 KiB, for every element size, and small shapes of every
+# kind.
 BLOCK_EDGES = st.builds(
     lambda times, off, itemsize: (max(times * BLOCK_NBYTES // itemsize + off, 0),),
     st.integers(1, 3),
@@ -30,7 +38,9 @@ BLOCK_EDGES = st.builds(
     st.sampled_from([1, 2, 4, 8]),
 )
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple) | BLOCK_EDGES
-FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(lambda name: name != "__metadata__")
+FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
+    lambda name: name != "__metadata__"
+)
 CONTAINERS = st.dictionaries(
     st.sampled_from(["model", "optimizer", "tensors", "ema"]),
     st.dictionaries(FQNS, st.tuples(st.sampled_from(list(NAMES)), SHAPES), min_size=1, max_size=8),
@@ -40,7 +50,10 @@ CONTAINERS = st.dictionaries(
 
 def plan_of(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]) -> Plan:
     tensors = {
-        name: {fqn: torch.empty(shape, dtype=dtype, device="meta") for fqn, (dtype, shape) in body.items()}
+        name: {
+            fqn: torch.empty(shape, dtype=dtype, device="meta")
+            for fqn, (dtype, shape) in body.items()
+        }
         for name, body in containers.items()
     }
     return make_plan(structure_of(tensors))
@@ -48,7 +61,9 @@ def plan_of(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @given(CONTAINERS)
 @settings(max_examples=campaigns.examples(200))
-def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):
+def test_a_plan_is_aligned_and_without_holes(
+    containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]],
+):
     plan = plan_of(containers)
     assert [file.container for file in plan.files] == list(containers)
     end = 0
@@ -58,7 +73,8 @@ def test_a_plan_is_aligned_and_without_holes(containers: dict[str, dict[str, tup
         end = file.offset + page_up(file.nbytes)
         position = len(file.header)
         for placement, (dtype, shape) in sorted(
-            zip(file.placements, body.values(), strict=True), key=lambda pair: (pair[0].offset, pair[0].nbytes)
+            zip(file.placements, body.values(), strict=True),
+            key=lambda pair: (pair[0].offset, pair[0].nbytes),
         ):
             assert placement.nbytes == torch.Size(shape).numel() * dtype.itemsize
             assert placement.offset == position, "a hole, or an overlap"
@@ -81,9 +97,13 @@ def test_a_container_is_cut_into_files_that_have_its_tensors_in_order(
     for name, body in containers.items():
         files = [file for file in plan.files if file.container == name]
         assert [file.name for file in files] == (
-            [name] if len(files) == 1 else [f"{name}.{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)]
+            [name]
+            if len(files) == 1
+            else [f"{name}.{i:05d}-of-{len(files):05d}" for i in range(1, len(files) + 1)]
         )
-        sizes = {fqn: torch.Size(shape).numel() * dtype.itemsize for fqn, (dtype, shape) in body.items()}
+        sizes = {
+            fqn: torch.Size(shape).numel() * dtype.itemsize for fqn, (dtype, shape) in body.items()
+        }
         assert [place.nbytes for file in files for place in file.placements] == [*sizes.values()]
         held: list[str] = []
         for file in files:
@@ -101,7 +121,9 @@ def test_a_container_is_cut_into_files_that_have_its_tensors_in_order(
 
 @given(CONTAINERS)
 @settings(max_examples=campaigns.examples(200))
-def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]):
+def test_a_header_says_what_the_plan_says(
+    containers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]],
+):
     for file, body in zip(plan_of(containers).files, containers.values(), strict=True):
         parsed = parse_tensor_file(file.header, "header")
         assert (parsed.data_offset, parsed.nbytes) == (len(file.header), file.nbytes)
@@ -114,7 +136,9 @@ def test_a_header_says_what_the_plan_says(containers: dict[str, dict[str, tuple[
         assert parsed.metadata.keys() == {"format", "DCP_VERSION", "DCP_SHARDING_INFO"}
         assert (parsed.metadata["format"], parsed.metadata["DCP_VERSION"]) == ("pt", "1.0")
         sharding = json.loads(parsed.metadata["DCP_SHARDING_INFO"])
-        assert sharding == {fqn: {"saved_offsets": [0] * len(shape)} for fqn, (_, shape) in body.items()}
+        assert sharding == {
+            fqn: {"saved_offsets": [0] * len(shape)} for fqn, (_, shape) in body.items()
+        }
 
 
 @given(CONTAINERS)
@@ -134,10 +158,16 @@ def test_the_digest_grid_covers_a_file_once_and_restarts_at_large_tensors(
         assert blocks[: len(header_only)] == header_only, "the header is a run of its own"
         large = [entry for entry in parsed.entries if entry.nbytes >= BLOCK_NBYTES]
         for entry in large:
-            within = [block for block in blocks if entry.offset <= block[0] < entry.offset + entry.nbytes]
+            within = [
+                block for block in blocks if entry.offset <= block[0] < entry.offset + entry.nbytes
+            ]
             assert within[0][0] == entry.offset, "the grid restarts"
-            assert sum(nbytes for _, nbytes in within) == entry.nbytes, "and no block reaches beyond"
-            assert len(within) == -(-entry.nbytes // BLOCK_NBYTES), "nor is one cut short before the last"
+            assert sum(nbytes for _, nbytes in within) == entry.nbytes, (
+                "and no block reaches beyond"
+            )
+            assert len(within) == -(-entry.nbytes // BLOCK_NBYTES), (
+                "nor is one cut short before the last"
+            )
         runs = 1 + 2 * len(large) + 1
         assert len(blocks) <= -(-file.nbytes // BLOCK_NBYTES) + runs
 
@@ -146,14 +176,17 @@ def images(state: dict[str, Any]) -> tuple[Plan, dict[str, bytes]]:
     """Stages a state as a save does, and cuts the arena into files."""
     flat = tree.flatten(state)
     plan = make_plan(structure_of(flat.containers))
-    slot = Slot(arena=Arena.create(PAGE, plan.nbytes))
+    slot = StagingSlot(arena=Arena.create(PAGE, plan.nbytes))
     assert slot.arena is not None
     copier = Copier(overlap=False, validate=False)
     try:
         slot.lay_out(plan)
         assert copier.copy(copier.new_copy(), flat, plan, slot, lambda error: None, blocking=True)
         base = slot.arena.data_offset
-        return plan, {file.container: bytes(slot.arena.view(base + file.offset, file.nbytes)) for file in plan.files}
+        return plan, {
+            file.container: bytes(slot.arena.view(base + file.offset, file.nbytes))
+            for file in plan.files
+        }
     finally:
         copier.close()
         slot.unmap()
@@ -174,7 +207,9 @@ STATES = st.dictionaries(
 
 @given(STATES)
 @settings(max_examples=campaigns.examples(60))
-def test_stock_safetensors_reads_every_image_with_the_same_bits(state: dict[str, dict[str, torch.Tensor]]):
+def test_stock_safetensors_reads_every_image_with_the_same_bits(
+    state: dict[str, dict[str, torch.Tensor]],
+):
     _, files = images(state)
     assert files.keys() == state.keys()
     for name, data in files.items():
@@ -202,7 +237,7 @@ def test_an_arena_used_again_holds_nothing_of_the_plan_before():
     before = {"model": {"weight": noise(torch.float32, 5000), "bias": noise(torch.float32, 7)}}
     after = {"other": {"b": noise(torch.float64, 3)}, "model": {"weight": noise(torch.float16, 90)}}
     fresh = images(after)[1]
-    slot = Slot(arena=Arena.create(PAGE, 1 << 20))
+    slot = StagingSlot(arena=Arena.create(PAGE, 1 << 20))
     assert slot.arena is not None
     copier = Copier(overlap=False, validate=False)
     try:
@@ -212,7 +247,9 @@ def test_an_arena_used_again_holds_nothing_of_the_plan_before():
             slot.lay_out(plan)
             copier.copy(copier.new_copy(), flat, plan, slot, lambda error: None, blocking=True)
             used = {
-                file.container: bytes(slot.arena.view(slot.arena.data_offset + file.offset, file.nbytes))
+                file.container: bytes(
+                    slot.arena.view(slot.arena.data_offset + file.offset, file.nbytes)
+                )
                 for file in plan.files
             }
         assert used == fresh
@@ -241,7 +278,9 @@ def test_equal_structures_share_a_plan_and_every_difference_makes_another():
 def test_a_header_beyond_what_stock_readers_accept_is_refused():
     # A name counts twice, in the header and in the sharding metadata, and is a megabyte long here.
     names = {f"{number}{'x' * (1 << 20)}": (torch.uint8, (1,)) for number in range(50)}
-    with pytest.raises(UnsupportedValueError, match=r"model: 50 tensors need a header of [\d,]+ bytes.*100,000,000"):
+    with pytest.raises(
+        UnsupportedValueError, match=r"model: 50 tensors need a header of [\d,]+ bytes.*100,000,000"
+    ):
         plan_of({"model": names})
 
 

@@ -1,4 +1,6 @@
-"""Where there are several NUMA nodes memory is made from the cores of one, unless somebody has said otherwise."""
+"""Where there are several NUMA nodes memory is made from the cores of one, unless somebody has said
+otherwise.
+"""
 
 import ctypes
 import errno
@@ -61,12 +63,16 @@ def in_a_thread(work: Callable[[], None]) -> None:
         raise failures[0]
 
 
-# What the system tells -------------------------------------------------------------------------------------------
+# What the system tells ----------------------------------------------------------------------------
 
 
-def test_the_cores_of_each_node_are_read_as_the_kernel_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_cores_of_each_node_are_read_as_the_kernel_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(numa, "SYS", machine(tmp_path, {0: "0-2,8", 1: "", 12: "4"}))
-    assert numa.nodes() == {0: frozenset({0, 1, 2, 8}), 12: frozenset({4})}, "memory without cores is no place to be"
+    assert numa.nodes() == {0: frozenset({0, 1, 2, 8}), 12: frozenset({4})}, (
+        "memory without cores is no place to be"
+    )
 
 
 def test_the_nodes_of_this_machine_have_its_cores():
@@ -78,10 +84,16 @@ def test_the_nodes_of_this_machine_have_its_cores():
 def test_the_node_of_a_device_is_read_or_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     devices = {"0000:17:00.0": 1, "0001:ca:00.0": 0, "0000:03:00.0": -1}
     monkeypatch.setattr(numa, "SYS", machine(tmp_path, {0: "0", 1: "1"}, devices))
-    assert [numa.node_of(address) for address in [*devices, "0000:99:00.0", ""]] == [1, 0, None, None, None]
+    assert [numa.node_of(address) for address in [*devices, "0000:99:00.0", ""]] == [
+        1,
+        0,
+        None,
+        None,
+        None,
+    ]
 
 
-# Memory ----------------------------------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------
 
 
 @needs_two_cores
@@ -103,10 +115,14 @@ def test_memory_lies_on_its_node():
         [line] = [line for line in maps if line.startswith(f"{arena.address:x} ")]
         pages = {int(where): int(count) for where, count in re.findall(r" N(\d+)=(\d+)", line)}
         arena.close()
-        assert pages[node] >= 0.9 * sum(pages.values()), "but for the first, which the caller writes"
+        assert pages[node] >= 0.9 * sum(pages.values()), (
+            "but for the first, which the caller writes"
+        )
 
 
-def test_on_a_machine_with_one_node_nothing_is_called(arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_on_a_machine_with_one_node_nothing_is_called(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls: list[object] = []
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
@@ -114,7 +130,12 @@ def test_on_a_machine_with_one_node_nothing_is_called(arena: Arena, tmp_path: Pa
             calls.append(argument)
 
     every = f"0-{os.cpu_count()}"
-    folders = {"one": {0: every}, "some hidden": {0: str(CORES[0])}, "one and memory": {0: every, 1: ""}, "none": {}}
+    folders = {
+        "one": {0: every},
+        "some hidden": {0: str(CORES[0])},
+        "one and memory": {0: every, 1: ""},
+        "none": {},
+    }
     for name, nodes in folders.items():
         monkeypatch.setattr(numa, "SYS", machine(tmp_path / name, nodes))
         assert populate(arena, 0) == Populating([frozenset(CORES)] * min(3, len(CORES)))
@@ -135,13 +156,15 @@ def test_a_device_whose_node_nobody_tells_changes_nothing(arena: Arena):
         assert arena.node is None
 
 
-# What others have set --------------------------------------------------------------------------------------------
+# What others have set -----------------------------------------------------------------------------
 
 
 @needs_two_cores
 @pytest.mark.usefixtures("of_two_nodes")
 @pytest.mark.parametrize("node", [0, 1, None])
-def test_a_process_that_is_kept_on_some_cores_makes_its_memory_there(arena: Arena, node: int | None):
+def test_a_process_that_is_kept_on_some_cores_makes_its_memory_there(
+    arena: Arena, node: int | None
+):
     def work() -> None:
         os.sched_setaffinity(0, FIRST)
         assert populate(arena, node) == Populating([FIRST])
@@ -158,7 +181,9 @@ def test_of_a_node_only_cores_that_the_process_may_use_are_taken(
 ):
     most = (os.cpu_count() or 1) + 7
     monkeypatch.setattr(
-        numa, "SYS", machine(tmp_path, {0: str(CORES[0]), 1: f"{CORES[1]}-{CORES[1]},{most}-{most + 8}"})
+        numa,
+        "SYS",
+        machine(tmp_path, {0: str(CORES[0]), 1: f"{CORES[1]}-{CORES[1]},{most}-{most + 8}"}),
     )
     assert set(populate(arena, 1).cores) == {frozenset(CORES[1:2])}
 

@@ -1,4 +1,6 @@
-"""What a state gives when it is taken apart again is what it gives when it is taken apart for the first time."""
+"""What a state gives when it is taken apart again is what it gives when it is taken apart for the
+first time.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Sequential(nn.ReLU())])
+        self.layers = nn.ModuleList(
+            [nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Sequential(nn.ReLU())]
+        )
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embed.weight
@@ -53,7 +57,10 @@ class OwnStateDict(nn.Linear):
 def told(flat: FlatState) -> list[Any]:
     """All of a flat state but which objects it is made of, with where its tensors are."""
     return [
-        {name: {fqn: _place(tensor) for fqn, tensor in tensors.items()} for name, tensors in flat.containers.items()},
+        {
+            name: {fqn: _place(tensor) for fqn, tensor in tensors.items()}
+            for name, tensors in flat.containers.items()
+        },
         [list(tensors) for tensors in flat.containers.values()],
         flat.objects,
         flat.pickled,
@@ -69,13 +76,21 @@ def told(flat: FlatState) -> list[Any]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return (
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with contextlib.suppress(RuntimeError, KeyError):  # another shape than the moments, or no moments
+    # another shape than the moments, or no moments
+    with contextlib.suppress(RuntimeError, KeyError):
         optimizer.step()
 
 
@@ -120,8 +135,13 @@ class Training(RuleBasedStateMachine):
                 assert again == fresh
 
     def has_one_origin_only_if_it_is_the_same(self, ranks: Any, flat: FlatState) -> None:
-        every = [(name, *item) for name, tensors in flat.containers.items() for item in tensors.items()]
-        about = [(name, fqn, fqn in flat.fresh or (id(tensor), _place(tensor))) for name, fqn, tensor in every]
+        every = [
+            (name, *item) for name, tensors in flat.containers.items() for item in tensors.items()
+        ]
+        about = [
+            (name, fqn, fqn in flat.fresh or (id(tensor), _place(tensor)))
+            for name, fqn, tensor in every
+        ]
         origin, before = self.origins.get(ranks, (None, None))
         assert flat.origin is not origin or about == before
         assert all(flat.fresh[fqn] is tensor for _, fqn, tensor in every if fqn in flat.fresh)
@@ -132,7 +152,10 @@ class Training(RuleBasedStateMachine):
         step(self.model, self.optimizer)
         self.state["step"] += 1
 
-    @rule(place=st.sampled_from(["embed.weight", "layers.0.bias", "layers.1.weight"]), way=st.integers(0, 7))
+    @rule(
+        place=st.sampled_from(["embed.weight", "layers.0.bias", "layers.1.weight"]),
+        way=st.integers(0, 7),
+    )
     def change_a_parameter(self, place: str, way: int) -> None:
         owner, _, name = place.rpartition(".")
         module = self.model.get_submodule(owner)
@@ -145,7 +168,9 @@ class Training(RuleBasedStateMachine):
             case 1:
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
             case 2:
-                parameter.data = parameter.data.t() if parameter.dim() == 2 else parameter.data.flip(0)
+                parameter.data = (
+                    parameter.data.t() if parameter.dim() == 2 else parameter.data.flip(0)
+                )
             case 3:
                 parameter.data = parameter.data.double()
             case 4:
@@ -165,11 +190,17 @@ class Training(RuleBasedStateMachine):
             case 0:
                 self.model.add_module(f"more{len(list(self.model.children()))}", nn.Linear(2, 2))
             case 1:
-                norm.register_buffer(f"b{len(norm._buffers)}", torch.zeros(2), persistent=bool(len(norm._buffers) % 2))
+                norm.register_buffer(
+                    f"b{len(norm._buffers)}",
+                    torch.zeros(2),
+                    persistent=bool(len(norm._buffers) % 2),
+                )
             case 2:
                 self.model._non_persistent_buffers_set.symmetric_difference_update({"cache"})
             case 3:
-                self.handles.append(self.model.layers[0].register_state_dict_pre_hook(lambda *_: None))
+                self.handles.append(
+                    self.model.layers[0].register_state_dict_pre_hook(lambda *_: None)
+                )
             case 4:
                 self.handles.append(norm._register_state_dict_hook(_add_to_it))
             case 5:
@@ -181,7 +212,9 @@ class Training(RuleBasedStateMachine):
             case 7:
                 self.model.layers.append(self.model.layers[0])
             case 8:
-                norm.state_dict = lambda *_, destination, prefix, **__: destination.update({prefix + "own": ONE})
+                norm.state_dict = lambda *_, destination, prefix, **__: destination.update(
+                    {prefix + "own": ONE}
+                )
             case _:
                 self.model.cache = torch.ones(3)
 
@@ -305,7 +338,7 @@ TestTraining.settings = TestTrainingWithoutGuards.settings = settings(
 )
 
 
-# What is remembered, and for how long -------------------------------------------------------------------------------
+# What is remembered, and for how long -------------------------------------------------------------
 
 
 def trained() -> dict[str, Any]:
@@ -353,7 +386,8 @@ def test_a_state_that_has_not_changed_has_the_origin_of_the_one_before():
 @pytest.mark.parametrize("change", ["modules", "parameters"])
 def test_an_optimizer_has_the_names_that_its_parameters_have_now(change: str):
     model: Any = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # without a state, which would change with them
+    # without a state, which would change with them
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recall, state = Recall(), {"model": model, "optimizer": optimizer}
     for _ in range(3):
         tree.flatten(state, recall=recall)
@@ -367,7 +401,9 @@ def test_an_optimizer_has_the_names_that_its_parameters_have_now(change: str):
 
 NODES = st.recursive(
     st.none() | st.integers(-9, 9) | st.text(max_size=3) | st.binary(max_size=20),
-    lambda nodes: st.lists(nodes, max_size=4) | st.dictionaries(st.text(max_size=3), nodes, max_size=4),
+    lambda nodes: (
+        st.lists(nodes, max_size=4) | st.dictionaries(st.text(max_size=3), nodes, max_size=4)
+    ),
     max_leaves=30,
 )
 
@@ -395,7 +431,10 @@ def test_a_dict_of_tensors_is_not_taken_apart_again(monkeypatch: pytest.MonkeyPa
         saved = tree.flatten(again, recall=recall).containers["ema"]
         assert [*saved.values()] == [*shadow.values()] and names == []
     shadow["p1"] = torch.zeros(2)
-    assert tree.flatten({"ema": {"shadow": shadow}}, recall=recall).containers["ema"]["ema.shadow.p1"] is shadow["p1"]
+    assert (
+        tree.flatten({"ema": {"shadow": shadow}}, recall=recall).containers["ema"]["ema.shadow.p1"]
+        is shadow["p1"]
+    )
 
 
 def test_dicts_of_tensors_that_are_called_otherwise_at_each_save_are_not_all_remembered(
@@ -426,7 +465,10 @@ def test_nothing_is_kept_alive():
     recall, state, shadow = Recall(), trained(), table()
     tree.flatten({**state, "shadow": shadow}, recall=recall)
     tree.flatten({**state, "shadow": shadow}, recall=recall)
-    gone = [weakref.ref(each) for each in (*state.values(), *state["model"].parameters(), *shadow.values())]
+    gone = [
+        weakref.ref(each)
+        for each in (*state.values(), *state["model"].parameters(), *shadow.values())
+    ]
     gone += [weakref.ref(row["exp_avg"]) for row in state["optimizer"].state.values()]
     state.clear()
     shadow.clear()
@@ -446,7 +488,9 @@ def test_a_method_that_is_patched_in_a_class_is_called(monkeypatch: pytest.Monke
         with monkeypatch.context() as patched:
             patched.setattr(owner, "state_dict", state_dict)
             for _ in range(2):
-                assert [*tree.flatten(state, recall=recall).containers["model"]] == ["model.patched"]
+                assert [*tree.flatten(state, recall=recall).containers["model"]] == [
+                    "model.patched"
+                ]
         assert len(tree.flatten(state, recall=recall).containers["model"]) > 1
 
 
@@ -526,7 +570,10 @@ UNUSUAL: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_modules_of_every_kind_are_taken_as_without_a_memory(kind: str):
-    model, recall = UNUSUAL[kind](nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()), Recall()
+    model, recall = (
+        UNUSUAL[kind](nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()),
+        Recall(),
+    )
 
     def outcome(memory: Recall | None) -> Any:
         try:
@@ -539,7 +586,9 @@ def test_modules_of_every_kind_are_taken_as_without_a_memory(kind: str):
         assert outcome(recall) == outcome(None)
 
 
-def test_a_module_that_has_lost_what_it_is_made_of_raises_what_it_would(monkeypatch: pytest.MonkeyPatch):
+def test_a_module_that_has_lost_what_it_is_made_of_raises_what_it_would(
+    monkeypatch: pytest.MonkeyPatch,
+):
     recall, state = Recall(), trained()
     tree.flatten(state, recall=recall)
     monkeypatch.delitem(state["model"].norm.__dict__, "_buffers")
@@ -574,7 +623,11 @@ class Shifty(nn.Linear):
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__("__dict__")
-        return (lambda **_: {"x": ONE}) if name == "state_dict" and own.get("on") else super().__getattribute__(name)
+        return (
+            (lambda **_: {"x": ONE})
+            if name == "state_dict" and own.get("on")
+            else super().__getattribute__(name)
+        )
 
 
 class Backwards(dict[str, Any]):
@@ -703,5 +756,7 @@ def test_modules_that_are_equal_are_not_taken_for_each_other():
     for _ in range(3):
         model = Unhashable(2, 2)
         for _ in range(2):
-            saved = tree.flatten({"model": model}, recall=recall).containers["model"]["model.weight"]
+            saved = tree.flatten({"model": model}, recall=recall).containers["model"][
+                "model.weight"
+            ]
             assert saved.data_ptr() == model.weight.data_ptr()

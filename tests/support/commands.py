@@ -9,7 +9,9 @@ from sidesave.client.cli.main import app
 
 
 def sidesave_cli(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    return CliRunner().invoke(
+        app, [str(argument) for argument in arguments], catch_exceptions=False
+    )
 
 
 def output(*arguments: object, status: int = 0) -> str:

@@ -1,4 +1,6 @@
-"""Trainers that save by the calls of torch.distributed.checkpoint: those of torch, or of sidesave."""
+"""Trainers that save by the calls of torch.distributed.checkpoint: those of torch, or of
+sidesave.
+"""
 
 import os
 import signal
@@ -28,7 +30,10 @@ class AppState(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optim"]
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
         )
 
 
@@ -42,7 +47,9 @@ def an_app(seed: int, kind: str = "", steps: int = 0) -> Any:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        model = fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+        model = fully_shard(
+            model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        )
     app = AppState(model, torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1)))
     for step in range(steps):
         train(app, step)
@@ -78,17 +85,24 @@ def join(rank: int, folder: str, size: int = 2) -> None:
 
 def newest(run: Path) -> Path | None:
     """The checkpoint to go on from."""
-    found = [each for each in run.glob("at_*") if each.is_symlink() or (each / ".metadata").exists()]
+    found = [
+        each for each in run.glob("at_*") if each.is_symlink() or (each / ".metadata").exists()
+    ]
     return max(found, key=lambda each: int(each.name[3:]), default=None)
 
 
-def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, kill_at: int, size: int = 2) -> None:
-    """Train to step ``until``, saving each step, and go on from what is there; die within the save of ``kill_at``."""
+def run_job(
+    rank: int, meeting: str, run: str, api: str, kind: str, until: int, kill_at: int, size: int = 2
+) -> None:
+    """Train to step ``until``, saving each step, and go on from what is there; die within the save
+    of ``kill_at``.
+    """
     dcp: Any = ours if api == "ours" else stock
     join(rank, meeting, size)
     app = an_app(1, kind)
     begin = 0
-    group: Any = torch.distributed.new_group(backend="gloo")  # torch saves in a thread, beside what training exchanges
+    # torch saves in a thread, beside what training exchanges
+    group: Any = torch.distributed.new_group(backend="gloo")
     if api == "ours":
         ours.open_run(run, process_group=group)
     torch.distributed.barrier()
@@ -104,7 +118,9 @@ def run_job(rank: int, meeting: str, run: str, api: str, kind: str, until: int, 
             file.write(f"{step} {train(app, step)!r}\n")
         if saved is not None:
             saved.result()
-        saved = dcp.async_save({"app": app, "step": step}, checkpoint_id=f"{run}/at_{step}", process_group=group)
+        saved = dcp.async_save(
+            {"app": app, "step": step}, checkpoint_id=f"{run}/at_{step}", process_group=group
+        )
         if step == kill_at:
             try:
                 torch.distributed.barrier()
@@ -141,7 +157,9 @@ def divided(rank: int, folder: str) -> None:
         torch.save(expected, f"{folder}/expected")
     unchanged = tensors(app)
     with pytest.raises(CheckpointNotFoundError):  # on both: one of them cannot find it
-        ours.load({"app": an_app(3, "fsdp")}, checkpoint_id=path if rank == 0 else f"{folder}/none-1")
+        ours.load(
+            {"app": an_app(3, "fsdp")}, checkpoint_id=path if rank == 0 else f"{folder}/none-1"
+        )
     assert all(map(torch.equal, unchanged, tensors(app)))
     ours.close()
     torch.distributed.destroy_process_group()
@@ -151,7 +169,9 @@ def replicated(rank: int, folder: str) -> None:
     """Two ranks with the same state; it is on disk once."""
     join(rank, folder)
     app = an_app(1, "ddp", steps=1)
-    ours.save({"app": app, "own": torch.full((3,), float(rank))}, checkpoint_id=f"{folder}/run/at-1")
+    ours.save(
+        {"app": app, "own": torch.full((3,), float(rank))}, checkpoint_id=f"{folder}/run/at-1"
+    )
     own = {"own": torch.zeros(3)}
     ours.load(own, checkpoint_id=f"{folder}/run/at-1")
     assert own["own"].tolist() == [rank] * 3

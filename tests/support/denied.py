@@ -1,4 +1,6 @@
-"""A process whose system calls are refused, as a container's seccomp profile or an old kernel does it."""
+"""A process whose system calls are refused, as a container's seccomp profile or an old kernel does
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,6 @@ _X86_64: dict[str, int | tuple[int, ...]] = {
     "setpriority": 141,
     "sched_setaffinity": 203,
     "sched_getaffinity": 204,
-    "ioprio_set": 251,
     "mkdirat": 258,
     "unlinkat": 263,
     "renameat": 264,
@@ -36,7 +37,6 @@ _X86_64: dict[str, int | tuple[int, ...]] = {
 }
 _AARCH64: dict[str, int | tuple[int, ...]] = {
     "eventfd2": 19,
-    "ioprio_set": 30,
     "flock": 32,
     "mkdirat": 34,
     "unlinkat": 35,
@@ -69,15 +69,23 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
 
 
 def deny(names: list[str], code: int) -> None:
-    """Have these calls fail with errno ``code`` in this thread and all that it starts; ``OSError`` where that fails."""
+    """Have these calls fail with errno ``code`` in this thread and all that it starts; ``OSError``
+    where that fails.
+    """
     program = struct.pack("HBBI", _LOAD_NUMBER, 0, 0, 0)
     known = [NUMBERS[name] for name in names]
-    for number in (each for numbers in known for each in (numbers if isinstance(numbers, tuple) else (numbers,))):
+    for number in (
+        each
+        for numbers in known
+        for each in (numbers if isinstance(numbers, tuple) else (numbers,))
+    ):
         program += struct.pack("HBBI", _JUMP_IF_EQUAL, 0, 1, number)
         program += struct.pack("HBBI", _RETURN, 0, 0, _FAIL | code)
     program += struct.pack("HBBI", _RETURN, 0, 0, _ALLOW)
     buffer = ctypes.create_string_buffer(program, len(program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer)))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     pointer = ctypes.c_void_p(ctypes.addressof(header))
     failed = libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

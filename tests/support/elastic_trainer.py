@@ -1,9 +1,11 @@
-"""A training script for torchrun whose processes may be killed at any moment, and what has to hold all the same.
+"""A training script for torchrun whose processes may be killed at any moment, and what has to hold
+all the same.
 
-As a script it trains a small model, which FSDP2 divides among all ranks or, without a process group, every rank holds
-whole. It goes on from the newest checkpoint, saves every few steps without waiting for them, and tells what happens,
-one line each, in a log file of its rank and through a pipe to the test. Losses and digests there are of the very bits,
-so that a step can be compared however often it was trained.
+As a script it trains a small model, which FSDP2 divides among all ranks or, without a process
+group, every rank holds whole. It goes on from the newest checkpoint, saves every few steps without
+waiting for them, and tells what happens, one line each, in a log file of its rank and through a
+pipe to the test. Losses and digests there are of the very bits, so that a step can be compared
+however often it was trained.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch import distributed, nn
 from trainers import DEADLINE_S, ROOT, SUPPORT, Traces, entries
 
 import sidesave
-from sidesave.client.ranks import group
+from sidesave.client.ranks import meeting
 from sidesave.errors import CheckpointNotFoundError, SidesaveError
 
 WIDTH = 30
@@ -42,7 +44,7 @@ PATIENCE_S = 120.0
 """Four workers that start at once on a busy machine are silent for long."""
 
 
-# The script --------------------------------------------------------------------------------------------------------
+# The script ---------------------------------------------------------------------------------------
 
 
 class Journal:
@@ -53,11 +55,16 @@ class Journal:
         self._about = {"rank": rank, "size": size, "pid": os.getpid(), "restart": restart}
         self._folder = folder
         self._pipe = os.open(folder / "events", os.O_WRONLY)
-        self._log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._log = os.open(
+            folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666
+        )
 
     def tell(self, what: str, step: int, **facts: object) -> None:
         now = round(time.monotonic(), 3)
-        line = json.dumps({"what": what, "step": step, **self._about, "at": now, **facts}).encode() + b"\n"
+        line = (
+            json.dumps({"what": what, "step": step, **self._about, "at": now, **facts}).encode()
+            + b"\n"
+        )
         assert len(line) <= select.PIPE_BUF, "it would be torn by the lines of other workers"
         os.write(self._log, line)
         os.write(self._pipe, line)
@@ -68,7 +75,10 @@ class Journal:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             lines = [log.read_text().splitlines() for log in logs if log.exists()]
-            if sum(bool(of_rank) and json.loads(of_rank[-1])["what"] == what for of_rank in lines) == size:
+            if (
+                sum(bool(of_rank) and json.loads(of_rank[-1])["what"] == what for of_rank in lines)
+                == size
+            ):
                 break
             time.sleep(0.05)
 
@@ -97,7 +107,9 @@ class Training:
 
     def __init__(self, rank: int, size: int, *, divided: bool) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Sequential(*(_layer() for _ in range(4))), nn.Linear(WIDTH, 3))
+        self.model = nn.Sequential(
+            nn.Sequential(*(_layer() for _ in range(4))), nn.Linear(WIDTH, 3)
+        )
         self.model.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         if divided:
             from torch.distributed.device_mesh import init_device_mesh
@@ -165,7 +177,9 @@ class Training:
         }
 
 
-def train(folder: Path, run: str, until: int, save_every: int, *, with_group: bool, node_local: bool) -> None:
+def train(
+    folder: Path, run: str, until: int, save_every: int, *, with_group: bool, node_local: bool
+) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     journal = Journal(folder, rank, size)
     journal.tell("started", 0)
@@ -185,7 +199,13 @@ def train(folder: Path, run: str, until: int, save_every: int, *, with_group: bo
         ckpt, first = None, 0
         if save_every:
             try:
-                ckpt = stack.enter_context(sidesave.Checkpointer(run, takeover_timeout_s=5, node_local=node_local))
+                ckpt = stack.enter_context(
+                    sidesave.Checkpointer(
+                        run,
+                        daemon=sidesave.DaemonOptions(takeover_timeout_s=5),
+                        node_local=node_local,
+                    )
+                )
             except SidesaveError as error:
                 journal.tell("refused", 0, error=type(error).__name__, why=str(error))
                 journal.wait_for("refused", size)  # torchrun ends the others as soon as one has
@@ -198,14 +218,18 @@ def train(folder: Path, run: str, until: int, save_every: int, *, with_group: bo
             loss = training.step()
             over = step == until
             if with_group:
-                told = torch.stack([loss, torch.tensor(float(rank == 0 and (folder / STOP).exists()))])
+                told = torch.stack(
+                    [loss, torch.tensor(float(rank == 0 and (folder / STOP).exists()))]
+                )
                 distributed.all_reduce(told)
                 loss, over = told[0], over or bool(told[1])
             journal.tell("trained", step, loss=float(loss).hex(), **training.facts())
             if ckpt is not None and (over or step % save_every == 0):
                 handle = ckpt.save(step, training.state(step))
                 journal.tell("saved", step)
-                handle.committed.add_done_callback(lambda future, step=step: tell_outcome(future, step))
+                handle.committed.add_done_callback(
+                    lambda future, step=step: tell_outcome(future, step)
+                )
             if over:
                 break
     if with_group:
@@ -221,7 +245,7 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-# What has to hold --------------------------------------------------------------------------------------------------
+# What has to hold ---------------------------------------------------------------------------------
 
 
 Event = dict[str, Any]
@@ -247,9 +271,13 @@ class Story:
             *lines, heard = heard.split(b"\n")
             for line in lines:
                 event = json.loads(line) | {"job": self._job}
-                assert event["what"] != "lost" or (self._job, event["restart"]) in self._deaths, event
+                assert event["what"] != "lost" or (self._job, event["restart"]) in self._deaths, (
+                    event
+                )
                 settled = event["at"] if event["what"] in ("opened", "committed") else settled
-                assert event["what"] != "saved" or event["at"] < settled + DEADLINE_S, "nothing is committed any more"
+                assert event["what"] != "saved" or event["at"] < settled + DEADLINE_S, (
+                    "nothing is committed any more"
+                )
                 self.events.append(event)
                 yield event
             ready, _, _ = select.select([self._pipe, *waiting], [], [], PATIENCE_S)
@@ -283,7 +311,9 @@ class Story:
         self._check_remains(traces, divided=divided)
 
     def _check_order(self) -> None:
-        """All ranks resume from one checkpoint, the newest, and from none before what was acknowledged."""
+        """All ranks resume from one checkpoint, the newest, and from none before what was
+        acknowledged.
+        """
         acknowledged = 0
         resumed: dict[tuple[int, int], int] = {}
         for event in self.events:
@@ -291,12 +321,15 @@ class Story:
             if event["what"] == "committed":
                 acknowledged = max(acknowledged, event["step"])
             elif event["what"] == "resumed":
-                assert event["step"] == event["newest"] == resumed.setdefault(start, event["step"]), event
+                assert (
+                    event["step"] == event["newest"] == resumed.setdefault(start, event["step"])
+                ), event
                 assert event["step"] >= acknowledged, event
 
     def _check_bits(self, *, divided: bool) -> None:
-        """A step comes out the same however often it is trained; so it is in its checkpoint, and so it is resumed, by
-        whatever number of ranks."""
+        """A step comes out the same however often it is trained; so it is in its checkpoint, and so
+        it is resumed, by whatever number of ranks.
+        """
         trained: dict[int, dict[int, Event]] = {}
         resumed: defaultdict[int, list[Event]] = defaultdict(list)
         for _, events in itertools.groupby(self.events, lambda event: event["size"]):
@@ -304,7 +337,10 @@ class Story:
             for event in events:
                 if event["what"] == "trained":
                     first = of_this_size[event["step"]].setdefault(event["rank"], event)
-                    assert all(event[fact] == first[fact] for fact in ("loss", "shared", "own")), (first, event)
+                    assert all(event[fact] == first[fact] for fact in ("loss", "shared", "own")), (
+                        first,
+                        event,
+                    )
                 elif event["what"] == "resumed" and event["step"]:
                     resumed[event["step"]].append(event)
             trained |= of_this_size  # what more ranks had trained, and not saved, is history
@@ -318,11 +354,15 @@ class Story:
                 held = shards_of(tensors, event["rank"], event["size"]) if divided else tensors
                 assert event["shared"] == digest_of(held), event
             for event in resumed.pop(state["step"]):
-                assert event["own"] == saved[event["rank"] if event["rank"] in saved else 0]["own"], event
+                assert (
+                    event["own"] == saved[event["rank"] if event["rank"] in saved else 0]["own"]
+                ), event
         assert not resumed, "it was resumed from what is not there"
 
     def _check_remains(self, traces: Traces, *, divided: bool) -> None:
-        """All acknowledged steps are there and nothing else; no process, file or socket is left over."""
+        """All acknowledged steps are there and nothing else; no process, file or socket is left
+        over.
+        """
         traces.check()
         trained, committed = (
             {f"step-{event['step']:08d}" for event in self.events if event["what"] == what}
@@ -353,7 +393,9 @@ def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def shards_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:
-    """What FSDP2 gives to a rank: rows as ``torch.chunk`` deals them out; numbers are everybody's."""
+    """What FSDP2 gives to a rank: rows as ``torch.chunk`` deals them out; numbers are
+    everybody's.
+    """
 
     def shard(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:
@@ -363,11 +405,13 @@ def shards_of(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict
     return {name: shard(tensor) for name, tensor in tensors.items()}
 
 
-# Jobs --------------------------------------------------------------------------------------------------------------
+# Jobs ---------------------------------------------------------------------------------------------
 
 
 class Job:
-    """A torchrun and its workers, from its start to the end of the ``with`` block, which none of them survives."""
+    """A torchrun and its workers, from its start to the end of the ``with`` block, which none of
+    them survives.
+    """
 
     def __init__(
         self,
@@ -382,13 +426,16 @@ class Job:
         environment: Mapping[str, str] | None = None,
         forked: bool = False,
     ) -> None:
-        """Start ``size`` workers with these ``options`` of the script, by the command ``inside`` if there is one.
+        """Start ``size`` workers with these ``options`` of the script, by the command ``inside`` if
+        there is one.
 
         ``forked`` ones have done their imports (tests/support/forks.py).
         """
         self._logs = folder / "torchrun"
         self._logs.mkdir(exist_ok=True)
-        torchrun = [str(SUPPORT / "forked_torchrun.py")] if forked else ["-m", "torch.distributed.run"]
+        torchrun = (
+            [str(SUPPORT / "forked_torchrun.py")] if forked else ["-m", "torch.distributed.run"]
+        )
         command = [*inside, sys.executable, *torchrun, *launch, f"--nproc-per-node={size}"]
         command += [f"--max-restarts={restarts}", f"--log-dir={self._logs}", "--redirects=3"]
         command += [__file__, str(folder), os.fspath(run), *map(str, options)]
@@ -399,12 +446,20 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **_ENVIRONMENT, "TMPDIR": traces.folder, **address, **(environment or {})},
+                env={
+                    **os.environ,
+                    **_ENVIRONMENT,
+                    "TMPDIR": traces.folder,
+                    **address,
+                    **(environment or {}),
+                },
             )
         self.pidfd = os.pidfd_open(self._process.pid)
 
     def preempt(self) -> None:
-        """SIGTERM, as from a scheduler: torchrun ends its workers, who may have something to finish, and itself."""
+        """SIGTERM, as from a scheduler: torchrun ends its workers, who may have something to
+        finish, and itself.
+        """
         self._process.terminate()
 
     def end(self) -> int:
@@ -433,7 +488,8 @@ class Job:
 _ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
-    # Workers that were restarted would find in the agent's store where those before them had listened.
+    # Workers that were restarted would find in the agent's store where those before them had
+    # listened.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
@@ -445,10 +501,10 @@ if __name__ == "__main__":
     parser.add_argument("--until", type=int, default=1_000_000)
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--without-group", action="store_true")
-    parser.add_argument("--meet-within", type=float, default=group.AGREE_TIMEOUT_S)
+    parser.add_argument("--meet-within", type=float, default=meeting.AGREE_TIMEOUT_S)
     parser.add_argument("--node-local", action="store_true")
     told = parser.parse_args()
-    group.AGREE_TIMEOUT_S = told.meet_within  # type: ignore[misc] - it would do as well, later
+    meeting.AGREE_TIMEOUT_S = told.meet_within  # type: ignore[misc] - it would do as well, later
     train(
         told.folder,
         told.run,

@@ -1,4 +1,5 @@
-"""Daemons that claim to be on another machine: nobody here can look for them by their pids, and counters decide.
+"""Daemons that claim to be on another machine: nobody here can look for them by their pids, and
+counters decide.
 
 Imported by a daemon's ``sitecustomize``, so it is light to import.
 """
@@ -13,7 +14,9 @@ from trainers import Orders
 
 
 class OrdersElsewhere(Orders):
-    """Orders to the daemons of trainers that are started with this :attr:`environment`, and are elsewhere."""
+    """Orders to the daemons of trainers that are started with this :attr:`environment`, and are
+    elsewhere.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.environment: dict[str, str] = {}
@@ -23,7 +26,9 @@ class OrdersElsewhere(Orders):
 
 
 def pretend() -> None:
-    """In a process that has just begun: a daemon has another boot id from here on, and a short period."""
+    """In a process that has just begun: a daemon has another boot id from here on, and a short
+    period.
+    """
     if "sidesave.writer_daemon" not in sys.orig_argv:
         return
     from sidesave.writer_daemon.lease import record

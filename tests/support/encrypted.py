@@ -31,7 +31,9 @@ def check(run: str | os.PathLike[str], *steps: int, key: bytes = KEY) -> None:
     for step, path in found.items():
         report = sidesave.verify(path)
         assert report.ok, report.faults
-        assert same(sidesave.load(path, encryption=encryption(key)), a_state(step)), f"step {step} holds another state"
+        assert same(sidesave.load(path, encryption=encryption(key)), a_state(step)), (
+            f"step {step} holds another state"
+        )
 
 
 def windows(data: bytes) -> set[bytes]:
@@ -40,7 +42,9 @@ def windows(data: bytes) -> set[bytes]:
 
 
 def refuse_any(folder: Path, secrets: set[bytes]) -> int:
-    """No file below holds any of these, each of 16 bytes, at any place; how many bytes were looked at."""
+    """No file below holds any of these, each of 16 bytes, at any place; how many bytes were looked
+    at.
+    """
     looked = 0
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():

@@ -1,7 +1,8 @@
-"""``torch.distributed.run`` whose workers are forked: most of the time of a restart goes into their imports.
+"""``torch.distributed.run`` whose workers are forked: most of the time of a restart goes into their
+imports.
 
-They are what torchrun starts in all that it sees of them: leaders of sessions of their own with files, an environment
-and a command line, which it signals and waits for.
+They are what torchrun starts in all that it sees of them: leaders of sessions of their own with
+files, an environment and a command line, which it signals and waits for.
 """
 
 import subprocess

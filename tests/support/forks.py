@@ -1,13 +1,14 @@
 """Python processes that are forked from one which has done their imports: they start in a moment.
 
-Most of the time of the whole suite would go into interpreters that import torch, or what a daemon needs. ``popen`` is
-``subprocess.Popen`` for such a process; daemons of this process, and of those started so, are started so as well.
-``/proc`` shows the command line and the environment that they would have had, ``sitecustomize`` is imported, warnings
-are as ``-W`` says. They end as any interpreter does, except that modules and objects are not taken apart, which takes
-ten times as long as the rest. Tests that are about starts, about what is inherited, or about ends do without.
+Most of the time of the whole suite would go into interpreters that import torch, or what a daemon
+needs. ``popen`` is ``subprocess.Popen`` for such a process; daemons of this process, and of those
+started so, are started so as well. ``/proc`` shows the command line and the environment that they
+would have had, ``sitecustomize`` is imported, warnings are as ``-W`` says. They end as any
+interpreter does, except that modules and objects are not taken apart, which takes ten times as long
+as the rest. Tests that are about starts, about what is inherited, or about ends do without.
 
-As a script this module is the process from which others are forked. It is their parent, and reaps them when asked to,
-or when who has started them is gone.
+As a script this module is the process from which others are forked. It is their parent, and reaps
+them when asked to, or when who has started them is gone.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ _quick_ends = True
 
 
 def popen(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """``subprocess.Popen(command, **options)`` of a process that will find imported what trainers import."""
+    """``subprocess.Popen(command, **options)`` of a process that will find imported what trainers
+    import.
+    """
     if not _wanted or "LD_PRELOAD" in (options.get("env") or os.environ):
         return subprocess.Popen(command, **options)
     return _Popen(_server("trainers", TRAINER), command, **options)
@@ -88,15 +91,42 @@ def run(command: list[str], said: str = "", **options: Any) -> subprocess.Comple
 
 
 def spawn(function: Callable[..., None], *arguments: Any, count: int = 2) -> None:
-    """Call ``function(rank, *arguments)`` in so many processes, and wait for them; one that fails ends them all."""
-    folder = str(Path(inspect.getfile(function)).parent)
+    """Call ``function(rank, *arguments)`` in this many processes, and wait for them; one that fails
+    ends them all.
+    """
+    _spawn(function, arguments, count, Path(inspect.getfile(function)).parent)
+
+
+def spawn_group(function: Callable[..., None], *arguments: Any, count: int = 2) -> None:
+    """Like :func:`spawn`, within a process group of these processes over Gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        in_group = functools.partial(_call_in_group, function, count, f"file://{folder}/meeting")
+        _spawn(in_group, arguments, count, Path(inspect.getfile(function)).parent)
+
+
+def _call_in_group(
+    function: Callable[..., None], count: int, meeting: str, rank: int, *arguments: Any
+) -> None:
+    import torch
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
+    function(rank, *arguments)
+    torch.distributed.destroy_process_group()
+
+
+def _spawn(
+    function: Callable[..., None], arguments: tuple[Any, ...], count: int, folder: Path
+) -> None:
     call = f"import pickle; call, arguments = pickle.loads({pickle.dumps((function, arguments))!r})"
-    path = ":".join([folder, *_paths()])
+    path = ":".join([str(folder), *_paths()])
     with tempfile.TemporaryFile() as said, contextlib.ExitStack() as stack:
         processes: list[subprocess.Popen[Any]] = []
         for rank in range(count):
             command = [sys.executable, "-c", f"{call}; call({rank}, *arguments)"]
-            processes.append(popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=said, stderr=said))
+            processes.append(
+                popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=said, stderr=said)
+            )
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
         deadline = time.monotonic() + 300
@@ -115,7 +145,11 @@ def address() -> dict[str, str]:
 
 
 def _paths() -> list[str]:
-    return [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    return [
+        str(ROOT),
+        str(ROOT / "tests" / "support"),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(":")),
+    ]
 
 
 def _popen_daemon(command: list[str], **options: Any) -> subprocess.Popen[Any]:
@@ -126,7 +160,9 @@ def _popen_daemon(command: list[str], **options: Any) -> subprocess.Popen[Any]:
 
 
 def share() -> None:
-    """The processes that this one starts from here on fork from the same two, which are started now."""
+    """The processes that this one starts from here on fork from the same two, which are started
+    now.
+    """
     for name, modules in (("trainers", TRAINER), ("daemons", DAEMON)):
         os.environ[f"{ADDRESS}_{name.upper()}"] = _server(name, modules)
 
@@ -140,7 +176,9 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def wanted(*, daemons: bool, quick_ends: bool = True) -> Iterator[None]:
-    """From here on trainers are forked, and ``daemons`` too; without ``quick_ends`` they take apart all they have."""
+    """From here on trainers are forked, and ``daemons`` too; without ``quick_ends`` they take apart
+    all they have.
+    """
     global _wanted, _quick_ends
     _wanted, _quick_ends = True, quick_ends
     if daemons:
@@ -180,7 +218,13 @@ class _Popen(subprocess.Popen[Any]):
             "quick_end": _quick_ends,
         }
         data = json.dumps(request).encode()
-        sys.audit("subprocess.Popen", sys.executable, request["command"], request["folder"], request["environment"])
+        sys.audit(
+            "subprocess.Popen",
+            sys.executable,
+            request["command"],
+            request["folder"],
+            request["environment"],
+        )
         send_fds(self._parent, [_NUMBER.pack(len(data))], list(fds.values()))
         self._parent.sendall(data)
         self.pid = self._ask()
@@ -217,7 +261,9 @@ class _Popen(subprocess.Popen[Any]):
 
 @functools.cache
 def _server(name: str, modules: tuple[str, ...]) -> str:
-    """The address of a process that has imported these modules, to fork from; starts it unless one is shared."""
+    """The address of a process that has imported these modules, to fork from; starts it unless one
+    is shared.
+    """
     if address := os.environ.get(f"{ADDRESS}_{name.upper()}"):
         return address
     address = f"sidesave-tests-{name}-{os.getpid()}-{secrets.token_hex(8)}"
@@ -225,10 +271,21 @@ def _server(name: str, modules: tuple[str, ...]) -> str:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind("\0" + address)
     listening.listen(64)
-    own = {"PYTHONPATH": ":".join(_paths()), "OPENBLAS_NUM_THREADS": "1", "_ROOM": _ENVIRONMENT_NBYTES * "-"}
+    own = {
+        "PYTHONPATH": ":".join(_paths()),
+        "OPENBLAS_NUM_THREADS": "1",
+        "_ROOM": _ENVIRONMENT_NBYTES * "-",
+    }
     with theirs, listening:
         fds = [listening.fileno(), theirs.fileno()]
-        command = [sys.executable, "-P", __file__, *map(str, fds), *modules, _ARGUMENTS_NBYTES * "-"]
+        command = [
+            sys.executable,
+            "-P",
+            __file__,
+            *map(str, fds),
+            *modules,
+            _ARGUMENTS_NBYTES * "-",
+        ]
         environment = {**os.environ, **own}
         environment.pop("TMPDIR", None)  # by which the processes of a test are known
         process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
@@ -241,11 +298,13 @@ def _server(name: str, modules: tuple[str, ...]) -> str:
     return address
 
 
-# The script --------------------------------------------------------------------------------------------------------
+# The script ---------------------------------------------------------------------------------------
 
 
 def _serve(listening: socket.socket, starter: socket.socket) -> dict[str, Any]:
-    """Answer until who has started us is gone; returns in each process that is forked, with what was asked of it."""
+    """Answer until who has started us is gone; returns in each process that is forked, with what
+    was asked of it.
+    """
     children: dict[socket.socket, int] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(listening, selectors.EVENT_READ)
@@ -312,7 +371,9 @@ def _tell(source: socket.socket, number: int) -> None:
 
 
 def _become(asked: dict[str, Any]) -> list[str]:
-    """Be what an interpreter would be that was started with this; what it is to run, and with what."""
+    """Be what an interpreter would be that was started with this; what it is to run, and with
+    what.
+    """
     if asked["session"]:
         os.setsid()
     os.umask(asked["umask"])
@@ -335,7 +396,9 @@ def _become(asked: dict[str, Any]) -> list[str]:
 
 def _arrange(numbers: dict[int, int]) -> None:
     """Give descriptors their numbers, and close all others."""
-    high = {fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD): number for fd, number in numbers.items()}
+    high = {
+        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH_FD): number for fd, number in numbers.items()
+    }
     os.closerange(0, _HIGH_FD)
     for fd, number in high.items():
         os.dup2(fd, number)
@@ -348,9 +411,13 @@ def _show(command: list[str], environment: dict[str, str]) -> None:
     arguments_at, arguments_end, environment_at, environment_end = map(int, fields[45:49])
     spare = arguments_end - arguments_at - sum(len(os.fsencode(word)) + 1 for word in command)
     folder, _, name = command[0].rpartition("/")
-    command = [f"{folder}/{spare * '/'}{name}", *command[1:]]  # there is no other way to make it as long
+    # there is no other way to make it as long
+    command = [f"{folder}/{spare * '/'}{name}", *command[1:]]
     variables = [f"{name}={value}" for name, value in environment.items()]
-    for words, at, end in ((command, arguments_at, arguments_end), (variables, environment_at, environment_end)):
+    for words, at, end in (
+        (command, arguments_at, arguments_end),
+        (variables, environment_at, environment_end),
+    ):
         text = b"".join(os.fsencode(word) + b"\0" for word in words)
         assert len(text) <= end - at, "there is no room for it"
         ctypes.memmove(at, text.ljust(end - at, b"\0"), end - at)
@@ -398,7 +465,9 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_to_end(arguments: list[str]) -> None:
-    """Do what an interpreter does with these and end as it does, but that nothing is freed one by one."""
+    """Do what an interpreter does with these and end as it does, but that nothing is freed one by
+    one.
+    """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     try:

@@ -1,7 +1,9 @@
-"""CUDA streams that stand still until a test lets them go on, so that no assertion depends on who is quicker.
+"""CUDA streams that stand still until a test lets them go on, so that no assertion depends on who
+is quicker.
 
-While a stream is held nothing may wait for it on the host, not even in passing: no first use of a kernel (hence all are
-loaded when CUDA starts), no ``cudaFree``, no pinning. A test has done all of that once before it holds a stream.
+While a stream is held nothing may wait for it on the host, not even in passing: no first use of a
+kernel (hence all are loaded when CUDA starts), no ``cudaFree``, no pinning. A test has done all of
+that once before it holds a stream.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from typing import Final, Self
 import torch
 from trainers import wait_until
 
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # read when CUDA starts; loading one later waits for streams
+# read when CUDA starts; loading one later waits for streams
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 LIMIT_S: Final = 60.0
 """A gate opens by itself after this long, and says so: below pytest's limit for one test."""
 _SEMAPHORE_NBYTES: Final = 64  # more than a sem_t has anywhere
-_WAITING_OFFSET: Final = 4  # in glibc's, how many threads wait for it: 32 bits behind the 32 of its value
+# in glibc's, how many threads wait for it: 32 bits behind the 32 of its value
+_WAITING_OFFSET: Final = 4
 
-_kept: list[ctypes.Array[ctypes.c_char]] = []  # for ever: nobody tells when the driver's thread has let go of one
+# for ever: nobody tells when the driver's thread has let go of one
+_kept: list[ctypes.Array[ctypes.c_char]] = []
 
 
 @functools.cache
@@ -44,9 +49,10 @@ def _runtime() -> ctypes.CDLL:
 class Gate:
     """Holds a stream: what is enqueued on it from now on runs after :meth:`open`.
 
-    The host function that the stream waits in is libc's ``sem_wait`` itself: no Python runs in the driver's thread.
-    Host functions of all streams share that thread. So of gates that are closed together, all must be opened before
-    anything behind one of them can be counted upon, unless that one was reached before the others were closed.
+    The host function that the stream waits in is libc's ``sem_wait`` itself: no Python runs in the
+    driver's thread. Host functions of all streams share that thread. So of gates that are closed
+    together, all must be opened before anything behind one of them can be counted upon, unless that
+    one was reached before the others were closed.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -61,14 +67,18 @@ class Gate:
         assert _libc().sem_init(self._semaphore, 0, 0) == 0
         wait = ctypes.cast(_libc().sem_wait, ctypes.c_void_p)
         with torch.cuda.device(stream.device):
-            code = _runtime().cudaLaunchHostFunc(ctypes.c_void_p(stream.cuda_stream), wait, self._semaphore)
+            code = _runtime().cudaLaunchHostFunc(
+                ctypes.c_void_p(stream.cuda_stream), wait, self._semaphore
+            )
         assert code == 0, f"cudaLaunchHostFunc failed with error {code}"
         self._watchdog = threading.Timer(LIMIT_S, self._give_up)
         self._watchdog.daemon = True
         self._watchdog.start()
 
     def wait_until_reached(self) -> None:
-        """Return once the stream stands at this gate, which is closed: it is then the first of all that are to open."""
+        """Return once the stream stands at this gate, which is closed: it is then the first of all
+        that are to open.
+        """
         waiting = ctypes.c_uint32.from_buffer(self._semaphore, _WAITING_OFFSET)
         # A simulated stream that nobody waits for gets there when it has been asked often enough.
         wait_until(lambda: bool(waiting.value) or self._stream.query(), "the stream at its gate")
@@ -93,7 +103,9 @@ class Gate:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Open it; fails when it had opened by itself."""
         self.open()
-        assert kind or not self.gave_up, f"something waited {LIMIT_S:g} s on the host for a stream that is held"
+        assert kind or not self.gave_up, (
+            f"something waited {LIMIT_S:g} s on the host for a stream that is held"
+        )
 
 
 class Gates:

@@ -1,4 +1,6 @@
-"""What tests of CUDA tensors share: states on a device, side streams that are held, and programs of their own."""
+"""What tests of CUDA tensors share: states on a device, side streams that are held, and programs of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,19 @@ from trainers import wait_until
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.stager.state import ownership
+from sidesave.stager import ownership
 
 MARKS = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*(ComplexHalf|beta state|prototype stage|deprecated):UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(ComplexHalf|beta state|prototype stage|deprecated):UserWarning"
+    ),
 ]
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# The simulator ---------------------------------------------------------------------------------------------------
+# The simulator ------------------------------------------------------------------------------------
 
 
 def simulator() -> Any:
@@ -44,9 +48,15 @@ def simulator() -> Any:
     return simulated if simulated.active() else None
 
 
-needs_counts = pytest.mark.skipif(simulator() is None, reason="counts launches, which the simulated GPU does")
-needs_a_real_device = pytest.mark.skipif(simulator() is not None, reason="is about times, which nothing simulates")
-needs_two_devices = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two CUDA devices")
+needs_counts = pytest.mark.skipif(
+    simulator() is None, reason="counts launches, which the simulated GPU does"
+)
+needs_a_real_device = pytest.mark.skipif(
+    simulator() is not None, reason="is about times, which nothing simulates"
+)
+needs_two_devices = pytest.mark.skipif(
+    "torch.cuda.device_count() < 2", reason="needs two CUDA devices"
+)
 
 
 def contexts() -> set[int]:
@@ -67,7 +77,9 @@ gpu.begin()
 
 
 def begin() -> None:
-    """The beginning of a program of its own: has a simulated GPU where the tests have one, and tells what it found."""
+    """The beginning of a program of its own: has a simulated GPU where the tests have one, and
+    tells what it found.
+    """
     simulated = simulator()
     if simulated is None:
         return
@@ -75,7 +87,8 @@ def begin() -> None:
     pid = os.getpid()
 
     def end() -> None:
-        if os.getpid() != pid:  # a forked child has no CUDA, and perhaps a lock that nobody holds any more
+        # a forked child has no CUDA, and perhaps a lock that nobody holds any more
+        if os.getpid() != pid:
             return
         found = simulated.violations()
         if found:
@@ -94,22 +107,28 @@ def run_program(code: str, *arguments: object) -> str:
 
 
 def make_cublas_handle(device: str = "cuda") -> None:
-    """For what this thread will capture: its first product makes one, which would break the capture."""
+    """For what this thread will capture: its first product makes one, which would break the
+    capture.
+    """
     matrix = torch.ones(8, 8, device=device)
     torch.mm(matrix, matrix)
 
 
 def allocated(device: str = "cuda") -> int:
-    """Bytes that torch has given out in this process, without cuBLAS's workspaces, one a stream that has multiplied."""
+    """Bytes that torch has given out in this process, without cuBLAS's workspaces, one a stream
+    that has multiplied.
+    """
     cast("Any", torch._C)._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated(device)
 
 
-# States ----------------------------------------------------------------------------------------------------------
+# States -------------------------------------------------------------------------------------------
 
 
 def network(device: str = "cuda", width: int = 512) -> nn.Sequential:
-    """Tensors below and above the threshold from which they are copied one by one (256 KiB): 1 MiB and 2 KiB."""
+    """Tensors below and above the threshold from which they are copied one by one (256 KiB): 1 MiB
+    and 2 KiB.
+    """
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
 
@@ -121,7 +140,9 @@ def backward(model: nn.Module, width: int = 512) -> None:
 
 
 def trained(
-    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, device: str = "cuda", **options: Any
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    device: str = "cuda",
+    **options: Any,
 ) -> dict[str, Any]:
     model = network(device)
     optimizer = make(model.parameters(), lr=0.1, **options)
@@ -155,13 +176,25 @@ def warm_up(checkpointer: Checkpointer, state: dict[str, Any]) -> None:
     torch.cuda.synchronize()
 
 
-# Streams that are held -------------------------------------------------------------------------------------------
+def warmed_up(
+    checkpointer: Checkpointer,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> dict[str, Any]:
+    """Such a state, for which the checkpointer is warmed up."""
+    state = trained(make, **options)
+    warm_up(checkpointer, state)
+    return state
+
+
+# Streams that are held ----------------------------------------------------------------------------
 
 
 def side_streams(checkpointer: Checkpointer) -> list[torch.cuda.Stream]:
     """Those that copies run on; there are none before the first save of CUDA tensors."""
     streams = [
-        cast("torch.cuda.Stream", lane.stream) for lane in checkpointer._saver.session.copier._lanes._lanes.values()
+        cast("torch.cuda.Stream", lane.stream)
+        for lane in checkpointer.session.copier._lanes._lanes.values()
     ]
     assert streams
     return streams
@@ -169,37 +202,64 @@ def side_streams(checkpointer: Checkpointer) -> list[torch.cuda.Stream]:
 
 @contextlib.contextmanager
 def hold_copies_back(checkpointer: Checkpointer) -> Iterator[gates.Gates]:
-    """No copy that is enqueued from now on runs before the block ends, or what it gives is opened."""
+    """No copy that is enqueued from now on runs before the block ends, or what it gives is
+    opened.
+    """
     with gates.held(side_streams(checkpointer)) as held:
         yield held
 
 
 @contextlib.contextmanager
 def hold_compute_back() -> Iterator[gates.Gates]:
-    """The current stream is far behind the host: what is enqueued from now on runs after the block."""
+    """The current stream is far behind the host: what is enqueued from now on runs after the
+    block.
+    """
     with gates.held([torch.cuda.current_stream()]) as held:
         yield held
+
+
+@contextlib.contextmanager
+def copied_late(
+    checkpointer: Checkpointer,
+    state: dict[str, Any],
+    step: int = 1,
+    hold: Callable[[Checkpointer], contextlib.AbstractContextManager[Any]] = hold_copies_back,
+) -> Iterator[sidesave.SaveHandle]:
+    """Save a state whose copies wait for the end of the block; the checkpoint holds what was there
+    before.
+    """
+    expected = seen(state)
+    with hold(checkpointer):
+        handle = checkpointer.save(step, state)
+        yield handle
+    assert_holds(handle, expected)
 
 
 def finish_compute() -> None:
     """Wait for the current stream, and so that a held one would fail the test soon."""
     reached = torch.cuda.Event()
     reached.record()
-    wait_until(reached.query, "the end of the compute stream: it waits for what is held", timeout_s=15)
+    wait_until(
+        reached.query, "the end of the compute stream: it waits for what is held", timeout_s=15
+    )
     torch.cuda.current_stream().synchronize()
 
 
 def wait_until_enqueued() -> None:
-    """Return once the copies of all saves are enqueued; no stream that anybody uses is made to wait for them."""
+    """Return once the copies of all saves are enqueued; no stream that anybody uses is made to wait
+    for them.
+    """
     with torch.cuda.stream(torch.cuda.Stream()):
         ownership.close_guards()
 
 
-# Threads ---------------------------------------------------------------------------------------------------------
+# Threads ------------------------------------------------------------------------------------------
 
 
 def is_inside(thread: threading.Thread, *names: str) -> bool:
-    """Whether a thread is in a function of the stager (of one of these names), as its stack says."""
+    """Whether a thread is in a function of the stager (of one of these names), as its stack
+    says.
+    """
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if "/stager/" in frame.f_code.co_filename and (not names or frame.f_code.co_name in names):
@@ -236,11 +296,13 @@ class Call(threading.Thread):
         self.join(1.0)
 
 
-# Internals -------------------------------------------------------------------------------------------------------
+# Internals ----------------------------------------------------------------------------------------
 
 
 def replace_everywhere(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
-    """Replaces a constant or class of the stager in every module of it that has taken it in by name."""
+    """Replaces a constant or class of the stager in every module of it that has taken it in by
+    name.
+    """
     modules = [module for key, module in sys.modules.items() if key.startswith("sidesave.stager.")]
     holders = [module for module in modules if name in vars(module)]
     assert holders, f"nothing in the stager is called {name}"

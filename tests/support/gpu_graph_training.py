@@ -1,4 +1,6 @@
-"""Graphs beside saves: captured in the thread that saves or in another, and replayed while copies are under way."""
+"""Graphs beside saves: captured in the thread that saves or in another, and replayed while copies
+are under way.
+"""
 
 import threading
 import time
@@ -36,7 +38,9 @@ class TrainingWithGraphs(Training):
             self.replay([replayed], elsewhere=False)
         self.save_here()
 
-    def capture(self, function: Callable[[], object], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def capture(
+        self, function: Callable[[], object], stream: torch.cuda.Stream
+    ) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(DEVICES[0]))
         with torch.cuda.stream(stream):
@@ -67,7 +71,7 @@ class TrainingWithGraphs(Training):
         def forward() -> None:
             self.run_forward()
             if save_inside:
-                with pytest.raises(StagingError, match="while a CUDA graph is captured"):
+                with pytest.raises(StagingError, match="during a CUDA graph capture"):
                     self.checkpointer.save(10**6, self.state())
                 self.run_forward()
 
@@ -77,7 +81,11 @@ class TrainingWithGraphs(Training):
     def save_while_another_thread_captures(self) -> None:
         self.may_block()
         self.save_here()
-        begun, stream, saving = threading.Event(), torch.cuda.Stream(DEVICES[0]), threading.current_thread()
+        begun, stream, saving = (
+            threading.Event(),
+            torch.cuda.Stream(DEVICES[0]),
+            threading.current_thread(),
+        )
         captured: list[torch.cuda.CUDAGraph] = []
 
         def forward() -> None:
@@ -116,7 +124,10 @@ class TrainingWithGraphs(Training):
         self.forward = self.capture(forward, self.stream)
         self.saves.append(Saved(self.step, saving.result(), expected))
 
-    @rule(names=st.lists(st.sampled_from(["step", "forward"]), min_size=1, max_size=3), elsewhere=st.booleans())
+    @rule(
+        names=st.lists(st.sampled_from(["step", "forward"]), min_size=1, max_size=3),
+        elsewhere=st.booleans(),
+    )
     def replay(self, names: list[str], elsewhere: bool) -> None:
         current = torch.cuda.current_stream(DEVICES[0])
         stream = self.stream if elsewhere else current

@@ -1,4 +1,6 @@
-"""What the model of training on CUDA devices knows: states, clones of them, and saves that are made to fail."""
+"""What the model of training on CUDA devices knows: states, clones of them, and saves that are made
+to fail.
+"""
 
 import contextlib
 import copy
@@ -19,8 +21,8 @@ from torch import nn
 import sidesave
 from sidesave import SaveHandle
 from sidesave.errors import StagingError, TornSnapshotError
+from sidesave.stager import ownership
 from sidesave.stager.copy import device_copy, fingerprint
-from sidesave.stager.state import ownership
 
 DEVICES = ["cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"]
 WIDTH = 24  # a weight of 2,304 bytes
@@ -98,7 +100,9 @@ def gradients(part: Part) -> None:
 
 def make_part(device: str, kind: str) -> Part:
     model = make_model().to(device)
-    part = Part(device, model, make_optimizer(kind, model.parameters()), graphable=kind == "capturable")
+    part = Part(
+        device, model, make_optimizer(kind, model.parameters()), graphable=kind == "capturable"
+    )
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with torch.cuda.device(device):
@@ -122,22 +126,29 @@ def special_tensors() -> dict[str, Any]:
         "empty": torch.empty(0, 3, device=DEVICES[0]),
         "large": torch.arange(5000, device=DEVICES[0]),
         "elsewhere": torch.arange(900, dtype=torch.int16, device=DEVICES[1]),
-        "many": [torch.full((1 + number % 13,), number, device=DEVICES[number % 2]) for number in range(24)],
+        "many": [
+            torch.full((1 + number % 13,), number, device=DEVICES[number % 2])
+            for number in range(24)
+        ],
         "on the host": torch.arange(200.0),
         "plain": {"epoch": 0},
     }
 
 
-# The oracle ----------------------------------------------------------------------------------------------------------
+# The oracle ---------------------------------------------------------------------------------------
 
 
 def assert_as_expected(saved: Saved) -> None:
     error = saved.handle.committed.exception(60)
     if error is None:
-        wrong = difference(gpu.on_host(saved.expected), sidesave.load(saved.handle.committed.result()))
+        wrong = difference(
+            gpu.on_host(saved.expected), sidesave.load(saved.handle.committed.result())
+        )
         assert not wrong, f"step {saved.step} is committed, with wrong bytes: {wrong}"
     elif not (saved.may_fail and isinstance(error, StagingError) and "Failure here" in str(error)):
-        assert saved.may_be_torn and isinstance(error, TornSnapshotError), f"step {saved.step}: {error!r}"
+        assert saved.may_be_torn and isinstance(error, TornSnapshotError), (
+            f"step {saved.step}: {error!r}"
+        )
         names = str(error).removeprefix("changed while being copied: ").split(". Wrap")[0]
         for name in re.split(", (?!whose)", names.split(" and ")[0]):
             assert name.startswith("model0"), str(error)
@@ -154,8 +165,9 @@ def is_race_on(line: str, ranges: list[tuple[int, int]]) -> bool:
 def run_machine(machine: type[RuleBasedStateMachine], how: settings, *, may_vary: bool) -> None:
     """Run a state machine as a test.
 
-    With ``may_vary`` hypothesis may find that a rule has drawn something else than before, as the device was at another
-    point: then the example ends there. A check that fails is told, also where its example is another one when repeated.
+    With ``may_vary`` hypothesis may find that a rule has drawn something else than before, as the
+    device was at another point: then the example ends there. A check that fails is told, also where
+    its example is another one when repeated.
     """
     test: Any = get_state_machine_test(machine, settings=how)
     run = test.hypothesis.inner_test
@@ -182,10 +194,12 @@ def run_machine(machine: type[RuleBasedStateMachine], how: settings, *, may_vary
 
 @contextlib.contextmanager
 def failing(what: str, skip: int) -> Iterator[list[str]]:
-    """One of the things that a save does fails, once, at a later time than the first if ``skip`` says so."""
+    """One of the things that a save does fails, once, at a later time than the first if ``skip``
+    says so.
+    """
     holder, name = {
         "pack": (device_copy, "pack"),
-        "copy": (device_copy._Part, "copy_out"),
+        "copy": (device_copy._DevicePart, "copy_out"),
         "pending": (ownership, "add_pending"),
         "witness": (fingerprint, "_norms"),
     }[what]

@@ -1,7 +1,9 @@
-"""One of two ranks that train a transformer which FSDP2 divides between them, with saves and without.
+"""One of two ranks that train a transformer which FSDP2 divides between them, with saves and
+without.
 
-`python gpu_ranks.py RANK DIRECTORY`; the exit status says whether all was as it should be. The process group is gloo's,
-also for what is on the device, for NCCL can neither share a device nor be simulated.
+`python gpu_ranks.py RANK DIRECTORY`; the exit status says whether all was as it should be. The
+process group is gloo's, also for what is on the device, for NCCL can neither share a device nor be
+simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sidesave import Checkpointer
+from sidesave import Checkpointer, StagingOptions
 
 SIZE, STEPS, SAVES = 2, 5, 4
 PLACES = ("begun", "forward", "backward", "stepped")
@@ -75,7 +77,9 @@ def meet(rank: int, directory: Path) -> None:
     device = rank % torch.cuda.device_count()
     torch.cuda.set_device(device)
     store = torch.distributed.FileStore(str(directory / "store"), SIZE)
-    torch.distributed.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=SIZE)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=SIZE
+    )
 
 
 def check(rank: int, directory: Path, variant: str) -> None:
@@ -90,7 +94,7 @@ def check(rank: int, directory: Path, variant: str) -> None:
     chance = random.Random(variant)  # the same for all ranks
     drawn = set(chance.sample(range(len(PLACES) * STEPS), SAVES)) | {len(PLACES) * 2 - 1}
     taken: list[tuple[int, dict[str, Any]]] = []
-    with Checkpointer(directory / variant, slots=3) as checkpointer:
+    with Checkpointer(directory / variant, staging=StagingOptions(slots=3)) as checkpointer:
         for step in range(STEPS):
             for number, _ in enumerate(run.step(step), len(PLACES) * step):
                 if number in drawn:
@@ -104,7 +108,9 @@ def check(rank: int, directory: Path, variant: str) -> None:
             checkpointer.load(number, into=fresh.state)
             loaded = frozen(fresh.state)
             found = difference(local(expected), local(loaded))
-            assert not found, f"step {number // len(PLACES)}, {PLACES[number % len(PLACES)]}, {variant}: {found}"
+            assert not found, (
+                f"step {number // len(PLACES)}, {PLACES[number % len(PLACES)]}, {variant}: {found}"
+            )
             if PLACES[number % len(PLACES)] == "stepped":
                 for step in range(number // len(PLACES) + 1, STEPS):
                     for _ in fresh.step(step):
@@ -124,7 +130,8 @@ def main(rank: int, directory: Path) -> None:
 
 if __name__ == "__main__":
     arguments = int(sys.argv[1]), Path(sys.argv[2])
-    warnings.filterwarnings("ignore", ".*returned a view tensor")  # of an FSDP module, which nobody changes
+    # of an FSDP module, which nobody changes
+    warnings.filterwarnings("ignore", ".*returned a view tensor")
     with repeatable():
         if os.environ.get("SIMULATED_GPU"):
             import simulated_gpu

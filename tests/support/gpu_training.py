@@ -1,4 +1,6 @@
-"""Training on CUDA devices as a state machine: what a program may do around its saves, and what must come of them."""
+"""Training on CUDA devices as a state machine: what a program may do around its saves, and what
+must come of them.
+"""
 
 import contextlib
 import gc
@@ -35,15 +37,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch import nn
 
 import sidesave
-from sidesave import Checkpointer
+from sidesave import Checkpointer, FailureOptions, StagingOptions
 from sidesave.errors import UnsupportedValueError
-from sidesave.stager import plan
-from sidesave.stager.copy import device_copy, fingerprint
+from sidesave.stager import ownership, plan
+from sidesave.stager.copy import device_copy, fingerprint, packing
 from sidesave.stager.memory import pinning
-from sidesave.stager.state import ownership
 
 SCHEDULES = ["early", "late", "random"]
-HALVES = [(1024,), (1024, 4096, 16384), (512,), (1 << 20,), (1 << 50,)]  # for the last there is no memory
+# for the last there is no memory
+HALVES = [(1024,), (1024, 4096, 16384), (512,), (1 << 20,), (1 << 50,)]
 
 
 class Training(RuleBasedStateMachine):
@@ -59,7 +61,9 @@ class Training(RuleBasedStateMachine):
         chunk=st.sampled_from([1000, 4096, 1 << 20]),
         small=st.sampled_from([128, 2048]),
         piece=st.sampled_from([8192, 16384, 1 << 30]),
-        kinds=st.tuples(*[st.sampled_from(["capturable", "capturable", "fused", "foreach", "sgd"])] * 2),
+        kinds=st.tuples(
+            *[st.sampled_from(["capturable", "capturable", "fused", "foreach", "sgd"])] * 2
+        ),
     )
     def start(
         self,
@@ -74,7 +78,7 @@ class Training(RuleBasedStateMachine):
     ) -> None:
         self.stack = contextlib.ExitStack()
         self.patch = self.stack.enter_context(pytest.MonkeyPatch.context())
-        self.patch.setattr(device_copy, "HALF_NBYTES", halves)
+        self.patch.setattr(packing, "HALF_NBYTES", halves)
         self.patch.setattr(device_copy, "CHUNK_NBYTES", chunk)
         self.patch.setattr(plan, "SMALL_NBYTES", small)
         self.patch.setattr(pinning, "PIECE_NBYTES", piece)
@@ -98,7 +102,9 @@ class Training(RuleBasedStateMachine):
         self.before = threading.active_count()
         self.allocated = [gpu.allocated(device) for device in DEVICES]
         self.checkpointer = Checkpointer(
-            self.folder, overlap=overlap, validate=validate, slots=slots, on_error="warn", max_consecutive_failures=1000
+            self.folder,
+            staging=StagingOptions(overlap=overlap, validate=validate, slots=slots),
+            failures=FailureOptions(tolerated=1000),
         )
         self.slots = slots
         self.saves: list[Saved] = []
@@ -124,7 +130,7 @@ class Training(RuleBasedStateMachine):
         if len(halves) > 1:  # scratch grows, and what it was is free for others
             self.save_what_a_stream_has_for_itself()
             self.checkpointer.wait(60)
-            [lane] = self.checkpointer._saver.session.copier._lanes._lanes.values()
+            [lane] = self.checkpointer.session.copier._lanes._lanes.values()
             self.gates.append(gates.Gate(cast("torch.cuda.Stream", lane.stream)))
             self.save_what_a_stream_has_for_itself()
             self.save_here()
@@ -137,7 +143,10 @@ class Training(RuleBasedStateMachine):
         """What else there is to be made ready."""
 
     def kept(self) -> int:
-        return sum(max(0, gpu.allocated(device) - b) for device, b in zip(DEVICES, self.allocated, strict=True))
+        return sum(
+            max(0, gpu.allocated(device) - b)
+            for device, b in zip(DEVICES, self.allocated, strict=True)
+        )
 
     def set_schedule(self, name: str | None, number: int) -> None:
         """None is that of the environment."""
@@ -152,7 +161,7 @@ class Training(RuleBasedStateMachine):
         state |= {"beside": self.beside, "beside optimizer": self.beside_optimizer}
         return state | {"other": self.other, "outputs": self.outputs, "extra": dict(self.extra)}
 
-    # Saves -----------------------------------------------------------------------------------------------------
+    # Saves ----------------------------------------------------------------------------------------
 
     def pending(self) -> list[Saved]:
         return [saved for saved in self.saves if not saved.handle.staged.done()]
@@ -227,7 +236,7 @@ class Training(RuleBasedStateMachine):
         self.may_block()
         self.checkpointer.prepare(self.state()).result(60)
 
-    # Training --------------------------------------------------------------------------------------------------
+    # Training -------------------------------------------------------------------------------------
 
     def take_step(self, part: Part) -> None:
         with torch.cuda.device(part.device):
@@ -256,7 +265,11 @@ class Training(RuleBasedStateMachine):
             for parameter in self.parts[which].model.parameters():
                 parameter.data.mul_(0.5)
 
-    @rule(names=st.lists(st.sampled_from(["odd", "float8", "half", "conjugate", "large", "elsewhere", "many"])))
+    @rule(
+        names=st.lists(
+            st.sampled_from(["odd", "float8", "half", "conjugate", "large", "elsewhere", "many"])
+        )
+    )
     def change_what_nobody_owns(self, names: list[str]) -> None:
         for name in names:
             tensors = self.other[name] if name == "many" else [self.other[name]]
@@ -288,9 +301,11 @@ class Training(RuleBasedStateMachine):
 
     @rule(back=st.booleans())
     def free_memory_behind_the_guards_back(self, back: bool) -> None:
-        """What is under way may be torn by it; what has not been enqueued yet must not read where nothing is.
+        """What is under way may be torn by it; what has not been enqueued yet must not read where
+        nothing is.
 
-        Not in the microseconds between a look at the memory and the launch of its norm: nothing can help there.
+        Not in the microseconds between a look at the memory and the launch of its norm: nothing can
+        help there.
         """
         self.parts[0].step_graph = self.forward = None
         weight = self.parts[0].model.get_parameter("0.weight")
@@ -323,9 +338,12 @@ class Training(RuleBasedStateMachine):
     @rule(count=st.integers(0, 40))
     def change_the_structure(self, count: int) -> None:
         """Each has a plan of its own, and some need larger memory."""
-        self.extra = {f"extra {n}": torch.full((7 * n,), float(n), device=DEVICES[n % 2]) for n in range(count)}
+        self.extra = {
+            f"extra {n}": torch.full((7 * n,), float(n), device=DEVICES[n % 2])
+            for n in range(count)
+        }
 
-    # Weights that are swapped ----------------------------------------------------------------------------------
+    # Weights that are swapped ---------------------------------------------------------------------
 
     def swap(self, new: dict[str, Any]) -> None:
         for name, parameter in self.parts[0].model.named_parameters():
@@ -353,7 +371,7 @@ class Training(RuleBasedStateMachine):
             self.swap(self.average)
             self.swap(before)
 
-    # Time and the world ----------------------------------------------------------------------------------------
+    # Time and the world ---------------------------------------------------------------------------
 
     @rule(name=st.sampled_from(SCHEDULES), number=st.integers(1, 99))
     def change_the_schedule(self, name: str, number: int) -> None:
@@ -361,16 +379,22 @@ class Training(RuleBasedStateMachine):
 
     @rule(which=st.sampled_from(["side 0", "side 1", "compute", "another"]))
     def hold(self, which: str) -> None:
-        lanes = list(self.checkpointer._saver.session.copier._lanes._lanes.values())
-        if len(lanes) < len({*DEVICES}):  # looking for scratch where there is no memory waits for the device
+        lanes = list(self.checkpointer.session.copier._lanes._lanes.values())
+        # looking for scratch where there is no memory waits for the device
+        if len(lanes) < len({*DEVICES}):
             return
         if which.startswith("side"):
             for lane in lanes[int(which[-1]) :][:1]:
                 self.gates.append(gates.Gate(cast("torch.cuda.Stream", lane.stream)))
         else:
-            self.gates.append(gates.Gate(self.stream if which == "another" else torch.cuda.current_stream(DEVICES[0])))
+            self.gates.append(
+                gates.Gate(
+                    self.stream if which == "another" else torch.cuda.current_stream(DEVICES[0])
+                )
+            )
 
-    # No preconditions: what depends on other threads would have hypothesis draw other rules when it tries again.
+    # No preconditions: what depends on other threads would have hypothesis draw other rules when it
+    # tries again.
 
     @rule(which=st.integers(0, 9))
     def release_one(self, which: int) -> None:
@@ -394,7 +418,7 @@ class Training(RuleBasedStateMachine):
             self.kills += 1
             os.kill(pid, signal.SIGKILL)
 
-    # Saves that fail -------------------------------------------------------------------------------------------
+    # Saves that fail ------------------------------------------------------------------------------
 
     @rule(
         what=st.sampled_from(["value", "pack", "copy", "pending", "witness"]),
@@ -407,7 +431,8 @@ class Training(RuleBasedStateMachine):
             with pytest.raises(UnsupportedValueError):
                 self.checkpointer.save(self.step + 1, state | {"unsupported": object()})
             return
-        self.may_block()  # one that has begun to copy waits for what it has begun, and for what was before it
+        # one that has begun to copy waits for what it has begun, and for what was before it
+        self.may_block()
         expected = snapshot(state)
         self.step += 1
         handle = None
@@ -420,13 +445,14 @@ class Training(RuleBasedStateMachine):
                 handle.staged.exception(60)
         if handle is not None:
             self.saves.append(Saved(self.step, handle, expected))
-        for saved in [*before, *self.saves[-1:]] if happened else []:  # it may have been the turn of an earlier one
+        # it may have been the turn of an earlier one
+        for saved in [*before, *self.saves[-1:]] if happened else []:
             saved.may_fail = True
         if then is not None:
             self.change_the_structure(then)
             self.save_here()
 
-    # The end ---------------------------------------------------------------------------------------------------
+    # The end --------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
         if not hasattr(self, "stack"):
@@ -456,7 +482,9 @@ class Training(RuleBasedStateMachine):
         for saved in self.saves:
             assert_as_expected(saved)
         assert not self.saves[-1].handle.committed.exception()
-        assert not any(gate.gave_up for gate in self.opened), "something waited on the host for what was held"
+        assert not any(gate.gave_up for gate in self.opened), (
+            "something waited on the host for what was held"
+        )
         self.check_violations()
 
     def check_violations(self) -> None:
@@ -467,11 +495,23 @@ class Training(RuleBasedStateMachine):
 
     def check_what_is_left(self) -> None:
         assert not ownership._pending
-        names = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidesave")]
+        names = [
+            thread.name for thread in threading.enumerate() if thread.name.startswith("sidesave")
+        ]
         assert not names, names
         files = [os.path.realpath(fd) for fd in Path("/proc/self/fd").glob("*")]
         assert not [file for file in files if "memfd:sidesave" in file]
-        for name in ("parts", "saves", "average", "other", "inputs", "outputs", "extra", "forward", "alone"):
+        for name in (
+            "parts",
+            "saves",
+            "average",
+            "other",
+            "inputs",
+            "outputs",
+            "extra",
+            "forward",
+            "alone",
+        ):
             delattr(self, name)
         del self.checkpointer
         if self.kept():

@@ -9,16 +9,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first use of CUDA in this process
+# before the first use of CUDA in this process
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Embedding and head have 512 KiB each, of which a rank has half: what is smaller than 256 KiB is packed at the call,
-# and no copy of it runs beside training.
+# Embedding and head have 512 KiB each, of which a rank has half: what is smaller than 256 KiB is
+# packed at the call, and no copy of it runs beside training.
 CHARACTERS, WIDTH, CONTEXT, BATCH = 2048, 64, 16, 2
 
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """The same bits from the same sums; attention by plain operators, which can be simulated too."""
+    """The same bits from the same sums; attention by plain operators, which can be simulated
+    too.
+    """
     torch.use_deterministic_algorithms(True)
     try:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -36,7 +39,9 @@ class Transformer(nn.Module):
     def __init__(self, layers: int = 1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CHARACTERS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, CHARACTERS)
         self.register_buffer("mean", torch.zeros(WIDTH))

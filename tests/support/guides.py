@@ -1,7 +1,8 @@
-"""The whole scripts in docs/integrations, run as by a user: pasted, killed on the way, and run again.
+"""The whole scripts in docs/integrations, run as by a user: pasted, killed on the way, and run
+again.
 
-Imports nothing but the standard library. As a script, for an environment in which only a wheel and a framework are
-installed: ``python guides.py NAME``, in an empty directory.
+Imports nothing but the standard library. As a script, for an environment in which only a wheel and
+a framework are installed: ``python guides.py NAME``, in an empty directory.
 """
 
 import os
@@ -25,9 +26,16 @@ def script(name: str, heading: str = "## A whole script") -> str:
 
 
 def kill_and_run_again(name: str, folder: Path, **options: Any) -> tuple[int, int]:
-    """Kill the script of a guide when a step is committed, and run it again to its end; the steps that each has run."""
+    """Kill the script of a guide when a step is committed, and run it again to its end; the steps
+    that each has run.
+    """
     (folder / "train.py").write_text(script(name))
-    options |= {"cwd": folder, "stdout": subprocess.PIPE, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    options |= {
+        "cwd": folder,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+    }
     command = [sys.executable, "-u", "-W", "ignore", "train.py"]
     before = 0
     with subprocess.Popen(command, **options) as process:
@@ -45,4 +53,8 @@ def kill_and_run_again(name: str, folder: Path, **options: Any) -> tuple[int, in
 
 
 if __name__ == "__main__":
-    print("steps before the kill, and after it: {}, {}".format(*kill_and_run_again(sys.argv[1], Path.cwd())))
+    print(
+        "steps before the kill, and after it: {}, {}".format(
+            *kill_and_run_again(sys.argv[1], Path.cwd())
+        )
+    )

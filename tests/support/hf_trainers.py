@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
-"""Trainers of transformers and accelerate that save by themselves, or with sidesave, and are killed on the way."""
+"""Trainers of transformers and accelerate that save by themselves, or with sidesave, and are killed
+on the way.
+"""
 
 import contextlib
 import json
@@ -19,12 +21,16 @@ WORDS = 32
 
 def quiet() -> None:
     """No network, no progress, as many threads as the machine has to give."""
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
+    os.environ.update(
+        HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error"
+    )
     torch.set_num_threads(1)
 
 
 def a_model(seed: int = 1, **config: Any) -> Any:
-    """A small language model with dropout, so that its losses depend on the random number generators."""
+    """A small language model with dropout, so that its losses depend on the random number
+    generators.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
@@ -37,9 +43,13 @@ def a_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", unk_token="0", eos_token="0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="0", unk_token="0", eos_token="0"
+    )
 
 
 def a_dataset(count: int = 24) -> list[dict[str, torch.Tensor]]:
@@ -67,7 +77,9 @@ def trainer_class(api: str, kind: str) -> Any:
 
 
 def a_trainer(run: Any, api: str = "ours", model: Any = None, kind: str = "", **given: Any) -> Any:
-    """A trainer of a small model; ``given`` are its arguments, those of ``TrainingArguments`` in ``args``."""
+    """A trainer of a small model; ``given`` are its arguments, those of ``TrainingArguments`` in
+    ``args``.
+    """
     from transformers import TrainerCallback, TrainingArguments
 
     quiet()
@@ -109,23 +121,35 @@ def losses(run: Any) -> dict[int, str]:
 
 
 def join(rank: int, size: int, meeting: str) -> None:
-    """Make the process group as a launcher would have it, but for the port that somebody else could take."""
+    """Make the process group as a launcher would have it, but for the port that somebody else could
+    take.
+    """
     if size > 1:
         facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        os.environ.update({name: str(value) for name, value in facts.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        os.environ.update(
+            {name: str(value) for name, value in facts.items()},
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="1",
+        )
         store = torch.distributed.FileStore(meeting, size)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
 def leave() -> None:
-    """End a rank with the others; not by destroying the group, in which gloo has been seen to wait without an end."""
+    """End a rank with the others; not by destroying the group, in which gloo has been seen to wait
+    without an end.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         os._exit(0)
 
 
-def start(call: str, run: Path, api: str, *, size: int = 1, died: bool = False, **orders: Any) -> None:
-    """Call ``run_trainer`` or ``run_job`` in processes; ``died`` if they have to be killed on the way."""
+def start(
+    call: str, run: Path, api: str, *, size: int = 1, died: bool = False, **orders: Any
+) -> None:
+    """Call ``run_trainer`` or ``run_job`` in processes; ``died`` if they have to be killed on the
+    way.
+    """
     orders = {"size": size, "meeting": f"{run}.{secrets.token_hex(4)}", **orders}
     text = "import hf_trainers; hf_trainers.{}({}, {!r}, {!r}, {!r})"
     commands = [text.format(call, rank, str(run), api, json.dumps(orders)) for rank in range(size)]
@@ -142,7 +166,9 @@ def die() -> None:
 
 
 def killer(trainer: Any, at: int, how: str) -> Any:
-    """A callback that kills this process at the save of step ``at``; ``how`` tells when, and who else."""
+    """A callback that kills this process at the save of step ``at``; ``how`` tells when, and who
+    else.
+    """
     from transformers import TrainerCallback
 
     class Killer(TrainerCallback):
@@ -162,17 +188,19 @@ def killer(trainer: Any, at: int, how: str) -> Any:
 
 
 def _die_in_save(trainer: Any, at: int) -> None:
-    """Die within the save of ``at``, when the model is written or the state is flattened, and no more is there."""
-    from sidesave.client.saving.pipeline import Submission
+    """Die within the save of ``at``, when the model is written or the state is flattened, and no
+    more is there.
+    """
+    from sidesave.client.saving.saver import Saver
 
-    whole = Submission.stage
+    whole = Saver._stage
 
     def stage(self: Any, *arguments: Any, **options: Any) -> None:
         if trainer.state.global_step == at:
             die()
         whole(self, *arguments, **options)
 
-    Submission.stage = stage
+    Saver._stage = stage
     save_optimizer = trainer._save_optimizer_and_scheduler
 
     def in_the_middle(output_dir: str) -> None:
@@ -184,7 +212,9 @@ def _die_in_save(trainer: Any, at: int) -> None:
 
 
 def run_trainer(rank: int, run: str, api: str, orders: str) -> None:
-    """Train in a process of its own. ``orders``, JSON: ``args``, ``kind``, ``resume``, ``kill_at``, ``how``."""
+    """Train in a process of its own. ``orders``, JSON: ``args``, ``kind``, ``resume``, ``kill_at``,
+    ``how``.
+    """
     told: dict[str, Any] = json.loads(orders)
     join(rank, told["size"], told["meeting"])
     trainer = a_trainer(run, api, kind=told.get("kind", ""), args=told.get("args", {}))
@@ -194,7 +224,7 @@ def run_trainer(rank: int, run: str, api: str, orders: str) -> None:
     leave()
 
 
-# Accelerate ----------------------------------------------------------------------------------------------------------
+# Accelerate ---------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -222,7 +252,9 @@ class Mean:
 
 
 class Job:
-    """All that a script has that trains with accelerate; of ``kind`` ``""`` (also DDP) or ``fsdp``."""
+    """All that a script has that trains with accelerate; of ``kind`` ``""`` (also DDP) or
+    ``fsdp``.
+    """
 
     def __init__(self, kind: str = "", **options: Any) -> None:
         from accelerate import Accelerator
@@ -230,7 +262,9 @@ class Job:
 
         quiet()
         self.accelerator = accelerator = Accelerator(
-            cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5), **options
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5),
+            **options,
         )
         if kind == "fsdp":
             _choose_fsdp2(accelerator)
@@ -241,7 +275,9 @@ class Job:
         generator = torch.Generator().manual_seed(9)
         data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator))
         # Without a generator of its own a loader draws a seed from the global one at each pass.
-        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator())
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=2, shuffle=True, generator=torch.Generator()
+        )
         self.mean = Mean()
         accelerator.register_for_checkpointing(self.mean)
         self.model, self.optimizer, self.loader, self.scheduler = accelerator.prepare(
@@ -279,7 +315,9 @@ def _choose_fsdp2(accelerator: Any) -> None:
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", reshard_after_forward=True
+    )
     for kind in (AcceleratorState, PartialState):
         kind._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
@@ -287,7 +325,9 @@ def _choose_fsdp2(accelerator: Any) -> None:
 
 
 def run_job(rank: int, run: str, api: str, orders: str) -> None:
-    """Train in a process of its own. ``orders``: JSON of ``until``, ``kill_at``, ``kind``, ``size`` and ``meeting``."""
+    """Train in a process of its own. ``orders``: JSON of ``until``, ``kill_at``, ``kind``, ``size``
+    and ``meeting``.
+    """
     told: dict[str, Any] = json.loads(orders)
     join(rank, told["size"], told["meeting"])
     job = Job(told.get("kind", ""))

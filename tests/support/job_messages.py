@@ -1,5 +1,6 @@
 """Messages about a save as the bookkeeping of the daemon needs them."""
 
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.protocol import Extent, Failed, Save
 
 ATTEMPT = 3
@@ -28,5 +29,15 @@ def a_save(save_id: int, world_size: int = 1) -> Save:
     )
 
 
+def an_info(save: Save, nbytes: int = 100) -> CheckpointInfo:
+    """Return the checkpoint that a commit of ``save`` has made."""
+    path = f"/run/step-{save.step:08d}"
+    return CheckpointInfo(
+        save.step, path, nbytes, save.session, save.sequence, None, save.created_s
+    )
+
+
 def a_failure(save_id: int) -> Failed:
-    return Failed(attempt=ATTEMPT, save_id=save_id, error="WriteError", message="no", errno=5, path="/x")
+    return Failed(
+        attempt=ATTEMPT, save_id=save_id, error="WriteError", message="no", errno=5, path="/x"
+    )

@@ -20,12 +20,16 @@ from sidesave.integrations.lightning import SidesaveCheckpointIO, SidesaveModelP
 
 
 class Net(LightningModule):
-    """Writes down the loss of each step; may die with the daemon stopped, after the save of step ``kill_at``."""
+    """Writes down the loss of each step; may die with the daemon stopped, after the save of step
+    ``kill_at``.
+    """
 
     def __init__(self, width: int = 16, losses: str = "", kill_at: int = -1) -> None:
         super().__init__()
         self.save_hyperparameters("width")
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4)
+        )
         self.losses, self.kill_at = losses, kill_at
         self.stopped: list[int] = []
 
@@ -42,7 +46,8 @@ class Net(LightningModule):
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()
             os.kill(os.getpid(), signal.SIGKILL)
-        generator = torch.Generator().manual_seed(2 * step + self.global_rank)  # whatever was seen before a kill
+        # whatever was seen before a kill
+        generator = torch.Generator().manual_seed(2 * step + self.global_rank)
         loss = self.layers(torch.randn(4, 8, generator=generator)).square().mean()
         self.log("loss", loss.detach(), sync_dist=True)
         if self.losses:
@@ -52,9 +57,14 @@ class Net(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         io = self.trainer.strategy.checkpoint_io
-        if self.global_step == self.kill_at and not self.stopped and isinstance(io, SidesaveCheckpointIO):
+        if (
+            self.global_step == self.kill_at
+            and not self.stopped
+            and isinstance(io, SidesaveCheckpointIO)
+        ):
             checkpointer = io.checkpointer
-            if checkpointer is not None:  # nothing of these saves is on the disk at the trainer's end
+            # nothing of these saves is on the disk at the trainer's end
+            if checkpointer is not None:
                 checkpointer.wait()
                 pid = checkpointer.daemon_pid
                 assert pid is not None
@@ -71,7 +81,9 @@ def data() -> Any:
     return DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=4)
 
 
-def a_trainer(folder: Path, io: Any, steps: int, strategy: Any = "auto", devices: int = 1, **options: Any) -> Trainer:
+def a_trainer(
+    folder: Path, io: Any, steps: int, strategy: Any = "auto", devices: int = 1, **options: Any
+) -> Trainer:
     plugins, callbacks = ([io], [io.callback()]) if io is not None else ([], [])
     last = ModelCheckpoint(
         dirpath=folder,
@@ -105,8 +117,20 @@ def job(folder: str, api: str, kind: str, steps: int, kill_at: int) -> None:
     if kind == "fsdp":
         sharded = SidesaveModelParallelStrategy if ours else ModelParallelStrategy
         strategy = sharded(data_parallel_size=2, tensor_parallel_size=1)
-    trainer = a_trainer(Path(folder), io, steps, strategy, 1 if kind == "alone" else 2, use_distributed_sampler=False)
-    trainer.fit(Net(losses=f"{folder}.losses", kill_at=kill_at), data(), ckpt_path="last", weights_only=False)
+    trainer = a_trainer(
+        Path(folder),
+        io,
+        steps,
+        strategy,
+        1 if kind == "alone" else 2,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(
+        Net(losses=f"{folder}.losses", kill_at=kill_at),
+        data(),
+        ckpt_path="last",
+        weights_only=False,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Live states to load into, checkpoints of them, and what a load that is refused must have left alone."""
+"""Live states to load into, checkpoints of them, and what a load that is refused must have left
+alone.
+"""
 
 import collections
 import json
@@ -14,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import sidesave
-from sidesave import Checkpointer
 from sidesave.errors import IntegrityError, StateMismatchError
 from sidesave.writer_daemon.format.tensor_file import digest
 
@@ -40,7 +41,8 @@ def live(seed: int, *, width: int = 8) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
     optimizer = torch.optim.AdamW(
-        [{"params": [*model[0].parameters()], "lr": 0.1}, {"params": [*model[1:].parameters()]}], lr=0.01 * seed
+        [{"params": [*model[0].parameters()], "lr": 0.1}, {"params": [*model[1:].parameters()]}],
+        lr=0.01 * seed,
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
     for _ in range(seed):
@@ -127,18 +129,14 @@ class Extra(nn.Linear):
         self.note = state
 
 
-def save(run: Path, state: dict[str, Any], step: int = 1) -> Path:
-    with Checkpointer(run) as checkpointer:
-        return Path(checkpointer.save(step, state, blocking=True).committed.result())
-
-
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
     assert difference(values(one), values(other)) == ""
 
 
-def flip_bit(path: Path, at: int) -> None:
+def flip_bit(path: Path, at: int | None = None) -> None:
+    """Change one bit of the byte ``at``, by default of the one in the middle."""
     data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
+    data[len(data) // 2 if at is None else at] ^= 0x10
     path.write_bytes(data)
 
 

@@ -18,8 +18,12 @@ CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores, one for each node")
 
 
-def machine(folder: Path, nodes: Mapping[int, str], devices: Mapping[str, int] | None = None) -> Path:
-    """A ``/sys`` of nodes, with lists of cores as the kernel writes them, and of PCI devices, each with its node."""
+def machine(
+    folder: Path, nodes: Mapping[int, str], devices: Mapping[str, int] | None = None
+) -> Path:
+    """A ``/sys`` of nodes, with lists of cores as the kernel writes them, and of PCI devices, each
+    with its node.
+    """
     for node, cores in nodes.items():
         path = folder / f"devices/system/node/node{node}"
         path.mkdir(parents=True)
@@ -38,7 +42,9 @@ def two_nodes(folder: Path, devices: Mapping[str, int] | None = None) -> Path:
 
 @dataclass
 class Populating:
-    """The cores that each thread which populates may run on, at its end, and how often they have chosen them."""
+    """The cores that each thread which populates may run on, at its end, and how often they have
+    chosen them.
+    """
 
     cores: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
     chosen: int = 0

@@ -1,4 +1,6 @@
-"""Ranks that save by a ``CheckpointManager``: they obey what :mod:`rank_trainers` knows, and pass steps."""
+"""Ranks that save by a ``CheckpointManager``: they obey what :mod:`rank_trainers` knows, and pass
+steps.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rank_trainers
 from rank_trainers import Actor, Rank
-from trainers import wait_until
+from trainers import grouped, wait_until
 
 if TYPE_CHECKING:
     import sidesave
@@ -20,7 +22,7 @@ class ManagedRank(Rank):
     script = __file__
 
 
-# In a rank -------------------------------------------------------------------------------------------------------
+# In a rank ----------------------------------------------------------------------------------------
 
 
 class ManagedActor(Actor):
@@ -33,13 +35,22 @@ class ManagedActor(Actor):
         assert self._manager is not None
         return self._manager
 
-    def manage(self, run: str, save: str, keep: str = "[]", **options: Any) -> int:
-        """Make a manager with these policies, which are expressions, and restore; the step to train next."""
+    def manage(
+        self, run: str, save: str, keep: str = "[]", mirror_keep: str = "[]", **options: Any
+    ) -> int:
+        """Make a manager with these policies, which are expressions, and restore; the step to train
+        next.
+        """
         import sidesave
 
         names = {name: getattr(sidesave, name) for name in sidesave.__all__}
         self._manager = sidesave.CheckpointManager(
-            run, self.state, save=eval(save, names), keep=eval(keep, names), **options
+            run,
+            self.state,
+            save=eval(save, names),
+            keep=eval(keep, names),
+            mirror_keep=eval(mirror_keep, names),
+            **grouped(options),
         )
         self._ckpt = self._manager.checkpointer
         return self._manager.restore()
@@ -79,7 +90,9 @@ class ManagedActor(Actor):
         return "skipped" if handle.skipped else "saved"
 
     def await_word(self, busy: bool, upto: int) -> None:
-        """Wait until ranks have agreed, for a step or an earlier one, whether one of them has no slot left."""
+        """Wait until ranks have agreed, for a step or an earlier one, whether one of them has no
+        slot left.
+        """
         agreement = self.manager._schedule._agreement
         assert agreement is not None
 

@@ -1,9 +1,10 @@
-"""A training script on ``CheckpointManager`` that tests run in processes of its own, and signal, kill and start again.
+"""A training script on ``CheckpointManager`` that tests run in processes of its own, and signal,
+kill and start again.
 
-It trains a small model with dropout, so that every step depends on all random numbers before it, and tells a digest of
-everything after each step: runs that are resumed have to tell the same ones. It tells, one line each, ``ready``,
-``restored NEXT``, ``step N DIGEST``, ``passed N`` when the manager has let it go on, ``saved N`` when a save is
-committed, ``trained``, and ``closed``.
+It trains a small model with dropout, so that every step depends on all random numbers before it,
+and tells a digest of everything after each step: runs that are resumed have to tell the same ones.
+It tells, one line each, ``ready``, ``restored NEXT``, ``step N DIGEST``, ``passed N`` when the
+manager has let it go on, ``saved N`` when a save is committed, ``trained``, and ``closed``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainers import Traces, Trainer, say, wait_to_go_on
+from trainers import Traces, Trainer, grouped, say, wait_to_go_on
 
 
 class ManagedTrainer(Trainer):
@@ -23,7 +24,12 @@ class ManagedTrainer(Trainer):
 
     def __init__(self, traces: Traces, run: Path | str, **options: Any) -> None:
         rank, size = options.get("rank", 0), options.get("size", 1)
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(size)}
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+        }
         super().__init__(traces, json.dumps({"run": str(run), **options}), umask=-1, **environment)
 
     def train(self, count: int = 1) -> list[tuple[int, str]]:
@@ -99,13 +105,19 @@ def train(
     import sidesave
 
     if size > 1 and group:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
+        )
     if size == 0:
         torch.distributed.init_process_group("gloo")
     names = {name: getattr(sidesave, name) for name in sidesave.__all__}
-    further: Any = options or {}
+    further: Any = grouped(options or {})
     training = Training()
-    state: dict[str, Any] = {"model": training.model, "optimizer": training.optimizer, "gate": Gate(gate)}
+    state: dict[str, Any] = {
+        "model": training.model,
+        "optimizer": training.optimizer,
+        "gate": Gate(gate),
+    }
     with sidesave.CheckpointManager(
         run,
         state,
@@ -195,7 +207,9 @@ class Training:
         import torch
         import xxhash
 
-        digest = xxhash.xxh3_64(torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode())
+        digest = xxhash.xxh3_64(
+            torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode()
+        )
         for tensor in self.model.state_dict().values():
             digest.update(tensor.numpy().tobytes())
         for state in self.optimizer.state_dict()["state"].values():

@@ -11,8 +11,7 @@ from typing import Any
 from trainers import Orders
 
 import sidesave
-from sidesave.client.internals import saver_of
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 
 Manage = Callable[..., sidesave.CheckpointManager]
 
@@ -28,26 +27,28 @@ def managers_of(run: str | os.PathLike[str]) -> Iterator[Manage]:
         made[:] = [sidesave.CheckpointManager(run, {"x": 0} if state is None else state, **options)]
         return made[0]
 
-    yield manage
-    for manager in made:
-        manager.close()
+    try:
+        yield manage
+    finally:
+        for manager in made:
+            manager.close()
 
 
 def release_when_waited_for(checkpointer: sidesave.Checkpointer, orders: Orders) -> None:
-    """Let a save that is held go on once somebody waits for all that is under way."""
-    saves = saver_of(checkpointer).session.saves
-    hurry = saves.hurry
+    """Let a save that is held go on once a call waits for the saves that it has found under way."""
+    changed: Any = checkpointer.session.saves._changed
 
-    def release() -> None:
-        saves.hurry = hurry
+    def wait_for(*args: Any) -> object:
+        del changed.wait_for
         orders.release()
+        return changed.wait_for(*args)
 
-    saves.hurry = release
+    changed.wait_for = wait_for
 
 
 def steps(run: Path) -> list[int]:
     """The steps that there are, in the order of their commits."""
-    return [info.step for info in catalog.scan(str(run))]
+    return [info.step for info in catalog_of(str(run)).all()]
 
 
 def damage(run: Path, step: int) -> None:

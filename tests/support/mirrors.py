@@ -6,7 +6,7 @@ import sys
 from typing import ClassVar
 
 import trainers
-from trainers import a_state, same, say, wait_to_go_on
+from trainers import a_state, check_step, say, wait_to_go_on
 
 
 class MirrorTrainer(trainers.Trainer):
@@ -17,38 +17,39 @@ class MirrorTrainer(trainers.Trainer):
 
 def committed_in(place: str) -> dict[int, str]:
     """The steps of a mirror, and where they are."""
-    from sidesave.client.runs import catalog
+    from sidesave.client.runs.finding import catalog_of
     from sidesave.errors import CheckpointNotFoundError
 
     with contextlib.suppress(CheckpointNotFoundError):
-        return {info.step: info.path for info in catalog.scan(place)}
+        return {info.step: info.path for info in catalog_of(place).all()}
     return {}
 
 
 def check_mirror(place: str, *steps: int, mib: float = 1) -> None:
-    """These steps are there, and whatever else is there is whole: each was saved from ``a_state(step, mib)``."""
+    """These steps are there, and whatever else is there is whole: each was saved from
+    ``a_state(step, mib)``.
+    """
     check_there(place, {*steps}, mib=mib, others=True)
 
 
 def check_there(place: str, steps: set[int], *, mib: float = 1, others: bool = False) -> None:
     """These steps are there, each whole; and ``others``, whatever they are."""
-    import sidesave
-
     found = committed_in(place)
     assert steps <= found.keys(), (steps, sorted(found))
     for step, path in found.items():
-        if step not in steps and not others:
-            continue
-        report = sidesave.verify(path)
-        assert report.ok, report.faults
-        assert same(sidesave.load(path), a_state(step, mib)), f"step {step} holds another state"
+        if step in steps or others:
+            check_step(path, step, mib)
 
 
-def save_and_mirror(run: str, place: str, bandwidth: str, first: str, count: str, mib: str = "1") -> None:
+def save_and_mirror(
+    run: str, place: str, bandwidth: str, first: str, count: str, mib: str = "1"
+) -> None:
     """Saves so many steps, tells of each that is mirrored, and waits."""
     import sidesave
 
-    ckpt = sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=int(bandwidth) or None)
+    ckpt = sidesave.Checkpointer(
+        run, mirror=sidesave.MirrorOptions(place=place, bandwidth=int(bandwidth) or None)
+    )
     say("ready", ckpt.daemon_pid)
     for step in range(int(first), int(first) + int(count)):
         handle = ckpt.save(step, a_state(step, float(mib)))

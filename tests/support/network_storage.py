@@ -16,11 +16,12 @@ PERIOD_S = 0.2
 
 
 class NetworkStorage(Storage):
-    """A client of a network file system, as such clients are: no locks, caches that are late, requests sent twice.
+    """A client of a network file system, as such clients are: no locks, caches that are late,
+    requests sent twice.
 
-    A name that was not there stays missing until its directory is listed. A listing may be an old one as long as this
-    client changes nothing in it. A change may be reported as failed though it was made: its first reply was lost, and
-    the repeated request met its own result.
+    A name that was not there stays missing until its directory is listed. A listing may be an old
+    one as long as this client changes nothing in it. A change may be reported as failed though it
+    was made: its first reply was lost, and the repeated request met its own result.
     """
 
     def __init__(self, root: str, seed: int | None = None) -> None:
@@ -70,7 +71,9 @@ class NetworkStorage(Storage):
             return published
         if published and self._chance.random() < 0.3:
             return False
-        code = self._chance.choice([errno.EIO, errno.ENOENT, errno.ESTALE] if published else [errno.EIO])
+        code = self._chance.choice(
+            [errno.EIO, errno.ENOENT, errno.ESTALE] if published else [errno.EIO]
+        )
         raise WriteError(code, "the reply was lost", f"{self.root}/{final}")
 
     def link(self, old: str, new: str) -> bool:

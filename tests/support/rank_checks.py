@@ -12,7 +12,7 @@ from stores import strays
 from trainers import Traces, wait_until
 
 import sidesave
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 
 Start = Callable[..., Ranks]
 Place = Path | str
@@ -21,7 +21,7 @@ Place = Path | str
 
 def visible(run: Place) -> list[int]:
     """The steps that there are, in the order of their commits."""
-    return [info.step for info in catalog.scan(str(run))]
+    return [info.step for info in catalog_of(str(run)).all()]
 
 
 def read(run: Place, step: int) -> Stored:
@@ -39,7 +39,9 @@ def left(run: Place) -> list[str]:
 def is_clean(run: Place) -> None:
     """Of what was given up nothing is left but the reason, once rank 0 has tidied up."""
     if isinstance(run, str):  # where what a late rank has sent goes with the reason
-        wait_until(lambda: {key.rpartition("/")[2] for key in strays(run)} <= {"abort.json", ".directory"})
+        wait_until(
+            lambda: {key.rpartition("/")[2] for key in strays(run)} <= {"abort.json", ".directory"}
+        )
         return
     wait_until(lambda: all(name.endswith(".aborted") for name in leftovers(run)))
     wait_until(lambda: {path.name for path in run.glob(".step-*.aborted/*")} <= {"abort.json"})

@@ -1,7 +1,8 @@
-"""Trainers that are the ranks of one job, each a process of its own, which do what a test tells them one by one.
+"""Trainers that are the ranks of one job, each a process of its own, which do what a test tells
+them one by one.
 
-As a script this module is a rank: it obeys one command after another, each a method of :class:`Actor`, in its main
-thread.
+As a script this module is a rank: it obeys one command after another, each a method of
+:class:`Actor`, in its main thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers import DEADLINE_S, Orders, Traces, Trainer, say
+from trainers import DEADLINE_S, Orders, Traces, Trainer, await_removal, grouped, say
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from sidesave.writer_daemon.format.manifest import Manifest, RankRecord
 
 
-# In the test -----------------------------------------------------------------------------------------------------
+# In the test --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,15 @@ class Rank(Trainer):
 
     script = __file__
 
-    def __init__(self, traces: Traces, rank: int, size: int, meeting: str, environment: Mapping[str, str]) -> None:
-        own = {"RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    def __init__(
+        self, traces: Traces, rank: int, size: int, meeting: str, environment: Mapping[str, str]
+    ) -> None:
+        own = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
         own["TMPDIR"] = "/tmp"  # by which it is no process of ``traces``, as its daemons are
         super().__init__(traces, rank, size, meeting, traces.folder, umask=-1, **own, **environment)
 
@@ -77,7 +85,8 @@ class Rank(Trainer):
 
 
 class Ranks:
-    """The ranks of one job, from their start to the end of the ``with`` block, which they do not survive.
+    """The ranks of one job, from their start to the end of the ``with`` block, which they do not
+    survive.
 
     Args:
         count: The world size.
@@ -100,7 +109,10 @@ class Ranks:
     ) -> None:
         folder.mkdir(exist_ok=True)
         meeting = str(folder / f"group-{secrets.token_hex(8)}") if group else ""
-        self._ranks = [kind(traces, rank, count, meeting, (environments or {}).get(rank, {})) for rank in range(count)]
+        self._ranks = [
+            kind(traces, rank, count, meeting, (environments or {}).get(rank, {}))
+            for rank in range(count)
+        ]
         self.daemons: list[int] = []
         """The pids of their first daemons, once :meth:`open` has been called."""
 
@@ -150,7 +162,9 @@ class Ranks:
         return self.do("committed", step)
 
     def fail(self, step: int) -> list[Answer]:
-        """Wait until the save of a step has failed on all of them, and take note of it; their errors."""
+        """Wait until the save of a step has failed on all of them, and take note of it; their
+        errors.
+        """
         answers = self.attempt("committed", step)
         assert all(answer.error for answer in answers), answers
         return answers
@@ -173,7 +187,9 @@ class Ranks:
 
 @contextlib.contextmanager
 def orders_to(folder: Path) -> Iterator[tuple[Orders, dict[str, str]]]:
-    """Orders to the daemons of single ranks: of those that are started with the environment that comes with it."""
+    """Orders to the daemons of single ranks: of those that are started with the environment that
+    comes with it.
+    """
     environment: dict[str, str] = {}
     with contextlib.closing(Orders(folder, environment.__setitem__)) as orders:
         yield orders, environment
@@ -181,22 +197,31 @@ def orders_to(folder: Path) -> Iterator[tuple[Orders, dict[str, str]]]:
 
 def leftovers(run: str | os.PathLike[str]) -> list[str]:
     """What a run directory holds beside steps, lease, history, going back, and where ranks met."""
-    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rendezvous", ".sidesave.rollback", ".sidesave.keys")
+    await_removal(run)
+    own = (
+        ".sidesave.lease",
+        ".sidesave.history",
+        ".sidesave.rendezvous",
+        ".sidesave.rollback",
+        ".sidesave.keys",
+    )
     names = (path.name for path in Path(run).iterdir())
     return sorted(name for name in names if name not in own and not name.startswith("step-"))
 
 
-# What is on disk -------------------------------------------------------------------------------------------------
+# What is on disk ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint, read with stock safetensors: what each tensor file says for itself, put together.
+    """A checkpoint, read with stock safetensors: what each tensor file says for itself, put
+    together.
 
     Attributes:
         manifest: What was committed.
         records: What each rank says of itself.
-        tensors: The tensors that the manifest describes; of one that differs between ranks what the first holder has.
+        tensors: The tensors that the manifest describes; of one that differs between ranks what the
+            first holder has.
         files: For each tensor file by name all it holds, by FQN.
     """
 
@@ -222,8 +247,8 @@ class Stored:
 def stored(path: str | os.PathLike[str]) -> Stored:
     """Read a checkpoint after verifying it, without any code of ours for tensors.
 
-    Every element of every tensor is there just once, but for copies that a rank's own record tells of; those that the
-    manifest does not know to differ are equal.
+    Every element of every tensor is there just once, but for copies that a rank's own record tells
+    of; those that the manifest does not know to differ are equal.
     """
     import torch
     from safetensors import safe_open
@@ -235,7 +260,10 @@ def stored(path: str | os.PathLike[str]) -> Stored:
     assert report.ok, report.faults
     folder = Path(path)
     manifest = Manifest.from_bytes((folder / "manifest.json").read_bytes(), "manifest.json")
-    records = [RankRecord.from_bytes((folder / record.name).read_bytes(), record.name) for record in manifest.records]
+    records = [
+        RankRecord.from_bytes((folder / record.name).read_bytes(), record.name)
+        for record in manifest.records
+    ]
     files: dict[str, dict[str, torch.Tensor]] = {}
     pieces: dict[str, list[tuple[str, list[int], torch.Tensor]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -246,7 +274,10 @@ def stored(path: str | os.PathLike[str]) -> Stored:
             pieces.setdefault(fqn, []).append((file.name, metadata[fqn]["saved_offsets"], tensor))
     tensors: dict[str, torch.Tensor] = {}
     for fqn, info in manifest.table.tensors.items():
-        owners = {f"{info.container}.rank-{rank:05d}.safetensors" for rank in manifest.table.layout(fqn).owners}
+        owners = {
+            f"{info.container}.rank-{rank:05d}.safetensors"
+            for rank in manifest.table.layout(fqn).owners
+        }
         whole = torch.zeros(info.shape, dtype=pieces[fqn][0][2].dtype)
         seen = torch.zeros(info.shape, dtype=torch.int32)
         copies: list[tuple[str, torch.Tensor]] = []
@@ -254,17 +285,25 @@ def stored(path: str | os.PathLike[str]) -> Stored:
             if name not in owners:
                 copies.append((name, piece))
                 continue
-            box = tuple(slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True))
+            box = tuple(
+                slice(start, start + size) for start, size in zip(offsets, piece.shape, strict=True)
+            )
             whole[box] = piece
             seen[box] += 1
         assert bool((seen == 1).all()), f"{fqn} is not there just once"
         for name, copy in copies:
-            assert fqn in records[_rank_of(name)].part.own.tensors, f"{name} holds {fqn}, which nobody knows of"
-            assert fqn in manifest.diverged or torch.equal(copy, whole), f"{name} holds another {fqn}"
+            assert fqn in records[_rank_of(name)].part.own.tensors, (
+                f"{name} holds {fqn}, which nobody knows of"
+            )
+            assert fqn in manifest.diverged or torch.equal(copy, whole), (
+                f"{name} holds another {fqn}"
+            )
         tensors[fqn] = whole
     for fqn, found in pieces.items():
         [(name, _, _)] = found
-        assert fqn in records[_rank_of(name)].part.own.tensors, f"{name} holds {fqn}, which nobody knows of"
+        assert fqn in records[_rank_of(name)].part.own.tensors, (
+            f"{name} holds {fqn}, which nobody knows of"
+        )
     return Stored(manifest, records, tensors, files)
 
 
@@ -278,16 +317,21 @@ def same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch
 
     assert sorted(found) == sorted(expected), sorted(found.keys() ^ expected.keys())
     for fqn, tensor in expected.items():
-        assert found[fqn].dtype == tensor.dtype and torch.equal(found[fqn], tensor), f"{fqn} is another"
+        assert found[fqn].dtype == tensor.dtype and torch.equal(found[fqn], tensor), (
+            f"{fqn} is another"
+        )
 
 
-# In a rank -------------------------------------------------------------------------------------------------------
+# In a rank ----------------------------------------------------------------------------------------
 
 
 def obey(kind: type[Actor], rank: str, size: str, meeting: str, folder: str) -> None:
-    """Be a rank, with daemons that use that folder: obey command after command until the test is gone."""
+    """Be a rank, with daemons that use that folder: obey command after command until the test is
+    gone.
+    """
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    warnings.simplefilter("ignore", DeprecationWarning)  # of what torch does itself, in some versions
+    # of what torch does itself, in some versions
+    warnings.simplefilter("ignore", DeprecationWarning)
     actor = kind(int(rank), int(size))
     if meeting:
         import datetime
@@ -332,10 +376,10 @@ class Actor:
         """Make a checkpointer; a path with ``{rank}`` in it is another one on each rank."""
         import sidesave
 
-        self._ckpt = ckpt = sidesave.Checkpointer(run.format(rank=self.rank), **options)
+        self._ckpt = ckpt = sidesave.Checkpointer(run.format(rank=self.rank), **grouped(options))
         return {
             "daemon": ckpt.daemon_pid,
-            "session": ckpt._saver.session.id,
+            "session": ckpt.session.id,
             "latest": ckpt.latest_step(),
             "recovered": ckpt.recovered,
             "removed": ckpt.removed,
@@ -354,7 +398,9 @@ class Actor:
             torch.save(found, path)
 
     def mine(self, path: str) -> None:
-        """Write down what this rank holds of a state without shards; ``{rank}`` in the path stands for its number."""
+        """Write down what this rank holds of a state without shards; ``{rank}`` in the path stands
+        for its number.
+        """
         import torch
 
         torch.save(dict(_whole_tensors(self.state)), path.format(rank=self.rank))
@@ -399,7 +445,9 @@ class Actor:
         value = self.state["data"]
         value = getattr(value, "value", value)
         value = getattr(value, "state", value)
-        return {key: item.tolist() if hasattr(item, "tolist") else item for key, item in value.items()}
+        return {
+            key: item.tolist() if hasattr(item, "tolist") else item for key, item in value.items()
+        }
 
     def zero(self) -> None:
         """Forget what the tensors hold."""
@@ -416,7 +464,9 @@ class Actor:
             self.state[key] = value
 
     def restructure(self, number: int | None) -> None:
-        """Make the tensors of the state others than with any other number, or what they were: None."""
+        """Make the tensors of the state others than with any other number, or what they were:
+        None.
+        """
         import torch
 
         self.state.pop("more", None)
@@ -445,7 +495,12 @@ class Actor:
     def committed(self, step: int) -> dict[str, Any]:
         """Wait for the outcome; whoever has heard of a failure here does not hear of it again."""
         info = self.handles[step].committed.result(DEADLINE_S)
-        return {"step": info.step, "path": info.path, "nbytes": info.nbytes, "sequence": info.sequence}
+        return {
+            "step": info.step,
+            "path": info.path,
+            "nbytes": info.nbytes,
+            "sequence": info.sequence,
+        }
 
     def mirrored(self, step: int) -> str:
         """Wait until a save is in the mirror; where it is there."""
@@ -462,7 +517,7 @@ class Actor:
         import sidesave
 
         with contextlib.suppress(sidesave.SidesaveError):
-            self.ckpt._saver.session.saves.raise_failure()
+            self.ckpt.session.saves.raise_failure()
 
     def wait(self) -> None:
         self.ckpt.wait(DEADLINE_S)
@@ -486,7 +541,7 @@ class Actor:
 
     def staging_nbytes(self) -> int:
         """What the largest of the slots takes."""
-        slots = self.ckpt._saver.session.pool._slots
+        slots = self.ckpt.session.pool._slots
         return max((slot.arena.data_nbytes for slot in slots if slot.arena is not None), default=0)
 
     def close(self) -> None:
@@ -501,27 +556,68 @@ class Actor:
         setattr(sys.modules[module], constant, value)
 
     def forbid_talking(self) -> None:
-        """From now on no rank can talk to another through torch: collectives, process groups and stores refuse."""
+        """From now on no rank can talk to another through torch: collectives, process groups and
+        stores refuse.
+        """
         import torch.distributed as dist
 
         def refuse(*arguments: object, **options: object) -> None:
             raise AssertionError("ranks talk to each other")
 
-        talks = ("all_", "reduce", "broadcast", "gather", "scatter", "barrier", "monitored", "send", "recv", "isend")
-        talks += ("irecv", "batch_isend", "new_group", "new_subgroups", "split_group", "get_backend")
+        talks = (
+            "all_",
+            "reduce",
+            "broadcast",
+            "gather",
+            "scatter",
+            "barrier",
+            "monitored",
+            "send",
+            "recv",
+            "isend",
+        )
+        talks += (
+            "irecv",
+            "batch_isend",
+            "new_group",
+            "new_subgroups",
+            "split_group",
+            "get_backend",
+        )
         for module in (dist, dist.distributed_c10d):
             for name in dir(module):
                 if name.startswith(talks) and callable(getattr(module, name)):
                     setattr(module, name, refuse)
         stores = (dist.Store, dist.FileStore, dist.TCPStore, dist.PrefixStore, dist.HashStore)
         groups = (dist.ProcessGroup, dist.ProcessGroupGloo)
-        talks = ("all", "reduce", "_reduce", "broadcast", "gather", "scatter", "barrier", "monitored", "send", "recv")
+        talks = (
+            "all",
+            "reduce",
+            "_reduce",
+            "broadcast",
+            "gather",
+            "scatter",
+            "barrier",
+            "monitored",
+            "send",
+            "recv",
+        )
         for kind in groups:
             for name in dir(kind):
                 if name.startswith(talks):
                     setattr(kind, name, refuse)
         for kind in stores:
-            for name in ("set", "get", "add", "wait", "check", "compare_set", "multi_get", "multi_set", "append"):
+            for name in (
+                "set",
+                "get",
+                "add",
+                "wait",
+                "check",
+                "compare_set",
+                "multi_get",
+                "multi_set",
+                "append",
+            ):
                 setattr(kind, name, refuse)
 
     def talk(self) -> None:
@@ -531,7 +627,7 @@ class Actor:
         torch.distributed.barrier()
 
 
-# States ----------------------------------------------------------------------------------------------------------
+# States -------------------------------------------------------------------------------------------
 
 
 def _model(seed: int = 0, *, wide: int = 30) -> nn.Sequential:
@@ -547,8 +643,11 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
     import torch
 
     of_one_type = len({type(parameter.data) for parameter in model.parameters()}) == 1
-    # A single operation: DTensors are worked out for each that they meet, which takes most of the time.
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=of_one_type, foreach=False if of_one_type else None)
+    # A single operation: DTensors are worked out for each that they meet, which takes most of the
+    # time.
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=0.01, fused=of_one_type, foreach=False if of_one_type else None
+    )
     _step({"optimizer": optimizer})
     return optimizer
 
@@ -571,7 +670,9 @@ def _mesh(*shape: int, names: tuple[str, ...]) -> Any:
 
 
 def plain(rank: int, size: int, mib: float = 0.1, declared: bool = False) -> dict[str, Any]:
-    """The same on all ranks, said so or not: a module, most of which is one tensor, and its optimizer."""
+    """The same on all ranks, said so or not: a module, most of which is one tensor, and its
+    optimizer.
+    """
     import torch
     from torch import nn
 
@@ -593,7 +694,9 @@ def whole(rank: int, size: int, mib: float) -> dict[str, Any]:
     from sidesave.stager.state.annotations import Whole
 
     torch.manual_seed(1)
-    model = nn.ModuleDict({"giant": nn.Linear(64, int(mib * (1 << 20)) // 4 // 64), "head": _model()})
+    model = nn.ModuleDict(
+        {"giant": nn.Linear(64, int(mib * (1 << 20)) // 4 // 64), "head": _model()}
+    )
     return {"model": Whole(model), "optimizer": Replicated(_adam(model))}
 
 
@@ -627,11 +730,17 @@ def hsdp(rank: int, size: int) -> dict[str, Any]:
 
 def tp_fsdp(rank: int, size: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = _mesh(2, size // 2, names=("dp", "tp"))
     model = _model()
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel()})
+    parallelize_module(
+        model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "3": ColwiseParallel()}
+    )
     fully_shard(model, mesh=mesh["dp"])
     return {"model": model, "optimizer": _adam(model)}
 
@@ -652,7 +761,9 @@ def pipeline(rank: int, size: int) -> dict[str, Any]:
 
 
 def experts(rank: int, size: int, alike: bool = False) -> dict[str, Any]:
-    """A shared layer, and an expert that has the same name everywhere and is another on each rank."""
+    """A shared layer, and an expert that has the same name everywhere and is another on each
+    rank.
+    """
     from torch import nn
 
     model = nn.ModuleDict({"shared": _model(), "expert": _model(seed=0 if alike else 10 + rank)})
@@ -660,7 +771,9 @@ def experts(rank: int, size: int, alike: bool = False) -> dict[str, Any]:
 
 
 def rows(rank: int, size: int, alike: bool = False) -> dict[str, Any]:
-    """Some rows in the middle of an embedding that each rank has trained alone, as sparse data has it."""
+    """Some rows in the middle of an embedding that each rank has trained alone, as sparse data has
+    it.
+    """
     import torch
     from torch import nn
 
@@ -676,7 +789,9 @@ def rows(rank: int, size: int, alike: bool = False) -> dict[str, Any]:
 
 
 def ddp_apart(rank: int, size: int, broadcast_buffers: bool = True) -> dict[str, Any]:
-    """What ``DistributedDataParallel`` was told to leave alone, and buffers, are another on each rank."""
+    """What ``DistributedDataParallel`` was told to leave alone, and buffers, are another on each
+    rank.
+    """
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -686,7 +801,8 @@ def ddp_apart(rank: int, size: int, broadcast_buffers: bool = True) -> dict[str,
     model = nn.Sequential(nn.Linear(5, 6), norm, last)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
     parallel = DistributedDataParallel(model)
-    parallel.broadcast_buffers = broadcast_buffers  # as an argument it is deprecated from torch 2.11 on
+    # as an argument it is deprecated from torch 2.11 on
+    parallel.broadcast_buffers = broadcast_buffers
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     for parameter in parallel.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -699,7 +815,9 @@ def ddp_apart(rank: int, size: int, broadcast_buffers: bool = True) -> dict[str,
 
 
 def fsdp_apart(rank: int, size: int) -> dict[str, Any]:
-    """Plain tensors beside ``DTensor``s, in a module and in what an optimizer keeps for one, another on each rank."""
+    """Plain tensors beside ``DTensor``s, in a module and in what an optimizer keeps for one,
+    another on each rank.
+    """
     import torch
     from torch import nn
     from torch.distributed.fsdp import fully_shard
@@ -718,8 +836,12 @@ def fsdp_apart(rank: int, size: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def positions(rank: int, size: int, *, when: str | None = None, where: str = "per rank", same: bool = False) -> Any:
-    """Where each rank is in its data, in a place that says more or less of whose it is; and a number of each rank."""
+def positions(
+    rank: int, size: int, *, when: str | None = None, where: str = "per rank", same: bool = False
+) -> Any:
+    """Where each rank is in its data, in a place that says more or less of whose it is; and a
+    number of each rank.
+    """
     import torch
 
     from sidesave import PerRank
@@ -736,8 +858,15 @@ def positions(rank: int, size: int, *, when: str | None = None, where: str = "pe
 
     at = 7 if same else 10 * (rank + 1)
     state: dict[str, Any] = {"pos": at, "order": torch.full((3,), at)}
-    chosen: Any = {"first": "first", "all": lambda states: states[min(rank, 1)] | {"of": [s["pos"] for s in states]}}
-    item: Any = {"object": Loader(), "number": {"pos": at}, "tensor": {"order": state["order"]}}.get(where, state)
+    chosen: Any = {
+        "first": "first",
+        "all": lambda states: states[min(rank, 1)] | {"of": [s["pos"] for s in states]},
+    }
+    item: Any = {
+        "object": Loader(),
+        "number": {"pos": at},
+        "tensor": {"order": state["order"]},
+    }.get(where, state)
     if where == "per rank":
         item = PerRank(Loader() if when == "all" else state, chosen.get(when))
     return {"data": item, "step": torch.ones(2)}
@@ -764,7 +893,9 @@ def partial(rank: int, size: int) -> dict[str, Any]:
 
 
 def marks(rank: int, size: int) -> dict[str, Any]:
-    """What the user knows better: an item that all hold alike, and one that each rank holds for itself."""
+    """What the user knows better: an item that all hold alike, and one that each rank holds for
+    itself.
+    """
     import torch
 
     from sidesave import PerRank, Replicated
@@ -811,7 +942,10 @@ def _whole_tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor
     from torch.distributed.tensor import DTensor
 
     for fqn, tensor in _tensors(dict(state)):
-        yield fqn, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        yield (
+            fqn,
+            (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone(),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A table that grows: an embedding of a row for each id that it has met, with the slot of its AdaGrad and a counter."""
+"""A table that grows: an embedding of a row for each id that it has met, with the slot of its
+AdaGrad and a counter.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _WEIGHT, _SUM, _COUNT = "weight", "sum", "count"
 class GrowingTable:
     """Rows by id in tensors that are doubled when they are full; trained by AdaGrad, row by row.
 
-    It can tell what has changed: each row knows the tick in which it was last written, each removed id that of its end.
+    It can tell what has changed: each row knows the tick in which it was last written, each removed
+    id that of its end.
     """
 
     def __init__(self, width: int = 4, device: str = "cpu", seed: int = 0) -> None:
@@ -34,7 +37,7 @@ class GrowingTable:
         self.tick += 1
         self.cleared = self.tick
 
-    # What training does ----------------------------------------------------------------------------------------
+    # What training does ---------------------------------------------------------------------------
 
     def places_of(self, ids: Sequence[int]) -> torch.Tensor:
         """Where the rows of these ids are; new ones are made."""
@@ -47,7 +50,11 @@ class GrowingTable:
             at = self._at([self.places[each] for each in new])
             numbers = self._at(new)
             self.ids[at], self.sum[at], self.count[at] = numbers, 0.0, 0
-            mixed = numbers[:, None] * 2654435761 + torch.arange(self.width, device=self.device) * 40503 + self.seed
+            mixed = (
+                numbers[:, None] * 2654435761
+                + torch.arange(self.width, device=self.device) * 40503
+                + self.seed
+            )
             self.weight[at] = (mixed % 1000003) / 1000003
         return self._at([self.places[each] for each in ids])
 
@@ -55,7 +62,9 @@ class GrowingTable:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def train(self, ids: Sequence[int], rate: float = 0.1) -> None:
-        """One step of AdaGrad of a loss that pulls the rows of these ids to a vector of their own."""
+        """One step of AdaGrad of a loss that pulls the rows of these ids to a vector of their
+        own.
+        """
         self.tick += 1
         places = self.places_of(ids)
         gradient = self.weight[places] - (self._at([*ids]) % 17)[:, None]
@@ -73,7 +82,9 @@ class GrowingTable:
     def values(self) -> dict[int, tuple[list[float], list[float], int]]:
         """All rows, to be compared."""
         at = self._at([*self.places.values()])
-        rows = zip(self.weight[at].tolist(), self.sum[at].tolist(), self.count[at].tolist(), strict=True)
+        rows = zip(
+            self.weight[at].tolist(), self.sum[at].tolist(), self.count[at].tolist(), strict=True
+        )
         return dict(zip(self.places, rows, strict=True))
 
     def _reserve(self, count: int) -> None:
@@ -82,7 +93,7 @@ class GrowingTable:
                 now = getattr(self, name)
                 setattr(self, name, torch.cat([now, torch.zeros_like(now)]))
 
-    # What sidesave asks ----------------------------------------------------------------------------------------
+    # What sidesave asks ---------------------------------------------------------------------------
 
     def columns(self) -> dict[str, sidesave.Column]:
         row = (self.width,)
@@ -98,7 +109,9 @@ class GrowingTable:
     def rows(self, chunk_rows: int, columns: Sequence[str]) -> Iterable[sidesave_rows]:
         return self._rows([*self.places.values()], chunk_rows, columns)
 
-    def _rows(self, places: list[int], chunk_rows: int, columns: Sequence[str]) -> Iterable[sidesave_rows]:
+    def _rows(
+        self, places: list[int], chunk_rows: int, columns: Sequence[str]
+    ) -> Iterable[sidesave_rows]:
         for begin in range(0, len(places), chunk_rows):
             at = self._at(places[begin : begin + chunk_rows])
             yield self.ids[at], {name: getattr(self, name)[at] for name in columns}

@@ -1,4 +1,6 @@
-"""Writers of one log in memory, each of which can be stopped before any of its requests, and see it fail in any way."""
+"""Writers of one log in memory, each of which can be stopped before any of its requests, and see it
+fail in any way.
+"""
 
 import errno
 import threading
@@ -10,8 +12,9 @@ from sidesave.writer_daemon.storage.remote import Bucket
 from sidesave.writer_daemon.storage.run_log import RunLog
 
 How = Literal["done", "lost", "late", "failed", "denied"]
-"""What becomes of a request: it is carried out; so, but the answer gets lost; it is carried out some time later, when
-nobody waits for it any more; it is not carried out; it is refused."""
+"""What becomes of a request: it is carried out; so, but the answer gets lost; it is carried out
+some time later, when nobody waits for it any more; it is not carried out; it is refused.
+"""
 HOW: Final[tuple[How, ...]] = ("done", "lost", "late", "failed", "denied")
 
 
@@ -53,7 +56,10 @@ class ObjectsBucket(Bucket):
 
     def list_all(self, key: str, after: str = "") -> list[str]:
         return self._carry_out(
-            "list", lambda: sorted(each for each in self._objects.there if each.startswith(f"{key}/") and each > after)
+            "list",
+            lambda: sorted(
+                each for each in self._objects.there if each.startswith(f"{key}/") and each > after
+            ),
         )
 
     def remove(self, keys: Sequence[str]) -> None:

@@ -1,4 +1,6 @@
-"""States to save, what they must come back as, and how a copy of them is held until a test has done its worst."""
+"""States to save, what they must come back as, and how a copy of them is held until a test has done
+its worst.
+"""
 
 import collections
 import contextlib
@@ -20,10 +22,10 @@ from torch import nn
 import sidesave
 from sidesave import Checkpointer
 from sidesave.errors import TornSnapshotError
-from sidesave.stager.state import ownership
-from sidesave.stager.state.dtypes import CARRIERS, NAMES
+from sidesave.stager import ownership
+from sidesave.stager.dtypes import CARRIERS, NAMES
 
-# What comes back -------------------------------------------------------------------------------------------------
+# What comes back ----------------------------------------------------------------------------------
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -41,7 +43,13 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _pairs(a: Iterable[Any], b: Iterable[Any], at: str) -> str:
-    return next(filter(None, (difference(x, y, f"{at}[{n}]") for n, (x, y) in enumerate(zip(a, b, strict=True)))), "")
+    return next(
+        filter(
+            None,
+            (difference(x, y, f"{at}[{n}]") for n, (x, y) in enumerate(zip(a, b, strict=True))),
+        ),
+        "",
+    )
 
 
 def difference(a: Any, b: Any, at: str = "") -> str:
@@ -65,7 +73,10 @@ def difference(a: Any, b: Any, at: str = "") -> str:
         case dict():
             if len(a) != len(b):
                 return f"{at}: {len(a)} keys became {len(b)}"
-            if isinstance(a, collections.defaultdict) and a.default_factory is not b.default_factory:
+            if (
+                isinstance(a, collections.defaultdict)
+                and a.default_factory is not b.default_factory
+            ):
                 return f"{at}: other factory"
             return _pairs(a, b, at) or _pairs(a.values(), b.values(), at)
         case set() | frozenset():
@@ -76,9 +87,17 @@ def difference(a: Any, b: Any, at: str = "") -> str:
                 return f"{at}: {a!r} became {b!r}"
             return _pairs(a, b, at)
         case io.BytesIO():
-            return "" if (a.getvalue(), a.tell()) == (b.getvalue(), b.tell()) else f"{at}: other stream"
+            return (
+                ""
+                if (a.getvalue(), a.tell()) == (b.getvalue(), b.tell())
+                else f"{at}: other stream"
+            )
         case datetime.datetime() | datetime.time():
-            same = a.replace(tzinfo=None) == b.replace(tzinfo=None) and a.fold == b.fold and _zone(a) == _zone(b)
+            same = (
+                a.replace(tzinfo=None) == b.replace(tzinfo=None)
+                and a.fold == b.fold
+                and _zone(a) == _zone(b)
+            )
             return "" if same else f"{at}: {a!r} became {b!r}"
         case float() | complex():
             return _pairs([repr(a)], [repr(b)], at)  # nan is nan, and -0.0 is not 0.0
@@ -91,7 +110,7 @@ def _zone(value: datetime.datetime | datetime.time) -> Any:
     return zone.key if isinstance(zone, zoneinfo.ZoneInfo) else zone and zone.utcoffset(None)
 
 
-# Tensors of every kind -------------------------------------------------------------------------------------------
+# Tensors of every kind ----------------------------------------------------------------------------
 
 
 def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -99,7 +118,7 @@ def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     count = int(np.prod(shape)) * dtype.itemsize
     generator = torch.Generator().manual_seed(count + dtype.itemsize)
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-    return (raw % 2 if dtype is torch.bool else raw).view(dtype).view(shape)
+    return raw.view(dtype).view(shape)
 
 
 def _sparse(layout: torch.layout, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -132,8 +151,12 @@ def _tensors() -> dict[str, torch.Tensor]:
         "no leaf": torch.arange(3.0, requires_grad=True) * 2,
         "parameter": nn.Parameter(torch.arange(4.0)),
         "COO": _sparse(torch.sparse_coo),
-        "COO, not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), [1.0, 2.0, 3.0], (4,)),
-        "COO, hybrid": torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.arange(6.0).view(2, 3), (4, 3)),
+        "COO, not coalesced": torch.sparse_coo_tensor(
+            torch.tensor([[0, 0, 2]]), [1.0, 2.0, 3.0], (4,)
+        ),
+        "COO, hybrid": torch.sparse_coo_tensor(
+            torch.tensor([[0, 2]]), torch.arange(6.0).view(2, 3), (4, 3)
+        ),
         "COO without a value": torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0), (4, 3)),
         "COO, complex128": _sparse(torch.sparse_coo, torch.complex128),
         "CSR": _sparse(torch.sparse_csr),
@@ -148,12 +171,16 @@ with warnings.catch_warnings():
     TENSORS = _tensors()
 
 
-# Training states -------------------------------------------------------------------------------------------------
+# Training states ----------------------------------------------------------------------------------
 
 
 def like(value: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """A dict of the kind of ``value``: that of a module is ordered."""
-    return collections.OrderedDict(pairs) if isinstance(value, collections.OrderedDict) else dict(pairs)
+    return (
+        collections.OrderedDict(pairs)
+        if isinstance(value, collections.OrderedDict)
+        else dict(pairs)
+    )
 
 
 def frozen(state: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +188,9 @@ def frozen(state: dict[str, Any]) -> dict[str, Any]:
 
     def freeze(value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return collections.OrderedDict((key, each.detach().clone()) for key, each in value.state_dict().items())
+            return collections.OrderedDict(
+                (key, each.detach().clone()) for key, each in value.state_dict().items()
+            )
         if isinstance(value, torch.Tensor):
             return value.detach().clone()
         if isinstance(value, dict):
@@ -189,18 +218,20 @@ def swap_back(model: nn.Module, before: list[torch.Tensor]) -> None:
         parameter.data.copy_(tensor)
 
 
-# Copies that are held --------------------------------------------------------------------------------------------
+# Copies that are held -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def held(checkpointer: Checkpointer) -> Iterator[threading.Event]:
-    """Copies of saves that begin inside wait at their start: until the block ends, or the event is set."""
+    """Copies of saves that begin inside wait at their start: until the block ends, or the event is
+    set.
+    """
     go_on = threading.Event()
 
     def wait() -> None:
         go_on.wait(300)
 
-    checkpointer._saver.session.copier._starter.submit(wait)
+    checkpointer.session.copier._starter.submit(wait)
     try:
         yield go_on
     finally:

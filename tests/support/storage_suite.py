@@ -1,4 +1,6 @@
-"""What the writer relies on, whatever the run directory lives on: one suite, subclassed once per backend."""
+"""What the writer relies on, whatever the run directory lives on: one suite, subclassed once per
+backend.
+"""
 
 import errno
 import mmap
@@ -24,7 +26,9 @@ def pages(data: bytes) -> memoryview:
 
 
 def put(storage: Storage, path: str, data: bytes, final: str | None = None) -> None:
-    """Write a whole file under its name, or under a temporary one where it is to be published as ``final``."""
+    """Write a whole file under its name, or under a temporary one where it is to be published as
+    ``final``.
+    """
     with storage.creating(path, len(data), final) as output:
         output.write_at(pages(data), 0)
         output.finish(len(data))
@@ -40,7 +44,9 @@ def noise(nbytes: int) -> bytes:
 
 
 class StorageConformance:
-    """The promises of ``Storage``. A backend's class provides ``storage``, fresh and empty for each test."""
+    """The promises of ``Storage``. A backend's class provides ``storage``, fresh and empty for each
+    test.
+    """
 
     @pytest.fixture
     def storage(self) -> Iterator[Storage]:
@@ -81,7 +87,10 @@ class StorageConformance:
     def test_create_in_a_missing_directory_is_refused(self, storage: Storage):
         with pytest.raises(WriteError) as caught:
             storage.create("nowhere/file", 5)
-        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{storage.root}/nowhere/file")
+        assert (caught.value.errno, caught.value.filename) == (
+            errno.ENOENT,
+            f"{storage.root}/nowhere/file",
+        )
         assert storage.list_directory("") == []
 
     def test_file_is_published_once(self, storage: Storage):
@@ -150,7 +159,10 @@ class StorageConformance:
     def test_missing_file_cannot_be_opened(self, storage: Storage):
         with pytest.raises(WriteError) as caught, storage.open("missing"):
             pass
-        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{storage.root}/missing")
+        assert (caught.value.errno, caught.value.filename) == (
+            errno.ENOENT,
+            f"{storage.root}/missing",
+        )
 
     def test_remove_may_be_repeated(self, storage: Storage):
         put(storage, "file", b"1")
@@ -237,6 +249,22 @@ class StorageConformance:
             assert storage.read("file", 10) == content
         assert storage.list_directory("") == ["file"]
 
+    def test_a_file_gets_its_name_in_a_folder_of_a_directory(self, storage: Storage):
+        storage.make_directory("step", 0o700)
+        storage.make_directory("step/folder", 0o777)
+        assert storage.make_directory("step/folder", 0o777) is False
+        with storage.creating("step/.temporary", 1, "step/folder/file") as output:
+            output.write_all(b"1")
+        assert storage.publish("step/.temporary", "step/folder/file")
+        storage.publish_bytes("step", "folder/other", b"2", "attempt")
+        storage.sync_directory("step/folder")
+        assert storage.list_directory("step") == ["folder"]
+        assert sorted(storage.list_directory("step/folder")) == ["file", "other"]
+        assert (storage.read("step/folder/file", 9), storage.read("step/folder/other", 9)) == (
+            b"1",
+            b"2",
+        )
+
     def test_tree_is_removed_with_all_that_is_in_it(self, storage: Storage):
         for name in ("step", "step/deep", "step/deep/er"):
             storage.make_directory(name, 0o700)
@@ -315,7 +343,10 @@ class StorageConformance:
         assert storage.is_shared("missing") is False
         with pytest.raises(WriteError) as caught:
             storage.share("missing")
-        assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, f"{storage.root}/missing")
+        assert (caught.value.errno, caught.value.filename) == (
+            errno.ENOENT,
+            f"{storage.root}/missing",
+        )
 
     # Space and the end
 

@@ -19,7 +19,7 @@ def save_beside_others(url: str) -> None:
     """Commits step 1, then saves step 5 when told to, and step 6, and says what became of each."""
     import sidesave
 
-    ckpt = sidesave.Checkpointer(url, retries=1)
+    ckpt = sidesave.Checkpointer(url, failures=sidesave.FailureOptions(retries=1))
     ckpt.save(1, a_state(1), blocking=True)
     say("ready", ckpt.daemon_pid)
     wait_to_go_on()

@@ -1,20 +1,17 @@
-"""Ranks that train one table together, each the rows that come to it, and a trainer that is alone with its own."""
+"""Ranks that train one table together, each its own rows, and the table of a single process."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import rank_trainers
-import trainers
 from rank_trainers import Actor, Rank
-from trainers import DEADLINE_S, follow_orders, say, wait_to_go_on
 
 if TYPE_CHECKING:
     from row_tables import GrowingTable
 
-    import sidesave
 
 COUNT = 400
 
@@ -35,12 +32,6 @@ class TableRank(Rank):
     script = __file__
 
 
-class TableTrainer(trainers.Trainer):
-    """One of the functions below, in a process."""
-
-    script: ClassVar[str] = __file__
-
-
 def train_to(table: GrowingTable, step: int, first: int = 1, rank: int = 0, size: int = 1) -> None:
     """Train this rank's rows from one step to another, both included."""
     for number in range(first, step + 1):
@@ -59,7 +50,7 @@ def _own(ids: Sequence[int], rank: int, size: int) -> list[int]:
     return [each for each, owner in zip(ids, owners, strict=True) if owner == rank]
 
 
-# In a process --------------------------------------------------------------------------------------------------------
+# In a process -------------------------------------------------------------------------------------
 
 
 class TableActor(Actor):
@@ -72,7 +63,11 @@ class TableActor(Actor):
         import sidesave
 
         self.table = GrowingTable()
-        self.state = {"tables": {"users": self.table}, "dense": sidesave.Replicated(rank_trainers._model()), "step": 0}
+        self.state = {
+            "tables": {"users": self.table},
+            "dense": sidesave.Replicated(rank_trainers._model()),
+            "step": 0,
+        }
 
     def train_to(self, step: int) -> None:
         train_to(self.table, step, int(self.state["step"]) + 1, self.rank, self.size)
@@ -103,29 +98,5 @@ def change(table: GrowingTable, step: int) -> None:
     table.remove([COUNT - step])
 
 
-def commit(ckpt: sidesave.Checkpointer, step: int, table: GrowingTable) -> None:
-    ckpt.save(step, {"users": table, "step": step}).committed.result(DEADLINE_S)
-
-
-def save_changes(run: str, count: str) -> None:
-    """Saves so many steps, and, when told to, one more, of which it says when it is staged."""
-    import sidesave
-
-    follow_orders("trainer")
-    ckpt = sidesave.Checkpointer(run)
-    table = a_table()
-    for step in range(int(count)):
-        commit(ckpt, step, table)
-        change(table, step + 1)
-    say("ready", ckpt.daemon_pid)
-    wait_to_go_on()
-    ckpt.save(int(count), {"users": table, "step": int(count)}).staged.result(DEADLINE_S)
-    say("staged")
-    wait_to_go_on()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] in globals():
-        globals()[sys.argv[1]](*sys.argv[2:])
-    else:
-        rank_trainers.obey(TableActor, *sys.argv[1:])
+    rank_trainers.obey(TableActor, *sys.argv[1:])

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """Importing this has torchtitan run on the CPU.
 
-When it is imported it asks torch for the accelerator, and takes CUDA where there is none. What it asks the module of an
-accelerator for is answered as if there were little to tell.
+When it is imported it asks torch for the accelerator, and takes CUDA where there is none. What it
+asks the module of an accelerator for is answered as if there were little to tell.
 """
 
 import types

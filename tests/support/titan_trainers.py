@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
-"""torchtitan's ``Trainer`` on the CPU, with a small Llama, and the parts that a checkpoint manager is built of."""
+"""torchtitan's ``Trainer`` on the CPU, with a small Llama, and the parts that a checkpoint manager
+is built of.
+"""
 
 import json
 import os
@@ -124,7 +126,9 @@ def a_model() -> Any:
     return Llama3Model.Config(
         dim=WIDTH,
         vocab_size=VOCABULARY,
-        tok_embeddings=Embedding.Config(num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=init()),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=init()
+        ),
         norm=RMSNorm.Config(normalized_shape=WIDTH, param_init={"weight": nn.init.ones_}),
         lm_head=Linear.Config(in_features=WIDTH, out_features=VOCABULARY, param_init=init()),
         layers=layers,
@@ -151,7 +155,8 @@ def a_trainer(folder: str, checkpoint: Any, steps: int, **parallelism: Any) -> A
     )
     optimizer: Any = default_adamw(lr=0.01)
     optimizer.implementation = "for-loop"
-    dist_utils.set_pg_timeouts = lambda **_: None  # its barrier has devices, which gloo does not know
+    # its barrier has devices, which gloo does not know
+    dist_utils.set_pg_timeouts = lambda **_: None
     return Trainer.Config(
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
         hf_assets_path=folder,
@@ -177,11 +182,19 @@ def a_trainer(folder: str, checkpoint: Any, steps: int, **parallelism: Any) -> A
 
 
 def run_job(
-    rank: int, size: int, meeting: str, folder: str, kind: str, options: dict[str, Any], steps: int, kill_at: int = -1
+    rank: int,
+    size: int,
+    meeting: str,
+    folder: str,
+    kind: str,
+    options: dict[str, Any],
+    steps: int,
+    kill_at: int = -1,
 ) -> None:
     """Train to ``steps`` in ``folder``, and die in the save of step ``kill_at``.
 
-    The losses of each step are in ``FOLDER/losses-RANK``, and the sum of all parameters and moments at the end.
+    The losses of each step are in ``FOLDER/losses-RANK``, and the sum of all parameters and moments
+    at the end.
     """
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
@@ -228,7 +241,9 @@ class Progress:
 
 
 class Parts:
-    """What a checkpoint manager is built of, for a small model; ``names`` are those of its layers, as on a stage."""
+    """What a checkpoint manager is built of, for a small model; ``names`` are those of its layers,
+    as on a stage.
+    """
 
     def __init__(
         self,
@@ -239,7 +254,9 @@ class Parts:
         width: int = 5,
     ) -> None:
         torch.manual_seed(seed)
-        self.model: Any = nn.Sequential(OrderedDict([(name, nn.Linear(width, width)) for name in names]))
+        self.model: Any = nn.Sequential(
+            OrderedDict([(name, nn.Linear(width, width)) for name in names])
+        )
         if frozen:
             self.model.get_submodule(frozen).requires_grad_(requires_grad=False)
         optimizer: Any = default_adamw(lr=0.01)
@@ -248,7 +265,9 @@ class Parts:
         schedule = LRSchedulersContainer.Config(warmup_steps=2)
         self.schedule = schedule.build(optimizers=self.optimizers, training_steps=20)
         rank, size = ranks
-        self.loader = Loader(None, dp_world_size=size, dp_rank=rank, local_batch_size=2, snapshot_every_n_steps=1)
+        self.loader = Loader(
+            None, dp_world_size=size, dp_rank=rank, local_batch_size=2, snapshot_every_n_steps=1
+        )
         self.batches: Any = None
         self.progress = Progress()
 
@@ -287,7 +306,11 @@ class Parts:
 def fingerprint(trainer: Any) -> float:
     """A sum over all parameters and moments of this rank."""
     states = {**trainer.model_parts[0].state_dict(), **trainer.optimizers.state_dict()}
-    local = [getattr(each, "_local_tensor", each) for each in states.values() if isinstance(each, torch.Tensor)]
+    local = [
+        getattr(each, "_local_tensor", each)
+        for each in states.values()
+        if isinstance(each, torch.Tensor)
+    ]
     return sum(each.double().abs().sum().item() for each in local)
 
 
@@ -311,7 +334,8 @@ def save_on_stages(rank: int, size: int, meeting: str, folder: str) -> None:
 def train_parts(rank: int, size: int, meeting: str, folder: str, until: int) -> None:
     """Go on from what is there to step ``until``, saving each.
 
-    What is saved is in ``FOLDER/saved-STEP`` too, what was loaded in ``loaded-STEP``, and the process in ``pid``.
+    What is saved is in ``FOLDER/saved-STEP`` too, what was loaded in ``loaded-STEP``, and the
+    process in ``pid``.
     """
     join(rank, size, meeting)
     Path(folder, "pid").write_text(str(os.getpid()))
@@ -339,22 +363,37 @@ def load_on_another_mesh(rank: int, size: int, meeting: str, folder: str) -> Non
     for name in state.keys() - {"step", "ntokens_seen", "last_epoch", "world_size"}:
         assert state[name] == {**expected[0], **expected[1]}[name], name
     assert state["step"] == expected[rank]["step"]
-    manager = Parts(3, ranks=(2, 3)).build(SidesaveCheckpointManager.Config(enable=True, load_only=True), folder)
-    with pytest.raises(StateMismatchError, match=r"dataloader.dp_rank_2; with 'dataloader' in .*exclude_from_loading"):
+    manager = Parts(3, ranks=(2, 3)).build(
+        SidesaveCheckpointManager.Config(enable=True, load_only=True), folder
+    )
+    with pytest.raises(
+        StateMismatchError,
+        match=r"dataloader.dp_rank_2; add 'dataloader' to .*exclude_from_loading",
+    ):
         manager.load()
     torch.distributed.destroy_process_group()
 
 
 def serve() -> None:
-    """For each line of stdin, ``[function, size, arguments]``, fork ranks that call it, and say how they have ended."""
+    """For each line of stdin, ``[function, size, arguments]``, fork ranks that call it, and say how
+    they have ended.
+    """
     for line in sys.stdin:
         function, size, arguments = json.loads(line)
         with tempfile.TemporaryDirectory() as folder:
-            ranks = [_fork(globals()[function], rank, size, f"{folder}/store", arguments) for rank in range(size)]
-            print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]), flush=True)
+            ranks = [
+                _fork(globals()[function], rank, size, f"{folder}/store", arguments)
+                for rank in range(size)
+            ]
+            print(
+                json.dumps([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]),
+                flush=True,
+            )
 
 
-def _fork(function: Callable[..., None], rank: int, size: int, meeting: str, arguments: list[Any]) -> int:
+def _fork(
+    function: Callable[..., None], rank: int, size: int, meeting: str, arguments: list[Any]
+) -> int:
     child = os.fork()
     if child:
         return child

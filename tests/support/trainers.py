@@ -1,7 +1,9 @@
-"""Trainers in processes of their own, daemons that misbehave on request, and what either may leave behind.
+"""Trainers in processes of their own, daemons that misbehave on request, and what either may leave
+behind.
 
-As a script this module is a trainer: ``python trainers.py NAME ARGUMENTS`` runs the function of that name. Imported by
-a daemon's ``sitecustomize`` it makes that daemon follow orders. It is light to import for that reason.
+As a script this module is a trainer: ``python trainers.py NAME ARGUMENTS`` runs the function of
+that name. Imported by a daemon's ``sitecustomize`` it makes that daemon follow orders. It is light
+to import for that reason.
 """
 
 from __future__ import annotations
@@ -36,20 +38,28 @@ ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
 """Where this module and others like it are found."""
 DEADLINE_S = 300.0
-"""For everything that takes a moment: nothing waits without an end, and a busy machine is no failure."""
+"""For everything that takes a moment: nothing waits without an end, and a busy machine is no
+failure.
+"""
 
 
-# States ----------------------------------------------------------------------------------------------------------
+# States -------------------------------------------------------------------------------------------
 
 
 def a_state(seed: int, mib: float = 1) -> dict[str, Any]:
-    """A state that its seed determines, of about ``mib`` MiB in two containers, with plain data beside them."""
+    """A state that its seed determines, of about ``mib`` MiB in two containers, with plain data
+    beside them.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     count = int(mib * (1 << 20)) // 16
     model = {"w": torch.rand(count, generator=generator), "b": torch.rand(7, generator=generator)}
-    return {"model": model, "optimizer": {"m": torch.rand(3 * count, generator=generator)}, "seed": seed}
+    return {
+        "model": model,
+        "optimizer": {"m": torch.rand(3 * count, generator=generator)},
+        "seed": seed,
+    }
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -63,32 +73,92 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def check(run: str | os.PathLike[str], *steps: int, mib: float = 1) -> None:
-    """These steps, each saved from ``a_state(step, mib)``, are all there is, whole and bit-exact."""
-    import sidesave
-    from sidesave.client.runs import catalog
+    """These steps, each saved from ``a_state(step, mib)``, are all there is, whole and
+    bit-exact.
+    """
+    from sidesave.client.runs.finding import catalog_of
 
-    found = {info.step: info.path for info in catalog.scan(os.fspath(run))}
+    found = {info.step: info.path for info in catalog_of(os.fspath(run)).all()}
     assert sorted(found) == sorted(steps)
     for step, path in found.items():
-        report = sidesave.verify(path)
-        assert report.ok, report.faults
-        assert same(sidesave.load(path), a_state(step, mib)), f"step {step} holds another state"
+        check_step(path, step, mib)
 
 
-# What is left behind ---------------------------------------------------------------------------------------------
+def check_step(
+    path: str | os.PathLike[str],
+    step: int,
+    mib: float = 1,
+    storage_options: dict[str, Any] | None = None,
+) -> None:
+    """A checkpoint is whole, and holds ``a_state(step, mib)`` bit for bit."""
+    import sidesave
+
+    report = sidesave.verify(path, storage_options=storage_options)
+    assert report.ok, report.faults
+    loaded = sidesave.load(path, storage_options=storage_options)
+    assert same(loaded, a_state(step, mib)), f"step {step} holds another state"
+
+
+# What is left behind ------------------------------------------------------------------------------
+
+
+def grouped(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as JSON holds them, with the dict of each group made into the class of its name."""
+    import sidesave
+
+    kinds = {
+        "staging": sidesave.StagingOptions,
+        "failures": sidesave.FailureOptions,
+        "daemon": sidesave.DaemonOptions,
+    }
+    return {
+        name: kinds[name](**value) if name in kinds else value for name, value in options.items()
+    }
 
 
 def entries(run: str | os.PathLike[str]) -> list[str]:
-    """What a run directory holds beside lease, history, and what it remembers of going back and of other places."""
-    own = (".sidesave.lease", ".sidesave.history", ".sidesave.rollback", ".sidesave.fallback", ".sidesave.keys")
+    """Return the names in a run directory, or in a mirror, without the files that every run has."""
+    await_removal(run)
+    names = ("lease", "history", "rollback", "fallback", "keys", "mirror", "mirror-id")
+    own = {f".sidesave.{name}" for name in names}
     return sorted(path.name for path in Path(run).iterdir() if path.name not in own)
+
+
+def await_removal(run: str | os.PathLike[str]) -> None:
+    """Wait up to 20 s for the removal of deleted checkpoints, which a daemon continues after
+    ``close()``.
+    """
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not any(Path(run).glob(".*.trash")), timeout_s=20)
 
 
 def commit(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> sidesave.CheckpointInfo:
     return ckpt.save(step, a_state(step, mib)).committed.result(DEADLINE_S)
 
 
-def wait_until(condition: Callable[[], object], what: str = "", timeout_s: float = DEADLINE_S) -> None:
+def save_steps(run: str | os.PathLike[str], *steps: int, mib: float = 1, **options: Any) -> None:
+    """Commit ``a_state(step, mib)`` as each of these steps in one session, and wait for its mirror
+    if it has one.
+    """
+    import sidesave
+
+    with sidesave.Checkpointer(run, **options) as ckpt:
+        for step in steps:
+            commit(ckpt, step, mib)
+        ckpt.wait(DEADLINE_S, mirrored="mirror" in options)
+
+
+def save(run: str | os.PathLike[str], state: dict[str, Any], step: int = 1, **options: Any) -> Path:
+    """Commit a state in a session of its own, and return the path of its checkpoint."""
+    import sidesave
+
+    with sidesave.Checkpointer(run, **options) as ckpt:
+        return Path(ckpt.save(step, state).committed.result(DEADLINE_S))
+
+
+def wait_until(
+    condition: Callable[[], object], what: str = "", timeout_s: float = DEADLINE_S
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -102,7 +172,9 @@ def daemon(ckpt: sidesave.Checkpointer) -> int:
 
 
 def end(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a process a signal by which it comes to its end, and wait for that; it need be no child of this one."""
+    """Send a process a signal by which it comes to its end, and wait for that; it need be no child
+    of this one.
+    """
     with pidfd_of(pid) as pidfd:
         os.kill(pid, number)
         await_end(pidfd)
@@ -139,17 +211,21 @@ def stopped(pid: int) -> Iterator[None]:
 def _environment_of(process: Path) -> bytes:
     """What a process of ``/proc`` was started with.
 
-    While a process is inside ``execve`` its environment reads as empty, as does its command line: that is waited for.
+    While a process is inside ``execve`` its environment reads as empty, as does its command line:
+    that is waited for.
     """
     while not (environment := (process / "environ").read_bytes()):
-        (process / "exe").readlink()  # an OSError where there is none: it is the kernel's, or has ended
+        # an OSError where there is none: it is the kernel's, or has ended
+        (process / "exe").readlink()
         if (process / "cmdline").read_bytes():  # it may have gone on in between
             return (process / "environ").read_bytes()
     return environment
 
 
 class Traces:
-    """A temporary directory of its own for trainers and their daemons, by which all their processes are known."""
+    """A temporary directory of its own for trainers and their daemons, by which all their processes
+    are known.
+    """
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="t-", dir="/tmp")  # short: it holds sockets
@@ -160,7 +236,9 @@ class Traces:
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and marker in _environment_of(entry).split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(entry.name)] = (
+                        (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
         return found
 
     def await_ends(self) -> None:
@@ -173,7 +251,11 @@ class Traces:
     def check(self) -> None:
         """Every process ends; no socket directory remains."""
         self.await_ends()
-        left = [path for path in Path(self.folder).iterdir() if not path.name.startswith("torchinductor_")]
+        left = [
+            path
+            for path in Path(self.folder).iterdir()
+            if not path.name.startswith("torchinductor_")
+        ]
         assert not left, f"left behind: {left}"
 
     def close(self) -> None:
@@ -185,7 +267,11 @@ class Traces:
 
 def staging_memory(pid: int | str = "self") -> list[str]:
     """Where a process holds staging memory: descriptors and mappings."""
-    held = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:sidesave" in line]
+    held = [
+        line
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        if "memfd:sidesave" in line
+    ]
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             target = str(link.readlink())
@@ -194,10 +280,19 @@ def staging_memory(pid: int | str = "self") -> list[str]:
     return held
 
 
-# Orders ----------------------------------------------------------------------------------------------------------
+# Orders -------------------------------------------------------------------------------------------
 
 _ORDERS = "SIDESAVE_TEST_ORDERS"
-_STORAGE_EVENTS = {"os.mkdir", "os.link", "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate", "open"}
+_STORAGE_EVENTS = {
+    "os.mkdir",
+    "os.link",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.chmod",
+    "os.truncate",
+    "open",
+}
 _TRAINER_EVENTS = {"tempfile.mkdtemp", "os.mkdir", "os.remove", "os.rmdir", "subprocess.Popen"}
 LAST_WORDS = "broken on purpose"
 
@@ -207,10 +302,12 @@ class Orders:
 
     Steps are, in the order in which a process comes to them:
 
-    - operations on storage, those that Python audits: to create, link, rename, remove, to sync a directory, and so on,
-      by their names ("os.mkdir"). In a trainer they concern its socket and the start of its daemon;
-    - messages: "sends READY" and "sent READY", "got SAVE", and so on for each kind, on both channels. PROGRESS and
-      HEARTBEAT come at any moment, so they are counted only where an order begins with them;
+    - operations on storage, those that Python audits: to create, link, rename, remove, to sync a
+      directory, and so on, by their names ("os.mkdir"). In a trainer they concern its socket and
+      the start of its daemon;
+    - messages: "sends READY" and "sent READY", "got SAVE", and so on for each kind, on both
+      channels. PROGRESS and HEARTBEAT come at any moment, so they are counted only where an order
+      begins with them;
     - in a trainer "stages" and "staged", around the moment from which on a save needs it no longer.
     """
 
@@ -223,7 +320,8 @@ class Orders:
         os.mkfifo(folder / "reports")
         os.mkfifo(folder / "release")
         self._reports = os.open(folder / "reports", os.O_RDWR | os.O_NONBLOCK)
-        self._release = os.open(folder / "release", os.O_RDWR | os.O_NONBLOCK)  # its end releases what is held
+        # its end releases what is held
+        self._release = os.open(folder / "release", os.O_RDWR | os.O_NONBLOCK)
         environment(_ORDERS, str(folder))
         environment("PYTHONPATH", f"{folder}:{_python_path()}")
 
@@ -233,23 +331,28 @@ class Orders:
         *,
         after: int = 0,
         starting_at: str = "os.mkdir",
+        on: str = "",
         keep: bool = False,
         to: str = "daemon",
         every_step: bool = False,
     ) -> None:
-        """The next daemon that comes to a step ``starting_at`` goes on for ``after`` more of any kind.
+        """The next daemon that comes to a step ``starting_at`` goes on for ``after`` more of any
+        kind.
 
         Args:
-            what: "report", "hold" (that thread, until :meth:`release`), "stop" (SIGSTOP to itself), "exit" (with last
-                words), "kill" (SIGKILL), "break" (an error that nobody expects), or the name of an errno, as in
-                "ENOSPC", with which that operation fails.
+            what: "report", "hold" (that thread, until :meth:`release`), "stop" (SIGSTOP to itself),
+                "exit" (with last words), "kill" (SIGKILL), "break" (an error that nobody expects),
+                or the name of an errno, as in "ENOSPC", with which that operation fails.
             after: Steps that still happen.
-            starting_at: The kind from which they are counted; "" is the first of any kind. A save begins with os.mkdir.
+            starting_at: The kind from which they are counted; "" is the first of any kind. A save
+                begins with os.mkdir.
+            on: A part of the path that this first step has to concern.
             keep: Whether every later daemon gets the same order.
             to: "daemon", or "trainer": one that runs :func:`follow_orders`.
             every_step: Count messages as well, and not only operations on storage.
         """
-        order = {"what": what, "after": after, "starting_at": starting_at, "keep": keep, "every_step": every_step}
+        counted = {"after": after, "starting_at": starting_at, "on": on, "every_step": every_step}
+        order = {"what": what, "keep": keep, **counted}
         (self._folder / "new").write_text(json.dumps(order))
         (self._folder / "new").rename(self._folder / to)
 
@@ -309,14 +412,18 @@ def follow_orders(role: str) -> None:
     turn = threading.Lock()
     this_thread = threading.local()
 
-    def is_next(step: str, *, of_storage: bool) -> str:
+    def is_next(step: str, detail: object, *, of_storage: bool) -> str:
         """What is to be done at this step, if anything."""
         nonlocal followed
         begins = False
         if followed is None:
-            followed = _take_order(folder / role, step, of_storage=of_storage)
+            followed = _take_order(folder / role, step, detail, of_storage=of_storage)
             begins = followed is not None
-        if followed is None or not (of_storage or followed["every_step"]) or not (begins or _is_counted(step)):
+        if (
+            followed is None
+            or not (of_storage or followed["every_step"])
+            or not (begins or _is_counted(step))
+        ):
             return ""
         followed["after"] -= 1
         if followed["after"] >= 0:
@@ -330,7 +437,7 @@ def follow_orders(role: str) -> None:
         this_thread.is_looking = True
         try:
             with turn:
-                what = is_next(step, of_storage=of_storage)
+                what = is_next(step, detail, of_storage=of_storage)
             if not what:
                 return
             release = os.open(folder / "release", os.O_RDONLY | os.O_NONBLOCK)
@@ -345,7 +452,9 @@ def follow_orders(role: str) -> None:
             if what == "hold":
                 os.read(release, 1)
             elif what in ("kill", "stop"):  # to this thread: it does not even return from the call
-                signal.pthread_kill(threading.get_ident(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+                signal.pthread_kill(
+                    threading.get_ident(), signal.SIGKILL if what == "kill" else signal.SIGSTOP
+                )
             os.close(release)
             if what == "break":
                 raise RuntimeError(LAST_WORDS)
@@ -367,12 +476,14 @@ def follow_orders(role: str) -> None:
     sys.addaudithook(audit)
 
 
-def _take_order(path: Path, step: str, *, of_storage: bool) -> dict[str, Any] | None:
+def _take_order(
+    path: Path, step: str, detail: object, *, of_storage: bool
+) -> dict[str, Any] | None:
     """The order that begins at this step, if there is one."""
     try:
         order = json.loads(path.read_text())
         begins = step == order["starting_at"] or (order["starting_at"] == "" and _is_counted(step))
-        if not begins or not (of_storage or order["every_step"]):
+        if not begins or order["on"] not in str(detail) or not (of_storage or order["every_step"]):
             return None
         if not order["keep"]:
             path.unlink()
@@ -386,7 +497,9 @@ def _is_counted(step: str) -> bool:
 
 
 def _announce_messages(come_to: Callable[[str], None]) -> None:
-    """Come to a step before and after each message is sent, and when one has come, on ZeroMQ and on the socket pair."""
+    """Come to a step before and after each message is sent, and when one has come, on ZeroMQ and on
+    the socket pair.
+    """
     import msgpack
     import zmq
 
@@ -445,16 +558,20 @@ def _concerns_storage(arguments: tuple[Any, ...]) -> bool:
     )
 
 
-# Trainers --------------------------------------------------------------------------------------------------------
+# Trainers -----------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """A trainer process, from its start to the end of the ``with`` block, which it does not survive."""
+    """A trainer process, from its start to the end of the ``with`` block, which it does not
+    survive.
+    """
 
     script: ClassVar[str] = __file__
     """What it runs, with the arguments."""
 
-    def __init__(self, traces: Traces, *arguments: object, umask: int = -1, **environment: str) -> None:
+    def __init__(
+        self, traces: Traces, *arguments: object, umask: int = -1, **environment: str
+    ) -> None:
         import forks  # which is light, but daemons that follow orders import this module as well
 
         self._process = forks.popen(
@@ -463,7 +580,12 @@ class Trainer:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             umask=umask,
-            env={**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": _python_path(), **environment},
+            env={
+                **os.environ,
+                "TMPDIR": traces.folder,
+                "PYTHONPATH": _python_path(),
+                **environment,
+            },
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid = self._process.pid
@@ -471,7 +593,9 @@ class Trainer:
         self._to, self._of = self._process.stdin.fileno(), self._process.stdout.fileno()
         self._said = b""
 
-    def lines(self, timeout_s: float = DEADLINE_S, *, until_readable: int | None = None) -> Iterator[str]:
+    def lines(
+        self, timeout_s: float = DEADLINE_S, *, until_readable: int | None = None
+    ) -> Iterator[str]:
         """What it says, line by line, up to its end or until that descriptor becomes readable."""
         deadline = time.monotonic() + timeout_s
         sources = [self._of] if until_readable is None else [self._of, until_readable]
@@ -492,20 +616,37 @@ class Trainer:
             self._said += data
 
     def expect(self, word: str, timeout_s: float = DEADLINE_S) -> list[str]:
-        """Block until it says ``word``; what else is on that line. Its exit before that is a failure."""
+        """Block until it says ``word``; what else is on that line. Its exit before that is a
+        failure.
+        """
         for line in self.lines(timeout_s):
             said, *arguments = line.split(" ")
             if said == word:
                 return arguments
         raise AssertionError(f"the trainer ended before it said {word!r}: {self.complaints()}")
 
+    def stage(self, orders: Orders, order: str = "stop", **when: Any) -> int:
+        """Let it stage a save, wait until its daemon has obeyed an order, and return the pid of the
+        daemon.
+        """
+        [pid] = self.expect("ready")
+        orders.give(order, **when)
+        self.go_on()
+        self.expect("staged")
+        orders.obeyed()
+        return int(pid)
+
     def expect_all(self, *words: str, until: str) -> list[str]:
-        """Block until it says ``until``; the lines before that which begin with one of ``words``."""
+        """Block until it says ``until``; the lines before that which begin with one of
+        ``words``.
+        """
         self.expect(until)
         return [line for line in self.heard if line.startswith(words)]
 
     def go_on(self) -> None:
-        """Let a trainer that waits in :func:`wait_to_go_on` go on; one that has been killed does not mind."""
+        """Let a trainer that waits in :func:`wait_to_go_on` go on; one that has been killed does
+        not mind.
+        """
         with contextlib.suppress(BrokenPipeError):
             os.write(self._to, b"\n")
 
@@ -540,20 +681,20 @@ class Trainer:
 def kill_with_a_save_staged(
     traces: Traces, run: str | os.PathLike[str], orders: Orders, order: str = "stop", **when: Any
 ) -> int:
-    """Kill a trainer that has staged step 5, once its daemon has obeyed that order; the pid of the daemon."""
+    """Kill a trainer that has staged step 5, once its daemon has obeyed that order; the pid of the
+    daemon.
+    """
     with Trainer(traces, "save_and_wait", run, 5) as trainer:
-        [pid] = trainer.expect("ready")
-        orders.give(order, **when)
-        trainer.go_on()
-        trainer.expect("staged")
-        orders.obeyed()
+        pid = trainer.stage(orders, order, **when)
         trainer.kill()
-    return int(pid)
+    return pid
 
 
 def _python_path() -> str:
     inherited = list(filter(None, os.environ.get("PYTHONPATH", "").split(":")))
-    return ":".join([*inherited, *(path for path in map(str, (ROOT, SUPPORT)) if path not in inherited)])
+    return ":".join(
+        [*inherited, *(path for path in map(str, (ROOT, SUPPORT)) if path not in inherited)]
+    )
 
 
 def say(*words: object) -> None:
@@ -589,20 +730,6 @@ def save_and_wait(run: str, step: str, mib: str = "1") -> None:
     wait_to_go_on()
 
 
-def save_slowly(run: str, mib: str) -> None:
-    """Saves twice, the second time at the slowest pace, and waits."""
-    from paces import slowed
-
-    import sidesave
-
-    ckpt = sidesave.Checkpointer(run)
-    ckpt.save(1, a_state(1, float(mib)), blocking=True)
-    slowed(ckpt)
-    ckpt.save(2, a_state(2, float(mib))).staged.result()
-    say("saving", ckpt.daemon_pid)
-    wait_to_go_on()
-
-
 def save_without(run: str, calls: str, code: str) -> None:
     """Saves and loads where these system calls are refused, and says what it came to."""
     import traceback
@@ -618,7 +745,9 @@ def save_without(run: str, calls: str, code: str) -> None:
         say("skipped", error)
         os._exit(0)
     try:
-        with sidesave.Checkpointer(run, nice=1, io_class="idle", cpus=cpus[:1], stall_timeout_s=20) as ckpt:
+        with sidesave.Checkpointer(
+            run, daemon=sidesave.DaemonOptions(nice=1, cpus=tuple(cpus[:1]), stall_timeout_s=20)
+        ) as ckpt:
             for step in (1, 2):
                 ckpt.save(step, a_state(step, 0.1)).committed.result(DEADLINE_S)
                 say("committed", step)
@@ -664,15 +793,16 @@ def save_at(run: str, seconds: str) -> None:
 
 
 def keep_saving(run: str, first: str, count: str, follow: str) -> None:
-    """Saves step after step, says when each is staged and when it is committed, and closes; follows orders.
+    """Saves step after step, says when each is staged and when it is committed, and closes; follows
+    orders.
 
     Their sizes are :func:`size_of` the steps; with ``follow`` "1" the writer follows the copy.
     """
     import sidesave
-    from sidesave.client.saving import pipeline
+    from sidesave.client.saving import saver
 
     if follow == "1":
-        pipeline._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+        saver._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     if _ORDERS in os.environ:
         follow_orders("trainer")
     ckpt = sidesave.Checkpointer(run)
@@ -685,7 +815,9 @@ def keep_saving(run: str, first: str, count: str, follow: str) -> None:
     for step in range(int(first), int(first) + int(count)):
         handle = ckpt.save(step, a_state(step, size_of(step)))
         handle.staged.add_done_callback(lambda future, step=step: tell(future, "staged", step))
-        handle.committed.add_done_callback(lambda future, step=step: tell(future, "committed", step))
+        handle.committed.add_done_callback(
+            lambda future, step=step: tell(future, "committed", step)
+        )
     ckpt.close()
     say("closed")
 
@@ -696,7 +828,9 @@ def size_of(step: int) -> float:
 
 
 def compete(run: str) -> None:
-    """Takes the directory as soon as it gets it, tries again when told to, saves a step and ends when told to."""
+    """Takes the directory as soon as it gets it, tries again when told to, saves a step and ends
+    when told to.
+    """
     import sidesave
     from sidesave.errors import DirectoryInUseError
 
@@ -717,11 +851,13 @@ def compete(run: str) -> None:
 
 
 def hold_while_staging(run: str) -> None:
-    """Says when the copy of a state has begun that is written while it is copied, and gets no further."""
+    """Says when the copy of a state has begun that is written while it is copied, and gets no
+    further.
+    """
     import sidesave
-    from sidesave.client.saving import pipeline
+    from sidesave.client.saving import saver
 
-    pipeline._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
+    saver._FOLLOW_NBYTES = 0  # type: ignore[misc] - 512 MiB would do as well
     ckpt = sidesave.Checkpointer(run)
     state = a_state(5, 40)
     ckpt.prepare(state).result()
@@ -768,7 +904,7 @@ def die_when_staged(run: str) -> None:
 
     import sidesave
 
-    ckpt = sidesave.Checkpointer(run, overlap=True)
+    ckpt = sidesave.Checkpointer(run, staging=sidesave.StagingOptions(overlap=True))
     say("ready", ckpt.daemon_pid)
     wait_to_go_on()
     model = a_model()
@@ -855,7 +991,12 @@ def fork(run: str, way: str) -> None:
     if child == 0:
         for line in staging_memory():
             say("held", line)
-        for use in (lambda: ckpt.save(9, a_state(9)), ckpt.wait, ckpt.load, lambda: ckpt.prepare(a_state(9))):
+        for use in (
+            lambda: ckpt.save(9, a_state(9)),
+            ckpt.wait,
+            ckpt.load,
+            lambda: ckpt.prepare(a_state(9)),
+        ):
             try:
                 use()
                 say("allowed", use)
@@ -893,7 +1034,8 @@ def fork_in_c(run: str) -> None:
     ckpt = sidesave.Checkpointer(run)
     ckpt.save(1, a_state(1)).committed.result()
     say("ready", ckpt.daemon_pid)
-    libc = ctypes.PyDLL(None)  # which keeps the interpreter's lock: the child has no other thread to give it back
+    # which keeps the interpreter's lock: the child has no other thread to give it back
+    libc = ctypes.PyDLL(None)
     if libc.fork() == 0:
         libc.pause()
     say("forked")
@@ -909,7 +1051,9 @@ def load_data(run: str) -> None:
 
     ckpt = sidesave.Checkpointer(run)
     data = TensorDataset(torch.arange(12.0))
-    loader = DataLoader(data, batch_size=4, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    loader = DataLoader(
+        data, batch_size=4, num_workers=2, multiprocessing_context="fork", persistent_workers=True
+    )
     for epoch in range(2):
         for step, _ in enumerate(loader, start=3 * epoch):
             ckpt.save(step, a_state(step))

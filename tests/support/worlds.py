@@ -10,13 +10,20 @@ from typing import Any
 
 import torch
 
-from sidesave.stager.state import dtypes, tree
+from sidesave.stager import dtypes
+from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import OBJECTS
 from sidesave.writer_daemon.commit.manifest_builder import assemble
 from sidesave.writer_daemon.format import layout
 from sidesave.writer_daemon.format.layout import ELSEWHERE, Layout, Part, Table, TensorInfo
-from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord, rank_file, record_file, step_directory
-from sidesave.writer_daemon.format.tensor_file import BLOCK_NBYTES, digest, digest_blocks, parse_tensor_file
+from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
+from sidesave.writer_daemon.format.names import rank_file, record_file, step_directory
+from sidesave.writer_daemon.format.tensor_file import (
+    BLOCK_NBYTES,
+    digest,
+    digest_blocks,
+    parse_tensor_file,
+)
 
 SESSION = "0123456789abcdef"
 Cells = dict[str, dict[str, tuple[torch.Tensor, tuple[int, ...]]]]
@@ -30,7 +37,9 @@ class Own:
 
 @dataclass(frozen=True)
 class Apart:
-    """In the place of a layout: these ranks hold it each for itself, and it should have been the same."""
+    """In the place of a layout: these ranks hold it each for itself, and it should have been the
+    same.
+    """
 
     ranks: tuple[int, ...]
 
@@ -50,7 +59,9 @@ def cut(shape: Sequence[int], world: int, dim: int = 0) -> Layout:
 
 def tensor_file(cells: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> bytes:
     """A safetensors file, laid out as the stager does it."""
-    order = sorted(cells, key=lambda key: (-cells[key][0].dtype.itemsize, cells[key][0].nbytes < BLOCK_NBYTES))
+    order = sorted(
+        cells, key=lambda key: (-cells[key][0].dtype.itemsize, cells[key][0].nbytes < BLOCK_NBYTES)
+    )
     offsets = {key: {"saved_offsets": list(at)} for key, (_, at) in cells.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -66,12 +77,25 @@ def tensor_file(cells: Mapping[str, tuple[torch.Tensor, tuple[int, ...]]]) -> by
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % 4096)
-    return struct.pack("<Q", len(text)) + text + b"".join(map(tensor_bytes, (cells[key][0] for key in order)))
+    return (
+        struct.pack("<Q", len(text))
+        + text
+        + b"".join(map(tensor_bytes, (cells[key][0] for key in order)))
+    )
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the same bytes, which torch's own copy of a bool tensor changes."""
+    return (
+        tensor.view(torch.uint8).contiguous().view(torch.bool)
+        if tensor.dtype is torch.bool
+        else tensor.contiguous()
+    )
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """What is stored of a tensor."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = packed(tensor.detach()).reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
@@ -83,7 +107,9 @@ def write_world(
     step: int = 1,
     alike: Callable[[int], str] = lambda rank: "",
     move: Callable[[int, str, str], str] = lambda rank, container, key: container,
-    leave: Callable[[int, str], tuple[torch.Tensor, tuple[int, ...]] | None] = lambda rank, key: None,
+    leave: Callable[[int, str], tuple[torch.Tensor, tuple[int, ...]] | None] = lambda rank, key: (
+        None
+    ),
 ) -> Path:
     """Save the state of each rank, the tensors of which are whole; returns the checkpoint.
 
@@ -94,7 +120,8 @@ def write_world(
         step: Its name.
         alike: Of each rank what tells its treespec from others'.
         move: Another container for a key of a rank.
-        leave: What else a rank has written under a key, in the container where it would have been, and its offsets.
+        leave: What else a rank has written under a key, in the container where it would have been,
+            and its offsets.
     """
     world = len(states)
     flats = [tree.flatten(state) for state in states]
@@ -127,7 +154,10 @@ def write_world(
                     for owner, (offsets, shape) in how.boxes(info.shape):
                         if owner == ELSEWHERE:
                             continue
-                        index = tuple(slice(at, at + extent) for at, extent in zip(offsets, shape, strict=True))
+                        index = tuple(
+                            slice(at, at + extent)
+                            for at, extent in zip(offsets, shape, strict=True)
+                        )
                         put(owner, container, fqn, tensor[index], offsets)
                     continue
                 key = fqn if rank == 0 or isinstance(how, Apart) else f"{fqn}@rank-{rank:05d}"
@@ -149,7 +179,9 @@ def write_world(
             treespec=alike(rank),
             compared=compared[rank],
         )
-        files = tuple(_write_tensors(path, container, rank, cells) for container, cells in ours[rank].items())
+        files = tuple(
+            _write_tensors(path, container, rank, cells) for container, cells in ours[rank].items()
+        )
         objects = _write(path, rank_file(OBJECTS, rank, "msgpack"), flat.objects)
         about = (SESSION, step, step, rank, world, None, flat.pickled, 1e9, torch.__version__)
         records.append(RankRecord(*about, files=files, objects=objects, part=part))
@@ -168,7 +200,9 @@ def _write_tensors(path: Path, container: str, rank: int, cells: Any) -> FileRec
     name = rank_file(container, rank, "safetensors")
     (path / name).write_bytes(data)
     file = parse_tensor_file(data[: 8 + int.from_bytes(data[:8], "little")], name)
-    digests = b"".join(digest(data[offset : offset + nbytes]) for offset, nbytes in digest_blocks(file))
+    digests = b"".join(
+        digest(data[offset : offset + nbytes]) for offset, nbytes in digest_blocks(file)
+    )
     listed = _write(path, rank_file(container, rank, "xxh3"), digests)
     return FileRecord(name, len(data), container=container, digests=listed)
 

@@ -1,4 +1,6 @@
-"""Two trainers on one directory, many checkpointers in one process, many threads on one checkpointer."""
+"""Two trainers on one directory, many checkpointers in one process, many threads on one
+checkpointer.
+"""
 
 import contextlib
 import faulthandler
@@ -12,10 +14,25 @@ from pathlib import Path
 
 import campaigns
 import pytest
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, check, entries, same, staging_memory
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_state,
+    check,
+    entries,
+    same,
+    staging_memory,
+)
 
 import sidesave
-from sidesave.errors import CheckpointExistsError, CheckpointNotFoundError, ClosedError, SidesaveError
+from sidesave.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ClosedError,
+    SidesaveError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +49,12 @@ def join(threads: list[threading.Thread]) -> None:
     assert [thread.name for thread in threads if thread.is_alive()] == [], "a deadlock"
 
 
-# Two trainers ------------------------------------------------------------------------------------------------------
+# Two trainers -------------------------------------------------------------------------------------
 
 
-def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other_hears_who(run: Path, traces: Traces):
+def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other_hears_who(
+    run: Path, traces: Traces
+):
     with contextlib.ExitStack() as stack:
         trainers = [stack.enter_context(Trainer(traces, "compete", run)) for _ in range(2)]
         for trainer in trainers:
@@ -66,10 +85,12 @@ def test_of_two_trainers_that_start_at_once_one_gets_the_directory_and_the_other
     traces.check()
 
 
-# Many checkpointers ------------------------------------------------------------------------------------------------
+# Many checkpointers -------------------------------------------------------------------------------
 
 
-def test_checkpointers_of_many_directories_save_at_once_and_keep_to_themselves(run: Path, traces: Traces):
+def test_checkpointers_of_many_directories_save_at_once_and_keep_to_themselves(
+    run: Path, traces: Traces
+):
     count, saves = 6, campaigns.examples(12)
 
     def train(number: int) -> None:
@@ -94,7 +115,7 @@ def test_checkpointers_of_many_directories_save_at_once_and_keep_to_themselves(r
     traces.check()
 
 
-# Many threads ------------------------------------------------------------------------------------------------------
+# Many threads -------------------------------------------------------------------------------------
 
 
 class Crowd:
@@ -106,7 +127,9 @@ class Crowd:
         self._threads: list[threading.Thread] = []
 
     def add(self, name: str, call: Callable[[], object], *allowed: type[SidesaveError]) -> None:
-        """Have a thread call this until the checkpointer is closed; any error but those is a fault."""
+        """Have a thread call this until the checkpointer is closed; any error but those is a
+        fault.
+        """
 
         def work() -> None:
             try:
@@ -156,15 +179,15 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
     def look() -> None:
         latest = ckpt.latest_step()
         assert latest is None or latest in ckpt.steps()
-        if ckpt._saver.session.closed:
+        if ckpt.closed:
             raise ClosedError("these go on working")
 
     def wait() -> None:
         ckpt.wait(DEADLINE_S)
-        if ckpt._saver.session.closed:
+        if ckpt.closed:
             raise ClosedError("this goes on working")
 
-    ckpt = sidesave.Checkpointer(run, slots=slots)
+    ckpt = sidesave.Checkpointer(run, staging=sidesave.StagingOptions(slots=slots))
     crowd = Crowd()
     for number in range(3):
         crowd.add(f"save {number}", save)
@@ -172,7 +195,9 @@ def test_threads_that_use_one_checkpointer_at_once_lose_no_save_and_do_not_lock_
         crowd.add(f"load {number}", load, CheckpointNotFoundError)
     crowd.add("wait", wait)
     crowd.add("steps", look)
-    crowd.add("prepare", lambda: ckpt.prepare(a_state(0, random.choice([0.2, 1]))).result(DEADLINE_S))
+    crowd.add(
+        "prepare", lambda: ckpt.prepare(a_state(0, random.choice([0.2, 1]))).result(DEADLINE_S)
+    )
     crowd.start()
     assert enough.wait(DEADLINE_S)
     closers = [threading.Thread(target=ckpt.close, name=f"close {number}") for number in range(3)]
@@ -224,7 +249,9 @@ def test_step_that_is_replaced_again_and_again_is_found_whole_by_whoever_reads_i
         ckpt.save(7, a_state(0, 0.2)).committed.result(DEADLINE_S)
         readers = [pool.submit(read) for _ in range(2)]
         try:
-            while last < versions or (len(set(reads)) <= 3 and not any(reader.done() for reader in readers)):
+            while last < versions or (
+                len(set(reads)) <= 3 and not any(reader.done() for reader in readers)
+            ):
                 last += 1
                 ckpt.save(7, a_state(last, 0.2), overwrite=True).committed.result(DEADLINE_S)
         finally:
@@ -235,8 +262,10 @@ def test_step_that_is_replaced_again_and_again_is_found_whole_by_whoever_reads_i
     assert entries(run) == ["step-00000007"]
 
 
-def test_close_during_a_save_of_another_thread_keeps_that_save(run: Path, orders: Orders, traces: Traces):
-    ckpt = sidesave.Checkpointer(run, slots=1)
+def test_close_during_a_save_of_another_thread_keeps_that_save(
+    run: Path, orders: Orders, traces: Traces
+):
+    ckpt = sidesave.Checkpointer(run, staging=sidesave.StagingOptions(slots=1))
     orders.give("hold")
     first = ckpt.save(1, a_state(1))
     orders.obeyed()
@@ -248,7 +277,10 @@ def test_close_during_a_save_of_another_thread_keeps_that_save(run: Path, orders
         except ClosedError as error:
             waiting.append(error)
 
-    threads = [threading.Thread(target=save, name="save"), threading.Thread(target=ckpt.close, name="close")]
+    threads = [
+        threading.Thread(target=save, name="save"),
+        threading.Thread(target=ckpt.close, name="close"),
+    ]
     for thread in threads:
         thread.start()
     orders.release()

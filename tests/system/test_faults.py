@@ -1,6 +1,7 @@
 """Faults from the system: every call that a daemon makes on its run directory fails, in every way.
 
-``faults.c`` is preloaded into real daemons, and makes chosen calls fail between them and the kernel.
+``faults.c`` is preloaded into real daemons, and makes chosen calls fail between them and the
+kernel.
 """
 
 import collections
@@ -20,10 +21,11 @@ from typing import Self
 
 import campaigns
 import pytest
-from trainers import DEADLINE_S, ROOT, a_state, check, same
+from campaigns import Share
+from trainers import DEADLINE_S, ROOT, a_state, check, same, save_steps
 
 import sidesave
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 from sidesave.errors import (
     CheckpointExistsError,
     CommitUnknownError,
@@ -35,17 +37,28 @@ from sidesave.errors import (
 
 SMALL = 0.05
 CODES = (
-    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE),
+    *(
+        errno.EIO,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EACCES,
+        errno.ESTALE,
+    ),
     *(errno.ENOMEM, errno.ETIMEDOUT),
 )
 
 
-# Faults on order ---------------------------------------------------------------------------------------------------
+# Faults on order ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call on the run directory: its name, a pattern of its path, and how many of the same kind precede it."""
+    """A call on the run directory: its name, a pattern of its path, and how many of the same kind
+    precede it.
+    """
 
     function: str
     path: str
@@ -59,7 +72,9 @@ class Call:
 class Faults:
     """Orders to the daemons that are started with this environment; see ``faults.c``."""
 
-    def __init__(self, folder: Path, root: Path, library: Path, environment: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, folder: Path, root: Path, library: Path, environment: Callable[[str, str], None]
+    ) -> None:
         folder.mkdir()
         self._record = folder / "record"
         self._record.touch()
@@ -73,12 +88,16 @@ class Faults:
 
     def _write(self, mode: int, *order: int, function: str = "", path: str = "") -> None:
         self._page[:4] = bytes(4)
-        struct.pack_into("6i32s1024s", self._page, 4, *(order or (0,) * 6), function.encode(), path.encode())
+        struct.pack_into(
+            "6i32s1024s", self._page, 4, *(order or (0,) * 6), function.encode(), path.encode()
+        )
         struct.pack_into("i", self._page, 0, mode)
 
     @contextlib.contextmanager
     def recording(self, calls: list[Call], step: int | None = None) -> Iterator[None]:
-        """Collect the calls that are made meanwhile; ``step`` is the save's whose paths are told as ``{step}``."""
+        """Collect the calls that are made meanwhile; ``step`` is the save's whose paths are told as
+        ``{step}``.
+        """
         os.truncate(self._record, 0)
         self._write(1)
         yield
@@ -95,15 +114,23 @@ class Faults:
                 calls.append(Call(function, path, seen[function, path] - 1))
 
     def order(
-        self, call: Call | None, code: int, *, lasting: bool = False, after: bool = False, short: int | None = None
+        self,
+        call: Call | None,
+        code: int,
+        *,
+        lasting: bool = False,
+        after: bool = False,
+        short: int | None = None,
     ) -> None:
         """Have ``call`` fail.
 
         Args:
             call: Which one; None is the next of any kind.
             code: The errno.
-            lasting: Whether every later call on the run directory fails as well, until :meth:`withdraw`.
-            after: Whether it does its work before it fails, like a request over a network whose answer is lost.
+            lasting: Whether every later call on the run directory fails as well, until
+                :meth:`withdraw`.
+            after: Whether it does its work before it fails, like a request over a network whose
+                answer is lost.
             short: Instead of failing it moves only so many bytes.
         """
         call = call or Call("", "")
@@ -124,7 +151,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None:
         pytest.skip("needs a C compiler")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, ROOT / "tests/support/faults.c", "-ldl"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-o",
+        library,
+        ROOT / "tests/support/faults.c",
+        "-ldl",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"the C compiler cannot make a library here: {done.stderr.strip()[-300:]}")
@@ -136,7 +172,7 @@ def faults(tmp_path: Path, run: Path, library: Path, monkeypatch: pytest.MonkeyP
     return Faults(tmp_path / "faults", run, library, monkeypatch.setenv)
 
 
-# Saves -------------------------------------------------------------------------------------------------------------
+# Saves --------------------------------------------------------------------------------------------
 
 WRITING = ("mkdir", "create", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename")
 NEEDED = re.compile(r"cannot (create|write) .*[\d,]+ bytes|[\d,]+ bytes are needed")
@@ -154,7 +190,9 @@ OVER_A_NETWORK = {
 class Campaign:
     """Many saves by one daemon, each met by one fault, each followed by a save that meets none."""
 
-    def __init__(self, run: Path, faults: Faults, *, overwrite: bool = False, retries: int = 0) -> None:
+    def __init__(
+        self, run: Path, faults: Faults, *, overwrite: bool = False, retries: int = 0
+    ) -> None:
         self.run, self._faults, self._overwrite, self._retries = run, faults, overwrite, retries
         self.outcomes: collections.Counter[type] = collections.Counter()
         self.missed: list[Call] = []
@@ -164,13 +202,27 @@ class Campaign:
         self._old: list[int] = []
 
     def __enter__(self) -> Self:
-        self.ckpt = sidesave.Checkpointer(self.run, retries=self._retries)
+        self.ckpt = sidesave.Checkpointer(
+            self.run, failures=sidesave.FailureOptions(retries=self._retries)
+        )
         self._save(0).committed.result(DEADLINE_S)
         step = self._next()
         with self._faults.recording(self.calls, step):
             self._save(step).committed.result(DEADLINE_S)
         assert {call.function for call in self.calls} >= {
-            *("mkdir", "statvfs", "create", "pwrite", "ftruncate", "fsync", "close", "link", "unlink", "open", "read"),
+            *(
+                "mkdir",
+                "statvfs",
+                "create",
+                "pwrite",
+                "ftruncate",
+                "fsync",
+                "close",
+                "link",
+                "unlink",
+                "open",
+                "read",
+            ),
             *("readdir", "chmod", "stat", "rename"),
         }, "the calls of a save are seen"
         self._discard(step)
@@ -181,7 +233,9 @@ class Campaign:
             self.ckpt.close()
         if kind is not None:
             return
-        assert len(self.missed) < self.tried / 20, "the faults were met, but for some after the outcome"
+        assert len(self.missed) < self.tried / 20, (
+            "the faults were met, but for some after the outcome"
+        )
         with sidesave.Checkpointer(self.run):
             assert self._hidden() == [], "the next start removes what could not be removed"
         for step, path in self._found().items():
@@ -198,7 +252,7 @@ class Campaign:
         return self.ckpt.save(step, a_state(step, SMALL), overwrite=self._overwrite)
 
     def _found(self) -> dict[int, str]:
-        return {info.step: info.path for info in catalog.scan(str(self.run))}
+        return {info.step: info.path for info in catalog_of(str(self.run)).all()}
 
     def _discard(self, step: int) -> None:
         shutil.rmtree(self.run / f"step-{step:08d}")
@@ -214,12 +268,17 @@ class Campaign:
         error = self._save(step).committed.exception(DEADLINE_S)
         if not self._faults.withdraw():
             self.missed.append(call)
-        what = f"{call} met {errno.errorcode[code]}{' for long' if lasting else ''}{' afterwards' if after else ''}"
+        what = (
+            f"{call} met {errno.errorcode[code]}{' for long' if lasting else ''}"
+            f"{' afterwards' if after else ''}"
+        )
         self.outcomes[type(error)] += 1
         self._judge(step, error, code, call.function, lasting, what)
         if not lasting:
             left = set(self._hidden()) - set(before)
-            if error is None or isinstance(error, CommitUnknownError):  # the old one could not be removed
+            if error is None or isinstance(
+                error, CommitUnknownError
+            ):  # the old one could not be removed
                 left = {name for name in left if not name.endswith((".replaced", ".trash"))}
             assert not left, f"{what}: {left} is left"
             if step in self._found():
@@ -227,12 +286,20 @@ class Campaign:
         elif self._overwrite:
             self._old.append(step)
         following = self._next()
-        assert self._save(following).committed.exception(DEADLINE_S) is None, f"{what}: the next save is none the worse"
+        assert self._save(following).committed.exception(DEADLINE_S) is None, (
+            f"{what}: the next save is none the worse"
+        )
         assert sidesave.verify(self.run / f"step-{following:08d}").ok, what
         self._discard(following)
 
     def _judge(
-        self, step: int, error: BaseException | None, code: int, function: str, lasting: bool, what: str
+        self,
+        step: int,
+        error: BaseException | None,
+        code: int,
+        function: str,
+        lasting: bool,
+        what: str,
     ) -> None:
         path = self._found().get(step)
         if error is None:
@@ -248,9 +315,9 @@ class Campaign:
             assert isinstance(error, (NoSpaceError, CommitUnknownError)), f"{what}: {error!r}"
             if not lasting:  # else nobody says what is free
                 assert re.search(r"[\d,]+ (bytes|files).* are free", str(error)), f"{what}: {error}"
-                assert function not in ("create", "fallocate", "pwrite") or NEEDED.search(str(error)), (
-                    f"{what}: {error}"
-                )
+                assert function not in ("create", "fallocate", "pwrite") or NEEDED.search(
+                    str(error)
+                ), f"{what}: {error}"
         if isinstance(error, CommitUnknownError):
             assert path and whole(path, step), what
         elif self._overwrite:
@@ -271,7 +338,9 @@ def whole(path: str | Path, seed: int) -> bool:
 
 def test_any_call_of_a_save_may_fail_once(run: Path, faults: Faults):
     with Campaign(run, faults) as campaign:
-        for call, code in zip(campaigns.sample(campaign.calls), itertools.cycle(CODES), strict=False):
+        for call, code in zip(
+            campaigns.sample(campaign.calls), itertools.cycle(CODES), strict=False
+        ):
             campaign.meet(call, code)
     assert campaign.outcomes[WriteError] > campaign.tried / 5
     assert campaign.outcomes[NoSpaceError] > campaign.tried / 20
@@ -279,16 +348,22 @@ def test_any_call_of_a_save_may_fail_once(run: Path, faults: Faults):
 
 
 @pytest.mark.slow
-def test_storage_may_break_down_at_any_call_of_a_save_and_come_back(run: Path, faults: Faults):
+def test_storage_may_break_down_at_any_call_of_a_save_and_come_back(
+    run: Path, faults: Faults, share: Share
+):
     with Campaign(run, faults) as campaign:
-        for call, code in zip(campaigns.sample(campaign.calls), itertools.cycle(CODES[1:]), strict=False):
+        for call, code in zip(
+            share.points(campaign.calls), itertools.cycle(CODES[1:]), strict=False
+        ):
             campaign.meet(call, code, lasting=True)
 
 
 @pytest.mark.slow
-def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(run: Path, faults: Faults):
+def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(
+    run: Path, faults: Faults, share: Share
+):
     with Campaign(run, faults) as campaign:
-        for call in campaigns.sample(campaign.calls):
+        for call in share.points(campaign.calls):
             campaign.meet(call, OVER_A_NETWORK.get(call.function, errno.EIO), after=True)
     check(run, 0, mib=SMALL)
 
@@ -296,8 +371,10 @@ def test_any_call_of_a_save_may_do_its_work_and_fail_all_the_same(run: Path, fau
 @pytest.mark.drawn
 @pytest.mark.parametrize("nbytes", [0, 1, 512, 4096, 4608])
 def test_short_write_in_a_save_goes_on_where_it_stopped(run: Path, faults: Faults, nbytes: int):
-    with sidesave.Checkpointer(run, retries=0) as ckpt:
-        for step, file in enumerate(("model.rank-00000.safetensors", "objects.rank-00000.msgpack", "manifest.json"), 1):
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0)) as ckpt:
+        for step, file in enumerate(
+            ("model.rank-00000.safetensors", "objects.rank-00000.msgpack", "manifest.json"), 1
+        ):
             faults.order(Call("pwrite", f".{{step}}.*/.{file}*").at(step), 0, short=nbytes)
             ckpt.save(step, a_state(step, 3)).committed.result(DEADLINE_S)
             assert faults.withdraw() == 1
@@ -305,17 +382,19 @@ def test_short_write_in_a_save_goes_on_where_it_stopped(run: Path, faults: Fault
 
 
 @pytest.mark.slow
-def test_any_call_of_a_save_may_fail_in_any_way(run: Path, faults: Faults):
+def test_any_call_of_a_save_may_fail_in_any_way(run: Path, faults: Faults, share: Share):
     with Campaign(run, faults) as campaign:
-        for call, code in campaigns.some([*itertools.product(campaign.calls, (*CODES, errno.EINTR))]):
+        for call, code in share.points(itertools.product(campaign.calls, (*CODES, errno.EINTR))):
             campaign.meet(call, code)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["once", "until it heals", "its work done"])
-def test_any_call_of_an_overwriting_save_may_fail_and_the_old_step_stays(run: Path, faults: Faults, way: str):
+def test_any_call_of_an_overwriting_save_may_fail_and_the_old_step_stays(
+    run: Path, faults: Faults, share: Share, way: str
+):
     with Campaign(run, faults, overwrite=True) as campaign:
-        for call, code in zip(campaign.calls, itertools.cycle(CODES), strict=False):
+        for call, code in zip(share.points(campaign.calls), itertools.cycle(CODES), strict=False):
             if way == "its work done":
                 campaign.meet(call, OVER_A_NETWORK.get(call.function, code), after=True)
             else:
@@ -323,15 +402,19 @@ def test_any_call_of_an_overwriting_save_may_fail_and_the_old_step_stays(run: Pa
 
 
 @pytest.mark.slow
-def test_any_call_of_a_save_may_fail_for_a_moment_and_the_save_is_committed(run: Path, faults: Faults):
+def test_any_call_of_a_save_may_fail_for_a_moment_and_the_save_is_committed(
+    run: Path, faults: Faults, share: Share
+):
     with Campaign(run, faults, retries=1) as campaign:
-        for call in campaign.calls:
+        for call in share.points(campaign.calls):
             campaign.meet(call, errno.EIO)
     assert set(campaign.outcomes) <= {type(None), CommitUnknownError}
 
 
 @pytest.mark.slow
-def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(run: Path, faults: Faults):
+def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(
+    run: Path, faults: Faults, share: Share
+):
     calls: list[Call] = []
     step = itertools.count(1)
 
@@ -341,12 +424,12 @@ def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(run
             ckpt.save(number, a_state(number, SMALL)).committed.result(DEADLINE_S)
         return old
 
-    with sidesave.Checkpointer(run, retries=0) as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0)) as ckpt:
         old = old_step()
         with faults.recording(calls, old):
             ckpt.delete(old).result(DEADLINE_S)
         assert {call.function for call in calls} >= {"open", "rename", "fsync"}
-        for call, code in zip(campaigns.sample(calls), itertools.cycle(CODES), strict=False):
+        for call, code in zip(share.points(calls), itertools.cycle(CODES), strict=False):
             old = old_step()
             what = f"{call} met {errno.errorcode[code]}"
             faults.order(call.at(old), code)
@@ -367,20 +450,28 @@ def test_any_call_of_a_deletion_may_fail_and_the_checkpoint_is_there_or_gone(run
         assert all(old % 2 == 0 for old in ckpt.steps()), "nothing that was deleted comes back"
 
 
-# Starts ------------------------------------------------------------------------------------------------------------
+# Starts -------------------------------------------------------------------------------------------
 
 
-def leave(run: Path, faults: Faults, step: int, function: str, *, overwrite: bool = False) -> list[Path]:
-    """What a session leaves whose storage breaks down for good at a call on this step's directory."""
-    ckpt = sidesave.Checkpointer(run, retries=0)
-    for earlier in range(10 * step, 10 * step + 5 * step):  # so that its place in the order of commits is a later one
+def leave(
+    run: Path, faults: Faults, step: int, function: str, *, overwrite: bool = False
+) -> list[Path]:
+    """What a session leaves whose storage breaks down for good at a call on this step's
+    directory.
+    """
+    ckpt = sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0))
+    for earlier in range(
+        10 * step, 10 * step + 5 * step
+    ):  # so that its place in the order of commits is a later one
         ckpt.save(earlier, a_state(earlier, SMALL)).committed.result(DEADLINE_S)
         shutil.rmtree(run / f"step-{earlier:08d}")
     if overwrite:
         ckpt.save(step, a_state(_old(step), SMALL)).committed.result(DEADLINE_S)
     path = "{step}" if function == "rename" else ".{step}.*/*"
     faults.order(Call(function, path).at(step), errno.EIO, lasting=True)
-    assert ckpt.save(step, a_state(step, SMALL), overwrite=overwrite).committed.exception(DEADLINE_S)
+    assert ckpt.save(step, a_state(step, SMALL), overwrite=overwrite).committed.exception(
+        DEADLINE_S
+    )
     with contextlib.suppress(SidesaveError):
         ckpt.close()
     assert faults.withdraw()
@@ -391,8 +482,8 @@ def leave(run: Path, faults: Faults, step: int, function: str, *, overwrite: boo
 def template(run: Path, faults: Faults, tmp_path: Path) -> Path:
     """A run directory with a checkpoint, step 0, and leftovers of every kind.
 
-    Steps 1 and 2 were written and lacked their commit, step 2 in the middle of replacing an older one; steps 3 and 4
-    were not even written.
+    Steps 1 and 2 were written and lacked their commit, step 2 in the middle of replacing an older
+    one; steps 3 and 4 were not even written.
     """
     template = tmp_path / "template"
     template.mkdir()
@@ -400,8 +491,7 @@ def template(run: Path, faults: Faults, tmp_path: Path) -> Path:
         for path in leave(run, faults, step, function, overwrite=step == 2):
             path.rename(template / path.name)
         shutil.rmtree(run)
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(0, a_state(0, SMALL)).committed.result(DEADLINE_S)
+    save_steps(run, 0, mib=SMALL)
     (run / "step-00000000").rename(template / "step-00000000")
     shutil.rmtree(run)
     [unfinished] = template.glob(".step-00000003.*")
@@ -422,7 +512,9 @@ def test_short_read_at_a_start_is_no_damage(run: Path, faults: Faults, nth: int)
 
 
 class Starts:
-    """Starts in a copy of a run directory, each met by one fault, each followed by a start that meets none."""
+    """Starts in a copy of a run directory, each met by one fault, each followed by a start that
+    meets none.
+    """
 
     def __init__(self, run: Path, faults: Faults, template: Path) -> None:
         self._run, self._faults, self._template = run, faults, template
@@ -463,38 +555,52 @@ class Starts:
                 assert str(self._run) in str(error), f"{what}: {error!r}"
             with sidesave.Checkpointer(self._run) as ckpt:
                 latest = ckpt.latest_step()
-            found = {info.step: info.path for info in catalog.scan(str(self._run))}
+            found = {info.step: info.path for info in catalog_of(str(self._run)).all()}
             assert sorted(found) == [0, 1, 2, *saved], f"{what}: what was written is there"
             assert all(whole(path, step) for step, path in found.items()), what
             assert latest == max(saved, default=2), what
-            assert [path.name for path in self._run.glob(".step-*")] == [], f"{what}: and nothing else is"
+            assert [path.name for path in self._run.glob(".step-*")] == [], (
+                f"{what}: and nothing else is"
+            )
 
 
 @pytest.mark.slow
-def test_any_call_of_a_start_may_fail_and_nothing_written_is_lost(run: Path, faults: Faults, template: Path):
+def test_any_call_of_a_start_may_fail_and_nothing_written_is_lost(
+    run: Path, faults: Faults, template: Path, share: Share
+):
     starts = Starts(run, faults, template)
-    for call, code in zip(campaigns.sample(starts.calls[::24]), itertools.cycle(CODES), strict=False):
+    for call, code in zip(share.points(starts.calls[::24]), itertools.cycle(CODES), strict=False):
         starts.meet(call, code)
-    assert len(starts.missed) < len(starts.calls) / 20, "the faults were met, but for some after the start"
+    assert len(starts.missed) < len(starts.calls) / 20, (
+        "the faults were met, but for some after the start"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "until it heals"])
-def test_any_call_of_a_start_may_fail_in_any_way(run: Path, faults: Faults, template: Path, lasting: bool):
+def test_any_call_of_a_start_may_fail_in_any_way(
+    run: Path, faults: Faults, template: Path, share: Share, lasting: bool
+):
     starts = Starts(run, faults, template)
-    for call, code in zip(campaigns.some(starts.calls[lasting::4]), itertools.cycle(CODES), strict=False):
+    for call, code in zip(
+        share.points(starts.calls[lasting::4]), itertools.cycle(CODES), strict=False
+    ):
         starts.meet(call, code, lasting=lasting)
-    assert len(starts.missed) < len(starts.calls) / 20, "the faults were met, but for some after the start"
+    assert len(starts.missed) < len(starts.calls) / 20, (
+        "the faults were met, but for some after the start"
+    )
 
 
-# What other checkpointers were seen to do wrong ------------------------------------------------------------------
+# What other checkpointers were seen to do wrong ---------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nth", range(5))
-def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(run: Path, faults: Faults, nth: int):
+def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(
+    run: Path, faults: Faults, nth: int
+):
     """Others report success with data missing."""
-    with sidesave.Checkpointer(run, retries=0) as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0)) as ckpt:
         file = ".{step}.*/.optimizer.*"
         faults.order(Call("pwrite", file, nth).at(1), errno.ENOSPC)
         error = ckpt.save(1, a_state(1, 100)).committed.exception(DEADLINE_S)
@@ -507,10 +613,14 @@ def test_disk_that_is_full_for_one_of_many_writes_at_once_fails_the_save(run: Pa
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("function", ["pwrite", "fsync", "ftruncate", "fallocate", "link", "rename", "mkdir"])
-def test_one_error_of_the_medium_does_not_break_the_saves_that_follow(run: Path, faults: Faults, function: str):
+@pytest.mark.parametrize(
+    "function", ["pwrite", "fsync", "ftruncate", "fallocate", "link", "rename", "mkdir"]
+)
+def test_one_error_of_the_medium_does_not_break_the_saves_that_follow(
+    run: Path, faults: Faults, function: str
+):
     """Others are left with a dead writer."""
-    with sidesave.Checkpointer(run, retries=0, on_error="raise") as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0)) as ckpt:
         pid = ckpt.daemon_pid
         faults.order(Call(function, "*.step-*" if function != "rename" else "step-*"), errno.EIO)
         assert isinstance(ckpt.save(1, a_state(1)).committed.exception(DEADLINE_S), WriteError)
@@ -523,7 +633,9 @@ def test_one_error_of_the_medium_does_not_break_the_saves_that_follow(run: Path,
 
 
 @pytest.mark.parametrize("taken_by", ["an empty directory", "a full directory", "a file", "a link"])
-def test_step_whose_name_is_taken_by_something_else_is_refused_and_nothing_nests(run: Path, taken_by: str):
+def test_step_whose_name_is_taken_by_something_else_is_refused_and_nothing_nests(
+    run: Path, taken_by: str
+):
     """Others move the new checkpoint into the directory that is there."""
     with sidesave.Checkpointer(run) as ckpt:
         step, other = run / "step-00000005", run.with_name("other")

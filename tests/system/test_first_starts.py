@@ -1,4 +1,6 @@
-"""Whether a run begins anew where its disk is empty and its mirror is, or seems to be: never by mistake."""
+"""Whether a run begins anew where its disk is empty and its mirror is, or seems to be: never by
+mistake.
+"""
 
 import contextlib
 import shutil
@@ -33,7 +35,7 @@ def refused(run: Path, place: str | Path, match: str) -> None:
     with pytest.raises(WriteError, match=match) as caught:
         sidesave.Checkpointer(run, mirror=place)
     assert caught.value.filename in (str(place), str(path))
-    assert "to begin anew all the same" in caught.value.__notes__[0]
+    assert "to start from scratch all the same" in caught.value.__notes__[0]
     assert (path.exists(), sorted(path.rglob("*"))) == before
 
 
@@ -48,7 +50,9 @@ def test_a_first_start_makes_its_mirror(run: Path, tmp_path: Path, at: Callable[
     check_mirror(at(tmp_path / "mirror"), 0)
 
 
-def test_a_directory_that_was_made_for_it_is_a_first_mirror(run: Path, tmp_path: Path, at: Callable[[Path], str]):
+def test_a_directory_that_was_made_for_it_is_a_first_mirror(
+    run: Path, tmp_path: Path, at: Callable[[Path], str]
+):
     (tmp_path / "mirrors" / "run").mkdir(parents=True)
     save(run, 0, mirror=at(tmp_path / "mirrors" / "run"))
     check_mirror(at(tmp_path / "mirrors" / "run"), 0)
@@ -64,18 +68,29 @@ def test_a_file_system_that_was_not_mounted_is_no_first_start(
     below = run.parent / "mount-point"
     below.mkdir()  # what is left where nothing is mounted
     refused(run, at(below / "run"), "mount its file system; or, for a first start, call `mkdir ")
-    refused(run, at(below / "runs" / "run"), "mount its file system; or, for a first start, call `mkdir -p ")
+    refused(
+        run,
+        at(below / "runs" / "run"),
+        "mount its file system; or, for a first start, call `mkdir -p ",
+    )
     shutil.move(run.parent / "kept", below / "run")
     with sidesave.Checkpointer(run, mirror=at(below / "run")) as ckpt:
         assert ckpt.latest_step() == 0
 
 
 @pytest.mark.parametrize("name", ["", "/run", "/runs/run"])
-def test_what_fstab_mounts_must_be_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_what_fstab_mounts_must_be_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     point = tmp_path / "a mount"
     point.mkdir()
     table = tmp_path / "fstab"
-    lines = (f"# /dev/vdb {tmp_path} ext4", "/dev/vda / ext4", "none none swap", f"/dev/vdc {tmp_path}/a\\040mount nfs")
+    lines = (
+        f"# /dev/vdb {tmp_path} ext4",
+        "/dev/vda / ext4",
+        "none none swap",
+        f"/dev/vdc {tmp_path}/a\\040mount nfs",
+    )
     table.write_text("\n".join(lines))
     monkeypatch.setattr(identity, "_FSTAB", str(table))
     for at in ("", "file://"):
@@ -92,7 +107,7 @@ def test_a_run_whose_mirror_is_gone_is_told(
     shutil.move(mirror, tmp_path / "kept")
     mirror.mkdir()  # an empty mount point
     with sidesave.Checkpointer(run, mirror=at(mirror)) as ckpt:
-        assert "is not there any more, or is empty" in caplog.text
+        assert "no longer exists, or is empty" in caplog.text
         handle = ckpt.save(1, a_state(1), blocking=True)
         wait_until(lambda: "is tried again" in caplog.text)
         assert not any(mirror.iterdir())  # nothing is written to what is not the mirror
@@ -109,30 +124,34 @@ def test_an_empty_run_that_remembers_its_mirror_does_not_begin_anew(
     save(run, 0, mirror=at(mirror))
     shutil.rmtree(run / "step-00000000")
     shutil.move(mirror, tmp_path / "kept")
-    refused(run, at(mirror), "is not there any more, or is empty")
+    refused(run, at(mirror), "no longer exists, or is empty")
     (tmp_path / "mirror").mkdir()
-    refused(run, at(mirror), "is not there any more, or is empty")
+    refused(run, at(mirror), "no longer exists, or is empty")
     mirror.rmdir()
     save(tmp_path / "other", 5, mirror=at(mirror))
-    refused(run, at(mirror), "is another mirror")
+    refused(run, at(mirror), "was replaced by another mirror")
     shutil.rmtree(mirror)
     shutil.move(tmp_path / "kept", mirror)
     with sidesave.Checkpointer(run, mirror=at(mirror)) as ckpt:
         assert ckpt.latest_step() == 0
 
 
-def test_a_lost_mirror_is_begun_anew_by_the_command(run: Path, tmp_path: Path, at: Callable[[Path], str]):
+def test_a_lost_mirror_is_begun_anew_by_the_command(
+    run: Path, tmp_path: Path, at: Callable[[Path], str]
+):
     mirror = tmp_path / "mirror"
     save(run, 0, mirror=at(mirror))
     shutil.rmtree(mirror)
-    assert "is not there any more" in output("mirror", run, status=1)
+    assert "no longer exists" in output("mirror", run, status=1)
     output("mirror", run, at(mirror))
     check_mirror(at(mirror), 0)
     save(run, 1, mirror=at(mirror))
     check_mirror(at(mirror), 0, 1)
 
 
-def test_an_empty_bucket_is_a_first_start_and_one_that_does_not_answer_is_an_error(run: Path, tmp_path: Path):
+def test_an_empty_bucket_is_a_first_start_and_one_that_does_not_answer_is_an_error(
+    run: Path, tmp_path: Path
+):
     (tmp_path / "root" / "bucket").mkdir(parents=True)
     with serving(tmp_path / "root") as server:
         options: dict[str, Any] = {"mirror": "s3://bucket/run", "storage_options": server.options}
@@ -140,7 +159,7 @@ def test_an_empty_bucket_is_a_first_start_and_one_that_does_not_answer_is_an_err
         shutil.rmtree(run / "step-00000000")
         shutil.move(tmp_path / "root" / "bucket", tmp_path / "kept")
         (tmp_path / "root" / "bucket").mkdir()
-        with pytest.raises(WriteError, match="is not there any more, or is empty"):
+        with pytest.raises(WriteError, match="no longer exists, or is empty"):
             sidesave.Checkpointer(run, **options)
         shutil.rmtree(run)
         server.fault = lambda request, number: 403
@@ -152,7 +171,7 @@ def test_the_mirror_of_an_earlier_version_is_adopted(run: Path, tmp_path: Path):
     mirror = tmp_path / "mirror"
     save(run, 0, mirror=mirror)
     (mirror / identity.IDENTITY).unlink()
-    (run / identity.REMEMBERED).unlink()
+    (run / identity.REMEMBERED.name).unlink()
     save(run, 1, mirror=mirror)
     assert sorted(committed_in(str(mirror))) == [0, 1]
     assert (mirror / identity.IDENTITY).exists()

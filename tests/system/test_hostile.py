@@ -1,4 +1,6 @@
-"""Hostile bytes: whatever a file or a message holds, the answer is a typed error, soon, and no code runs."""
+"""Hostile bytes: whatever a file or a message holds, the answer is a typed error, soon, and no code
+runs.
+"""
 
 import contextlib
 import json
@@ -11,7 +13,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,25 @@ import forks
 import msgpack
 import pytest
 import torch
-from hostile_bytes import MSGPACK_BOMBS, SEED
+from campaigns import Share
+from hostile_bytes import MSGPACK_BOMBS
 from hypothesis import given
 from hypothesis import strategies as st
-from trainers import DEADLINE_S, ROOT
+from trainers import DEADLINE_S, ROOT, save
 
 sys.path.insert(0, str(ROOT))
 import sidesave
 from scripts import fuzz
-from sidesave.errors import CheckpointError, IntegrityError, SidesaveError, StateMismatchError, UnsupportedValueError
+from sidesave.errors import (
+    CheckpointError,
+    IntegrityError,
+    SidesaveError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
 from sidesave.stager.state.tags import Tag
 from sidesave.stager.state.treespec import TreeSpec
-from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon import wire
 from sidesave.writer_daemon.format import manifest, tensor_file
 
 FLIPS = 500
@@ -76,23 +85,35 @@ def attacked(name: str, data: bytes, read: Callable[[bytes], object]) -> bool:
     return fuzz.attack(fuzz.Target(name, (), fuzz.mutate_bytes, read), data)
 
 
-# Random damage ---------------------------------------------------------------------------------------------------
+# Random damage ------------------------------------------------------------------------------------
 
 
-def test_malformed_input_of_every_parser_is_refused_with_typed_errors_in_bounded_memory_and_time(tmp_path: Path):
-    counts = fuzz.campaign(tmp_path, SEED, rounds=25)
+def test_malformed_input_of_every_parser_is_refused_with_typed_errors_in_bounded_memory_and_time(
+    tmp_path: Path,
+):
+    counts = fuzz.campaign(tmp_path, campaigns.seed(), rounds=25)
     assert len(counts) >= 13
     forgiving = {"lease", "history"}  # what is no record of theirs counts as none
     assert all(refused for name, (_, refused) in counts.items() if name not in forgiving), counts
 
 
-@pytest.mark.slow
-def test_malformed_input_for_some_time(tmp_path: Path):
-    fuzz.campaign(tmp_path, random.SystemRandom().randrange(1 << 30), seconds=campaigns.length(120))
+@pytest.mark.slow(minutes=2)
+def test_malformed_input_for_some_time(tmp_path: Path, share: Share):
+    fuzz.campaign(tmp_path, share.chance.randrange(1 << 30), seconds=share.seconds)
 
 
 def test_the_fuzzer_can_be_run_by_hand():
-    command = [sys.executable, "-W", "ignore", "-m", "scripts.fuzz", "--seconds", "1", "--seed", "5"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "scripts.fuzz",
+        "--seconds",
+        "1",
+        "--seed",
+        "5",
+    ]
     done = forks.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "manifest: " in done.stdout
@@ -113,7 +134,9 @@ def test_the_fuzzer_notices_every_breach(monkeypatch: pytest.MonkeyPatch, breach
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -136,7 +159,9 @@ def test_any_field_of_any_type_is_refused_or_read(original: Path, kind: Any):
 def test_any_shape_and_offsets_are_refused_or_make_sense(shape: list[Any], data: st.DataObject):
     offsets = data.draw(st.lists(st.integers(-3, 30) | st.just(2**64) | st.floats(), max_size=3))
     entry = {"dtype": "U8", "shape": shape, "data_offsets": offsets}
-    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": entry}).encode()
+    header = json.dumps(
+        {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": entry}
+    ).encode()
     try:
         file = tensor_file.parse_tensor_file(fuzz.pack_tensor_file(header, b""), "h")
     except IntegrityError:
@@ -148,7 +173,10 @@ def test_any_shape_and_offsets_are_refused_or_make_sense(shape: list[Any], data:
     )
 
 
-@given(st.lists(st.integers(0, 3 * tensor_file.BLOCK_NBYTES), max_size=6), st.integers(8, 2 * tensor_file.BLOCK_NBYTES))
+@given(
+    st.lists(st.integers(0, 3 * tensor_file.BLOCK_NBYTES), max_size=6),
+    st.integers(8, 2 * tensor_file.BLOCK_NBYTES),
+)
 def test_blocks_are_counted_as_they_are_listed(lengths: list[int], data_offset: int):
     entries, end = [], data_offset
     for number, nbytes in enumerate(lengths):
@@ -158,13 +186,15 @@ def test_blocks_are_counted_as_they_are_listed(lengths: list[int], data_offset: 
     assert tensor_file.count_blocks(file) == len(tensor_file.digest_blocks(file))
 
 
-# Bombs -----------------------------------------------------------------------------------------------------------
+# Bombs --------------------------------------------------------------------------------------------
 
 JSON_BOMBS = {
     "nested lists": b"[" * 1_000_000,
     "nested maps": b'{"a":' * 500_000,
     "closed nest": b'{"a":' + b"[" * 400_000 + b"]" * 400_000 + b"}",
-    "duplicate at the end": b"{" + b",".join(b'"%d":0' % (n % 99_999) for n in range(100_000)) + b"}",
+    "duplicate at the end": b"{"
+    + b",".join(b'"%d":0' % (n % 99_999) for n in range(100_000))
+    + b"}",
     "huge number": b'{"a":' + b"9" * 1_000_000 + b"}",
     "huge exponent": b'{"a":1e999999999}',
     "NaN": b'{"a":NaN}',
@@ -183,7 +213,9 @@ def test_json_bombs_are_refused(kind: Any, bomb: str):
     data = JSON_BOMBS[bomb]
     if kind == "header":
         assert not attacked(
-            bomb, fuzz.pack_tensor_file(data, b""), lambda data: tensor_file.parse_tensor_file(data, "h")
+            bomb,
+            fuzz.pack_tensor_file(data, b""),
+            lambda data: tensor_file.parse_tensor_file(data, "h"),
         )
     else:
         assert not attacked(bomb, fuzz.seal(data or b"{"), lambda data: kind.from_bytes(data, "m"))
@@ -271,7 +303,7 @@ def test_hostile_values_of_a_treespec_are_refused(name: str):
 
 @pytest.mark.parametrize("bomb", MSGPACK_BOMBS)
 def test_msgpack_bombs_are_refused(bomb: str):
-    assert not attacked(bomb, MSGPACK_BOMBS[bomb], protocol.decode)
+    assert not attacked(bomb, MSGPACK_BOMBS[bomb], wire.decode)
     assert not attacked(bomb, MSGPACK_BOMBS[bomb], lambda data: TreeSpec(data, "objects"))
 
 
@@ -291,7 +323,12 @@ def test_nothing_is_unpickled_unless_it_was_allowed(tmp_path: Path, checkpoint: 
     name = "objects.rank-00000.msgpack"
     body = fuzz.unpack((checkpoint / name).read_bytes()) | {"evil": node}
     fuzz.Forgery(checkpoint).forge(name, fuzz.pack(body))
-    ways: list[dict[str, Any]] = [{}, {"into": {"evil": None}}, {"verify": False}, {"include": "evil"}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"into": {"evil": None}},
+        {"verify": False},
+        {"include": "evil"},
+    ]
     for options in ways:
         with pytest.raises((UnsupportedValueError, IntegrityError)):
             sidesave.load(checkpoint, **options)
@@ -319,9 +356,10 @@ def test_nothing_is_unpickled_unless_it_was_allowed(tmp_path: Path, checkpoint: 
         None,
     ],
 )
-def test_malformed_optimizer_state_is_refused_and_nothing_is_touched(tmp_path: Path, optimizer: Any):
-    with sidesave.Checkpointer(tmp_path) as checkpointer:
-        path = checkpointer.save(1, {"optimizer": optimizer}, blocking=True).committed.result().path
+def test_malformed_optimizer_state_is_refused_and_nothing_is_touched(
+    tmp_path: Path, optimizer: Any
+):
+    path = save(tmp_path, {"optimizer": optimizer})
     target = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
     before = repr(target.state_dict())
     with pytest.raises(StateMismatchError):
@@ -329,7 +367,7 @@ def test_malformed_optimizer_state_is_refused_and_nothing_is_touched(tmp_path: P
     assert repr(target.state_dict()) == before
 
 
-# Forged checkpoints ----------------------------------------------------------------------------------------------
+# Forged checkpoints -------------------------------------------------------------------------------
 
 
 def forge_json(checkpoint: Path, name: str, change: Callable[[Any], object]) -> None:
@@ -351,7 +389,20 @@ def forge_header(checkpoint: Path, change: Callable[[Any], object]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", ".", "..", "../outside", "/etc/passwd", "a/b", "a\\b", "x\0", "x\n", ".hidden", "\u202ex", "x" * 5000),
+        *(
+            "",
+            ".",
+            "..",
+            "../outside",
+            "/etc/passwd",
+            "a/b",
+            "a\\b",
+            "x\0",
+            "x\n",
+            ".hidden",
+            "\u202ex",
+            "x" * 5000,
+        ),
         *(5, None, ["x"], {"x": 1}, True, "\udc80"),
     ],
 )
@@ -390,7 +441,9 @@ HEADERS: dict[str, Callable[[Any], object]] = {
     "offsets that are no numbers": lambda header: header["x.w"].update(data_offsets=[32.0, 56.0]),
     "three offsets": lambda header: header["x.w"].update(data_offsets=[32, 40, 56]),
     "a shape of another size": lambda header: header["x.w"].update(shape=[2, 4]),
-    "a shape that overflows to the size": lambda header: header["x.w"].update(shape=[(1 << 62) + 6 >> 1, 2]),
+    "a shape that overflows to the size": lambda header: header["x.w"].update(
+        shape=[(1 << 62) + 6 >> 1, 2]
+    ),
     "a shape with a negative extent": lambda header: header["x.w"].update(shape=[-2, -3]),
     "a shape with a fraction": lambda header: header["x.w"].update(shape=[2.0, 3.0]),
     "an empty shape that overflows": lambda header: header.update(
@@ -431,21 +484,30 @@ def test_headers_that_do_not_make_sense_are_refused(checkpoint: Path, what: str)
         ("rank-00000.json", lambda body: body["files"][0]["digests"].update(nbytes=1 << 62)),
         ("rank-00000.json", lambda body: body.update(files=[])),
         ("rank-00000.json", lambda body: body["objects"].update(name="manifest.json")),
-        ("rank-00000.json", lambda body: body["files"][0].update(name="objects.rank-00000.msgpack")),
+        (
+            "rank-00000.json",
+            lambda body: body["files"][0].update(name="objects.rank-00000.msgpack"),
+        ),
     ],
 )
-def test_records_that_contradict_each_other_are_refused(checkpoint: Path, name: str, change: Callable[[Any], object]):
+def test_records_that_contradict_each_other_are_refused(
+    checkpoint: Path, name: str, change: Callable[[Any], object]
+):
     forge_json(checkpoint, name, change)
     with pytest.raises(IntegrityError):
         sidesave.load(checkpoint)
 
 
 def test_a_sparse_file_of_terabytes_costs_neither_memory_nor_time(checkpoint: Path):
-    """Header, record and manifest agree that a tensor has 8 TB; the digest list has one entry too few for that."""
+    """Header, record and manifest agree that a tensor has 8 TB; the digest list has one entry too
+    few for that.
+    """
     name = "x.rank-00000.safetensors"
     nbytes = 8 << 40
     forgery = fuzz.Forgery(checkpoint)
-    header = json.dumps({"x.w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    header = json.dumps(
+        {"x.w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
+    ).encode()
     forgery.forge(name, fuzz.pack_tensor_file(header, b""))
     record = json.loads(fuzz.unseal((checkpoint / "rank-00000.json").read_bytes()))
     record["files"][0]["nbytes"] = 8 + len(header) + nbytes
@@ -478,7 +540,7 @@ def test_a_small_file_that_has_become_terabytes_is_not_read(checkpoint: Path, na
     assert not attacked("a sparse file", b"", read)
 
 
-# Something else in the place of a file ---------------------------------------------------------------------------
+# Something else in the place of a file ------------------------------------------------------------
 
 
 def put(kind: str, path: Path, tmp_path: Path) -> None:
@@ -503,7 +565,8 @@ def put(kind: str, path: Path, tmp_path: Path) -> None:
                 one.bind(path.name)
         case "device":
             try:
-                os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero, which has no end
+                # /dev/zero, which has no end
+                os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
                 path.open("rb").close()
             except PermissionError:
                 pytest.skip("cannot make a device that can be opened here")
@@ -511,7 +574,15 @@ def put(kind: str, path: Path, tmp_path: Path) -> None:
             raise AssertionError(kind)
 
 
-KINDS = ["pipe", "directory", "link to itself", "link to the same bytes", "link to nothing", "socket", "device"]
+KINDS = [
+    "pipe",
+    "directory",
+    "link to itself",
+    "link to the same bytes",
+    "link to nothing",
+    "socket",
+    "device",
+]
 NAMES = [
     "manifest.json",
     "rank-00000.json",
@@ -524,7 +595,9 @@ NAMES = [
 @pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_only_files_are_read_and_nothing_else_is_waited_for(checkpoint: Path, tmp_path: Path, kind: str, name: str):
+def test_only_files_are_read_and_nothing_else_is_waited_for(
+    checkpoint: Path, tmp_path: Path, kind: str, name: str
+):
     put(kind, checkpoint / name, tmp_path)
     start = time.monotonic()
     assert len(read_in_all_ways(checkpoint)) == 4
@@ -535,7 +608,9 @@ def test_only_files_are_read_and_nothing_else_is_waited_for(checkpoint: Path, tm
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_directory_with_such_a_checkpoint_is_still_of_use(checkpoint: Path, tmp_path: Path, kind: str):
+def test_a_run_directory_with_such_a_checkpoint_is_still_of_use(
+    checkpoint: Path, tmp_path: Path, kind: str
+):
     put(kind, checkpoint / "manifest.json", tmp_path)
     with sidesave.Checkpointer(checkpoint.parent) as checkpointer:
         assert checkpointer.steps() == []
@@ -550,17 +625,25 @@ def test_a_run_directory_with_such_a_checkpoint_is_still_of_use(checkpoint: Path
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("kind", [*KINDS, "junk", "long", "nest", "empty", "other types"])
-def test_no_state_of_the_hidden_files_hangs_or_crashes_the_start(checkpoint: Path, tmp_path: Path, kind: str):
-    """The lease and its like. The directory may be refused; then with a typed error, and in time."""
+def test_no_state_of_the_hidden_files_hangs_or_crashes_the_start(
+    checkpoint: Path, tmp_path: Path, kind: str
+):
+    """The lease and its like. The directory may be refused; then with a typed error, and in
+    time.
+    """
     run = checkpoint.parent
-    hidden = [path for path in run.rglob("*") if path.is_file() and path.relative_to(run).parts[0].startswith(".")]
+    hidden = [
+        path
+        for path in run.rglob("*")
+        if path.is_file() and path.relative_to(run).parts[0].startswith(".")
+    ]
     assert hidden
     for number, path in enumerate(hidden):
         again = tmp_path / str(number)
         shutil.copytree(run, again, symlinks=True)
         place = again / path.relative_to(run)
         junk = {
-            "junk": random.Random(SEED).randbytes(4096),
+            "junk": random.Random(campaigns.seed()).randbytes(4096),
             "long": b" " * (8 << 20),
             "nest": b"[" * 4096,
             "empty": b"",
@@ -578,10 +661,12 @@ def test_no_state_of_the_hidden_files_hangs_or_crashes_the_start(checkpoint: Pat
         with contextlib.suppress(SidesaveError), sidesave.Checkpointer(again) as checkpointer:
             checkpointer.save(8, {"a": 1}, blocking=True)
             assert checkpointer.load()["a"] == 1
-        assert {path: path.read_bytes() for path in before} == before, "something was written through a link"
+        assert {path: path.read_bytes() for path in before} == before, (
+            "something was written through a link"
+        )
 
 
-# Every bit -------------------------------------------------------------------------------------------------------
+# Every bit ----------------------------------------------------------------------------------------
 
 
 def assert_noticed(path: Path, what: str) -> None:
@@ -605,9 +690,11 @@ def flip(checkpoint: Path, positions: Iterator[tuple[Path, int]]) -> int:
     return count
 
 
-def sample(checkpoint: Path, total: int, seed: int = SEED) -> Iterator[tuple[Path, int]]:
-    """Bits of every file: all of a small one where there is room for that, else as many as the others' share."""
-    rng = random.Random(seed)
+def sample(checkpoint: Path, total: int) -> Iterator[tuple[Path, int]]:
+    """Bits of every file: all of a small one where there is room for that, else as many as the
+    others' share.
+    """
+    rng = random.Random(campaigns.seed())
     files = sorted(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
     for number, path in enumerate(files):
         bits = 8 * path.stat().st_size
@@ -624,33 +711,38 @@ def test_500_flipped_bits_are_all_noticed(checkpoint: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_thousands_of_flipped_bits_are_all_noticed(checkpoint: Path):
-    flips, seed = campaigns.length(10_000), random.SystemRandom().randrange(1 << 30)
-    print(f"seed {seed}")
-    assert flip(checkpoint, sample(checkpoint, flips, seed)) == flips
+def test_thousands_of_flipped_bits_are_all_noticed(checkpoint: Path, share: Share):
+    assert flip(checkpoint, share.points(sample(checkpoint, 10_000)))
 
 
-def truncated(checkpoint: Path, lengths: Callable[[int], Any]) -> None:
-    for path in sorted(checkpoint.iterdir()):
+def truncated(checkpoint: Path, cuts: Iterable[tuple[Path, int]]) -> None:
+    for path, length in cuts:
         data = path.read_bytes()
-        for length in lengths(len(data)):
-            os.truncate(path, length)
-            assert_noticed(checkpoint, f"{path.name} cut to {length} bytes")
-            path.write_bytes(data)
+        os.truncate(path, length)
+        assert_noticed(checkpoint, f"{path.name} cut to {length} bytes")
+        path.write_bytes(data)
     assert sidesave.verify(checkpoint).ok
 
 
 def test_every_file_cut_anywhere_is_noticed(checkpoint: Path):
-    rng = random.Random(SEED)
-    truncated(
-        checkpoint, lambda size: {0, 1, 7, 8, size // 2, size - 1, *(rng.randrange(size) for _ in range(6))} - {size}
-    )
+    rng = random.Random(campaigns.seed())
+    for path in sorted(checkpoint.iterdir()):
+        size = path.stat().st_size
+        lengths = {0, 1, 7, 8, size // 2, size - 1, *(rng.randrange(size) for _ in range(6))} - {
+            size
+        }
+        truncated(checkpoint, ((path, length) for length in lengths))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_file_cut_everywhere_is_noticed(checkpoint: Path):
-    truncated(checkpoint, lambda size: campaigns.some(range(size)))
+def test_every_file_cut_everywhere_is_noticed(checkpoint: Path, share: Share):
+    cuts = [
+        (path, length)
+        for path in sorted(checkpoint.iterdir())
+        for length in range(path.stat().st_size)
+    ]
+    truncated(checkpoint, share.points(cuts))
 
 
 @pytest.mark.parametrize("extra", [b"\0", b" ", b"\n", b"}", b"x"])
@@ -687,7 +779,9 @@ def test_every_two_files_that_have_changed_places_are_noticed(checkpoint: Path, 
     assert sidesave.verify(checkpoint).ok
 
 
-@pytest.mark.parametrize("name", ["rank-00001.json", "y.rank-00000.safetensors", ".hidden", "x", "manifest.json.bak"])
+@pytest.mark.parametrize(
+    "name", ["rank-00001.json", "y.rank-00000.safetensors", ".hidden", "x", "manifest.json.bak"]
+)
 def test_a_file_too_many_is_noticed(checkpoint: Path, name: str):
     (checkpoint / name).write_bytes(b"x")
     assert [fault.file for fault in sidesave.verify(checkpoint).faults] == [name]

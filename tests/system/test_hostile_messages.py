@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import campaigns
 import pytest
 import zmq
-from hostile_bytes import MSGPACK_BOMBS, SEED
+from hostile_bytes import MSGPACK_BOMBS
 from trainers import DEADLINE_S, ROOT, Traces, await_end
 
 sys.path.insert(0, str(ROOT))
@@ -23,7 +24,8 @@ from scripts import fuzz
 from sidesave.client.daemon_link.process import DaemonProcess
 from sidesave.errors import ProtocolError, SidesaveError, WriteError
 from sidesave.stager.memory.arena import Arena
-from sidesave.writer_daemon import protocol
+from sidesave.writer_daemon import protocol, wire
+from sidesave.writer_daemon.options import DaemonOptions
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -44,7 +46,9 @@ class Daemon:
 
     def boot(self) -> None:
         example = next(
-            message for data in fuzz.messages() if isinstance(message := protocol.decode(data), protocol.Boot)
+            message
+            for data in fuzz.messages()
+            if isinstance(message := wire.decode(data), protocol.Boot)
         )
         boot = dataclasses.replace(
             example,
@@ -52,12 +56,13 @@ class Daemon:
             token=b"token",
             directory=str(self._run),
             trainer_pid=os.getpid(),
-            options=dataclasses.replace(
-                example.options, fallback_directory="", stall_timeout_s=60.0, nice=0, io_class="", cpus=()
+            fallback_directory="",
+            options=DaemonOptions(
+                stall_timeout_s=60.0, takeover_timeout_s=example.options.takeover_timeout_s
             ),
         )
         me = os.pidfd_open(os.getpid())
-        socket.send_fds(self.control, [protocol.encode(boot)], [me])
+        socket.send_fds(self.control, [wire.encode(boot)], [me])
         os.close(me)
         self.hear(protocol.Hello)
         self.hear(protocol.Ready)
@@ -67,7 +72,7 @@ class Daemon:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             if self.socket.poll(1000):
-                message = protocol.decode(self.socket.recv())
+                message = wire.decode(self.socket.recv())
                 if isinstance(message, kinds):
                     return message
             assert self.process.poll() is None, self.process.last_words()
@@ -80,7 +85,7 @@ class Daemon:
         """It answers, and at the end it leaves when it is asked to."""
         while self.socket.poll(0):
             self.socket.recv()
-        self.say(protocol.encode(protocol.Status(attempt=1)))
+        self.say(wire.encode(protocol.Status(attempt=1)))
         self.hear(protocol.Heartbeat)
 
     def descriptors(self) -> int:
@@ -104,11 +109,16 @@ def daemon(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize(
-    "junk", [b"", b"junk", b"\x91" * 60_000, "a message of another kind", "no descriptor", "bad pidfd"]
+    "junk",
+    [b"", b"junk", b"\x91" * 60_000, "a message of another kind", "no descriptor", "bad pidfd"],
 )
 def test_a_daemon_that_is_told_nonsense_at_the_start_ends(daemon: Daemon, junk: Any):
-    messages = {type(message): data for data in fuzz.messages() for message in [protocol.decode(data)]}
-    data = junk if isinstance(junk, bytes) else messages[protocol.Drain if "kind" in junk else protocol.Boot]
+    messages = {type(message): data for data in fuzz.messages() for message in [wire.decode(data)]}
+    data = (
+        junk
+        if isinstance(junk, bytes)
+        else messages[protocol.Drain if "kind" in junk else protocol.Boot]
+    )
     if data:
         with Path(os.devnull).open() as null:
             fds = [null.fileno()] if junk == "bad pidfd" else []
@@ -121,13 +131,13 @@ def test_a_daemon_that_is_told_nonsense_at_the_start_ends(daemon: Daemon, junk: 
 
 def test_a_daemon_refuses_hostile_messages_and_goes_on(daemon: Daemon, tmp_path: Path):
     daemon.boot()
-    rng = random.Random(SEED)
+    rng = random.Random(campaigns.seed())
     seeds = fuzz.messages()
     harmful = (protocol.Drain, protocol.Save, protocol.Watch)
     for number in range(300):
         data = fuzz.mutate_msgpack(rng, rng.choice(seeds))
         with contextlib.suppress(ProtocolError):
-            if isinstance(protocol.decode(data), harmful):
+            if isinstance(wire.decode(data), harmful):
                 continue  # well formed after all, and it would do as told
         daemon.say(data)
         if number % 50 == 0:
@@ -136,10 +146,12 @@ def test_a_daemon_refuses_hostile_messages_and_goes_on(daemon: Daemon, tmp_path:
         daemon.say(bomb)
     daemon.say(b"x" * (3 << 20))
     daemon.is_well()
-    daemon.say(protocol.encode(protocol.Drain(attempt=1)))
+    daemon.say(wire.encode(protocol.Drain(attempt=1)))
     await_end(daemon.process.pidfd)
     assert daemon.process.poll() == 0, daemon.process.last_words()
-    assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".sidesave")] == []
+    assert [
+        path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".sidesave")
+    ] == []
 
 
 def hostile_descriptors() -> Iterator[tuple[str, list[int]]]:
@@ -176,8 +188,8 @@ def hostile_descriptors() -> Iterator[tuple[str, list[int]]]:
 def test_a_daemon_refuses_hostile_descriptors_keeps_none_and_goes_on(daemon: Daemon):
     daemon.boot()
     daemon.is_well()
-    attach = protocol.encode(protocol.Attach(attempt=1, arena=9))
-    detach = protocol.encode(protocol.Detach(attempt=1, arena=9))
+    attach = wire.encode(protocol.Attach(attempt=1, arena=9))
+    detach = wire.encode(protocol.Detach(attempt=1, arena=9))
     arena = Arena.create(0, 4096)
     before = daemon.descriptors()
     for _, fds in hostile_descriptors():
@@ -195,7 +207,7 @@ def test_a_daemon_refuses_hostile_descriptors_keeps_none_and_goes_on(daemon: Dae
 
 
 def test_staging_memory_whose_words_change_under_the_reader_is_refused_or_void():
-    rng = random.Random(SEED)
+    rng = random.Random(campaigns.seed())
     arena = Arena.create(200, 8192)
     reader = Arena.attach(os.dup(arena.fd))
     arena.begin_generation()
@@ -212,5 +224,7 @@ def test_staging_memory_whose_words_change_under_the_reader_is_refused_or_void()
 
 
 def test_a_write_error_is_one_of_ours():
-    """What the tests above suppress is the tree of sidesave, whose storage errors are OSErrors too."""
+    """What the tests above suppress is the tree of sidesave, whose storage errors are OSErrors
+    too.
+    """
     assert issubclass(WriteError, SidesaveError) and issubclass(WriteError, OSError)

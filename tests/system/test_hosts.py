@@ -1,4 +1,6 @@
-"""Jobs that span hosts, which are namespaces here: names, processes, networks and mounts of their own, one kernel."""
+"""Jobs that span hosts, which are namespaces here: names, processes, networks and mounts of their
+own, one kernel.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PORT = 29500
 
 
 class Host:
-    """A machine of its own, as far as namespaces go. All its processes end with it, as in a crash."""
+    """A machine of its own, as far as namespaces go. All its processes end with it, as in a
+    crash.
+    """
 
     def __init__(self, name: str, number: int, directory: Path, at: str) -> None:
         """Give it a name and an address; it sees this directory ``at`` a path below ``/mnt``."""
@@ -32,7 +36,15 @@ class Host:
         lines = ["trap '' CHLD", f"hostname {name}", "ip link set lo up"]
         lines += ["mount --make-rprivate /", "mount -t tmpfs none /mnt", f"mkdir {at}"]
         lines += [f"mount --bind {shlex.quote(str(directory))} {at}", "echo ready", "exec cat"]
-        namespaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        namespaces = [
+            "--net",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         self._keeper = subprocess.Popen(
             ["unshare", *namespaces, "sh", "-e", "-c", "\n".join(lines)],
             stdin=subprocess.PIPE,
@@ -50,8 +62,13 @@ class Host:
 
     def connect(self, other: Host) -> None:
         """Lay a cable between two hosts."""
-        link = f"ip link add to-{other.name} type veth peer name to-{self.name} netns {other._first.pid}"
-        done = subprocess.run([*self.inside[:2], "--net", *link.split()], capture_output=True, text=True)
+        link = (
+            f"ip link add to-{other.name} type veth peer name to-{self.name} netns "
+            f"{other._first.pid}"
+        )
+        done = subprocess.run(
+            [*self.inside[:2], "--net", *link.split()], capture_output=True, text=True
+        )
         if done.returncode:
             pytest.skip(f"cannot connect hosts: {done.stderr.strip()}")
         for one, peer in ((self, other), (other, self)):
@@ -62,11 +79,14 @@ class Host:
         """What a program on this host writes to stderr."""
         environment = {**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": str(ROOT)}
         command = [*self.inside, sys.executable, "-c", code]
-        return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment).stderr
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment
+        ).stderr
 
     def crash(self) -> None:
         """SIGKILL to all its processes at once, and wait for their end."""
-        self._keeper.kill()  # and with it the first process of the namespace, on which all others depend
+        # and with it the first process of the namespace, on which all others depend
+        self._keeper.kill()
         self._keeper.communicate()
 
 
@@ -97,7 +117,9 @@ class Hosts:
 
     @contextlib.contextmanager
     def job(self, first: Host, second: Host, *options: object) -> Iterator[list[Job]]:
-        """A job with ranks 0 and 1 on the first host; its run directory is in what each host sees."""
+        """A job with ranks 0 and 1 on the first host; its run directory is in what each host
+        sees.
+        """
         self.story.go_on()
         with contextlib.ExitStack() as stack:
             jobs: list[Job] = []
@@ -142,14 +164,18 @@ def hosts(tmp_path: Path, traces: Traces) -> Iterator[Hosts]:
     hosts.close()
 
 
-def test_hosts_share_a_run_take_it_over_from_each_other_and_survive_a_crash(hosts: Hosts, traces: Traces):
+def test_hosts_share_a_run_take_it_over_from_each_other_and_survive_a_crash(
+    hosts: Hosts, traces: Traces
+):
     a, b = (hosts.make(name, "shared", f"/mnt/{name}") for name in "ab")
     story = hosts.story
 
     with hosts.job(a, b) as jobs:
         for event in story.hear(*jobs):
             if event["what"] == "committed":
-                assert event["path"].startswith("/mnt/a/run/" if event["rank"] < 2 else "/mnt/b/run/")
+                assert event["path"].startswith(
+                    "/mnt/a/run/" if event["rank"] < 2 else "/mnt/b/run/"
+                )
             if (event["what"], event["rank"]) == ("committed", 0) and event["step"] == 6:
                 refusal = b.python(traces, "import sidesave; sidesave.Checkpointer('/mnt/b/run')")
                 assert "DirectoryInUseError" in refusal
@@ -173,7 +199,9 @@ def test_hosts_share_a_run_take_it_over_from_each_other_and_survive_a_crash(host
     story.check(traces)
 
 
-@pytest.mark.parametrize("options", [[], ["--without-group", "--meet-within", 20]], ids=["group", "no group"])
+@pytest.mark.parametrize(
+    "options", [[], ["--without-group", "--meet-within", 20]], ids=["group", "no group"]
+)
 def test_hosts_that_do_not_share_the_directory_are_refused_on_every_rank(
     hosts: Hosts, traces: Traces, options: list[object]
 ):
@@ -201,13 +229,21 @@ def test_hosts_with_disks_of_their_own_keep_their_parts_and_resume(hosts: Hosts,
                 if commits == 2:
                     story.stop()
             assert [job.end() for job in jobs] == [0, 0], jobs[0].complaints()
-    trained = {(event["rank"], event["step"]): event for event in story.events if event["what"] == "trained"}
+    trained = {
+        (event["rank"], event["step"]): event
+        for event in story.events
+        if event["what"] == "trained"
+    }
     resumed = [event for event in story.events if event["what"] == "resumed" and event["job"] == 2]
     assert len(resumed) == 4
     for event in resumed:
         assert event["step"] == event["newest"] > 0
-        assert all(event[fact] == trained[event["rank"], event["step"]][fact] for fact in ("shared", "own"))
-    committed = {f"step-{event['step']:08d}" for event in story.events if event["what"] == "committed"}
+        assert all(
+            event[fact] == trained[event["rank"], event["step"]][fact] for fact in ("shared", "own")
+        )
+    committed = {
+        f"step-{event['step']:08d}" for event in story.events if event["what"] == "committed"
+    }
     for name in "ab":
         run = hosts.folder / f"disk of {name}" / "run"
         assert committed == {path.name for path in run.glob("step-*")}

@@ -18,7 +18,18 @@ from pathlib import Path
 import forks
 import psutil
 import pytest
-from trainers import DEADLINE_S, ROOT, a_state, await_end, check, commit, daemon, pidfd_of, wait_until
+from trainers import (
+    DEADLINE_S,
+    ROOT,
+    a_state,
+    await_end,
+    check,
+    commit,
+    daemon,
+    pidfd_of,
+    save_steps,
+    wait_until,
+)
 
 import sidesave
 from sidesave.client.daemon_link import connection
@@ -28,7 +39,7 @@ MIB = 1 << 20
 Mount = Callable[..., Path]
 
 
-# Limits of a process -----------------------------------------------------------------------------------------------
+# Limits of a process ------------------------------------------------------------------------------
 
 
 LIMITED = """
@@ -74,14 +85,16 @@ def limited(
     [(MANY_TENSORS, 1024, 1024), (MANY_ITEMS, 256, 4096), (MANY_ITEMS, 256, 256)],
     ids=["1300 tensors", "300 items, and more could be had", "300 items"],
 )
-def test_few_file_descriptors_are_enough_for_many_tensors(run: Path, state: str, soft: int, hard: int):
+def test_few_file_descriptors_are_enough_for_many_tensors(
+    run: Path, state: str, soft: int, hard: int
+):
     """Others open one for each tensor."""
     done = limited(run, "RLIMIT_NOFILE", soft, state, SAVE_AND_LOAD, hard=hard)
     assert done.stdout == "saved\n", done.stderr[-3000:]
 
 
 LARGE_FILE = """
-with sidesave.Checkpointer(run, retries=0) as ckpt:
+with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0)) as ckpt:
     ckpt.save(1, {"w": torch.arange(1000)}).committed.result(300)
     resource.prlimit(ckpt.daemon_pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     error = ckpt.save(2, {"w": torch.rand(1 << 20)}).committed.exception(300)
@@ -97,7 +110,9 @@ with sidesave.Checkpointer(run, retries=0) as ckpt:
 
 def test_file_larger_than_the_process_may_write_is_a_typed_error(run: Path):
     done = limited(run, "RLIMIT_FSIZE", -1, LARGE_FILE)
-    first, last = done.stdout.splitlines() if done.stdout.count("\n") == 2 else ("", done.stderr[-3000:])
+    first, last = (
+        done.stdout.splitlines() if done.stdout.count("\n") == 2 else ("", done.stderr[-3000:])
+    )
     assert first.startswith(f"WriteError {errno.EFBIG} {run}/.step-00000002."), first + last
     assert "File too large" in first
     assert last == "[1, 3]"
@@ -135,8 +150,24 @@ import os
 state = {"model": {"w": torch.rand(50 << 20)}}
 assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
 """.replace("rand(50", "rand(30")
-    arguments = [sys.executable, "-W", "error", "-c", LIMITED + code + SAVE_AND_LOAD, "RLIMIT_CORE", "0", "0", str(run)]
-    mounted = ["sh", "-c", 'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"', "sh", *arguments]
+    arguments = [
+        sys.executable,
+        "-W",
+        "error",
+        "-c",
+        LIMITED + code + SAVE_AND_LOAD,
+        "RLIMIT_CORE",
+        "0",
+        "0",
+        str(run),
+    ]
+    mounted = [
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=64m none /dev/shm && exec "$@"',
+        "sh",
+        *arguments,
+    ]
     done = subprocess.run(
         ["unshare", "--mount", *mounted],
         capture_output=True,
@@ -196,9 +227,13 @@ with sidesave.Checkpointer(run) as ckpt:
         done = limited(run, "RLIMIT_CORE", 0, code)
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = done.stdout.splitlines()
-    assert re.search(r"needs 480 MiB of host memory .* but the memory cgroup has [\d,]+ MiB left", first)
+    assert re.search(
+        r"needs 480 MiB of host memory .* but the memory cgroup has [\d,]+ MiB left", first
+    )
     assert last == "[1, 3] True"
-    events = next(path for name in ("memory.events", "memory.oom_control") if (path := cgroup / name).exists())
+    events = next(
+        path for name in ("memory.events", "memory.oom_control") if (path := cgroup / name).exists()
+    )
     assert re.search(r"^oom_kill 0$", events.read_text(), re.MULTILINE)
 
 
@@ -257,11 +292,15 @@ for spare in map(int, sys.stdin.read().split()):
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("what", ["start", "save", "load", pytest.param("respawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "what", ["start", "save", "load", pytest.param("respawn", marks=pytest.mark.slow)]
+)
 def test_trainer_that_has_no_file_descriptor_left_gets_an_error_and_lives_on(run: Path, what: str):
     """However many are left: libraries below are known to abort the process."""
     spare = [0, 1, 2, 4, 6, 8, 10, 12, 14, 40] if what == "start" else [0, 1, 2, 40]
-    done = limited(Path(f"{run}:{what}"), "RLIMIT_NOFILE", 200, NO_DESCRIPTORS, said=" ".join(map(str, spare)))
+    done = limited(
+        Path(f"{run}:{what}"), "RLIMIT_NOFILE", 200, NO_DESCRIPTORS, said=" ".join(map(str, spare))
+    )
     assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
     outcomes = done.stdout.split()
     assert len(outcomes) == len(spare)
@@ -270,19 +309,20 @@ def test_trainer_that_has_no_file_descriptor_left_gets_an_error_and_lives_on(run
 
 
 @pytest.mark.root
-def test_full_directory_for_temporary_files_is_passed_over(run: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch):
+def test_full_directory_for_temporary_files_is_passed_over(
+    run: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+):
     """Where the way to the daemon's socket is made."""
     full = mount("-t", "tmpfs", "-o", "nr_inodes=4", "none")
     with contextlib.suppress(OSError):
         for number in range(9):
             (full / f"{number}").touch()
     monkeypatch.setenv("TMPDIR", str(full))
-    with sidesave.Checkpointer(run) as ckpt:
-        commit(ckpt, 1)
+    save_steps(run, 1)
     check(run, 1)
 
 
-# Real file systems -------------------------------------------------------------------------------------------------
+# Real file systems --------------------------------------------------------------------------------
 
 
 def failure(ckpt: sidesave.Checkpointer, step: int, mib: float = 1) -> WriteError:
@@ -341,7 +381,9 @@ def test_full_ext4_fails_the_saves_until_there_is_room(ext4: Path, leave_nbytes:
 
 
 @pytest.mark.root
-def test_file_system_without_room_for_one_more_file_says_so(mount: Mount, run: Path, tmp_path: Path):
+def test_file_system_without_room_for_one_more_file_says_so(
+    mount: Mount, run: Path, tmp_path: Path
+):
     """There are bytes, but no inodes."""
     run = mount("-o", "loop", image(tmp_path, 64, "mkfs.ext4", "-q", "-F", "-N", "64")) / "run"
     with sidesave.Checkpointer(run) as ckpt:
@@ -376,7 +418,9 @@ def test_quota_fails_the_saves_until_there_is_room(mount: Mount, run: Path, tmp_
         assert isinstance(error, NoSpaceError)
         assert error.errno == errno.EDQUOT
         assert str(error.filename).startswith(str(run))
-        assert re.search(r"[\d,]+ bytes are needed, [\d,]+ are free: Disk quota exceeded", str(error)), error
+        assert re.search(
+            r"[\d,]+ bytes are needed, [\d,]+ are free: Disk quota exceeded", str(error)
+        ), error
         commit(ckpt, 3)
         assert list(run.glob(".step-*")) == []
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000001", "step-00000003"]
@@ -385,10 +429,13 @@ def test_quota_fails_the_saves_until_there_is_room(mount: Mount, run: Path, tmp_
 
 
 def _shut_down(folder: Path) -> None:
-    """Have an ext4 fail everything from here on, as it does when its disk is gone; what is in its journal is kept."""
+    """Have an ext4 fail everything from here on, as it does when its disk is gone; what is in its
+    journal is kept.
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 1))  # EXT4_IOC_SHUTDOWN, flushing the log first
+        # EXT4_IOC_SHUTDOWN, flushing the log first
+        fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 1))
     except OSError as error:
         pytest.skip(f"this ext4 cannot be shut down: {error}")
     finally:
@@ -396,10 +443,12 @@ def _shut_down(folder: Path) -> None:
 
 
 @pytest.mark.root
-def test_disk_that_is_gone_fails_all_saves_and_leaves_what_was_committed(mount: Mount, run: Path, tmp_path: Path):
+def test_disk_that_is_gone_fails_all_saves_and_leaves_what_was_committed(
+    mount: Mount, run: Path, tmp_path: Path
+):
     disk = image(tmp_path, 64, "mkfs.ext4", "-q", "-F")
     run = mount("-o", "loop", disk) / "run"
-    with sidesave.Checkpointer(run, retries=0) as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(retries=0)) as ckpt:
         commit(ckpt, 1)
         _shut_down(run)
         for step in (2, 3):
@@ -429,17 +478,21 @@ def frozen(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.root
-def test_overlay_that_cannot_rename_a_directory_of_its_image_says_so(mount: Callable[..., Path], tmp_path: Path):
+def test_overlay_that_cannot_rename_a_directory_of_its_image_says_so(
+    mount: Callable[..., Path], tmp_path: Path
+):
     for name in ("image", "upper", "work"):
         (tmp_path / name).mkdir()
-    with sidesave.Checkpointer(tmp_path / "image/run") as ckpt:
-        commit(ckpt, 1)
-        commit(ckpt, 2)
-    layers = f"lowerdir={tmp_path / 'image'},upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
+    save_steps(tmp_path / "image/run", 1, 2)
+    layers = (
+        f"lowerdir={tmp_path / 'image'},upperdir={tmp_path / 'upper'},workdir={tmp_path / 'work'}"
+    )
     run = mount("-t", "overlay", "-o", f"{layers},redirect_dir=off", "none") / "run"
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 3)
-        with pytest.raises(WriteError, match=r"renameat commits a checkpoint.*overlay.*volume") as caught:
+        with pytest.raises(
+            WriteError, match=r"renameat commits a checkpoint.*overlay.*volume"
+        ) as caught:
             ckpt.delete(1).result(DEADLINE_S)
         assert caught.value.errno == errno.EXDEV
         with pytest.raises(WriteError, match=r"overlay"):
@@ -450,7 +503,7 @@ def test_overlay_that_cannot_rename_a_directory_of_its_image_says_so(mount: Call
 
 @pytest.mark.root
 def test_daemon_killed_while_storage_hangs_has_a_successor_once_it_does_no_more(ext4: Path):
-    with sidesave.Checkpointer(ext4, stall_timeout_s=600) as ckpt:
+    with sidesave.Checkpointer(ext4, daemon=sidesave.DaemonOptions(stall_timeout_s=600)) as ckpt:
         commit(ckpt, 1)
         pid = daemon(ckpt)
         with pidfd_of(pid) as pidfd:
@@ -474,21 +527,31 @@ def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
     ext4: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patience_s: float
 ):
     monkeypatch.setattr(connection, "_KILL_TIMEOUT_S", 0.1)
-    with sidesave.Checkpointer(ext4, stall_timeout_s=patience_s) as ckpt:
+    with sidesave.Checkpointer(
+        ext4, daemon=sidesave.DaemonOptions(stall_timeout_s=patience_s)
+    ) as ckpt:
         commit(ckpt, 1)
         pid = daemon(ckpt)
         with pidfd_of(pid) as pidfd:
             with frozen(ext4.parent):
                 handle = ckpt.save(2, a_state(2))
-                handle.committed.add_done_callback(lambda done: done.exception())  # else a later save raises it
+                # else a later save raises it
+                handle.committed.add_done_callback(lambda done: done.exception())
                 handle.staged.result(DEADLINE_S)
                 _await_stuck(pid)
                 os.kill(pid, signal.SIGKILL)
-                wait_until(lambda: f"daemon {pid} cannot be killed" in caplog.text, "it is told", DEADLINE_S)
+                wait_until(
+                    lambda: f"daemon {pid} cannot be killed" in caplog.text,
+                    "it is told",
+                    DEADLINE_S,
+                )
                 if patience_s == 10.0:
                     later = ckpt.save(3, a_state(3), overwrite=True)
-                    with pytest.raises(WriteStalledError, match=r"stuck in the kernel|no byte of step 2 has moved"):
-                        handle.committed.result(DEADLINE_S)  # the daemon may have noticed before it was killed
+                    with pytest.raises(
+                        WriteStalledError, match=r"stuck in the kernel|no byte of step 2 has moved"
+                    ):
+                        # the daemon may have noticed before it was killed
+                        handle.committed.result(DEADLINE_S)
                     with pytest.raises(WriteStalledError, match="stuck in the kernel"):
                         later.committed.result(DEADLINE_S)
             await_end(pidfd)
@@ -502,8 +565,7 @@ def test_daemon_that_is_stuck_for_longer_than_it_is_waited_for_ends_nothing(
 @pytest.mark.root
 def test_start_while_storage_hangs_goes_on_when_it_does_no_more(ext4: Path):
     """It is the daemon that is stuck, which can be left alone, and not the trainer."""
-    with sidesave.Checkpointer(ext4) as ckpt:
-        commit(ckpt, 1)
+    save_steps(ext4, 1)
     started: list[sidesave.Checkpointer] = []
     starting = threading.Thread(target=lambda: started.append(sidesave.Checkpointer(ext4)))
     with frozen(ext4.parent):
@@ -526,15 +588,24 @@ def test_start_while_storage_hangs_goes_on_when_it_does_no_more(ext4: Path):
 
 
 def _await_stuck(pid: int | None) -> None:
-    """Block until a thread of this daemon, or of any that this process has started, is stuck in the kernel."""
+    """Block until a thread of this daemon, or of any that this process has started, is stuck in the
+    kernel.
+    """
     deadline = time.monotonic() + DEADLINE_S
     looks: dict[Path, int] = {}
-    while max(looks.values(), default=0) < 20:  # else it may only wait for a page of a program to be read
+    # else it may only wait for a page of a program to be read
+    while max(looks.values(), default=0) < 20:
         stuck: list[Path] = []
-        for writer in [pid] if pid is not None else [child.pid for child in psutil.Process().children()]:
+        for writer in (
+            [pid] if pid is not None else [child.pid for child in psutil.Process().children()]
+        ):
             with contextlib.suppress(OSError):
                 tasks = Path(f"/proc/{writer}/task").iterdir()
-                stuck += [task for task in tasks if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"]
+                stuck += [
+                    task
+                    for task in tasks
+                    if (task / "stat").read_text().rpartition(")")[2].split()[0] == "D"
+                ]
         looks = {task: looks.get(task, 0) + 1 for task in stuck}
         assert time.monotonic() < deadline, "no daemon is stuck"
         time.sleep(0.005)

@@ -1,17 +1,17 @@
-"""Runs with a mirror, with real daemons that are killed, trainers that are, and sessions that follow each other."""
+"""Runs with a mirror: trainers and daemons that are killed or leave, and the sessions that follow
+them.
+"""
 
-import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import campaigns
 import pytest
 from commands import output
+from loads import flip_bit
 from mirrors import MirrorTrainer, check_mirror, check_there, committed_in
 from trainers import (
     DEADLINE_S,
@@ -23,6 +23,7 @@ from trainers import (
     end,
     pidfd_of,
     same,
+    save_steps,
     staging_memory,
     wait_until,
 )
@@ -43,16 +44,13 @@ SLOW = 1
 """Bytes per second: the first piece of a copy goes, and nothing after it for days."""
 
 
-@pytest.fixture(params=["directory", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "mirror") if request.param == "directory" else f"file://{tmp_path}/mirror"
-
-
 def test_what_is_committed_is_mirrored(run: Path, place: str):
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         handles = [ckpt.save(step, a_state(step)) for step in range(3)]
         ckpt.wait(DEADLINE_S, mirrored=True)
-        assert [handle.mirrored.result(0) for handle in handles] == [f"{place}/step-{step:08d}" for step in range(3)]
+        assert [handle.mirrored.result(0) for handle in handles] == [
+            f"{place}/step-{step:08d}" for step in range(3)
+        ]
         check_mirror(place, 0, 1, 2)
     check(run, 0, 1, 2)
 
@@ -74,7 +72,7 @@ def test_without_a_mirror_the_future_says_so(run: Path):
 
 @pytest.mark.parametrize("where", ["run", "run/inside", "."])
 def test_a_mirror_cannot_lie_in_its_run(run: Path, where: str):
-    with pytest.raises(InvalidArgumentError, match="lie in each other"):
+    with pytest.raises(InvalidArgumentError, match="are inside one another"):
         sidesave.Checkpointer(run, mirror=run.parent / where)
 
 
@@ -84,47 +82,9 @@ def test_a_mirror_cannot_be_on_a_web_server(run: Path):
 
 
 def test_earlier_checkpoints_are_mirrored_by_a_session_that_has_one(run: Path, place: str):
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(1, a_state(1), blocking=True)
-    with sidesave.Checkpointer(run, mirror=place) as ckpt:
-        ckpt.save(2, a_state(2))
-        ckpt.wait(DEADLINE_S, mirrored=True)
+    save_steps(run, 1)
+    save_steps(run, 2, mirror=place)
     check_mirror(place, 1, 2)
-
-
-@pytest.mark.slow
-def test_daemons_killed_at_any_moment_lose_nothing_that_was_mirrored(run: Path, place: str):
-    kill_daemons(run, place, 30)
-
-
-@pytest.mark.slow(minutes=1)
-def test_many_daemons_killed_at_any_moment(run: Path, place: str):
-    kill_daemons(run, place, campaigns.length(200))
-
-
-def kill_daemons(run: Path, place: str, count: int) -> None:
-    chosen = int(os.environ.get("SIDESAVE_TEST_SEED") or random.randrange(10**6))
-    print(f"SIDESAVE_TEST_SEED={chosen}")
-    generator = random.Random(chosen)
-    told: list[int] = []
-    known: set[int] = set()
-    with sidesave.Checkpointer(run, mirror=place) as ckpt:
-        for step in range(count):
-            handle = ckpt.save(step, a_state(step))
-            handle.mirrored.add_done_callback(lambda done, step=step: told.append(step))
-            if generator.random() < 0.5:
-                handle.committed.result(DEADLINE_S)
-            other = ckpt.save(1000 + step, a_state(1000 + step))
-            with contextlib.suppress(TimeoutError):  # a pause of a random length: the daemon is somewhere in its work
-                other.mirrored.result(generator.random() * 0.1)
-            pid = ckpt.daemon_pid
-            if pid is not None:
-                end(pid)
-            new = {*told} - known
-            check_there(place, new)
-            known |= new
-        ckpt.wait(DEADLINE_S, mirrored=True)
-    check_mirror(place, *range(count), *range(1000, 1000 + count))
 
 
 def test_a_daemon_goes_on_when_its_trainer_was_killed(run: Path, place: str, traces: Traces):
@@ -135,7 +95,9 @@ def test_a_daemon_goes_on_when_its_trainer_was_killed(run: Path, place: str, tra
     check_mirror(place, 1, 2, 3, 4)
 
 
-def test_the_next_session_finishes_what_trainer_and_daemon_left(run: Path, place: str, traces: Traces):
+def test_the_next_session_finishes_what_trainer_and_daemon_left(
+    run: Path, place: str, traces: Traces
+):
     with MirrorTrainer(traces, "save_and_mirror", run, place, SLOW, 1, 3) as trainer:
         [pid] = trainer.expect("ready")
         trainer.expect("saved")
@@ -143,19 +105,19 @@ def test_the_next_session_finishes_what_trainer_and_daemon_left(run: Path, place
         end(int(pid))
     check_mirror(place)
     assert not committed_in(place)
-    with sidesave.Checkpointer(run, mirror=place) as ckpt:
-        ckpt.save(4, a_state(4))
-        ckpt.wait(DEADLINE_S, mirrored=True)
+    save_steps(run, 4, mirror=place)
     check_mirror(place, 1, 2, 3, 4)
 
 
-def test_who_waits_for_the_mirror_waits_for_what_earlier_sessions_have_left(run: Path, place: str, traces: Traces):
+def test_who_waits_for_the_mirror_waits_for_what_earlier_sessions_have_left(
+    run: Path, place: str, traces: Traces
+):
     with MirrorTrainer(traces, "save_and_mirror", run, place, SLOW, 1, 3) as trainer:
         [pid] = trainer.expect("ready")
         trainer.expect("saved")
         trainer.kill()
         end(int(pid))
-    slow = sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW)
+    slow = sidesave.Checkpointer(run, mirror=sidesave.MirrorOptions(place=place, bandwidth=SLOW))
     with slow as ckpt, pytest.raises(WriteStalledError, match="earlier sessions"):
         ckpt.wait(0.01, mirrored=True)
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
@@ -164,14 +126,17 @@ def test_who_waits_for_the_mirror_waits_for_what_earlier_sessions_have_left(run:
 
 
 def test_a_session_begins_at_once_while_the_daemon_before_it_still_mirrors(run: Path, place: str):
-    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW) as ckpt:
+    with sidesave.Checkpointer(
+        run, mirror=sidesave.MirrorOptions(place=place, bandwidth=SLOW)
+    ) as ckpt:
         handle = ckpt.save(1, a_state(1), blocking=True)
         before = daemon(ckpt)
     with pytest.raises(SidesaveError, match="closed before step 1 was mirrored"):
         handle.mirrored.result(0)
     wait_until(lambda: not [each for each in staging_memory(before) if "stderr" not in each])
     with pidfd_of(before) as pidfd:
-        with sidesave.Checkpointer(run) as ckpt:  # without a mirror: nobody asks that daemon to leave
+        # without a mirror: nobody asks that daemon to leave
+        with sidesave.Checkpointer(run) as ckpt:
             ckpt.save(2, a_state(2), blocking=True)
             os.kill(before, 0)
         with sidesave.Checkpointer(run, mirror=place) as ckpt:
@@ -191,7 +156,9 @@ def test_a_daemon_that_gets_a_signal_leaves_the_mirror_to_the_next_one(run: Path
 
 
 def test_a_signal_ends_a_daemon_that_mirrors_alone(run: Path, place: str):
-    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=SLOW) as ckpt:
+    with sidesave.Checkpointer(
+        run, mirror=sidesave.MirrorOptions(place=place, bandwidth=SLOW)
+    ) as ckpt:
         ckpt.save(1, a_state(1), blocking=True)
         pid = daemon(ckpt)
     end(pid, signal.SIGTERM)
@@ -201,7 +168,9 @@ def test_a_signal_ends_a_daemon_that_mirrors_alone(run: Path, place: str):
 def test_another_job_is_refused_the_mirror_and_saves_without(tmp_path: Path, place: str):
     with sidesave.Checkpointer(tmp_path / "one", mirror=place) as one:
         one.save(1, a_state(1)).mirrored.result(DEADLINE_S)  # from here on it has the mirror
-        with sidesave.Checkpointer(tmp_path / "other", mirror=place, takeover_timeout_s=0.2) as other:
+        with sidesave.Checkpointer(
+            tmp_path / "other", mirror=place, daemon=sidesave.DaemonOptions(takeover_timeout_s=0.2)
+        ) as other:
             handle = other.save(2, a_state(2), blocking=True)
             with pytest.raises(DirectoryInUseError):
                 handle.mirrored.result(DEADLINE_S)
@@ -212,10 +181,11 @@ def test_another_job_is_refused_the_mirror_and_saves_without(tmp_path: Path, pla
     assert sorted(committed_in(place)) == [1, 4]
 
 
-def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_told(run: Path, tmp_path: Path):
+def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_told(
+    run: Path, tmp_path: Path
+):
     place = tmp_path / "away" / "mirror"
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(0, a_state(0), blocking=True)
+    save_steps(run, 0)
     place.parent.touch()  # a file where a directory is to be
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         first, second = (ckpt.save(step, a_state(step)) for step in (1, 2))
@@ -231,6 +201,26 @@ def test_a_mirror_that_is_away_is_tried_again_and_what_was_deleted_meanwhile_is_
             first.mirrored.result(DEADLINE_S)
     check_mirror(str(place), 0, 2)
     check(run, 0, 2)
+
+
+def test_a_step_that_an_earlier_session_saved_again_is_deleted_once_that_is_mirrored(
+    run: Path, place: str
+):
+    slow = sidesave.MirrorOptions(place=place, bandwidth=1)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.save(1, a_state(0)).mirrored.result(DEADLINE_S)
+    with sidesave.Checkpointer(run, mirror=slow) as ckpt:
+        ckpt.save(1, a_state(1), overwrite=True, blocking=True)
+        ckpt.save(2, a_state(2), blocking=True)
+    with (
+        sidesave.Checkpointer(run, mirror=slow) as ckpt,
+        pytest.raises(InvalidArgumentError, match="the mirror may have only the older save"),
+    ):
+        ckpt.delete(1).result(DEADLINE_S)
+    with sidesave.Checkpointer(run, mirror=place) as ckpt:
+        ckpt.wait(DEADLINE_S, mirrored=True)
+        ckpt.delete(1).result(DEADLINE_S)
+        assert same(ckpt.load(1), a_state(1))
 
 
 def test_a_run_whose_disk_is_gone_goes_on_from_the_mirror(run: Path, place: str):
@@ -270,18 +260,31 @@ def test_where_a_run_went_back_outlives_its_disk(run: Path, place: str):
 
 
 def test_a_damaged_local_copy_is_no_loss(run: Path, place: str):
-    with sidesave.Checkpointer(run, mirror=place) as ckpt:
-        ckpt.save(1, a_state(1))
-        ckpt.wait(DEADLINE_S, mirrored=True)
-    path = next(run.glob("step-00000001/model*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    save_steps(run, 1, mirror=place)
+    flip_bit(next(run.glob("step-00000001/model*.safetensors")))
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         assert same(ckpt.load(), a_state(1))
 
 
-def test_an_empty_run_with_a_mirror_that_cannot_be_read_does_not_begin_anew(run: Path, tmp_path: Path):
+@pytest.mark.parametrize("step", [None, 3])
+def test_an_earlier_save_in_the_mirror_does_not_hide_a_damaged_one(
+    run: Path, place: str, step: int | None
+):
+    save_steps(run, 2, 3, mirror=place)
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.load(2)
+        ckpt.save(3, a_state(4), blocking=True)
+    flip_bit(run / "step-00000003" / "manifest.json")
+    with (
+        sidesave.Checkpointer(run, mirror=place) as ckpt,
+        pytest.raises(IntegrityError, match="step-00000003"),
+    ):
+        ckpt.load(step)
+
+
+def test_an_empty_run_with_a_mirror_that_cannot_be_read_does_not_begin_anew(
+    run: Path, tmp_path: Path
+):
     place = tmp_path / "mirror"
     place.touch()  # no directory: it cannot be listed
     with pytest.raises(SidesaveError) as caught:
@@ -299,7 +302,8 @@ def test_a_run_with_checkpoints_goes_on_where_its_mirror_cannot_be_read(
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         assert same(ckpt.load(), a_state(1))
         after = ckpt.save(2, a_state(2)).committed.result(DEADLINE_S)
-        assert after.sequence > before.sequence + 1  # places that the mirror may have given away stay free
+        # places that the mirror may have given away stay free
+        assert after.sequence > before.sequence + 1
     assert "cannot be read now" in caplog.text
 
 
@@ -312,16 +316,26 @@ def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Pa
         assert found is not None
         return found
 
-    with sidesave.Checkpointer(run, mirror=place, mirror_bandwidth=rate) as ckpt:  # it takes eight seconds
-        stats.mirror_status = ckpt.mirror_status
+    with sidesave.Checkpointer(
+        run, mirror=sidesave.MirrorOptions(place=place, bandwidth=rate)
+    ) as ckpt:  # it takes eight seconds
         first, second = (ckpt.save(step, a_state(step, 16)) for step in (1, 2))
-        nbytes, _ = (handle.committed.result(DEADLINE_S).nbytes for handle in (first, second))  # of each
+        # of each
+        nbytes, _ = (handle.committed.result(DEADLINE_S).nbytes for handle in (first, second))
         wait_until(lambda: status().nbytes_per_s > 0)
         now = status()
-        assert now.checkpoints in (1, 2) and now.nbytes == now.checkpoints * nbytes and now.error is None
+        assert (
+            now.checkpoints in (1, 2)
+            and now.nbytes == now.checkpoints * nbytes
+            and now.error is None
+        )
         assert now.nbytes_per_s < 8 * rate  # a piece is 4 MiB, and the first one goes at once
-        assert "sidesave_mirror_backlog_bytes" in sidesave.reporting.prometheus_text(stats)
-        [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
+        assert "sidesave_mirror_backlog_bytes" in sidesave.reporting.prometheus_text(
+            stats.summary(status())
+        )
+        [view] = [
+            each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid
+        ]
         assert view["mirror"]["nbytes"] == view["mirror"]["checkpoints"] * nbytes
     with sidesave.Checkpointer(run, mirror=place) as ckpt:
         ckpt.save(3, a_state(3))
@@ -333,11 +347,14 @@ def test_what_waits_and_how_fast_it_goes_is_seen_from_inside_and_outside(run: Pa
 
 def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path):
     (tmp_path / "away").touch()
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(0, a_state(0), blocking=True)
+    save_steps(run, 0)
     with sidesave.Checkpointer(run, mirror=tmp_path / "away" / "mirror") as ckpt:
-        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.error is not None)
-        [view] = [each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid]
+        wait_until(
+            lambda: (status := ckpt.mirror_status()) is not None and status.error is not None
+        )
+        [view] = [
+            each for each in json.loads(output("top", "--json")) if each["pid"] == ckpt.daemon_pid
+        ]
         assert "mount its file system" in view["mirror"]["error"]
         (tmp_path / "away").unlink()
         (tmp_path / "away" / "mirror").mkdir(parents=True)
@@ -345,7 +362,9 @@ def test_what_a_mirror_fails_of_is_seen_until_it_works(run: Path, tmp_path: Path
         assert (status := ckpt.mirror_status()) is not None and status.error is None
 
 
-def test_a_mirror_whose_log_is_gone_is_told_of_and_nothing_of_it_is_removed(run: Path, tmp_path: Path):
+def test_a_mirror_whose_log_is_gone_is_told_of_and_nothing_of_it_is_removed(
+    run: Path, tmp_path: Path
+):
     store, away = tmp_path / "mirror", tmp_path / "away"
     with sidesave.Checkpointer(run, mirror=f"file://{store}") as ckpt:
         for step in (1, 2):
@@ -355,9 +374,11 @@ def test_a_mirror_whose_log_is_gone_is_told_of_and_nothing_of_it_is_removed(run:
     before = {path: path.read_bytes() for path in store.glob("step-*/*")}
     (store / ".sidesave.log").rename(away)
     with sidesave.Checkpointer(run, mirror=f"file://{store}") as ckpt:
-        wait_until(lambda: (status := ckpt.mirror_status()) is not None and status.error is not None)
+        wait_until(
+            lambda: (status := ckpt.mirror_status()) is not None and status.error is not None
+        )
         assert (status := ckpt.mirror_status()) is not None
-        assert isinstance(status.error, IntegrityError) and "put the log back" in str(status.error)
+        assert isinstance(status.error, IntegrityError) and "restore the log" in str(status.error)
         assert before == {path: path.read_bytes() for path in store.glob("step-*/*")}
         assert not (store / ".sidesave.log").exists()
         away.rename(store / ".sidesave.log")
@@ -365,11 +386,17 @@ def test_a_mirror_whose_log_is_gone_is_told_of_and_nothing_of_it_is_removed(run:
     check_mirror(f"file://{store}", 1, 2, 3)
 
 
-def test_a_step_that_went_to_the_fallback_is_named_by_its_number(mount: Callable[..., Path], tmp_path: Path):
+def test_a_step_that_went_to_the_fallback_is_named_by_its_number(
+    mount: Callable[..., Path], tmp_path: Path
+):
     run = mount("-t", "tmpfs", "-o", "size=4m", "none") / "run"
-    with sidesave.Checkpointer(run, mirror=tmp_path / "mirror", fallback_directory=tmp_path / "fallback") as ckpt:
+    with sidesave.Checkpointer(
+        run,
+        mirror=tmp_path / "mirror",
+        failures=sidesave.FailureOptions(fallback_directory=tmp_path / "fallback"),
+    ) as ckpt:
         messages: list[protocol.Mirrored] = []
-        mirroring = ckpt._saver.session.saves.mirroring
+        mirroring = ckpt.session.saves.mirroring
         receive = mirroring.receive
 
         def note(message: protocol.Message) -> None:

@@ -1,4 +1,6 @@
-"""Object stores of other makers, as far as they run here: what they do otherwise is found out at a session's start."""
+"""Object stores of other makers, as far as they run here: what they do otherwise is found out at a
+session's start.
+"""
 
 import errno
 import os
@@ -17,14 +19,16 @@ from sidesave.errors import WriteError
 
 def test_rclone_replaces_what_is_there_and_is_refused_at_the_start(tmp_path: Path) -> None:
     with rclone(tmp_path / "store") as options:
-        with pytest.raises(WriteError, match="does not keep an object from being replaced") as refused:
+        with pytest.raises(WriteError, match="replaces existing objects") as refused:
             Checkpointer("s3://bucket/run", storage_options=options)
         assert refused.value.errno == errno.EOPNOTSUPP
         assert sidesave.find("s3://bucket/run", storage_options=options) == []
 
 
 @pytest.mark.slow
-def test_azurite_is_saved_to_resumed_from_and_loses_nothing_by_a_death_of_the_daemon(tmp_path: Path) -> None:
+def test_azurite_is_saved_to_resumed_from_and_loses_nothing_by_a_death_of_the_daemon(
+    tmp_path: Path,
+) -> None:
     url = "az://bucket/run"
     large = {"model": {"weight": torch.randn(3 << 20)}}  # in parts
     with azurite(tmp_path / "store") as options:

@@ -1,33 +1,23 @@
-"""Runs in an object store as people have it, and mirrors there, whose trainers and daemons are killed in uploads."""
+"""Runs in an object store as people have it, and mirrors there, whose trainers and daemons are
+killed in uploads.
+"""
 
-import contextlib
 import itertools
-import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import campaigns
 import pytest
+from campaigns import Share
 from commands import output
-from hostile_bytes import SEED
 from mirrors import MirrorTrainer, check_mirror, check_there
-from seaweed import seaweed
-from stores import strays
-from trainers import DEADLINE_S, Traces, Trainer, a_state, end, same, size_of
+from stores import kill_both, kill_both_again_and_again, strays
+from trainers import DEADLINE_S, Traces
 
-import sidesave
 from sidesave import Checkpointer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MIB = 16
 """Of a state that is mirrored: several parts."""
-
-
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with seaweed(tmp_path_factory.mktemp("weed")) as options:
-        yield options
 
 
 @pytest.fixture(autouse=True)
@@ -36,52 +26,28 @@ def credentials(weed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name.upper(), value)
 
 
-def kill_both(chance: random.Random, trainer: Trainer, daemon: int) -> None:
-    killed = [trainer.kill, lambda: end(daemon)]
-    chance.shuffle(killed)
-    for kill in killed:
-        with contextlib.suppress(ProcessLookupError):  # a daemon whose trainer was first may be through
-            kill()
+def test_nothing_that_was_committed_is_lost_where_both_are_killed_at_any_moment(
+    traces: Traces, share: Share
+) -> None:
+    kill_both_again_and_again("s3://bucket/straight", traces, share.chance, share.rounds(12))
 
 
-@pytest.mark.usefixtures("seed")
-def test_nothing_that_was_committed_is_lost_where_both_are_killed_at_any_moment(traces: Traces) -> None:
-    chance, url = random.Random(SEED), "s3://bucket/straight"
-    committed: set[int] = set()
-    first = 1
-    for _ in range(campaigns.length(12)):
-        with Trainer(traces, "keep_saving", url, first, 6, 0) as trainer:
-            [pid] = trainer.expect("ready")
-            trainer.go_on()
-            until = chance.randrange(1, 12)  # of what it says
-            for count, _line in enumerate(trainer.lines(), 1):
-                if count == until:
-                    break
-            kill_both(chance, trainer, int(pid))
-            committed |= {int(line.split(" ")[1]) for line in trainer.heard if line.startswith("committed ")}
-        with Checkpointer(url) as ckpt:
-            first = (ckpt.latest_step() or 0) + 1
-        found = {info.step: info for info in sidesave.find(url)}
-        assert committed <= found.keys()
-        assert strays(url) == []
-    for step, info in ((info.step, info) for info in sidesave.find(url)):
-        assert sidesave.verify(info).ok
-        assert same(sidesave.load(info), a_state(step, size_of(step)))
-    traces.check()
-
-
-@pytest.mark.usefixtures("seed")
-def test_a_mirror_goes_on_where_both_were_killed_and_lacks_nothing_in_the_end(run: Path, traces: Traces) -> None:
-    chance, place = random.Random(SEED), "s3://bucket/mirror"
+def test_a_mirror_goes_on_where_both_were_killed_and_lacks_nothing_in_the_end(
+    run: Path, traces: Traces, share: Share
+) -> None:
+    chance, place = share.chance, "s3://bucket/mirror"
     saved: set[int] = set()
-    for first in range(0, 2 * campaigns.length(12), 2):
+    for first in (2 * number for number in share.rounds(12)):
         with MirrorTrainer(traces, "save_and_mirror", run, place, 0, first, 2, MIB) as trainer:
             [pid] = trainer.expect("ready")
-            for _line in itertools.islice(trainer.lines(), chance.randrange(4)):  # saved, and two are mirrored
+            # saved, and two are mirrored
+            for _line in itertools.islice(trainer.lines(), chance.randrange(4)):
                 pass
             time.sleep(chance.random() * 0.2)  # it is somewhere in an upload
             kill_both(chance, trainer, int(pid))
-            told = {int(line.split(" ")[1]) for line in trainer.heard if line.startswith("mirrored ")}
+            told = {
+                int(line.split(" ")[1]) for line in trainer.heard if line.startswith("mirrored ")
+            }
         check_there(place, told, mib=MIB)
         saved |= told
     with Checkpointer(run, mirror=place) as ckpt:

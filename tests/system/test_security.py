@@ -1,4 +1,6 @@
-"""Who may do what: another user sees nothing and stalls nobody, and no name, link or environment leads code astray."""
+"""Who may do what: another user sees nothing and stalls nobody, and no name, link or environment
+leads code astray.
+"""
 
 import contextlib
 import fcntl
@@ -21,7 +23,18 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from trainers import DEADLINE_S, Orders, Traces, a_state, check, daemon, pidfd_of, staging_memory
+from loads import flip_bit
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    a_state,
+    check,
+    daemon,
+    pidfd_of,
+    save_steps,
+    staging_memory,
+)
 from zmq.utils.monitor import recv_monitor_message
 
 import sidesave
@@ -44,7 +57,8 @@ def place() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-# It gives up its rights when it has imported what it needs: this Python may lie where nobody else can read it.
+# It gives up its rights when it has imported what it needs: this Python may lie where nobody else
+# can read it.
 BECOME_A_STRANGER = f"""
 import ctypes, fcntl, json, os, socket, sys
 os.setgroups([])
@@ -57,7 +71,9 @@ os.setresuid({STRANGER}, {STRANGER}, {STRANGER})
 def stranger(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """A process of another user that runs ``code``."""
     command = [sys.executable, "-I", "-c", BECOME_A_STRANGER + code, *map(str, arguments)]
-    process = subprocess.Popen(command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -84,7 +100,7 @@ def attempt(name, act):
 """
 
 
-# Another user ----------------------------------------------------------------------------------------------------
+# Another user -------------------------------------------------------------------------------------
 
 
 @pytest.mark.root
@@ -108,7 +124,7 @@ for pid in map(int, sys.argv[1:]):
     attempt(f"signal {pid}", lambda: os.kill(pid, 0))
     attempt(f"trace {pid}", lambda: libc.ptrace(0x4206, pid, 0, 0) and (_ for _ in ()).throw(OSError()))
 print(json.dumps(opened))
-"""
+"""  # noqa: E501
     )
     with sidesave.Checkpointer(place / "run") as checkpointer:
         checkpointer.save(1, a_state(1), blocking=True)
@@ -154,7 +170,9 @@ print(json.dumps(opened))
 
 
 @pytest.mark.root
-def test_another_user_reads_a_checkpoint_once_it_is_committed_and_not_before(place: Path, orders: Orders):
+def test_another_user_reads_a_checkpoint_once_it_is_committed_and_not_before(
+    place: Path, orders: Orders
+):
     run = place / "run"
     umask = os.umask(0o022)
     try:
@@ -163,7 +181,9 @@ def test_another_user_reads_a_checkpoint_once_it_is_committed_and_not_before(pla
             handle = checkpointer.save(1, a_state(1))
             try:
                 orders.obeyed()
-                partial = [stat.S_IMODE(path.stat().st_mode) for path in run.glob(".step-*.partial")]
+                partial = [
+                    stat.S_IMODE(path.stat().st_mode) for path in run.glob(".step-*.partial")
+                ]
                 content = list(run.glob(".step-*.partial/*"))
                 read = [name for name in ask_stranger(READ, run) if "step" in name]
             finally:
@@ -182,8 +202,7 @@ def test_another_user_reads_a_checkpoint_once_it_is_committed_and_not_before(pla
 def test_a_umask_that_keeps_others_out_keeps_them_out(place: Path):
     umask = os.umask(0o077)
     try:
-        with sidesave.Checkpointer(place / "run") as checkpointer:
-            checkpointer.save(1, a_state(1), blocking=True)
+        save_steps(place / "run", 1)
         assert ask_stranger(READ, place) == []
         (place / "run").chmod(0o755)
         assert ask_stranger(READ, place) == []
@@ -207,7 +226,9 @@ sys.stdin.read()
 
 @pytest.mark.root
 @pytest.mark.parametrize("end", ["closed", "power lost"])
-def test_another_user_who_may_read_the_directory_cannot_keep_a_run_from_starting(place: Path, end: str):
+def test_another_user_who_may_read_the_directory_cannot_keep_a_run_from_starting(
+    place: Path, end: str
+):
     """A lock on a file takes no more than the right to read it."""
     run = place / "run"
     umask = os.umask(0o022)
@@ -220,8 +241,7 @@ def test_another_user_who_may_read_the_directory_cannot_keep_a_run_from_starting
         with stranger(LOCK, run) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            with sidesave.Checkpointer(run, takeover_timeout_s=1.0) as checkpointer:
-                checkpointer.save(2, a_state(2), blocking=True)
+            save_steps(run, 2, daemon=sidesave.DaemonOptions(takeover_timeout_s=1.0))
         check(run, 1, 2)
     finally:
         os.umask(umask)
@@ -229,7 +249,8 @@ def test_another_user_who_may_read_the_directory_cannot_keep_a_run_from_starting
 
 def newest_lease(run: Path) -> Path:
     return max(
-        (path for path in (run / LEASE_DIRECTORY).iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
+        (path for path in (run / LEASE_DIRECTORY).iterdir() if path.name.isdigit()),
+        key=lambda path: int(path.name),
     )
 
 
@@ -243,7 +264,9 @@ def write_lease(run: Path, **changes: Any) -> Path:
 
 
 def leave_dead_lease(run: Path) -> None:
-    """Make the lease look as a daemon leaves it that ends with its machine: not released, of an earlier boot."""
+    """Make the lease look as a daemon leaves it that ends with its machine: not released, of an
+    earlier boot.
+    """
     write_lease(run, released=False, boot_id="of an earlier boot")
 
 
@@ -261,7 +284,7 @@ for folder, folders, files in os.walk(path):
         attempt(f"remove {name}", lambda: os.unlink(os.path.join(folder, name)))
         attempt(f"rename {name}", lambda: os.rename(os.path.join(folder, name), os.path.join(folder, "x")))
 print(json.dumps(opened))
-"""
+"""  # noqa: E501
         )
         assert ask_stranger(code, place / "run") == []
 
@@ -273,12 +296,19 @@ def test_a_lease_that_names_another_process_does_not_get_it_killed(tmp_path: Pat
     with subprocess.Popen(["sleep", "600"]) as victim, pidfd_of(victim.pid):
         try:
             path = write_lease(
-                run, released=False, trainer_gone=True, pid=victim.pid, started=started(victim.pid), session="f" * 16
+                run,
+                released=False,
+                trainer_gone=True,
+                pid=victim.pid,
+                started=started(victim.pid),
+                session="f" * 16,
             )
             with path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # so that it counts as held
                 with contextlib.suppress(SidesaveError):
-                    sidesave.Checkpointer(run, takeover_timeout_s=0.2).close()
+                    sidesave.Checkpointer(
+                        run, daemon=sidesave.DaemonOptions(takeover_timeout_s=0.2)
+                    ).close()
             assert victim.poll() is None
         finally:
             victim.kill()
@@ -288,11 +318,12 @@ def started(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
 
 
-# The socket ------------------------------------------------------------------------------------------------------
+# The socket ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mode", "used"), [(0o777, False), (0o1777, True), (0o755, True), (0o770, True), (0o555, None), (0o700, True)]
+    ("mode", "used"),
+    [(0o777, False), (0o1777, True), (0o755, True), (0o770, True), (0o555, None), (0o700, True)],
 )
 def test_the_socket_is_not_put_where_others_can_rename_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, used: bool | None
@@ -310,7 +341,9 @@ def test_the_socket_is_not_put_where_others_can_rename_it(
         shutil.rmtree(base)
 
 
-def test_a_temporary_directory_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_temporary_directory_that_is_none_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").touch()
     for odd in (tmp_path / "file", tmp_path / "nowhere"):
         monkeypatch.setenv("TMPDIR", str(odd))
@@ -320,7 +353,9 @@ def test_a_temporary_directory_that_is_none_is_passed_over(tmp_path: Path, monke
 
 
 class Usurper:
-    """A process of the same user, in a thread: takes the daemon's seat on every socket, before the daemon can."""
+    """A process of the same user, in a thread: takes the daemon's seat on every socket, before the
+    daemon can.
+    """
 
     def __init__(self, folder: str, orders: Orders, words: bytes | None, times: int) -> None:
         self.taken: list[bool] = []
@@ -372,7 +407,9 @@ TOKEN = b"a token not told"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["junk", "HELLO with a wrong token", "another message", "silence"])
+@pytest.mark.parametrize(
+    "words", ["junk", "HELLO with a wrong token", "another message", "silence"]
+)
 def test_a_stranger_in_the_daemons_seat_is_refused_and_the_daemon_comes_up(
     tmp_path: Path,
     traces: Traces,
@@ -381,21 +418,31 @@ def test_a_stranger_in_the_daemons_seat_is_refused_and_the_daemon_comes_up(
     caplog: pytest.LogCaptureFixture,
     words: str,
 ):
-    from sidesave.writer_daemon import protocol
+    from sidesave.writer_daemon import protocol, wire
 
     said: dict[str, bytes | None] = {
         "junk": b"\xc1junk",
-        "HELLO with a wrong token": protocol.encode(protocol.Hello(attempt=1, token=b"x" * 16, pid=os.getpid())),
-        "another message": protocol.encode(protocol.Ready(attempt=1, recovered=(), removed=(), left=())),
+        "HELLO with a wrong token": wire.encode(
+            protocol.Hello(attempt=1, token=b"x" * 16, pid=os.getpid())
+        ),
+        "another message": wire.encode(
+            protocol.Ready(attempt=1, recovered=(), removed=(), left=())
+        ),
         "silence": None,
     }
     monkeypatch.setenv("TMPDIR", traces.folder)
-    monkeypatch.setattr(secrets, "token_bytes", lambda nbytes: TOKEN if nbytes == len(TOKEN) else os.urandom(nbytes))
+    monkeypatch.setattr(
+        secrets, "token_bytes", lambda nbytes: TOKEN if nbytes == len(TOKEN) else os.urandom(nbytes)
+    )
     usurper = Usurper(traces.folder, orders, said[words], times=2)
     await_message = connection.Connection._await
 
-    def await_less(self: connection.Connection, process: DaemonProcess, timeout_s: float, purpose: str) -> Any:
-        """Of the first daemon; from when its seat is taken, for a busy machine takes longer to start one."""
+    def await_less(
+        self: connection.Connection, process: DaemonProcess, timeout_s: float, purpose: str
+    ) -> Any:
+        """Of the first daemon; from when its seat is taken, for a busy machine takes longer to
+        start one.
+        """
         if words == "silence" and self._attempt == 1:
             assert usurper.sits.wait(DEADLINE_S)
             timeout_s = 1.0
@@ -408,7 +455,11 @@ def test_a_stranger_in_the_daemons_seat_is_refused_and_the_daemon_comes_up(
         checkpointer.save(1, a_state(1), blocking=True)
         assert checkpointer.daemon_pid is not None
         process = Path(f"/proc/{checkpointer.daemon_pid}")
-        told = [caplog.text.encode(), (process / "cmdline").read_bytes(), (process / "environ").read_bytes()]
+        told = [
+            caplog.text.encode(),
+            (process / "cmdline").read_bytes(),
+            (process / "environ").read_bytes(),
+        ]
         assert not any(TOKEN in text or TOKEN.hex().encode() in text for text in told)
     check(tmp_path / "run", 1)
     assert list(Path(traces.folder).glob("sidesave-*")) == []
@@ -423,14 +474,14 @@ def test_a_daemon_whose_seat_is_always_taken_fails_in_time(
     monkeypatch.setattr(connection, "MAX_DEATHS", 1)
     usurper = Usurper(traces.folder, orders, b"junk", times=2)
     try:
-        with pytest.raises(DaemonStartError, match="a stranger answered"):
+        with pytest.raises(DaemonStartError, match="another process answered"):
             sidesave.Checkpointer(tmp_path / "run")
     finally:
         usurper.close()
     assert usurper.taken == [True, True]
 
 
-# The daemon's environment ----------------------------------------------------------------------------------------
+# The daemon's environment -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("python_path", ["", ":{}", "{}:", "{}::{}"])
@@ -439,10 +490,21 @@ def test_the_daemon_imports_nothing_from_where_it_happens_to_be(
 ):
     run, canary = tmp_path / "run", tmp_path / "canary"
     run.mkdir()
-    for name in ("msgpack", "zmq", "sidesave", "psutil", "xxhash", "logging", "sitecustomize", "startup"):
+    for name in (
+        "msgpack",
+        "zmq",
+        "sidesave",
+        "psutil",
+        "xxhash",
+        "logging",
+        "sitecustomize",
+        "startup",
+    ):
         (run / f"{name}.py").write_text(f"open({str(canary)!r}, 'a').write({name!r})\n")
     inherited = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", python_path.format(inherited, inherited) if python_path else inherited)
+    monkeypatch.setenv(
+        "PYTHONPATH", python_path.format(inherited, inherited) if python_path else inherited
+    )
     monkeypatch.setenv("PYTHONSTARTUP", str(run / "startup.py"))
     monkeypatch.setenv("PYTHONINSPECT", "1")
     monkeypatch.chdir(run)
@@ -450,11 +512,13 @@ def test_the_daemon_imports_nothing_from_where_it_happens_to_be(
         checkpointer.save(1, a_state(1), blocking=True)
         assert checkpointer.load()["seed"] == 1
     assert not canary.exists()
-    subprocess.run([sys.executable, "-c", "import msgpack"], cwd=run, check=True, stdin=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", "import msgpack"], cwd=run, check=True, stdin=subprocess.DEVNULL
+    )
     assert canary.exists(), "or it would prove nothing"
 
 
-# Links in the run directory --------------------------------------------------------------------------------------
+# Links in the run directory -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -471,7 +535,10 @@ def outside(tmp_path: Path) -> Path:
 def facts(path: Path) -> dict[str, Any]:
     """Names, modes and contents."""
     return {
-        str(entry.relative_to(path.parent)): (entry.lstat().st_mode, entry.read_bytes() if entry.is_file() else b"")
+        str(entry.relative_to(path.parent)): (
+            entry.lstat().st_mode,
+            entry.read_bytes() if entry.is_file() else b"",
+        )
         for entry in [path, *path.rglob("*")]
     }
 
@@ -547,11 +614,12 @@ def test_no_link_in_the_run_directory_is_written_through_or_deleted_through(
     assert (run / "step-00000008").is_dir() or plant is plant_lease
 
 
-def test_a_link_in_the_place_of_a_checkpoint_is_read_through_and_one_of_a_file_is_not(tmp_path: Path):
+def test_a_link_in_the_place_of_a_checkpoint_is_read_through_and_one_of_a_file_is_not(
+    tmp_path: Path,
+):
     """Teams link checkpoints; a link inside one has never been written by us."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    with sidesave.Checkpointer(elsewhere) as checkpointer:
-        checkpointer.save(7, a_state(7), blocking=True)
+    save_steps(elsewhere, 7)
     run.mkdir()
     (run / "best").symlink_to(elsewhere / "step-00000007")
     assert sidesave.load(run / "best")["seed"] == 7
@@ -562,7 +630,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_read_through_and_one_of_a_file_i
         sidesave.load(run / "best")
 
 
-# What is left in dumps and logs ----------------------------------------------------------------------------------
+# What is left in dumps and logs -------------------------------------------------------------------
 
 
 def flags(pid: int | str, name: str) -> list[set[str]]:
@@ -597,16 +665,15 @@ def test_core_dumps_leave_staging_memory_out(tmp_path: Path):
             assert all("dd" in one for one in mapped), pid
 
 
-def test_messages_of_errors_hold_no_values_of_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_messages_of_errors_hold_no_values_of_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     secret = 1234.5678
     state = {"x": {"w": torch.full((300,), secret)}}
     texts: list[str] = []
     with caplog.at_level(logging.DEBUG), sidesave.Checkpointer(tmp_path) as checkpointer:
         path = Path(checkpointer.save(1, state, blocking=True).committed.result().path)
-        file = path / "x.rank-00000.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
+        flip_bit(path / "x.rank-00000.safetensors", -1)
         for attempt in (
             lambda: sidesave.load(path),
             lambda: sidesave.load(path, into={"x": {"w": torch.full((3,), secret)}}, verify=False),
@@ -620,12 +687,17 @@ def test_messages_of_errors_hold_no_values_of_tensors(tmp_path: Path, caplog: py
 
 
 def test_a_daemon_can_be_ended_by_its_own_user_only(tmp_path: Path):
-    """Which the kernel sees to; here it is told that nothing was done to weaken that: no setuid, no extra groups."""
+    """Which the kernel sees to; here it is told that nothing was done to weaken that: no setuid, no
+    extra groups.
+    """
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         pid = daemon(checkpointer)
         status = Path(f"/proc/{pid}/status").read_text()
         own = Path("/proc/self/status").read_text()
         for key in ("Uid:", "Gid:", "Groups:", "CapEff:", "NoNewPrivs:"):
-            find = [next(line for line in text.splitlines() if line.startswith(key)) for text in (status, own)]
+            find = [
+                next(line for line in text.splitlines() if line.startswith(key))
+                for text in (status, own)
+            ]
             assert find[0] == find[1]
         os.kill(pid, signal.SIG_DFL)

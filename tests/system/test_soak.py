@@ -1,4 +1,6 @@
-"""Thousands of saves whose structures and sizes change, with daemons that die and saves that fail: nothing grows."""
+"""Thousands of saves whose structures and sizes change, with daemons that die and saves that fail:
+nothing grows.
+"""
 
 import gc
 import os
@@ -22,21 +24,35 @@ from sidesave.writer_daemon.writing.writer import IN_FLIGHT
 STRUCTURES = 10
 """More than there are places for plans, so that plans are made again and again."""
 LARGEST_NBYTES = 8 << 20
-"""Of one state: the C library may or may not have given that much back at any moment. A daemon that has shortened the
-history once keeps half of that, too."""
+"""Of one state: the C library may or may not have given that much back at any moment. A daemon that
+has shortened the history once keeps half of that, too.
+"""
 
 
 def state_of(step: int) -> dict[str, object]:
-    """States of ten structures in turn, which grow for a while and then shrink, from 8 KiB to 8 MiB."""
+    """States of ten structures in turn, which grow for a while and then shrink, from 8 KiB to 8
+    MiB.
+    """
     kind = step % STRUCTURES
     count = 1 << (10 + min(kind, STRUCTURES - kind) * 2 - (kind > 5))
-    layers = {f"layer{number}": torch.full((count // (kind + 1),), float(step + number)) for number in range(kind + 1)}
-    return {f"model{kind}": layers, "optimizer": {"m": torch.full((count,), float(step))}, "step": step}
+    layers = {
+        f"layer{number}": torch.full((count // (kind + 1),), float(step + number))
+        for number in range(kind + 1)
+    }
+    return {
+        f"model{kind}": layers,
+        "optimizer": {"m": torch.full((count,), float(step))},
+        "step": step,
+    }
 
 
 def check(path: os.PathLike[str], step: int) -> None:
     def leaves(state: object) -> list[object]:
-        return [leaf for item in state.values() for leaf in leaves(item)] if isinstance(state, dict) else [state]
+        return (
+            [leaf for item in state.values() for leaf in leaves(item)]
+            if isinstance(state, dict)
+            else [state]
+        )
 
     loaded, saved = sidesave.load(path), state_of(step)
     assert loaded.keys() == saved.keys()
@@ -47,14 +63,20 @@ def check(path: os.PathLike[str], step: int) -> None:
 def written_nbytes(process: psutil.Process) -> int:
     """Memory that is a process's own and that it has written to, but for staging memory.
 
-    The rest of its unshared memory (USS) says less: pages of a library count while nobody else has that library open,
-    and staging memory depends on which slot held which state.
+    The rest of its unshared memory (USS) says less: pages of a library count while nobody else has
+    that library open, and staging memory depends on which slot held which state.
     """
-    return sum(part.private_dirty for part in process.memory_maps() if not part.path.startswith("/memfd:sidesave"))
+    return sum(
+        part.private_dirty
+        for part in process.memory_maps()
+        if not part.path.startswith("/memfd:sidesave")
+    )
 
 
 class Soak:
-    """Many saves by one checkpointer, of which only the newest are kept, and what is in use meanwhile."""
+    """Many saves by one checkpointer, of which only the newest are kept, and what is in use
+    meanwhile.
+    """
 
     def __init__(self, run: Path, traces: Traces, orders: Orders) -> None:
         self._run, self._traces, self._orders = run, traces, orders
@@ -78,7 +100,8 @@ class Soak:
                 self._kill()
             handles.append(self._ckpt.save(self._step, state_of(self._step)))
             if fail_every and self._step % fail_every == 0:
-                self._finish(handles)  # by a daemon that is there: one that cannot even start is another matter
+                # by a daemon that is there: one that cannot even start is another matter
+                self._finish(handles)
                 self._step += 1
                 self._fail()
             if len(handles) == 2:
@@ -152,13 +175,23 @@ class Soak:
 def assert_flat(
     early: dict[str, float], late: dict[str, float], only: Callable[[str], bool], growth_nbytes: int
 ) -> None:
-    """The medians are no higher, save those of memory by ``growth_nbytes``, and the threads of a writing pool.
+    """The medians are no higher, save those of memory by ``growth_nbytes``, and the threads of a
+    writing pool.
 
-    The pool starts one only where none is idle: how many, up to ``IN_FLIGHT``, is for chance to say.
+    The pool starts one only where none is idle: how many, up to ``IN_FLIGHT``, is for chance to
+    say.
     """
     for name in filter(only, early):
-        room = growth_nbytes if name.endswith("memory") else IN_FLIGHT if name == "daemon threads" else 0
-        assert late[name] <= early[name] + room, f"{name} has grown from {early[name]:,} to {late[name]:,}"
+        room = (
+            growth_nbytes
+            if name.endswith("memory")
+            else IN_FLIGHT
+            if name == "daemon threads"
+            else 0
+        )
+        assert late[name] <= early[name] + room, (
+            f"{name} has grown from {early[name]:,} to {late[name]:,}"
+        )
 
 
 @pytest.mark.slow
@@ -198,8 +231,8 @@ def test_saves_with_reshapes_deaths_and_failures_leave_everything_flat(
         trainer = late["trainer memory"] - early["trainer memory"]
         daemon = late["daemon memory"] - new_daemon["daemon memory"]
         print(
-            f"\n{campaigns.length(3000):,} saves of {STRUCTURES} structures, {soak.deaths} daemons killed, "
-            f"{soak.failures} saves refused: "
-            f"memory of the trainer {trainer / 2**10:+,.0f} KiB, of the daemon {daemon / 2**10:+,.0f} KiB; "
-            "descriptors, threads, arenas and files as at the start"
+            f"\n{campaigns.length(3000):,} saves of {STRUCTURES} structures, {soak.deaths} daemons "
+            f"killed, {soak.failures} saves refused: memory of the trainer {trainer / 2**10:+,.0f} "
+            f"KiB, of the daemon {daemon / 2**10:+,.0f} KiB; descriptors, threads, arenas and "
+            "files as at the start"
         )

@@ -1,4 +1,6 @@
-"""Daemons that were left behind without the lease, on a file system where nobody can kill them, and that go on."""
+"""Daemons that were left behind without the lease, on a file system where nobody can kill them, and
+that go on.
+"""
 
 import dataclasses
 import errno
@@ -11,10 +13,21 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import campaigns
 import pytest
+from campaigns import Share
 from network_storage import ELSEWHERE, PERIOD_S, NetworkStorage
-from sessions import NEW, OLD, MortalStorage, Session, a_state, entries, same
+from sessions import (
+    AFTER,
+    BEFORE,
+    NEW,
+    OLD,
+    MortalStorage,
+    Session,
+    entries,
+    replacing,
+    same,
+    staged,
+)
 from trainers import (
     DEADLINE_S,
     ROOT,
@@ -30,11 +43,11 @@ from trainers import (
 import sidesave
 from sidesave.client.loading import load as loader
 from sidesave.client.reading.verify import verify
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 from sidesave.errors import SidesaveError, WriteError
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.commit import commit
-from sidesave.writer_daemon.commit.commit import Recovery
-from sidesave.writer_daemon.format.manifest import Manifest
+from sidesave.writer_daemon.commit.recovery import Recovery
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
@@ -43,8 +56,6 @@ pytestmark = pytest.mark.usefixtures("end_all")
 
 LAST = "e" * 16
 SEEDS = itertools.count()
-BEFORE, AFTER = a_state(1), a_state(2)
-"""What step 100 holds in the end: the second, and where it replaces one, the first until then."""
 
 
 class PausingStorage(MortalStorage):
@@ -88,7 +99,7 @@ class RemoteSession(Session):
 
 def visible(root: Path) -> dict[int, int]:
     """The committed steps, each whole, with their sequences."""
-    found = {info.step: info for info in catalog.scan(str(root))}
+    found = {info.step: info for info in catalog_of(str(root)).all()}
     for info in found.values():
         report = verify(info.path)
         assert report.ok, report.faults
@@ -108,19 +119,15 @@ def next_start(root: Path) -> dict[int, int]:
     return found
 
 
-replacing = pytest.mark.parametrize("replacing", [False, True], ids=["a new step", "an overwritten step"])
-
-
 @replacing
 @pytest.mark.slow
-def test_daemon_left_behind_at_any_operation_changes_nothing_any_more(tmp_path: Path, replacing: bool):
+def test_daemon_left_behind_at_any_operation_changes_nothing_any_more(
+    tmp_path: Path, share: Share, replacing: bool
+):
     def left_behind(at: int) -> bool:
-        root = tmp_path / f"{at}"
-        root.mkdir()
-        zombie = RemoteSession(root, OLD)
-        if replacing:
-            zombie.save(100, BEFORE)
-        save = zombie.stage(100, AFTER, sequence=2, replace=replacing)
+        zombie, save = staged(
+            root := tmp_path / f"{at}", lambda root: RemoteSession(root, OLD), replacing=replacing
+        )
         successors: list[tuple[Session, dict[int, int], bool]] = []
         written = False
 
@@ -157,21 +164,25 @@ def test_daemon_left_behind_at_any_operation_changes_nothing_any_more(tmp_path: 
         shutil.rmtree(root)
         return False
 
-    assert next(at for at in campaigns.numbers() if left_behind(at)) > 30
+    for at in share.numbers():
+        if left_behind(at):
+            assert at > 30
+            share.is_past(at)
 
 
 @replacing
 @pytest.mark.slow
-def test_commit_that_was_checked_before_the_takeover_and_ends_in_the_midst_of_it(tmp_path: Path, replacing: bool):
-    """The one rename that is under way when the lease passes on happens before the recovery, or not at all."""
+def test_commit_that_was_checked_before_the_takeover_and_ends_in_the_midst_of_it(
+    tmp_path: Path, replacing: bool
+):
+    """The one rename that is under way when the lease passes on happens before the recovery, or not
+    at all.
+    """
 
     def overtake(at: int) -> bool:
-        root = tmp_path / f"{at}"
-        root.mkdir()
-        zombie = RemoteSession(root, OLD)
-        if replacing:
-            zombie.save(100, BEFORE)
-        save = zombie.stage(100, AFTER, sequence=2, replace=replacing)
+        zombie, save = staged(
+            root := tmp_path / f"{at}", lambda root: RemoteSession(root, OLD), replacing=replacing
+        )
         checked, go_on = threading.Event(), threading.Event()
 
         class Checked(PausingStorage):
@@ -184,7 +195,7 @@ def test_commit_that_was_checked_before_the_takeover_and_ends_in_the_midst_of_it
         zombie.write(save)
         zombie.storage.close()
         zombie.storage = Checked(root, -1, lambda: None)
-        outcomes: list[Manifest | SidesaveError] = []
+        outcomes: list[CheckpointInfo | SidesaveError] = []
 
         def finish() -> None:
             try:
@@ -212,7 +223,9 @@ def test_commit_that_was_checked_before_the_takeover_and_ends_in_the_midst_of_it
         if not went_on:
             let_go_on()
         [outcome] = outcomes
-        assert isinstance(outcome, Manifest) == (within and at < 3), "only before the recovery has taken it away"
+        assert isinstance(outcome, CheckpointInfo) == (within and at < 3), (
+            "only before the recovery has taken it away"
+        )
         assert visible(root) in ([{100: 2}] if not result.left else [{100: 1}])
         successor.end()
         zombie.end()
@@ -226,10 +239,11 @@ def test_commit_that_was_checked_before_the_takeover_and_ends_in_the_midst_of_it
     assert at > 15
 
 
-def test_daemon_left_behind_before_its_commit_learns_that_the_next_session_has_done_it(tmp_path: Path):
+def test_daemon_left_behind_before_its_commit_learns_that_the_next_session_has_done_it(
+    tmp_path: Path,
+):
     zombie = RemoteSession(tmp_path, OLD)
-    save = zombie.stage(100, AFTER, sequence=2)
-    zombie.write(save)
+    save = zombie.put(100, AFTER, sequence=2)
     successor = RemoteSession(tmp_path, NEW)
     assert successor.recover() == Recovery(committed=("step-00000100",), removed=())
     assert (zombie.commit(save).session, zombie.commit(save).sequence) == (OLD, 2)
@@ -239,7 +253,7 @@ def test_daemon_left_behind_before_its_commit_learns_that_the_next_session_has_d
     assert next_start(tmp_path) == {100: 2}
 
 
-# Real daemons ----------------------------------------------------------------------------------------------------
+# Real daemons -------------------------------------------------------------------------------------
 
 _EXEC = """
 import os, signal, sys
@@ -250,13 +264,15 @@ if sys.argv[2] == "first":
     pid = sidesave.Checkpointer(sys.argv[1]).daemon_pid
     os.kill(pid, signal.SIGSTOP)
     os.execv(sys.executable, [sys.executable, "-c", sys.argv[3], sys.argv[1], "second"])
-with sidesave.Checkpointer(sys.argv[1], takeover_timeout_s=1.0) as ckpt:
+with sidesave.Checkpointer(sys.argv[1], daemon=sidesave.DaemonOptions(takeover_timeout_s=1.0)) as ckpt:
     ckpt.save(1, trainers.a_state(1, 0.1))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
-def test_trainer_that_execs_itself_is_let_in_though_its_old_daemon_was_stopped(tmp_path: Path, traces: Traces):
+def test_trainer_that_execs_itself_is_let_in_though_its_old_daemon_was_stopped(
+    tmp_path: Path, traces: Traces
+):
     environment = {**os.environ, "TMPDIR": traces.folder, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
     command = [sys.executable, "-c", _EXEC, tmp_path / "run", "first", _EXEC]
     subprocess.run(command, env=environment, check=True, timeout=DEADLINE_S)

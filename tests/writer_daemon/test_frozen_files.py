@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from object_server import ObjectServer, serving
+from object_server import ObjectServer
 from object_sessions import KINDS, begin, new_place
 from sessions import Death, Session, State, check, entries
 
@@ -31,28 +31,23 @@ BASE, LIST = "model@frozen.rank-00000.safetensors", "model@frozen.rank-00000.xxh
 def a_state(seed: int, base: int = 0) -> State:
     """A base of some blocks, and what is trained on top of it."""
     generator = torch.Generator().manual_seed(base)
-    layers = {"large": torch.rand(300_000, generator=generator), "small": torch.rand(7, generator=generator)}
-    return {"model": {"base": Frozen(layers), "adapter": torch.full((50,), seed + 0.5)}, "seed": seed}
+    layers = {
+        "large": torch.rand(300_000, generator=generator),
+        "small": torch.rand(7, generator=generator),
+    }
+    return {
+        "model": {"base": Frozen(layers), "adapter": torch.full((50,), seed + 0.5)},
+        "seed": seed,
+    }
 
 
 def inode(root: Path, step: int, name: str = BASE) -> int:
     return (root / f"step-{step:08d}" / name).stat().st_ino
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "run").mkdir()
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def session(root: Path) -> Iterator[Session]:
-    session = Session(root)
-    yield session
-    session.end()
-
-
-def test_the_same_bytes_are_linked_with_their_digests_and_the_rest_is_written(session: Session, root: Path):
+def test_the_same_bytes_are_linked_with_their_digests_and_the_rest_is_written(
+    session: Session, root: Path
+):
     for step in (1, 2, 3):
         session.save(step, a_state(step), sequence=step)
     for step in (1, 2, 3):
@@ -65,7 +60,9 @@ def test_the_same_bytes_are_linked_with_their_digests_and_the_rest_is_written(se
 
 
 @pytest.mark.parametrize("changed", ["first", "last"])
-def test_other_bytes_are_written_and_those_are_linked_from_then_on(session: Session, root: Path, changed: str):
+def test_other_bytes_are_written_and_those_are_linked_from_then_on(
+    session: Session, root: Path, changed: str
+):
     states = [a_state(step) for step in range(4)]
     for state in states[2:]:
         state["model"]["base"].value["large"][0 if changed == "first" else -1] = 5
@@ -85,7 +82,9 @@ def test_a_base_of_another_size_is_written(session: Session, root: Path):
     assert len({inode(root, step) for step in range(3)}) == 3
 
 
-def test_each_so_manyth_save_writes_the_file_anew(session: Session, root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_so_manyth_save_writes_the_file_anew(
+    session: Session, root: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(frozen, "EVERY", 3)
     for step in range(8):
         session.save(step, a_state(step), sequence=step + 1)
@@ -137,8 +136,7 @@ def test_a_save_that_was_written_and_never_committed_is_not_taken_for_the_step_o
     session: Session, root: Path
 ):
     session.save(1, a_state(1), sequence=1)
-    given_up = session.stage(1, a_state(2, base=1), sequence=2, replace=True)
-    session.write(given_up)
+    given_up = session.put(1, a_state(2, base=1), sequence=2, replace=True)
     commit.reclaim(session.storage, given_up)
     session.save(2, a_state(3, base=1), sequence=3)
     check(root, 1, a_state(1))
@@ -149,8 +147,7 @@ def test_a_save_whose_commit_is_still_to_come_is_linked_to(session: Session, roo
     """As with several ranks, where rank 0 may be waiting for another one."""
     first, second = session.stage(1, a_state(1), sequence=1), None
     session.write(first)
-    second = session.stage(2, a_state(2), sequence=2)
-    session.write(second)
+    second = session.put(2, a_state(2), sequence=2)
     session.commit(first)
     session.commit(second)
     assert inode(root, 1) == inode(root, 2)
@@ -158,7 +155,9 @@ def test_a_save_whose_commit_is_still_to_come_is_linked_to(session: Session, roo
         check(root, step, a_state(step))
 
 
-@pytest.mark.parametrize("code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES])
+@pytest.mark.parametrize(
+    "code", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES]
+)
 def test_where_no_link_can_be_made_the_file_is_written(
     session: Session, root: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ):
@@ -176,7 +175,9 @@ def test_where_no_link_can_be_made_the_file_is_written(
     assert inode(root, 1) != inode(root, 2)
 
 
-def test_an_error_of_the_disk_is_the_saves(session: Session, root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_the_disk_is_the_saves(
+    session: Session, root: Path, monkeypatch: pytest.MonkeyPatch
+):
     def fail(*names: str, **options: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -191,7 +192,9 @@ def test_an_error_of_the_disk_is_the_saves(session: Session, root: Path, monkeyp
     check(root, 2, a_state(2))
 
 
-def test_room_is_needed_only_for_what_is_written(session: Session, root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_room_is_needed_only_for_what_is_written(
+    session: Session, root: Path, monkeypatch: pytest.MonkeyPatch
+):
     session.save(1, a_state(1))
     monkeypatch.setattr(session.storage, "free_nbytes", lambda: 500_000)
     session.save(2, a_state(2), sequence=2)
@@ -202,7 +205,9 @@ def test_room_is_needed_only_for_what_is_written(session: Session, root: Path, m
 
 
 def save_and_die(root: Path, last: int) -> bool:
-    """A save that links, of a daemon that dies before its ``last``-th operation on storage; whether it survived."""
+    """A save that links, of a daemon that dies before its ``last``-th operation on storage; whether
+    it survived.
+    """
     root.mkdir()
     session = Session(root)
     session.save(1, a_state(1))
@@ -232,7 +237,7 @@ def test_a_daemon_dead_at_any_operation_of_such_a_save_leaves_it_to_the_next(tmp
     assert last > 15
 
 
-# Other storages ----------------------------------------------------------------------------------------------------
+# Other storages -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -247,15 +252,17 @@ def test_a_store_copies_what_has_not_changed(kind: str, tmp_path: Path):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "buckets") as server, urls.using(server.options):
+def server(server: ObjectServer) -> Iterator[ObjectServer]:
+    with urls.using(server.options):
         yield server
 
 
 def uploads(server: ObjectServer) -> int:
     """Of bases."""
-    return sum(request.key.endswith(BASE) and request.method in ("PUT", "START") for request in server.requests)
+    return sum(
+        request.key.endswith(BASE) and request.method in ("PUT", "START")
+        for request in server.requests
+    )
 
 
 def test_what_has_not_changed_is_not_uploaded_again(server: ObjectServer):
@@ -266,8 +273,12 @@ def test_what_has_not_changed_is_not_uploaded_again(server: ObjectServer):
     session.save(2, a_state(2), sequence=2)
     assert (uploads(server), server.count("COPY")) == (1, 2)
     frozen = ("@frozen", "-00000001.ffffffffffffffff/rank-00000.json")
-    asked = Counter(each.method for each in server.requests[begun:] if any(name in each.key for name in frozen))
-    assert asked == {"GET": 2, "HEAD": 4, "COPY": 2}, "of tensors and digests: is it that save, is it there, now it is"
+    asked = Counter(
+        each.method for each in server.requests[begun:] if any(name in each.key for name in frozen)
+    )
+    assert asked == {"GET": 2, "HEAD": 4, "COPY": 2}, (
+        "of tensors and digests: is it that save, is it there, now it is"
+    )
     check("s3://bucket/run", 2, a_state(2))
     session.close()
 
@@ -283,7 +294,9 @@ def test_what_a_store_does_not_copy_is_uploaded(server: ObjectServer, fault: int
     session.close()
 
 
-def test_a_link_whose_answer_was_lost_costs_one_write(session: Session, root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_link_whose_answer_was_lost_costs_one_write(
+    session: Session, root: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As on network file systems, which repeat a request and are told that the name is taken."""
     link = session.storage.link
     monkeypatch.setattr(session.storage, "link", lambda old, new: link(old, new) and False)

@@ -1,4 +1,6 @@
-"""The life of a save, driven by every order of events that storage, trainer and signals can produce."""
+"""The life of a save, driven by every order of events that storage, trainer and signals can
+produce.
+"""
 
 import dataclasses
 
@@ -6,7 +8,7 @@ import campaigns
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from job_messages import ATTEMPT, a_failure, a_save
+from job_messages import ATTEMPT, a_failure, a_save, an_info
 
 from sidesave.writer_daemon.process import jobs
 from sidesave.writer_daemon.process.jobs import Jobs
@@ -45,7 +47,9 @@ def messages(actions: list[jobs.Action]) -> list[Message]:
 
 
 class Daemon(RuleBasedStateMachine):
-    """Plays the server and its storage thread around a ``Jobs`` and keeps the books by which it is judged."""
+    """Plays the server and its storage thread around a ``Jobs`` and keeps the books by which it is
+    judged.
+    """
 
     @initialize(world_size=st.sampled_from([1, 2]))
     def start(self, world_size: int) -> None:
@@ -74,15 +78,21 @@ class Daemon(RuleBasedStateMachine):
             match action:
                 case jobs.StartWrite(save, memory):
                     assert self.writing is None, "two writes at once"
-                    assert self.committing is None or self.world_size > 1, "no commit waits for others here"
+                    assert self.committing is None or self.world_size > 1, (
+                        "no commit waits for others here"
+                    )
                     assert save.save_id not in self.answers
                     assert memory == self.with_memory[save.save_id]
                     self.started.append(save.save_id)
                     self.writing = save
                 case jobs.StartCommit(save):
                     assert self.committing is None, "two commits at once"
-                    assert self.writing is None or self.world_size > 1, "no commit waits for others here"
-                    assert save.save_id in self.written, "committed what was never said to be written"
+                    assert self.writing is None or self.world_size > 1, (
+                        "no commit waits for others here"
+                    )
+                    assert save.save_id in self.written, (
+                        "committed what was never said to be written"
+                    )
                     self.commits.append(save.save_id)
                     self.committing = save
                 case jobs.StartDelete(request):
@@ -95,7 +105,9 @@ class Daemon(RuleBasedStateMachine):
                     assert request.save_id not in self.answers
                     self.refusing.append(request.save_id)
                 case jobs.Reclaim(save):
-                    assert isinstance(self.answers[save.save_id], Failed), "removed a save that had not failed"
+                    assert isinstance(self.answers[save.save_id], Failed), (
+                        "removed a save that had not failed"
+                    )
                 case jobs.Send(message):
                     self.hear(message)
                 case jobs.Exit():
@@ -157,14 +169,21 @@ class Daemon(RuleBasedStateMachine):
     @precondition(lambda self: self.is_running() and self.accepted)
     @rule(data=st.data())
     def bytes_move(self, data: st.DataObject) -> None:
-        save = data.draw(st.sampled_from(self.accepted))  # of an answered one as well: its thread may be stuck
+        # of an answered one as well: its thread may be stuck
+        save = data.draw(st.sampled_from(self.accepted))
         told = messages(self.feed(jobs.Progressed(save.save_id, 5, 10)))
         assert len(told) == (save.save_id not in self.answers)
 
     @precondition(is_running)
     @rule(again=st.booleans())
     def a_deletion_is_asked_for(self, again: bool) -> None:
-        request = Delete(attempt=ATTEMPT, save_id=1000 + len(self.deletions) - again, step=1, sequence=1, retry=again)
+        request = Delete(
+            attempt=ATTEMPT,
+            save_id=1000 + len(self.deletions) - again,
+            steps=(1,),
+            sequence=1,
+            retry=again,
+        )
         known = request.save_id in self.deletions
         self.deletions.add(request.save_id)
         if not known:
@@ -209,7 +228,9 @@ class Daemon(RuleBasedStateMachine):
         save, self.writing = self.writing, None
         assert save is not None
         given_up = save.save_id in self.answers
-        actions = self.feed(jobs.WriteEnded(save.save_id, 100, 1.0, a_failure(save.save_id) if failed else None))
+        actions = self.feed(
+            jobs.WriteEnded(save.save_id, 100, 1.0, a_failure(save.save_id) if failed else None)
+        )
         if failed:
             assert isinstance(self.answers[save.save_id], Failed)
         else:
@@ -221,7 +242,10 @@ class Daemon(RuleBasedStateMachine):
     def a_commit_ends(self, failed: bool) -> None:
         save, self.committing = self.committing, None
         assert save is not None
-        self.feed(jobs.CommitEnded(save.save_id, "step-1", 100, a_failure(save.save_id) if failed else None))
+        if failed:
+            self.feed(jobs.CommitEnded(save.save_id, error=a_failure(save.save_id)))
+        else:
+            self.feed(jobs.CommitEnded(save.save_id, "step-1", an_info(save)))
         assert save.save_id in self.answers
 
     @precondition(is_running)
@@ -237,7 +261,9 @@ class Daemon(RuleBasedStateMachine):
         assert isinstance(self.answers[awaited.save_id], Failed)
         assert stuck <= self.answers.keys(), "stuck is stuck, whatever it was at"
         if already:
-            assert self.requests() - self.refusals <= self.answers.keys(), "stuck storage leaves nothing open"
+            assert self.requests() - self.refusals <= self.answers.keys(), (
+                "stuck storage leaves nothing open"
+            )
 
     @precondition(is_running)
     @rule()
@@ -262,9 +288,13 @@ class Daemon(RuleBasedStateMachine):
         assert len(self.jobs) == len(in_hand)
         if self.world_size > 1:
             queued = {save.save_id for save in open_saves} - set(self.started)
-            assert self.writing is not None or not queued, "it is written while others are waited for"
+            assert self.writing is not None or not queued, (
+                "it is written while others are waited for"
+            )
         idle = not self.deleting and not self.refusing and self.deletions <= self.answers.keys()
-        assert not (self.draining and len(self.jobs) == 0 and idle), "drained and empty, yet no Exit"
+        assert not (self.draining and len(self.jobs) == 0 and idle), (
+            "drained and empty, yet no Exit"
+        )
 
     @invariant()
     def saves_start_in_the_order_in_which_they_came(self) -> None:
@@ -298,7 +328,7 @@ def test_save_runs_from_queue_to_commit():
     written = jobs.Send(Written(attempt=ATTEMPT, save_id=1, nbytes=7, seconds=0.5))
     assert machine.handle(jobs.WriteEnded(1, 7, 0.5)) == [written, jobs.StartCommit(save)]
     committed = jobs.Send(Committed(attempt=ATTEMPT, save_id=1, name="step-00000010", nbytes=7))
-    assert machine.handle(jobs.CommitEnded(1, "step-00000010", 7)) == [committed]
+    assert machine.handle(jobs.CommitEnded(1, "step-00000010", an_info(save, 7))) == [committed]
     assert machine.handle(jobs.DrainRequested()) == [jobs.Exit()]
 
 
@@ -329,8 +359,13 @@ def test_saves_behind_stuck_storage_fail_with_it_after_a_second_deadline():
     for save_id in (1, 2, 3):
         machine.handle(jobs.Submitted(a_save(save_id)))
     assert machine.handle(jobs.Stalled(a_failure(1))) == [jobs.Send(a_failure(1))]
-    assert machine.handle(jobs.Stalled(a_failure(1))) == [jobs.Send(a_failure(2)), jobs.Send(a_failure(3))]
-    assert machine.handle(jobs.DrainRequested()) == [], "the stuck operation still holds the directory"
+    assert machine.handle(jobs.Stalled(a_failure(1))) == [
+        jobs.Send(a_failure(2)),
+        jobs.Send(a_failure(3)),
+    ]
+    assert machine.handle(jobs.DrainRequested()) == [], (
+        "the stuck operation still holds the directory"
+    )
     assert machine.handle(jobs.WriteEnded(1, 0, 0.0, a_failure(1))) == [jobs.Exit()]
 
 
@@ -342,4 +377,7 @@ def test_save_of_several_ranks_is_written_while_the_one_before_it_waits_for_the_
     ended = machine.handle(jobs.WriteEnded(1, 7, 0.5))
     assert ended == [written, jobs.StartCommit(first), jobs.StartWrite(second, memory=True)]
     stalled = dataclasses.replace(a_failure(1), error="CommitUnknownError")
-    assert machine.handle(jobs.Stalled(a_failure(2))) == [jobs.Send(a_failure(2)), jobs.Send(stalled)]
+    assert machine.handle(jobs.Stalled(a_failure(2))) == [
+        jobs.Send(a_failure(2)),
+        jobs.Send(stalled),
+    ]

@@ -1,7 +1,8 @@
-"""One writer at a time: on local file systems, on network file systems that lie, and against those that come back.
+"""One writer at a time: on local file systems, on network file systems that lie, and against those
+that come back.
 
-As a script this module is another process that wants the same directory: ``python test_lease.py NAME ARGUMENTS`` runs
-the function of that name.
+As a script this module is another process that wants the same directory:
+``python test_lease.py NAME ARGUMENTS`` runs the function of that name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import campaigns
 import pytest
+from campaigns import Share
 from hypothesis import given
 from hypothesis import strategies as st
 from network_storage import ELSEWHERE, PERIOD_S, NetworkStorage
@@ -29,7 +31,8 @@ from trainers import ROOT, SUPPORT
 
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.lease.lease import STILL_PERIODS, Lease, Observer, current_holder
+from sidesave.writer_daemon.lease.lease import Lease
+from sidesave.writer_daemon.lease.observer import STILL_PERIODS, Observer, current_holder
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.storage import PosixStorage, Storage
 
@@ -43,26 +46,34 @@ KINDS: dict[str, Callable[[str, int | None], Storage]] = {
 }
 
 
-# Other processes -------------------------------------------------------------------------------------------------
+# Other processes ----------------------------------------------------------------------------------
 
 
 def hold(root: str, kind: str) -> None:
     """Take the lease, say so, and keep it."""
-    lease = Lease(KINDS[kind](root, None), LeaseRecord.current(SESSIONS[60], os.getpid()), 60.0, lambda: True)
+    lease = Lease(
+        KINDS[kind](root, None), LeaseRecord.current(SESSIONS[60], os.getpid()), 60.0, lambda: True
+    )
     os.write(1, b"held\n")
     os.read(0, 1)
     lease.release()
 
 
 def contend(root: str, kind: str, seed: str) -> None:
-    """Take the lease again and again; mark in a journal when it is held, which no two may be at once."""
+    """Take the lease again and again; mark in a journal when it is held, which no two may be at
+    once.
+    """
     chance = random.Random(int(seed))
     journal = os.open(f"{root}/journal", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     storage = KINDS[kind](root, int(seed))
     for turn in range(10**9):
         try:
             lease = Lease(
-                storage, LeaseRecord.current(f"{chance.getrandbits(64):016x}", os.getpid()), 60.0, lambda: True, 1.0
+                storage,
+                LeaseRecord.current(f"{chance.getrandbits(64):016x}", os.getpid()),
+                60.0,
+                lambda: True,
+                1.0,
             )
         except DirectoryInUseError:
             time.sleep(chance.uniform(0, 0.01))
@@ -85,13 +96,7 @@ if __name__ == "__main__":
     sys.exit()
 
 
-# Helpers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "run").mkdir()
-    return tmp_path / "run"
+# Helpers ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -164,7 +169,7 @@ def ended_process() -> tuple[int, int]:
     return process.pid, holder.trainer_started
 
 
-# Taking and giving back ------------------------------------------------------------------------------------------
+# Taking and giving back ---------------------------------------------------------------------------
 
 
 def test_live_holder_refuses_the_second_by_name(storage: Storage, take: Take):
@@ -177,7 +182,9 @@ def test_live_holder_refuses_the_second_by_name(storage: Storage, take: Take):
     lease.check()
 
 
-def test_released_lease_goes_to_the_next_with_a_higher_epoch(storage: Storage, root: Path, take: Take):
+def test_released_lease_goes_to_the_next_with_a_higher_epoch(
+    storage: Storage, root: Path, take: Take
+):
     for epoch in (1, 2, 3):
         lease = take(storage, epoch)
         assert lease.epoch == epoch
@@ -185,10 +192,12 @@ def test_released_lease_goes_to_the_next_with_a_higher_epoch(storage: Storage, r
         lease.check()
         lease.release()
         lease.release()
-        assert "not ours" in lost(lease)
+        assert "the lease file was changed" in lost(lease)
 
 
-def test_lease_of_another_host_that_was_released_is_free_at_once(network: Storage, root: Path, take: Take):
+def test_lease_of_another_host_that_was_released_is_free_at_once(
+    network: Storage, root: Path, take: Take
+):
     leave(root, a_holder(boot_id=ELSEWHERE, released=True))
     assert take(network).epoch == 8
     assert files(root) == ["8", "8.spare"]
@@ -206,17 +215,20 @@ def test_forked_child_gives_nothing_back(storage: Storage, take: Take):
         take(storage, 2)
 
 
-def test_program_that_was_started_meanwhile_does_not_inherit_the_lease(storage: Storage, take: Take):
+def test_program_that_was_started_meanwhile_does_not_inherit_the_lease(
+    storage: Storage, take: Take
+):
     lease = take(storage)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as process:
-        held = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-        assert [path for path in held if LEASE_DIRECTORY in path] == []
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a file that it has read as it started
+                assert LEASE_DIRECTORY not in str(link.readlink())
         lease.release()
         take(storage, 2)
         process.kill()
 
 
-# Who is dead -----------------------------------------------------------------------------------------------------
+# Who is dead --------------------------------------------------------------------------------------
 
 
 def test_ended_process_gives_way_at_once(storage: Storage, root: Path, take: Take):
@@ -233,7 +245,9 @@ def another(root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         def another(kind: str, *prefix: str) -> subprocess.Popen[bytes]:
             command = [*prefix, sys.executable, __file__, "hold", str(root), kind]
             process = stack.enter_context(
-                subprocess.Popen(command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+                subprocess.Popen(
+                    command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                )
             )
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -251,7 +265,9 @@ def test_killed_holder_gives_way_at_once(
 ):
     holder = another(kind)
     with contextlib.closing(KINDS[kind](str(root), None)) as storage:
-        with pytest.raises(DirectoryInUseError, match=f"daemon {holder.pid} .*(holds the lock|process runs)"):
+        with pytest.raises(
+            DirectoryInUseError, match=f"daemon {holder.pid} .*(holds the lock|process runs)"
+        ):
             take(storage)
         holder.send_signal(signal.SIGSTOP)
         with pytest.raises(DirectoryInUseError):
@@ -303,13 +319,19 @@ def test_locks_count_on_every_local_mount(mount: Callable[..., Path], tmp_path: 
     for name in ("lower", "upper", "work"):
         (upper / name).mkdir()
     options = ",".join(f"{name}dir={upper / name}" for name in ("lower", "upper", "work"))
-    for point in (upper, mount("--bind", upper / "lower"), mount("-t", "overlay", "-o", options, "none")):
+    for point in (
+        upper,
+        mount("--bind", upper / "lower"),
+        mount("-t", "overlay", "-o", options, "none"),
+    ):
         (point / "file").write_text("")
         with contextlib.closing(PosixStorage(str(point))) as storage:
             assert storage.is_locked("file") is False
 
 
-def test_later_process_with_the_pid_of_the_holder_is_not_taken_for_it(storage: Storage, root: Path, take: Take):
+def test_later_process_with_the_pid_of_the_holder_is_not_taken_for_it(
+    storage: Storage, root: Path, take: Take
+):
     leave(root, a_holder(started=a_holder().started - 1))
     assert take(storage).epoch == 8
 
@@ -329,7 +351,9 @@ def test_copied_directory_is_not_held_by_the_holder_of_the_original(root: Path, 
             take(other, 2).check()
 
 
-@pytest.mark.parametrize("facts", [{"boot_id": ELSEWHERE}, {"pid_namespace": 1}], ids=["host", "container"])
+@pytest.mark.parametrize(
+    "facts", [{"boot_id": ELSEWHERE}, {"pid_namespace": 1}], ids=["host", "container"]
+)
 def test_silent_holder_elsewhere_is_dead_after_three_periods_and_not_before(
     network: Storage, root: Path, take: Take, facts: dict[str, Any]
 ):
@@ -340,10 +364,16 @@ def test_silent_holder_elsewhere_is_dead_after_three_periods_and_not_before(
     assert time.monotonic() - began > STILL_PERIODS * PERIOD_S
 
 
-@pytest.mark.parametrize("facts", [{"boot_id": ELSEWHERE}, {"pid_namespace": 1}], ids=["host", "container"])
-def test_counting_holder_elsewhere_is_alive(network: Storage, root: Path, take: Take, facts: dict[str, Any]):
+@pytest.mark.parametrize(
+    "facts", [{"boot_id": ELSEWHERE}, {"pid_namespace": 1}], ids=["host", "container"]
+)
+def test_counting_holder_elsewhere_is_alive(
+    network: Storage, root: Path, take: Take, facts: dict[str, Any]
+):
     class Waiting(NetworkStorage):
-        """Reads a record when it has changed: a busy machine may keep the holder from counting for a while."""
+        """Reads a record when it has changed: a busy machine may keep the holder from counting for
+        a while.
+        """
 
         before: bytes | None = None
 
@@ -397,16 +427,27 @@ def test_half_a_record_is_read_again(root: Path, take: Take):
     storage.close()
 
 
-# What else may be in its place -----------------------------------------------------------------------------------
+# What else may be in its place --------------------------------------------------------------------
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{}", b"null", b"[1]", b"\xff" * 4096, b"[" * 4000, a_holder().to_bytes()[:200], b"x" * 100_000],
+    [
+        b"",
+        b"{}",
+        b"null",
+        b"[1]",
+        b"\xff" * 4096,
+        b"[" * 4000,
+        a_holder().to_bytes()[:200],
+        b"x" * 100_000,
+    ],
     ids=lambda content: repr(content[:8]),
 )
-def test_garbage_is_replaced_where_nobody_keeps_it_alive(storage: Storage, root: Path, take: Take, content: bytes):
+def test_garbage_is_replaced_where_nobody_keeps_it_alive(
+    storage: Storage, root: Path, take: Take, content: bytes
+):
     leave(root, content)
     assert take(storage).epoch == 8
     assert files(root) == ["8", "8.spare"]
@@ -451,12 +492,23 @@ def test_names_of_others_are_left_alone(storage: Storage, root: Path, take: Take
     for name in (".nfs0001", "notes", "007", "-1", "\u0667"):
         (root / LEASE_DIRECTORY / name).write_text("")
     assert take(storage).epoch == 8
-    assert files(root) == sorted([".nfs0001", "-1", "8", "8.spare", "notes", "\u0667"]), "007 is a remnant of epoch 7"
+    assert files(root) == sorted([".nfs0001", "-1", "8", "8.spare", "notes", "\u0667"]), (
+        "007 is a remnant of epoch 7"
+    )
 
 
-def test_remnants_of_killed_challengers_go_with_the_next_start(storage: Storage, root: Path, take: Take):
+def test_remnants_of_killed_challengers_go_with_the_next_start(
+    storage: Storage, root: Path, take: Take
+):
     leave(root, a_holder(released=True))
-    for name in ("6", "7.spare", "7.takeover", "7.0123456789abcdef", "7.takeover.0123456789abcdef", "7.x.probe"):
+    for name in (
+        "6",
+        "7.spare",
+        "7.takeover",
+        "7.0123456789abcdef",
+        "7.takeover.0123456789abcdef",
+        "7.x.probe",
+    ):
         (root / LEASE_DIRECTORY / name).write_text("")
     assert take(storage).epoch == 8
     assert files(root) == ["8", "8.spare"]
@@ -473,7 +525,11 @@ def test_record_with_a_field_of_another_kind_is_none(name: str, data: st.DataObj
 
     body = json.loads(a_holder().to_bytes())
     kinds = {str: st.text(), int: st.integers(), float: st.floats(), bool: st.booleans()}
-    other = data.draw(st.one_of(*(values for kind, values in kinds.items() if kind is not type(body[name])), st.none()))
+    other = data.draw(
+        st.one_of(
+            *(values for kind, values in kinds.items() if kind is not type(body[name])), st.none()
+        )
+    )
     assert LeaseRecord.from_bytes(json.dumps(body | {name: other}).encode()) is None
     del body[name]
     assert LeaseRecord.from_bytes(json.dumps(body).encode()) is None
@@ -481,7 +537,9 @@ def test_record_with_a_field_of_another_kind_is_none(name: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("field", ["pid", "trainer_pid", "started"])
-@pytest.mark.parametrize("value", [0, -1, 2**31, 2**64, 10**3000], ids=["0", "-1", "2^31", "2^64", "10^3000"])
+@pytest.mark.parametrize(
+    "value", [0, -1, 2**31, 2**64, 10**3000], ids=["0", "-1", "2^31", "2^64", "10^3000"]
+)
 def test_odd_number_in_a_record_raises_nothing(field: str, value: int):
     holder = a_holder(**{field: value})
     assert holder.lives() in (True, False)
@@ -489,11 +547,15 @@ def test_odd_number_in_a_record_raises_nothing(field: str, value: int):
     assert not holder.kill(), "it is no process but this one"
 
 
-# Losing it -------------------------------------------------------------------------------------------------------
+# Losing it ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["removed", "replaced", "overwritten", "emptied", "directory removed", "overtaken"])
-def test_lease_that_was_lost_by_hand_allows_no_commit(storage: Storage, root: Path, take: Take, damage: str):
+@pytest.mark.parametrize(
+    "damage", ["removed", "replaced", "overwritten", "emptied", "directory removed", "overtaken"]
+)
+def test_lease_that_was_lost_by_hand_allows_no_commit(
+    storage: Storage, root: Path, take: Take, damage: str
+):
     lease = take(storage)
     path = root / LEASE_DIRECTORY / "1"
     match damage:
@@ -515,7 +577,9 @@ def test_lease_that_was_lost_by_hand_allows_no_commit(storage: Storage, root: Pa
     lost(lease)
 
 
-def test_holder_of_a_removed_lease_does_not_disturb_its_successor(storage: Storage, root: Path, take: Take):
+def test_holder_of_a_removed_lease_does_not_disturb_its_successor(
+    storage: Storage, root: Path, take: Take
+):
     first = take(storage, 1)
     (root / LEASE_DIRECTORY / "1").unlink()
     second = take(storage, 2)
@@ -537,7 +601,7 @@ def test_later_daemon_of_a_session_fences_the_earlier_one(storage: Storage, take
     second.check()
 
 
-# Taking over -----------------------------------------------------------------------------------------------------
+# Taking over --------------------------------------------------------------------------------------
 
 
 def test_daemon_elsewhere_without_a_trainer_is_asked_then_left_without_the_lease(
@@ -565,7 +629,9 @@ def test_daemon_elsewhere_without_a_trainer_is_asked_then_left_without_the_lease
 def test_daemon_without_a_trainer_that_leaves_in_time_is_waited_for(storage: Storage, take: Take):
     first = take(storage, 1)
     _tell_trainer_gone(first, storage)
-    leaving = threading.Thread(target=lambda: (_await(lambda: first.end_by < float("inf")), first.release()))
+    leaving = threading.Thread(
+        target=lambda: (_await(lambda: first.end_by < float("inf")), first.release())
+    )
     leaving.start()
     second = take(storage, 2, timeout_s=60.0)
     leaving.join()
@@ -574,7 +640,9 @@ def test_daemon_without_a_trainer_that_leaves_in_time_is_waited_for(storage: Sto
 
 
 @pytest.mark.parametrize("within_s", ["NaN", "-1", "1" + "0" * 400, "[]", "[" * 2000, '"soon"'])
-def test_a_request_to_leave_that_makes_no_sense_is_none(storage: Storage, root: Path, take: Take, within_s: str):
+def test_a_request_to_leave_that_makes_no_sense_is_none(
+    storage: Storage, root: Path, take: Take, within_s: str
+):
     lease = take(storage, 1)
     (root / LEASE_DIRECTORY / "1.takeover").write_text(f'{{"within_s": {within_s}}}')
     asked = threading.Event()
@@ -612,24 +680,41 @@ def test_later_daemon_of_a_session_refuses_a_directory_that_another_session_had_
         _tell_trainer_gone(first, storage)
     elif state == "released":
         first.release()
-    with pytest.raises(WriteError, match=f"{SESSIONS[1]}.* has had this directory since"):
-        Lease(storage, LeaseRecord.current(SESSIONS[2], os.getpid()), 0.0, lambda: True, PERIOD_S, resumes=True)
+    with pytest.raises(WriteError, match=f"{SESSIONS[1]}.* has used this directory since"):
+        Lease(
+            storage,
+            LeaseRecord.current(SESSIONS[2], os.getpid()),
+            0.0,
+            lambda: True,
+            PERIOD_S,
+            resumes=True,
+        )
     assert "1.takeover" not in files(root), "nobody is asked to leave"
     if state != "released":
         first.check()
 
 
-def test_holder_that_is_replaced_between_two_looks_is_not_taken_for_nobody(storage: Storage, root: Path, take: Take):
+def test_holder_that_is_replaced_between_two_looks_is_not_taken_for_nobody(
+    storage: Storage, root: Path, take: Take
+):
     first = take(storage, 1)
 
     class Overtaken(PosixStorage):
-        """A daemon that finds the lease of one daemon listed, and reads it once the next one has tidied it away."""
+        """A daemon that finds the lease of one daemon listed, and reads it once the next one has
+        tidied it away.
+        """
 
         def read(self, path: str, max_nbytes: int) -> bytes | None:
             if path == f"{LEASE_DIRECTORY}/1":
                 first.release(final=False)
                 successors.append(
-                    Lease(storage, LeaseRecord.current(SESSIONS[1], os.getpid()), 0.0, lambda: True, PERIOD_S)
+                    Lease(
+                        storage,
+                        LeaseRecord.current(SESSIONS[1], os.getpid()),
+                        0.0,
+                        lambda: True,
+                        PERIOD_S,
+                    )
                 )
             return super().read(path, max_nbytes)
 
@@ -654,7 +739,7 @@ def _await(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-# Space and permission --------------------------------------------------------------------------------------------
+# Space and permission -----------------------------------------------------------------------------
 
 
 @pytest.mark.root
@@ -691,7 +776,7 @@ def test_read_only_file_system_is_a_typed_error(mount: Callable[..., Path], take
         assert caught.value.errno == errno.EROFS
 
 
-# Races -----------------------------------------------------------------------------------------------------------
+# Races --------------------------------------------------------------------------------------------
 
 
 def test_of_threads_that_take_it_at_once_one_gets_it(root: Path, take: Take):
@@ -700,7 +785,11 @@ def test_of_threads_that_take_it_at_once_one_gets_it(root: Path, take: Take):
         won: list[Lease] = []
 
         def attempt(
-            session: int, kind: str = kind, seed: int = seed, barrier: threading.Barrier = barrier, won: Any = won
+            session: int,
+            kind: str = kind,
+            seed: int = seed,
+            barrier: threading.Barrier = barrier,
+            won: Any = won,
         ) -> None:
             storage = KINDS[kind](str(root), 10 * seed + session)
             barrier.wait()
@@ -719,26 +808,39 @@ def test_of_threads_that_take_it_at_once_one_gets_it(root: Path, take: Take):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_processes_that_die_at_any_moment_never_hold_it_two_at_a_time(root: Path, kind: str, take: Take):
+def test_processes_that_die_at_any_moment_never_hold_it_two_at_a_time(
+    root: Path, kind: str, take: Take, share: Share
+):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     chance = random.Random(seed)
     processes: list[subprocess.Popen[bytes]] = []
-    kills, journal = 0, root / "journal"
+    kills, begun, journal = 0, 0, root / "journal"
     journal.touch()
     deadline = time.monotonic() + 500
     try:
-        while (begun := journal.read_bytes().count(b"begin")) < campaigns.length(60) or kills < campaigns.length(40):
+        for _ in share.rounds(1000):
+            begun = journal.read_bytes().count(b"begin")
+            if begun >= 60 and kills >= 40:
+                break
             assert time.monotonic() < deadline
             while len(processes) < 4:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, __file__, "contend", root, kind, str(chance.randrange(10**6))],
+                        [
+                            sys.executable,
+                            __file__,
+                            "contend",
+                            root,
+                            kind,
+                            str(chance.randrange(10**6)),
+                        ],
                         env=ENVIRONMENT,
                         stderr=subprocess.PIPE,
                     )
                 )
-            longest_s = 0.5 * max(1.0, kills / (10 + begun))  # on a busy machine they need longer to come so far
+            # on a busy machine they need longer to come so far
+            longest_s = 0.5 * max(1.0, kills / (10 + begun))
             time.sleep(chance.uniform(0, longest_s))
             victim = processes.pop(chance.randrange(4))
             victim.kill()
@@ -761,9 +863,10 @@ def test_processes_that_die_at_any_moment_never_hold_it_two_at_a_time(root: Path
             present, epoch, turns = who, int(rest[0]), turns + 1
         else:
             assert who == present, f"{who} {what} while {present} holds it"
-    assert turns >= campaigns.length(60)
+    assert turns >= 60 or not campaigns.WHOLE
     with contextlib.closing(PosixStorage(str(root))) as storage:
-        take(storage, 1).release()  # which may leave what somebody has begun who was killed before the same number
+        # which may leave what somebody has begun who was killed before the same number
+        take(storage, 1).release()
         lease = take(storage, 2)
         assert files(root) == [f"{lease.epoch}", f"{lease.epoch}.spare"]
     print(f"{turns} turns, {kills} kills")

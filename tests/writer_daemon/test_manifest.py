@@ -1,4 +1,6 @@
-"""Manifests and records of ranks: they read back as they were written, and nothing else is taken for one."""
+"""Manifests and records of ranks: they read back as they were written, and nothing else is taken
+for one.
+"""
 
 import dataclasses
 import json
@@ -10,9 +12,15 @@ from hypothesis import strategies as st
 from sessions import NEW, OLD, vouched
 
 from sidesave.errors import FormatVersionError, IntegrityError
-from sidesave.writer_daemon.format import manifest, tensor_file
-from sidesave.writer_daemon.format.layout import Part, TensorInfo, whole
+from sidesave.writer_daemon.format import tensor_file
+from sidesave.writer_daemon.format.layout import GroupSum, Part, TensorInfo, whole
 from sidesave.writer_daemon.format.manifest import FileRecord, Head, Manifest, RankRecord
+from sidesave.writer_daemon.format.names import (
+    hidden_directory,
+    parse_hidden_directory,
+    parse_step_directory,
+    step_directory,
+)
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 INT = st.integers(0, 2**63 - 1)
@@ -20,7 +28,9 @@ NAMES = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,20}", fullmatch=True)
 DIGESTS = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
 PLAIN_FILES = st.builds(FileRecord, NAMES, INT, DIGESTS)
 TENSOR_FILES = st.builds(FileRecord, NAMES, INT, st.none(), TEXT, PLAIN_FILES)
-TENSORS = st.dictionaries(TEXT, st.builds(TensorInfo, TEXT, st.lists(INT, max_size=3).map(tuple), TEXT), max_size=4)
+TENSORS = st.dictionaries(
+    TEXT, st.builds(TensorInfo, TEXT, st.lists(INT, max_size=3).map(tuple), TEXT), max_size=4
+)
 SUMS = st.integers(0, 2**128 - 1)
 
 
@@ -34,6 +44,7 @@ def parts(draw: st.DrawFn, rank: int) -> Part:
         treespec=draw(TEXT),
         replica_digest=draw(TEXT),
         compared={fqn: draw(TEXT) for fqn in own if draw(st.booleans())},
+        groups=draw(st.dictionaries(TEXT, st.builds(GroupSum, INT, SUMS), max_size=2)),
     )
 
 
@@ -45,7 +56,8 @@ COMMON = {
     "pickled": st.booleans(),
     "created_s": st.floats(0, 1e18),
     "torch_version": TEXT,
-    "metadata": st.dictionaries(TEXT, st.none() | INT | TEXT, max_size=3).map(json.dumps) | st.just(""),
+    "metadata": st.dictionaries(TEXT, st.none() | INT | TEXT, max_size=3).map(json.dumps)
+    | st.just(""),
 }
 RECORDS = st.tuples(st.integers(0, 9), st.integers(1, 9)).flatmap(
     lambda ranks: st.builds(
@@ -169,7 +181,9 @@ def test_any_json_in_any_field_is_refused_or_means_what_it_says(
         target = body
         while isinstance(target[key], dict | list) and target[key] and data.draw(st.booleans()):
             target = target[key]
-            key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
+            key = data.draw(
+                st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target)))
+            )
         target[key] = data.draw(JSON)
     only_typed_errors(read, vouched(json.dumps(body).encode()))
 
@@ -180,7 +194,11 @@ def test_any_json_in_any_field_is_refused_or_means_what_it_says(
     [
         b"{" * 100_000,
         b'{"a":' * 100_000,
-        b'{"format":"sidesave","version":1,"files":' + b'[{"digests":' * 900 + b"{}" + b"}]" * 900 + b"}",
+        b'{"format":"sidesave","version":1,"files":'
+        + b'[{"digests":' * 900
+        + b"{}"
+        + b"}]" * 900
+        + b"}",
         b"[" * 100_000,
         b'{"format":"sidesave","version":' + b"9" * 10_000 + b"}",
         b'{"format":"sidesave","version":1,"step":NaN}',
@@ -224,7 +242,9 @@ def test_nested_duplicate_key_is_refused():
 def test_newer_format_says_what_to_do(read: Callable[[bytes, str], object]):
     kind = b"sidesave-rank" if read == RankRecord.from_bytes else b"sidesave"
     body = b'{"format":"%s","version":2,"unheard":"of"}' % kind
-    with pytest.raises(FormatVersionError, match="version 2; this sidesave reads version 1, so upgrade it"):
+    with pytest.raises(
+        FormatVersionError, match="version 2; this sidesave reads version 1, so upgrade it"
+    ):
         read(vouched(body), "x")
 
 
@@ -232,26 +252,39 @@ def test_newer_format_says_what_to_do(read: Callable[[bytes, str], object]):
 def test_file_name_that_could_leave_the_directory_is_refused(name: str):
     body = {"name": name, "nbytes": 1, "xxh3_128": "0" * 32}
     if set(name) & set("/\\\0\n ") or name.startswith(".") or not name:
-        with pytest.raises(IntegrityError, match="no file name"):
+        with pytest.raises(IntegrityError, match="not a valid file name"):
             FileRecord.from_json(body, "x")
 
 
-@pytest.mark.parametrize("name", ["..", "../step-00000001/manifest.json", "/etc/passwd", ".manifest.json.1", "a/b", ""])
+@pytest.mark.parametrize(
+    "name", ["..", "../step-00000001/manifest.json", "/etc/passwd", ".manifest.json.1", "a/b", ""]
+)
 def test_records_of_files_elsewhere_are_refused(name: str):
-    for record in (FileRecord(name, 1, "0" * 32), FileRecord("fine", 1, None, "c", FileRecord(name, 1, "0" * 32))):
-        with pytest.raises(IntegrityError, match="no file name"):
+    for record in (
+        FileRecord(name, 1, "0" * 32),
+        FileRecord("fine", 1, None, "c", FileRecord(name, 1, "0" * 32)),
+    ):
+        with pytest.raises(IntegrityError, match="not a valid file name"):
             FileRecord.from_json(record.to_json(), "x")
 
 
 @given(st.integers(0, 10**18))
 def test_step_names_read_back(step: int):
-    assert manifest.parse_step_directory(manifest.step_directory(step)) == step
-    assert manifest.parse_hidden_directory(manifest.hidden_directory(step, NEW, "partial")) == (step, NEW, "partial")
+    assert parse_step_directory(step_directory(step)) == step
+    assert parse_hidden_directory(hidden_directory(step, NEW, "partial")) == (step, NEW, "partial")
 
 
 @pytest.mark.parametrize(
-    "name", ["step-1", "step-000000001", "step-0000000a", "step-00000001/", "step--0000001", "step-" + "\u0661" * 8]
+    "name",
+    [
+        "step-1",
+        "step-000000001",
+        "step-0000000a",
+        "step-00000001/",
+        "step--0000001",
+        "step-" + "\u0661" * 8,
+    ],
 )
 def test_other_names_are_no_steps(name: str):
-    assert manifest.parse_step_directory(name) is None
-    assert manifest.parse_hidden_directory(f".{name}.{NEW}.partial") is None
+    assert parse_step_directory(name) is None
+    assert parse_hidden_directory(f".{name}.{NEW}.partial") is None

@@ -1,6 +1,7 @@
 """Copies into a mirror: what is there after any interruption, and what is never there."""
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import shutil
@@ -9,22 +10,32 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from object_server import Fault, Request, serving
+from loads import flip_bit
+from object_server import Fault, ObjectServer, Request
 from sessions import NEW, OLD, Session, a_state, same
 from trainers import DEADLINE_S
 
 from sidesave.client.loading import load as loader
 from sidesave.client.reading.verify import verify
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, WriteError
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    InvalidArgumentError,
+    WriteError,
+)
+from sidesave.writer_daemon.checkpoints.catalog import Catalog
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.format import rollback
+from sidesave.writer_daemon.format.rollback import ROLLBACK_FILE, Rollbacks
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
-from sidesave.writer_daemon.mirror import copying, identity
+from sidesave.writer_daemon.mirror import identity
 from sidesave.writer_daemon.mirror.identity import open_target
 from sidesave.writer_daemon.mirror.mirror import Mirror
-from sidesave.writer_daemon.mirror.uploader import Step, Uploader, steps_in
-from sidesave.writer_daemon.protocol import Boot, DaemonOptions, Delete, Mirrored
-from sidesave.writer_daemon.storage import sealed_json, urls
+from sidesave.writer_daemon.mirror.uploader import Uploader
+from sidesave.writer_daemon.options import DaemonOptions
+from sidesave.writer_daemon.protocol import Boot, Delete, Mirrored
+from sidesave.writer_daemon.storage import urls
 
 pytestmark = pytest.mark.usefixtures("end_all")
 
@@ -33,11 +44,6 @@ Chunk = Callable[[int], None]
 
 class Interrupted(Exception):
     """The process ends here."""
-
-
-@pytest.fixture(params=["directory", "file"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "mirror") if request.param == "directory" else f"file://{tmp_path}/mirror"
 
 
 @pytest.fixture
@@ -50,7 +56,9 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 
 @contextlib.contextmanager
-def mirror(session: Session, place: str, before_chunk: Chunk = lambda nbytes: None) -> Iterator[Uploader]:
+def mirror(
+    session: Session, place: str, before_chunk: Chunk = lambda nbytes: None
+) -> Iterator[Uploader]:
     target = open_target(place)
     lease = Lease(target, LeaseRecord.current(NEW, os.getpid()), 1.0, lambda: True)
     try:
@@ -59,7 +67,9 @@ def mirror(session: Session, place: str, before_chunk: Chunk = lambda nbytes: No
         lease.release()
 
 
-def bring(session: Session, place: str, before_chunk: Chunk = lambda nbytes: None) -> list[Step]:
+def bring(
+    session: Session, place: str, before_chunk: Chunk = lambda nbytes: None
+) -> list[CheckpointInfo]:
     """All that is missing."""
     with mirror(session, place, before_chunk) as uploader:
         missing, _ = uploader.begin()
@@ -80,8 +90,7 @@ def interrupted_at(number: int) -> Chunk:
 
 def holds(place: str, **states: int) -> None:
     """The mirror has these steps alone, and each verifies and holds the state of that seed."""
-    with contextlib.closing(urls.open_storage(place)) as storage:
-        assert sorted(step.name for step in steps_in(storage)) == sorted(states)
+    assert sorted(info.name for info in Catalog(place).all()) == sorted(states)
     for name, seed in states.items():
         report = verify(f"{place}/{name}")
         assert report.ok, report.faults
@@ -90,11 +99,13 @@ def holds(place: str, **states: int) -> None:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "CHUNK_NBYTES", 128 << 10)
+    monkeypatch.setattr("sidesave.writer_daemon.mirror.uploader.PIECE_NBYTES", 128 << 10)
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_an_interrupted_copy_shows_nothing_and_is_gone_on_with_file_by_file(session: Session, place: str):
+def test_an_interrupted_copy_shows_nothing_and_is_gone_on_with_file_by_file(
+    session: Session, place: str
+):
     session.save(1, a_state(1))
     chunks: list[int] = []
     bring(session, f"{place}-whole", chunks.append)
@@ -168,10 +179,7 @@ def test_steps_are_copied_in_the_order_of_their_commits_and_once(session: Sessio
 def test_damage_is_not_handed_on_and_does_not_keep_others_back(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     session.save(2, a_state(2), sequence=2)
-    damaged = next(Path(session.root).glob("step-00000001/model*.safetensors"))
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip_bit(next(Path(session.root).glob("step-00000001/model*.safetensors")))
     with mirror(session, place) as uploader:
         (first, second), _ = uploader.begin()
         with pytest.raises(IntegrityError, match="block"):
@@ -189,7 +197,9 @@ def test_a_file_that_is_missing_is_damage(session: Session, place: str):
     holds(place)
 
 
-def test_a_replaced_step_is_replaced_in_the_mirror_and_never_by_an_older_one(session: Session, place: str):
+def test_a_replaced_step_is_replaced_in_the_mirror_and_never_by_an_older_one(
+    session: Session, place: str
+):
     session.save(1, a_state(1), sequence=1)
     bring(session, place)
     before = Path(session.root) / "before"
@@ -227,7 +237,9 @@ def test_a_step_that_is_gone_before_its_turn_is_told_of(session: Session, place:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_step_that_is_replaced_while_it_is_copied_is_told_of_and_its_successor_comes(session: Session, place: str):
+def test_a_step_that_is_replaced_while_it_is_copied_arrives_whole_and_its_successor_comes(
+    session: Session, place: str
+):
     session.save(1, a_state(1), sequence=1)
 
     def replace(nbytes: int) -> None:
@@ -235,14 +247,16 @@ def test_a_step_that_is_replaced_while_it_is_copied_is_told_of_and_its_successor
             (Path(session.root) / "replaced").touch()
             session.save(1, a_state(2), sequence=2, replace=True)
 
-    with mirror(session, place, replace) as uploader, pytest.raises(CheckpointNotFoundError, match="replaced"):
-        uploader.upload(*uploader.begin()[0])
+    bring(session, place, replace)
+    holds(place, **{"step-00000001": 1})
     bring(session, place)
     holds(place, **{"step-00000001": 2})
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_what_the_run_does_not_have_any_more_leaves_nothing_half_in_the_mirror(session: Session, place: str):
+def test_what_the_run_does_not_have_any_more_leaves_nothing_half_in_the_mirror(
+    session: Session, place: str
+):
     session.save(1, a_state(1), sequence=1)
     with pytest.raises(Interrupted):
         bring(session, place, interrupted_at(8))
@@ -277,8 +291,7 @@ def test_who_has_lost_the_mirror_commits_nothing_there(session: Session, place: 
 def test_where_the_run_has_gone_back_is_known_before_a_later_commit(session: Session, place: str):
     session.save(1, a_state(1), sequence=1)
     bring(session, place)
-    body = {"format": "sidesave-rollback", "version": 1, "rollbacks": [(1, 5)]}
-    session.storage.replace(rollback.ROLLBACK_FILE, sealed_json.seal(body))
+    ROLLBACK_FILE.write(session.storage, Rollbacks(((1, 5),)))
     session.save(2, a_state(2), sequence=6)
     with mirror(session, place) as uploader:
         uploader.upload(*uploader.begin()[0])
@@ -291,13 +304,15 @@ def test_a_deleted_step_is_gone_from_the_mirror_alone(session: Session, place: s
     with mirror(session, place) as uploader:
         for step in uploader.begin()[0]:
             uploader.upload(step)
-        uploader.delete(1, 2, spare_read=True)
+        assert uploader.delete([1], 2, spare_read=True) == {}
     holds(place, **{"step-00000002": 2})
     assert (Path(session.root) / "step-00000001").exists()
 
 
 @pytest.mark.parametrize("there", [None, b"", b"\n"])
-def test_who_gives_an_identity_late_gives_no_second_one(session: Session, place: str, there: bytes | None):
+def test_who_gives_an_identity_late_gives_no_second_one(
+    session: Session, place: str, there: bytes | None
+):
     late, target = open_target(place), open_target(place)
     if there is not None:
         target.replace(identity.IDENTITY, there)
@@ -311,7 +326,9 @@ def test_who_gives_an_identity_late_gives_no_second_one(session: Session, place:
 
     late.read = read_late
     assert identity.identify(late) == given[0] == identity.identify(target)
-    assert [name for name in target.list_directory("") if "mirror-id" in name] == [identity.IDENTITY]
+    assert [name for name in target.list_directory("") if "mirror-id" in name] == [
+        identity.IDENTITY
+    ]
 
 
 def test_an_identity_that_is_given_while_it_is_looked_for_is_no_other_one(
@@ -337,23 +354,12 @@ def test_an_identity_that_is_given_while_it_is_looked_for_is_no_other_one(
     identity.open_known(run, place)
     identity.open_known(run, place)
     shutil.rmtree(place.removeprefix("file://"))
-    with pytest.raises(WriteError, match="is not there any more"):
+    with pytest.raises(WriteError, match="no longer exists"):
         identity.open_known(run, place)
 
 
 def thread_of(run: Path, place: str = "", store: Mapping[str, str] | None = None) -> Mirror:
     """The mirror of a daemon, which is not started yet."""
-    options = DaemonOptions(
-        fallback_directory="",
-        retries=0,
-        stall_timeout_s=300.0,
-        takeover_timeout_s=1.0,
-        commit_timeout_s=60.0,
-        nice=0,
-        io_class="none",
-        cpus=(),
-        mirror=place or f"{run}-mirror",
-    )
     boot = Boot(
         attempt=1,
         directory=str(run),
@@ -361,7 +367,8 @@ def thread_of(run: Path, place: str = "", store: Mapping[str, str] | None = None
         rank=0,
         world_size=1,
         trainer_pid=os.getpid(),
-        options=options,
+        mirror=place or f"{run}-mirror",
+        options=DaemonOptions(takeover_timeout_s=1.0, commit_timeout_s=60.0),
         storage_options=urls.encode_options(store),
     )
     return Mirror(boot, lambda: None)
@@ -371,7 +378,8 @@ def test_a_mirror_does_not_wait_for_a_run_directory_that_was_removed(tmp_path: P
     mirror = thread_of(tmp_path / "removed")
     mirror.start()
     mirror.finish()
-    assert mirror.ended.wait(DEADLINE_S)  # the patience with a mirror that does not answer is longer
+    # the patience with a mirror that does not answer is longer
+    assert mirror.ended.wait(DEADLINE_S)
 
 
 def test_what_was_deleted_is_removed_at_the_end(session: Session, place: str):
@@ -380,7 +388,7 @@ def test_what_was_deleted_is_removed_at_the_end(session: Session, place: str):
     session.save(2, a_state(2), sequence=2)
     bring(session, place)
     mirror = thread_of(Path(session.root), place)
-    mirror.delete(Delete(attempt=1, save_id=9, step=1, sequence=2, retry=False, mirror=True))
+    mirror.delete(Delete(attempt=1, save_id=9, steps=(1,), sequence=2, retry=False, mirror=True))
     mirror.start()
     mirror.finish()
     assert mirror.ended.wait(DEADLINE_S)
@@ -390,7 +398,7 @@ def test_what_was_deleted_is_removed_at_the_end(session: Session, place: str):
 
 def test_a_save_of_the_fallback_directory_is_told_of_by_its_step(session: Session):
     mirror = thread_of(Path(session.root))
-    mirror.committed(3, "/elsewhere/step-00000007", 100)
+    mirror.committed(CheckpointInfo(7, "/elsewhere/step-00000007", 100, OLD, 3, None, 1.0))
     message = mirror.messages.get(timeout=DEADLINE_S)
     assert isinstance(message, Mirrored)
     assert (message.sequence, message.name) == (3, "step-00000007")
@@ -399,7 +407,7 @@ def test_a_save_of_the_fallback_directory_is_told_of_by_its_step(session: Sessio
 
 
 def test_pauses_begin_anew_once_something_has_arrived(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: Session, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ):
     """Credentials expire, come back until the large file's turn, expire again and come back."""
     pauses: list[float] = []
@@ -410,18 +418,33 @@ def test_pauses_begin_anew_once_something_has_arrived(
         if request.method == "PUT-NEW" and request.key.endswith("objects.rank-00000.msgpack"):
             small_one.set()
         if request.method == "START":
-            assert small_one.wait(DEADLINE_S)  # which goes beside it, and so arrives in the same try
+            # which goes beside it, and so arrives in the same try
+            assert small_one.wait(DEADLINE_S)
             return 403 if number < 3 else None
-        return 403 if request.key.endswith(".directory") and "step-" in request.key and number < 4 else None
+        return (
+            403
+            if request.key.endswith(".directory") and "step-" in request.key and number < 4
+            else None
+        )
 
     session.save(1, {"model": {"large": a_state(1)["model"]["w"].repeat(10, 1)[:2900]}})
-    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "buckets") as server:
-        server.fault = answer
-        mirror = thread_of(Path(session.root), "s3://bucket/mirror", server.options)
-        mirror.start()
-        mirror.finish()
-        assert mirror.ended.wait(DEADLINE_S)
-        with urls.using(server.options):
-            assert verify("s3://bucket/mirror/step-00000001").ok
+    server.fault = answer
+    mirror = thread_of(Path(session.root), "s3://bucket/mirror", server.options)
+    mirror.start()
+    mirror.finish()
+    assert mirror.ended.wait(DEADLINE_S)
+    with urls.using(server.options):
+        assert verify("s3://bucket/mirror/step-00000001").ok
     assert pauses == [0.25, 0.5, 1.0, 2.0, 0.25, 0.5, 1.0]
+
+
+def test_a_plain_checkpoint_is_not_put_behind_encrypted_ones(session: Session, place: str):
+    session.save(1, a_state(1))
+    bring(session, place)
+    session.save(2, a_state(2))
+    with mirror(session, place) as uploader:
+        [missing], [there] = uploader.begin()
+        uploader._latest = dataclasses.replace(there, encrypted=True)  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(InvalidArgumentError, match="the mirror of an encrypted run"):
+            uploader.upload(missing)
+    holds(place, **{"step-00000001": 1})

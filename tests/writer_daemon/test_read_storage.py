@@ -1,4 +1,6 @@
-"""What readers rely on, of every storage alike: a local disk, object stores of several kinds, and a real server."""
+"""What readers rely on, of every storage alike: a local disk, object stores of several kinds, and a
+real server.
+"""
 
 import contextlib
 import errno
@@ -7,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import stores
-from seaweed import seaweed
 
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.storage import ReadStorage, urls
@@ -31,12 +32,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with seaweed(tmp_path_factory.mktemp("weed")) as options:
-        yield options
-
-
 @pytest.fixture(params=[*KINDS, pytest.param("seaweed", marks=pytest.mark.slow)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ReadStorage]:
     directory = tmp_path / "run"
@@ -57,7 +52,12 @@ def test_a_small_file_comes_whole(storage: ReadStorage):
 
 
 def test_what_is_not_there_is_none(storage: ReadStorage):
-    for name in ("none", "step-00000001/none", "step-00000003/manifest.json", "step-00000001/manifest.json/none"):
+    for name in (
+        "none",
+        "step-00000001/none",
+        "step-00000003/manifest.json",
+        "step-00000001/manifest.json/none",
+    ):
         assert storage.read(name, 100) is None
 
 
@@ -74,14 +74,25 @@ def test_directories_are_listed_one_level_deep(storage: ReadStorage):
         with pytest.raises(ValueError, match="cannot list"):
             storage.list_directory("")
         return
-    assert sorted(storage.list_directory("")) == [".sidesave.rollback", "step-00000001", "step-00000002"]
+    assert sorted(storage.list_directory("")) == [
+        ".sidesave.rollback",
+        "step-00000001",
+        "step-00000002",
+    ]
     names = ["a%20@b.bin", "empty.xxh3", "large.rank-00000.safetensors", "manifest.json"]
     assert sorted(storage.list_directory("step-00000001")) == names
     assert storage.list_directory("step-00000003") == []
 
 
 def test_any_range_of_an_open_file_can_be_read(storage: ReadStorage):
-    spans = [(0, 8), (0, len(LARGE)), (HEAD_NBYTES - 3, 7), (len(LARGE) - 5, 5), (4096, 8192), (HEAD_NBYTES + 1, 1000)]
+    spans = [
+        (0, 8),
+        (0, len(LARGE)),
+        (HEAD_NBYTES - 3, 7),
+        (len(LARGE) - 5, 5),
+        (4096, 8192),
+        (HEAD_NBYTES + 1, 1000),
+    ]
     with storage.open("step-00000001/large.rank-00000.safetensors") as file:
         assert file.nbytes == len(LARGE)
         for offset, nbytes in spans:

@@ -1,4 +1,6 @@
-"""The log of a run in an object store: what is told of a change is true, whoever stops, is overtaken or wakes."""
+"""The log of a run in an object store: what is told of a change is true, whoever stops, is
+overtaken or wakes.
+"""
 
 import errno
 import itertools
@@ -12,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from run_logs import HOW, How, Objects, ObjectsBucket, Process, change, seen
 
 from sidesave.errors import CommitUnknownError, IntegrityError, WriteError
-from sidesave.writer_daemon.storage import run_log, sealed_json
+from sidesave.writer_daemon.storage import log_entry, run_log, sealed_json
 from sidesave.writer_daemon.storage.run_log import LOG, RunLog
 
 OLD, NEW = "0" * 16, "f" * 16
@@ -29,8 +31,11 @@ def objects() -> Objects:
     return Objects()
 
 
+Start = Callable[[str], Process]
+
+
 @pytest.fixture
-def start(objects: Objects) -> Iterator[Callable[[str], Process]]:
+def start(objects: Objects) -> Iterator[Start]:
     """Starts processes, each of which has taken over."""
     started: list[Process] = []
 
@@ -45,7 +50,7 @@ def start(objects: Objects) -> Iterator[Callable[[str], Process]]:
         process.end()
 
 
-# One writer ------------------------------------------------------------------------------------------------------
+# One writer ---------------------------------------------------------------------------------------
 
 
 def test_an_empty_log_says_nothing_and_everything_counts(objects: Objects):
@@ -54,7 +59,7 @@ def test_an_empty_log_says_nothing_and_everything_counts(objects: Objects):
     assert names.counts(f"step-00000001.{OLD}")
 
 
-def test_names_lead_where_the_last_change_says(objects: Objects, start: Callable[[str], Process]):
+def test_names_lead_where_the_last_change_says(objects: Objects, start: Start):
     writer = start(NEW)
     change(writer, "a", "1")
     change(writer, "b", "2")
@@ -64,7 +69,7 @@ def test_names_lead_where_the_last_change_says(objects: Objects, start: Callable
 
 @pytest.mark.parametrize("count", [1, 14, 15, 16, 17, 31, 32, 33, 100])
 def test_a_reader_asks_for_seventeen_entries_at_most_however_many_there_were(
-    objects: Objects, start: Callable[[str], Process], count: int
+    objects: Objects, start: Start, count: int
 ):
     writer = start(NEW)
     for number in range(count):
@@ -83,7 +88,7 @@ def test_a_reader_asks_for_seventeen_entries_at_most_however_many_there_were(
     assert len(objects.there) <= 3 * 16
 
 
-def test_who_looks_again_asks_for_what_is_new(objects: Objects, start: Callable[[str], Process]):
+def test_who_looks_again_asks_for_what_is_new(objects: Objects, start: Start):
     writer = start(NEW)
     asked: list[str] = []
 
@@ -107,7 +112,7 @@ def test_who_looks_again_asks_for_what_is_new(objects: Objects, start: Callable[
     assert sorted(asked) == ["list", "read"]
 
 
-def test_who_writes_looks_without_a_request(objects: Objects, start: Callable[[str], Process]):
+def test_who_writes_looks_without_a_request(objects: Objects, start: Start):
     writer = start(NEW)
     writer.begin(writer.log.look)
     assert writer.pending is None
@@ -138,7 +143,7 @@ def test_a_store_that_replaces_is_refused(objects: Objects):
 
 @pytest.mark.parametrize("damage", ["a byte", "its number", "no json", "cut"])
 def test_a_damaged_entry_is_an_error_for_readers_and_for_who_takes_over(
-    objects: Objects, start: Callable[[str], Process], damage: str
+    objects: Objects, start: Start, damage: str
 ):
     change(start(NEW), "a")
     key = f"{LOG}/{2:012d}"
@@ -159,7 +164,7 @@ def test_a_damaged_entry_is_an_error_for_readers_and_for_who_takes_over(
         start(OLD)
 
 
-def test_entries_that_are_missing_are_an_error(objects: Objects, start: Callable[[str], Process]):
+def test_entries_that_are_missing_are_an_error(objects: Objects, start: Start):
     writer = start(NEW)
     for name in "abc":
         change(writer, name)
@@ -169,9 +174,9 @@ def test_entries_that_are_missing_are_an_error(objects: Objects, start: Callable
 
 
 def test_the_last_sessions_that_were_judged_are_remembered(
-    objects: Objects, start: Callable[[str], Process], monkeypatch: pytest.MonkeyPatch
+    objects: Objects, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(run_log, "_JUDGED", 3)
+    monkeypatch.setattr(log_entry, "_JUDGED", 3)
     for number in range(6):
         writer = start(f"{number:016x}")
         writer.do(writer.log.settle)
@@ -180,7 +185,7 @@ def test_the_last_sessions_that_were_judged_are_remembered(
         assert [int(each, 16) for each in judged] == [*range(number)][-3:]
 
 
-def test_a_session_that_comes_back_is_judged_no_more(objects: Objects, start: Callable[[str], Process]):
+def test_a_session_that_comes_back_is_judged_no_more(objects: Objects, start: Start):
     start(OLD)
     writer = start(NEW)
     writer.do(writer.log.settle)
@@ -190,7 +195,7 @@ def test_a_session_that_comes_back_is_judged_no_more(objects: Objects, start: Ca
     assert writer.log.look().judged == (NEW,)
 
 
-def test_a_log_that_does_not_say_who_was_judged_is_read(objects: Objects, start: Callable[[str], Process]):
+def test_a_log_that_does_not_say_who_was_judged_is_read(objects: Objects, start: Start):
     change(start(OLD), "a", "1")
     key = f"{LOG}/{1:012d}"
     body = sealed_json.load_json(objects.there[key], key)
@@ -202,11 +207,11 @@ def test_a_log_that_does_not_say_who_was_judged_is_read(objects: Objects, start:
     assert writer.log.look().judged == (OLD,)
 
 
-# Requests that fail ----------------------------------------------------------------------------------------------
+# Requests that fail -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["lost", "failed", "late"])
-def test_an_entry_whose_answer_got_lost_is_looked_up(objects: Objects, start: Callable[[str], Process], how: How):
+def test_an_entry_whose_answer_got_lost_is_looked_up(objects: Objects, start: Start, how: How):
     writer = start(NEW)
     writer.begin(lambda: writer.log.change({"a": "1"}))
     assert writer.pending == "create"
@@ -216,7 +221,7 @@ def test_an_entry_whose_answer_got_lost_is_looked_up(objects: Objects, start: Ca
     assert seen(objects) == {"a": "1"}
 
 
-def test_what_is_denied_has_not_happened(objects: Objects, start: Callable[[str], Process]):
+def test_what_is_denied_has_not_happened(objects: Objects, start: Start):
     writer = start(NEW)
     writer.begin(lambda: writer.log.change({"a": "1"}))
     writer.step("denied")
@@ -230,7 +235,7 @@ def test_what_is_denied_has_not_happened(objects: Objects, start: Callable[[str]
 
 @pytest.mark.parametrize("arrives", [True, False])
 def test_what_is_not_known_is_found_out_by_the_next_look(
-    objects: Objects, start: Callable[[str], Process], *, arrives: bool
+    objects: Objects, start: Start, *, arrives: bool
 ):
     writer = start(NEW)
     writer.begin(lambda: writer.log.change({"a": "1"}))
@@ -246,7 +251,7 @@ def test_what_is_not_known_is_found_out_by_the_next_look(
     assert writer.log.look().prefixes == seen(objects)
 
 
-def test_what_is_not_known_comes_before_the_next_change(objects: Objects, start: Callable[[str], Process]):
+def test_what_is_not_known_comes_before_the_next_change(objects: Objects, start: Start):
     writer = start(NEW)
     writer.begin(lambda: writer.log.change({"a": "1"}))
     writer.step("lost")
@@ -256,11 +261,12 @@ def test_what_is_not_known_comes_before_the_next_change(objects: Objects, start:
     assert seen(objects) == {"a": "2"} == dict(writer.log.look().prefixes)
 
 
-def test_a_taking_over_that_is_not_known_gives_no_right(objects: Objects, start: Callable[[str], Process]):
+def test_a_taking_over_that_is_not_known_gives_no_right(objects: Objects, start: Start):
     before = start(OLD)
     process = Process(objects, NEW)
     process.begin(lambda: process.log.take_over(NEW))
-    for kind in ("create", "create", "read", "remove", "list", "read"):  # the first four find out about the store
+    # the first four find out about the store
+    for kind in ("create", "create", "read", "remove", "list", "read"):
         assert process.pending == kind
         process.step("done")
     process.step("late")
@@ -272,10 +278,10 @@ def test_a_taking_over_that_is_not_known_gives_no_right(objects: Objects, start:
     assert seen(objects) == {"a": "prefix"}
 
 
-# Several writers -------------------------------------------------------------------------------------------------
+# Several writers ----------------------------------------------------------------------------------
 
 
-def test_who_was_overtaken_is_told_and_changes_nothing(objects: Objects, start: Callable[[str], Process]):
+def test_who_was_overtaken_is_told_and_changes_nothing(objects: Objects, start: Start):
     first, second = start(OLD), start(NEW)
     change(second, "a", "second")
     for _ in range(2):
@@ -286,7 +292,7 @@ def test_who_was_overtaken_is_told_and_changes_nothing(objects: Objects, start: 
     assert dict(first.log.look().prefixes) == {"a": "second"}
 
 
-def sleep_through_a_sweep(objects: Objects, start: Callable[[str], Process]) -> Process:
+def sleep_through_a_sweep(objects: Objects, start: Start) -> Process:
     """A writer that was away until the entry after its last one had been removed."""
     first, second = start(OLD), start(NEW)
     for number in range(40):
@@ -296,7 +302,7 @@ def sleep_through_a_sweep(objects: Objects, start: Callable[[str], Process]) -> 
 
 
 def test_who_was_away_until_there_was_a_gap_is_told_and_changes_nothing(
-    objects: Objects, start: Callable[[str], Process]
+    objects: Objects, start: Start
 ):
     first = sleep_through_a_sweep(objects, start)
     before = seen(objects)
@@ -306,7 +312,7 @@ def test_who_was_away_until_there_was_a_gap_is_told_and_changes_nothing(
 
 
 def test_without_the_look_behind_who_was_away_is_told_that_what_nobody_sees_counts(
-    objects: Objects, start: Callable[[str], Process], monkeypatch: pytest.MonkeyPatch
+    objects: Objects, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     """So the test above can fail."""
     monkeypatch.setattr(RunLog, "_refuse_overtaken", lambda self, entry: None)
@@ -316,7 +322,7 @@ def test_without_the_look_behind_who_was_away_is_told_that_what_nobody_sees_coun
 
 
 def test_a_change_that_others_came_after_before_its_writer_looked_behind_counts(
-    objects: Objects, start: Callable[[str], Process]
+    objects: Objects, start: Start
 ):
     first = start(OLD)
     first.begin(lambda: first.log.change({"a": "1"}))
@@ -333,7 +339,7 @@ def test_a_change_that_others_came_after_before_its_writer_looked_behind_counts(
 
 
 def test_a_change_that_fell_into_a_gap_right_before_an_entry_does_not_count(
-    objects: Objects, start: Callable[[str], Process], monkeypatch: pytest.MonkeyPatch
+    objects: Objects, start: Start, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(run_log, "_EVERY", 1)
     first, second = start(OLD), start(NEW)
@@ -349,7 +355,7 @@ def test_a_change_that_fell_into_a_gap_right_before_an_entry_does_not_count(
 @pytest.mark.parametrize("last", range(7))
 @pytest.mark.parametrize("how", HOW)
 def test_who_stops_before_any_request_and_wakes_after_a_taking_over(
-    objects: Objects, start: Callable[[str], Process], last: int, how: How
+    objects: Objects, start: Start, last: int, how: How
 ):
     first = start(OLD)
     change(first, "before")
@@ -370,12 +376,14 @@ def test_who_stops_before_any_request_and_wakes_after_a_taking_over(
     assert seen(objects) == {**known, "second": "prefix"}
 
 
-# Any of it, in any order -----------------------------------------------------------------------------------------
+# Any of it, in any order --------------------------------------------------------------------------
 
 
 @dataclass
 class _Name:
-    """What a test knows of a name that one process has tried to give, and perhaps another to take away."""
+    """What a test knows of a name that one process has tried to give, and perhaps another to take
+    away.
+    """
 
     added: str = "unknown"
     removed: str = "never"
@@ -404,7 +412,9 @@ class _State:
 
 
 class Writers(RuleBasedStateMachine):
-    """Three processes, each of which stops where it is told to, loses answers, dies, wakes and goes on."""
+    """Three processes, each of which stops where it is told to, loses answers, dies, wakes and goes
+    on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +440,9 @@ class Writers(RuleBasedStateMachine):
 
     def _begin(self, number: int, operation: _Operation, call: Callable[[], object]) -> None:
         state = self.states[number]
-        operation.required = frozenset(name for name, known in self.names.items() if known.added == "acknowledged")
+        operation.required = frozenset(
+            name for name, known in self.names.items() if known.added == "acknowledged"
+        )
         later = [other for entry, other in self.takings if entry > state.taken]
         operation.is_overtaken = any(other != number for other in later)
         operation.holds = state.process.log.holds
@@ -450,13 +462,15 @@ class Writers(RuleBasedStateMachine):
         if error is not None and not isinstance(error, WriteError):
             raise error
         if operation.kind == "take over" and error is None:
-            state.taken = log._names.number
+            state.taken = log._state.number
             self.takings.append((state.taken, number))
         if operation.kind in ("add", "remove"):
             known = self.names[operation.name]
             if error is None:
                 outcome = "acknowledged"
-                assert not operation.is_overtaken, "it was told that its change counts, and had been taken over from"
+                assert not operation.is_overtaken, (
+                    "it was told that its change counts, and had been taken over from"
+                )
             elif isinstance(error, CommitUnknownError):
                 outcome = "unknown"
             else:
@@ -465,16 +479,23 @@ class Writers(RuleBasedStateMachine):
                 known.added = outcome
             else:
                 known.removed = outcome
-        looked_alone = operation.kind in ("look", "settle") and operation.holds  # without asking anybody
-        if error is None and not looked_alone:  # it saw all that had been acknowledged when it began
+        # without asking anybody
+        looked_alone = operation.kind in ("look", "settle") and operation.holds
+        # it saw all that had been acknowledged when it began
+        if error is None and not looked_alone:
             for name in operation.required:
-                assert name in log._names.prefixes or self.names[name].removed in ("unknown", "acknowledged")
+                assert name in log._state.prefixes or self.names[name].removed in (
+                    "unknown",
+                    "acknowledged",
+                )
 
     @rule(number=st.integers(0, 2))
     def take_over(self, number: int) -> None:
         process = self.states[number].process
         if self._free(number):
-            self._begin(number, _Operation("take over"), lambda: process.log.take_over(process.session))
+            self._begin(
+                number, _Operation("take over"), lambda: process.log.take_over(process.session)
+            )
 
     @rule(number=st.integers(0, 2))
     def add(self, number: int) -> None:
@@ -482,18 +503,24 @@ class Writers(RuleBasedStateMachine):
         if self._free(number):
             name = f"name-{len(self.names)}"
             self.names[name] = _Name()
-            self._begin(number, _Operation("add", name), lambda: process.log.change({name: "prefix"}))
+            self._begin(
+                number, _Operation("add", name), lambda: process.log.change({name: "prefix"})
+            )
 
     @rule(number=st.integers(0, 2), which=st.integers(0, 1000))
     def remove(self, number: int, which: int) -> None:
         process = self.states[number].process
         there = [
-            name for name, known in self.names.items() if (known.added, known.removed) == ("acknowledged", "never")
+            name
+            for name, known in self.names.items()
+            if (known.added, known.removed) == ("acknowledged", "never")
         ]
         if self._free(number) and there:
             name = there[which % len(there)]
             self.names[name].removed = "unknown"
-            self._begin(number, _Operation("remove", name), lambda: process.log.change({name: None}))
+            self._begin(
+                number, _Operation("remove", name), lambda: process.log.change({name: None})
+            )
 
     @rule(number=st.integers(0, 2))
     def settle(self, number: int) -> None:
@@ -546,7 +573,9 @@ class Writers(RuleBasedStateMachine):
             else:
                 kept = known.added == "acknowledged" and known.removed in ("never", "refused")
                 assert not kept, "it was acknowledged, and is not there"
-                assert not known.was_there or known.removed in ("unknown", "acknowledged"), "it was there, and is not"
+                assert not known.was_there or known.removed in ("unknown", "acknowledged"), (
+                    "it was there, and is not"
+                )
                 known.is_gone = known.was_there
 
 

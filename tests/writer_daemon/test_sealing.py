@@ -1,4 +1,6 @@
-"""The cipher and its keys: the vectors of the standards; and nothing of another save under this one's key."""
+"""The cipher and its keys: the vectors of the standards; and nothing of another save under this
+one's key.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +65,16 @@ def test_keys_are_derived_as_rfc_5869_has_it(ikm: str, salt: str, info: str, nby
 @pytest.mark.parametrize(
     ("key", "number", "plain", "sealed", "tag"),
     [
-        # The GCM specification (McGrew, Viega), test cases 13 and 14: AES-256, a nonce of zeros, which is block 0
+        # The GCM specification (McGrew, Viega), test cases 13 and 14: AES-256, a nonce of zeros,
+        # which is block 0
         ("00" * 32, 0, "", "", "530f8afbc74536b9a963b4f1c4cb738b"),
-        ("00" * 32, 0, "00" * 16, "cea7403d4d606b6e074ec5d3baf39d18", "d0d1c8a799996bf0265b98b5d48ab919"),
+        (
+            "00" * 32,
+            0,
+            "00" * 16,
+            "cea7403d4d606b6e074ec5d3baf39d18",
+            "d0d1c8a799996bf0265b98b5d48ab919",
+        ),
         # case 15, whose nonce is this number
         (
             "feffe9928665731c6d6a8f9467308308" * 2,
@@ -78,7 +87,9 @@ def test_keys_are_derived_as_rfc_5869_has_it(ikm: str, salt: str, info: str, nby
         ),
     ],
 )
-def test_blocks_are_sealed_as_the_gcm_specification_has_it(key: str, number: int, plain: str, sealed: str, tag: str):
+def test_blocks_are_sealed_as_the_gcm_specification_has_it(
+    key: str, number: int, plain: str, sealed: str, tag: str
+):
     cipher, data = FileCipher(bytes.fromhex(key)), bytes.fromhex(plain)
     into = memoryview(bytearray(len(data) + TAG_NBYTES))
     cipher.seal_block(number, memoryview(data), into)
@@ -91,7 +102,9 @@ def test_blocks_are_sealed_as_the_gcm_specification_has_it(key: str, number: int
 
 
 @given(st.binary(max_size=200), st.binary(max_size=20), st.data())
-def test_what_is_small_comes_back_and_no_byte_of_it_can_be_changed(content: bytes, bound: bytes, data: st.DataObject):
+def test_what_is_small_comes_back_and_no_byte_of_it_can_be_changed(
+    content: bytes, bound: bytes, data: st.DataObject
+):
     cipher = FileCipher(KEY)
     sealed = cipher.seal(content, bound)
     assert len(sealed) == len(content) + SMALL_NBYTES and cipher.open(sealed, "", bound) == content
@@ -108,7 +121,12 @@ def test_what_is_small_comes_back_and_no_byte_of_it_can_be_changed(content: byte
 
 def test_two_contents_under_one_key_have_two_nonces():
     cipher = FileCipher(KEY)
-    assert len({cipher.seal(bytes([each]))[:12] for each in range(200)} | {cipher.seal(b"", b"x")[:12]}) == 201
+    assert (
+        len(
+            {cipher.seal(bytes([each]))[:12] for each in range(200)} | {cipher.seal(b"", b"x")[:12]}
+        )
+        == 201
+    )
 
 
 def test_each_file_of_each_save_has_another_key():
@@ -151,13 +169,21 @@ def test_a_damaged_file_of_keys_is_a_typed_error(at: int, byte: int):
             Keys.from_bytes(odd, "keys.json")
 
 
-def test_without_its_library_encryption_is_refused_and_all_else_works(monkeypatch: pytest.MonkeyPatch):
+def test_without_its_library_encryption_is_refused_and_all_else_works(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(InvalidArgumentError, match=r"pip install 'sidesave\[encryption\]'"):
         Encryption(key=KEY)
-    code = "import sys, sidesave.writer_daemon.process.server, sidesave; sidesave.Checkpointer, sidesave.Encryption"
+    code = (
+        "import sys, sidesave.writer_daemon.process.server, sidesave; sidesave.Checkpointer, "
+        "sidesave.Encryption"
+    )
     code += "; print('cryptography' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+        == b"False\n"
+    )
 
 
 def test_a_message_does_not_show_its_key():
@@ -165,7 +191,7 @@ def test_a_message_does_not_show_its_key():
     assert "Sealing()" in repr(sealing)
 
 
-# The writer --------------------------------------------------------------------------------------------------------
+# The writer ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -214,7 +240,9 @@ def test_a_save_that_is_tried_again_replaces_what_is_there_under_another_key(ses
 def test_memory_that_was_handed_to_another_save_is_not_stored_under_this_one(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not even in a file that is never published: two contents under one nonce would tell of each other."""
+    """Not even in a file that is never published: two contents under one nonce would tell of each
+    other.
+    """
     save = sealed_save(session, 1, seed=5)
     stored: list[bytes] = []
     seal, arena = Sealed.seal, session.arena
@@ -242,7 +270,7 @@ def test_as_many_files_beside_the_tensors_as_are_allowed_are_allowed_encrypted(s
         if fits:
             assert RankRecord.from_bytes(data, "").extra_files == (file,)
         else:
-            with pytest.raises(IntegrityError, match="over the limit"):
+            with pytest.raises(IntegrityError, match="exceed the limit"):
                 RankRecord.from_bytes(data, "")
 
 

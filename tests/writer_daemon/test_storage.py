@@ -27,7 +27,8 @@ def names(folder: str | Path) -> list[str]:
 class PosixConformance(StorageConformance):
     """What only a POSIX file system has: links, modes, and a root that may be moved or deleted.
 
-    Nor does an object keep a prefix of its name from being there, or is a file there before it has its final name.
+    Nor does an object keep a prefix of its name from being there, or is a file there before it has
+    its final name.
     """
 
     @pytest.fixture
@@ -86,7 +87,8 @@ class PosixConformance(StorageConformance):
     def test_a_tree_of_any_depth_is_removed(self, storage: Storage, root: Path):
         (root / "step").mkdir()
         fd = os.open(root / "step", os.O_RDONLY)
-        for _ in range(1100):  # deeper than Python recurses, with a path that is longer than the kernel takes
+        # deeper than Python recurses, with a path that is longer than the kernel takes
+        for _ in range(1100):
             os.mkdir("deep", dir_fd=fd)
             os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
             below = os.open("deep", os.O_RDONLY, dir_fd=fd)
@@ -96,7 +98,9 @@ class PosixConformance(StorageConformance):
         storage.remove_tree("step")
         assert not (root / "step").exists()
 
-    def test_nothing_is_written_or_read_through_a_link(self, storage: Storage, root: Path, outside: Path):
+    def test_nothing_is_written_or_read_through_a_link(
+        self, storage: Storage, root: Path, outside: Path
+    ):
         (root / "dangling").symlink_to(outside / "new")
         (root / "link").symlink_to(outside / "precious")
         (root / "folder").symlink_to(outside)
@@ -127,14 +131,19 @@ class PosixConformance(StorageConformance):
 
     def test_deleted_run_directory_is_a_typed_error(self, storage: Storage, root: Path):
         root.rmdir()
-        for operation in (lambda: storage.make_directory("step", 0o700), lambda: storage.create("file", 1)):
+        for operation in (
+            lambda: storage.make_directory("step", 0o700),
+            lambda: storage.create("file", 1),
+        ):
             with pytest.raises(WriteError) as caught:
                 operation()
             assert caught.value.errno == errno.ENOENT
         assert storage.list_directory("") == []
 
     @pytest.mark.parametrize("umask", [0o022, 0o027, 0o002, 0o077])
-    def test_unfinished_is_private_and_finished_follows_the_umask(self, storage: Storage, root: Path, umask: int):
+    def test_unfinished_is_private_and_finished_follows_the_umask(
+        self, storage: Storage, root: Path, umask: int
+    ):
         before = os.umask(umask)
         try:
             storage.make_directory(".partial", 0o700)
@@ -153,7 +162,9 @@ class PosixConformance(StorageConformance):
         assert (root / ".partial").stat().st_mode & stat.S_ISGID
 
     @pytest.mark.parametrize("count", [0, 1, 511, 4096, 4097, 9 * 512, 64 << 10])
-    def test_short_write_goes_on_where_it_stopped(self, storage: Storage, monkeypatch: pytest.MonkeyPatch, count: int):
+    def test_short_write_goes_on_where_it_stopped(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch, count: int
+    ):
         data, write = noise(MIB)[: MIB - 5], os.pwrite
         shorts = [count, count, 64 << 10, count]
 
@@ -172,7 +183,9 @@ class PosixConformance(StorageConformance):
         assert shorts == []
         assert get(storage, "file") == data
 
-    def test_write_that_gets_nowhere_is_an_error(self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_write_that_gets_nowhere_is_an_error(
+        self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         monkeypatch.setattr(os, "pwrite", lambda fd, buffer, offset: 0)
         with storage.creating("file", 8192) as output, pytest.raises(WriteError) as caught:
             output.write_at(pages(b"1" * 8192), 0)
@@ -180,7 +193,9 @@ class PosixConformance(StorageConformance):
         assert "cannot write 8,192 bytes at byte 0" in str(caught.value)
 
     @pytest.mark.parametrize("count", [1, 511, 4096, 4097, 64 << 10])
-    def test_short_read_goes_on_where_it_stopped(self, storage: Storage, monkeypatch: pytest.MonkeyPatch, count: int):
+    def test_short_read_goes_on_where_it_stopped(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch, count: int
+    ):
         data, read, read_direct = noise(MIB)[: MIB - 5], os.read, os.preadv
         put(storage, "file", data)
         shorts = [count, 64 << 10, count]
@@ -194,7 +209,9 @@ class PosixConformance(StorageConformance):
         assert storage.read("file", MIB) == data
         assert shorts == []
 
-    def test_read_that_gets_nowhere_is_an_error(self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_read_that_gets_nowhere_is_an_error(
+        self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         put(storage, "file", noise(MIB)[:MIB])
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 17)
         with pytest.raises(WriteError) as caught:
@@ -204,7 +221,9 @@ class PosixConformance(StorageConformance):
     def test_rename_that_was_carried_out_and_fails_all_the_same_is_none(
         self, storage: Storage, root: Path, monkeypatch: pytest.MonkeyPatch
     ):
-        """A network file system repeats a request whose answer was lost, and finds nothing left to rename."""
+        """A network file system repeats a request whose answer was lost, and finds nothing left to
+        rename.
+        """
         rename = os.rename
 
         def late(*names: str, **fds: int) -> None:
@@ -218,17 +237,24 @@ class PosixConformance(StorageConformance):
         with pytest.raises(WriteError):
             storage.rename_directory(".partial", "other")
 
-    def test_something_else_in_the_place_of_a_file_blocks_nobody(self, storage: Storage, root: Path):
+    def test_something_else_in_the_place_of_a_file_blocks_nobody(
+        self, storage: Storage, root: Path
+    ):
         os.mkfifo(root / "fifo")
         (root / "folder").mkdir()
         for name in ("fifo", "folder"):
-            for operation in (lambda name=name: storage.read(name, 100), lambda name=name: get(storage, name)):
+            for operation in (
+                lambda name=name: storage.read(name, 100),
+                lambda name=name: get(storage, name),
+            ):
                 with pytest.raises(WriteError) as caught:
                     operation()
                 assert caught.value.errno in (errno.ENXIO, errno.EISDIR)
                 assert caught.value.filename == f"{root}/{name}"
 
-    def test_something_else_in_the_place_of_a_lock_blocks_nobody(self, storage: Storage, root: Path, outside: Path):
+    def test_something_else_in_the_place_of_a_lock_blocks_nobody(
+        self, storage: Storage, root: Path, outside: Path
+    ):
         os.mkfifo(root / "fifo")
         (root / "link").symlink_to(outside / "precious")
         for operation in (storage.share, storage.lock):
@@ -250,7 +276,9 @@ class PosixConformance(StorageConformance):
             "sys.stdin.read()\n"
         )
         pipe = subprocess.PIPE
-        with subprocess.Popen([sys.executable, "-c", code, root], stdin=pipe, stdout=pipe) as holder:
+        with subprocess.Popen(
+            [sys.executable, "-c", code, root], stdin=pipe, stdout=pipe
+        ) as holder:
             try:
                 assert holder.stdout is not None and holder.stdout.readline() == b"shared\n"
                 assert storage.is_shared("file")
@@ -272,7 +300,9 @@ class PosixConformance(StorageConformance):
         assert storage.share("file") is None
         assert len(names("/proc/self/fd")) == before
 
-    def test_error_of_close_is_none_of_the_files(self, storage: Storage, monkeypatch: pytest.MonkeyPatch):
+    def test_error_of_close_is_none_of_the_files(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ):
         """By then fsync has told what became of it; the descriptor is gone either way."""
         close = os.close
 
@@ -341,7 +371,7 @@ class TestLocalDisk(PosixConformance):
             ]
             output.finish(0)
         if not any(flag & os.O_DIRECT for flag in flags):
-            pytest.skip(f"the file system of {root} does not take O_DIRECT")
+            pytest.skip(f"the file system of {root} does not support O_DIRECT")
 
     @pytest.mark.skipif(shutil.which("fiu-run") is None, reason="needs fiu-run (Debian: fiu-utils)")
     @pytest.mark.parametrize("point", ["posix/io/sync/fsync", "posix/io/rw/pwrite"])
@@ -392,7 +422,9 @@ class TestWithoutDirectIo(PosixConformance):
 class SmallDisk(PosixConformance):
     """A file system of a few megabytes, to be filled."""
 
-    def test_what_does_not_fit_is_refused_with_the_figures_before_a_byte_is_written(self, storage: Storage, root: Path):
+    def test_what_does_not_fit_is_refused_with_the_figures_before_a_byte_is_written(
+        self, storage: Storage, root: Path
+    ):
         free = storage.free_nbytes()
         wanted = free + 5 * MIB
         with pytest.raises(NoSpaceError) as caught:
@@ -408,7 +440,10 @@ class SmallDisk(PosixConformance):
         with storage.creating("file", 0) as output, pytest.raises(NoSpaceError) as caught:
             output.write_at(data, 0)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, f"{root}/file")
-        assert re.search(r"cannot write [\d,]+ bytes at byte [\d,]+ \([\d,]+ bytes.* are free\)", str(caught.value))
+        assert re.search(
+            r"cannot write [\d,]+ bytes at byte [\d,]+ \([\d,]+ bytes.* are free\)",
+            str(caught.value),
+        )
 
     def test_there_is_room_again_after_a_removal(self, storage: Storage):
         nbytes = storage.free_nbytes() // 2
@@ -457,7 +492,9 @@ def loop_mounted(mount: Callable[..., Path], folder: Path, kind: str) -> Path:
 
 
 def test_reading_the_umask_never_changes_it(tmp_path: Path):
-    """Another thread of the trainer may create a file at that moment: it must not become world-writable."""
+    """Another thread of the trainer may create a file at that moment: it must not become
+    world-writable.
+    """
     seen: set[int] = set()
     stop = threading.Event()
 

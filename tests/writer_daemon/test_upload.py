@@ -6,11 +6,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from object_server import ObjectServer, serving
+from object_server import ObjectServer
 
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.storage.remote import Bucket
@@ -18,13 +16,6 @@ from sidesave.writer_daemon.storage.upload import AT_ONCE, StreamedOutput
 
 MIB = 1 << 20
 CHUNK_NBYTES = 16 * MIB
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    (tmp_path / "buckets").mkdir()
-    with serving(tmp_path / "buckets") as server:
-        yield server
 
 
 @pytest.fixture
@@ -38,7 +29,9 @@ def noise(nbytes: int) -> memoryview:
     return memoryview(buffer)
 
 
-def upload(output: StreamedOutput, data: memoryview, nbytes: int, threads: int = 4) -> list[BaseException]:
+def upload(
+    output: StreamedOutput, data: memoryview, nbytes: int, threads: int = 4
+) -> list[BaseException]:
     """As the writer does: several threads, each with the next chunk; what they have raised."""
     offsets = iter(range(0, nbytes, CHUNK_NBYTES))
     lock, errors = threading.Lock(), list[BaseException]()
@@ -77,7 +70,9 @@ def test_a_large_file_arrives_as_it_was_written(server: ObjectServer, bucket: Bu
     assert server.most_at_once <= AT_ONCE
 
 
-def test_nothing_is_there_before_the_end_or_after_it_was_given_up(server: ObjectServer, bucket: Bucket):
+def test_nothing_is_there_before_the_end_or_after_it_was_given_up(
+    server: ObjectServer, bucket: Bucket
+):
     data = noise(40 * MIB)
     output = StreamedOutput(bucket, "file", 40 * MIB)
     output.write_at(data[:CHUNK_NBYTES], 0)
@@ -91,7 +86,9 @@ def test_nothing_is_there_before_the_end_or_after_it_was_given_up(server: Object
 
 
 @pytest.mark.parametrize("method", ["START", "PART", "COMPLETE"])
-def test_who_writes_is_told_of_what_the_store_refuses(server: ObjectServer, bucket: Bucket, method: str):
+def test_who_writes_is_told_of_what_the_store_refuses(
+    server: ObjectServer, bucket: Bucket, method: str
+):
     server.fault = lambda request, number: 403 if request.method == method else None
     data = noise(40 * MIB)
     output = StreamedOutput(bucket, "file", 40 * MIB)
@@ -158,7 +155,9 @@ watcher.join()
 print(most)
 """
     environment = os.environ | {name.upper(): value for name, value in server.options.items()}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (server.root / "bucket/run/file").stat().st_size == 256 * MIB
     assert int(done.stdout) < 48 * MIB

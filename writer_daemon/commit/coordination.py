@@ -1,9 +1,9 @@
 """How the daemons of several ranks coordinate, by storage alone.
 
-Each writes its record, or a refusal, into the partial directory of the attempt. Rank 0's daemon waits for all of them
-and commits. On the first refusal it aborts: it renames the directory, which ends the attempt for all, and leaves the
-reason in it. The others list the run directory until they see the outcome. Nobody looks up a name that may not exist
-yet, since network file systems cache its absence for a minute.
+Each writes its record, or a refusal, into the partial directory of the attempt (``attempts``). Rank
+0's daemon waits for all of them and commits, or aborts on the first refusal. The others list the
+run directory until they see the outcome. No daemon looks up a name that may not exist yet, since
+network file systems cache its absence for a minute.
 """
 
 from __future__ import annotations
@@ -21,20 +21,32 @@ from sidesave.errors import (
     CommitUnknownError,
     DaemonDiedError,
     IntegrityError,
-    SidesaveError,
     StateMismatchError,
     WriteError,
     WriteStalledError,
 )
-from sidesave.writer_daemon.format import manifest
-from sidesave.writer_daemon.format.manifest import Head, RankRecord, Refusal
+from sidesave.writer_daemon.checkpoints.info import peek_head
+from sidesave.writer_daemon.commit.attempts import (
+    GivenUp,
+    abort_reason,
+    attempt_of,
+    partial_of,
+    tidy,
+)
+from sidesave.writer_daemon.format.manifest import MAX_JSON_NBYTES, Head, RankRecord
+from sidesave.writer_daemon.format.names import (
+    hidden_directory,
+    parse_hidden_directory,
+    record_file,
+    step_directory,
+)
+from sidesave.writer_daemon.format.refusal import Refusal
 from sidesave.writer_daemon.format.sealed_records import open_record
-from sidesave.writer_daemon.lease.lease import closed_ranks
-from sidesave.writer_daemon.protocol import Failed, Refuse, Save
+from sidesave.writer_daemon.lease.observer import closed_ranks
+from sidesave.writer_daemon.protocol import Refuse, Save
 from sidesave.writer_daemon.sealing.keys import save_key
 from sidesave.writer_daemon.storage import Storage
 
-ABORT: Final = "abort.json"
 REPLICA_DIGEST: Final = "replica-digest."
 VERDICTS: Final = ("alike", "diverged")
 _FIRST_POLL_S: Final = 0.002
@@ -43,15 +55,15 @@ _MAX_POLL_S: Final = 0.05
 _MAX_SLOW_POLL_S: Final = 1.0
 """Between two looks of another rank at the run directory: there are many of them."""
 _MAX_ASKING_POLL_S: Final = 0.25
-"""The same of a rank that asks whether plain tensors are alike, and has stopped writing for that."""
+"""The same of a rank that has stopped writing and asks whether plain tensors are alike."""
 TOMBSTONE_S: Final = 60.0
-"""How long an attempt that was given up is told of: longer than any rank goes without a look that counts."""
+"""Time for which an aborted attempt stays visible; longer than any rank's pause between looks."""
 _MAX_GAP_S: Final = 20.0
 """After this long without a look a rank draws no conclusion from what is not there any more."""
 _GRACE_S: Final = 5.0
-"""Other ranks wait this much longer than rank 0, which alone can give up for all and knows whom it has waited for."""
+"""Ranks above 0 wait this much longer: only rank 0 can give up for all, and name the late ranks."""
 _ORPHAN_S: Final = 5.0
-"""The daemon of rank 0 may leave and be replaced, with the lease given up in between; not for so long."""
+"""Other ranks give up after this time without a lease; replacing rank 0's daemon is quicker."""
 _LOOKS: Final = 3
 """A listing may lack what is being renamed at that moment, but not so many in a row."""
 _RANKS_PER_SECOND: Final = 10_000
@@ -61,88 +73,30 @@ _RANKS_PER_SECOND_OF_STORE: Final = 16
 _FIRST_POLL_TRIPS: Final = 2
 _MAX_POLL_TRIPS: Final = 10
 _LOOKOUT_TRIPS: Final = 40
-"""Pauses where a look is a request, in round trips: before the second look, the longest one of rank 0, and between two
-looks for ranks that have left."""
-_HEAD_NBYTES: Final = 4096
+"""Round trips, if looks are requests: of the first and longest pause, and for ranks that left."""
 _READERS: Final = 32
-"""So many records are read at once. A server that takes a millisecond for each takes 100 s for 100,000 otherwise."""
+"""Records read at once: if each takes a millisecond, 100,000 one by one would take 100 s."""
 
 logger = logging.getLogger(__name__)
 
 Waiting = Callable[[], None]
 """Called now and then while something is awaited; may raise to end the wait."""
-Publish = Callable[[str], None]
-"""Gives the attempt's directory an empty file of that name."""
 
 
-class GivenUp(Exception):
-    """An attempt failed, whatever this rank may retry; ``reason`` is the error to report."""
-
-    def __init__(self, reason: SidesaveError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
+# Rank 0 -------------------------------------------------------------------------------------------
 
 
-def attempt_of(save: Save | Refuse) -> str:
-    """The part of a directory's name that identifies this attempt."""
-    return manifest.attempt_of(save.session, save.sequence, save.world_size)
-
-
-def partial_of(save: Save | Refuse) -> str:
-    """The directory that an attempt writes to."""
-    return manifest.hidden_directory(save.step, attempt_of(save), "partial")
-
-
-def refuse_aborted(storage: Storage, save: Save | Refuse) -> None:
-    """Raise ``GivenUp`` if the attempt was aborted; a directory made after that would belong to nobody."""
-    reason = _reason(storage, save, storage.list_directory(""))
-    if reason is not None:
-        raise GivenUp(reason)
-
-
-def _tombstone(names: Iterable[str], save: Save | Refuse) -> str | None:
-    """The renamed directory of an aborted attempt; rank 0 may have meant another step by it."""
-    end = f".{attempt_of(save)}.aborted"
-    return next((name for name in names if name.endswith(end) and manifest.parse_hidden_directory(name)), None)
-
-
-def _reason(storage: Storage, save: Save | Refuse, names: Iterable[str]) -> SidesaveError | None:
-    """Why the attempt was aborted, by the run directory's names; None if it was not."""
-    aborted = _tombstone(names, save)
-    if aborted is None:
-        return None
-    if save.rank:
-        _tidy(lambda: _remove_late(storage, save, aborted))
-    data = None
-    with contextlib.suppress(WriteError):
-        data = storage.read(f"{aborted}/{ABORT}", manifest.MAX_JSON_NBYTES)
-    refusal = None
-    if data is not None:
-        with contextlib.suppress(IntegrityError):
-            refusal = Refusal.from_bytes(data, aborted)
-    if refusal is None:
-        return WriteError(errno.ECONNABORTED, "rank 0 has given up this save", aborted)
-    error = refusal.as_error()
-    if refusal.step != save.step and isinstance(error, (StateMismatchError, WriteStalledError)):
-        if isinstance(error, WriteStalledError):
-            text = f"rank 0 saved step {refusal.step} where rank {save.rank} saves step {save.step}"
-            error = StateMismatchError(f"{text}; every rank has to save the same steps in the same order. {error}")
-        error.saved_instead = refusal.step
-    return error
-
-
-# Rank 0 ----------------------------------------------------------------------------------------------------------
-
-
-def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiting) -> list[RankRecord]:
+def await_records(
+    storage: Storage, save: Save, timeout_s: float, waiting: Waiting
+) -> list[RankRecord]:
     """The records of all ranks of an attempt, once they are there; blocking.
 
     Answers ranks that ask whether plain tensors are alike, even if rank 0 has none.
 
     Raises:
-        GivenUp: With a rank's refusal; ``DaemonDiedError``: a rank's daemon has left without a record;
-            ``StateMismatchError``: a rank saves another step in this turn; ``WriteStalledError``: ``timeout_s`` seconds
-            have passed.
+        GivenUp: With a rank's refusal; ``DaemonDiedError``: a rank's daemon has left without a
+            record; ``StateMismatchError``: a rank saves another step in this turn;
+            ``WriteStalledError``: ``timeout_s`` seconds have passed.
     """
     directory = partial_of(save)
     records: dict[int, RankRecord] = {}
@@ -151,16 +105,21 @@ def await_records(storage: Storage, save: Save, timeout_s: float, waiting: Waiti
     answered = False
     for _ in _polls(storage, timeout_s, _MAX_POLL_S):
         names = set(storage.list_directory(directory))
-        records |= _read_records(storage, save, [rank for rank in missing if manifest.record_file(rank) in names])
+        records |= _read_records(
+            storage, save, [rank for rank in missing if record_file(rank) in names]
+        )
         missing -= records.keys()
         if save.rank in records and not answered:
             answered = save.unshared is not None or bool(_replica_digests(names))
-            if answered and save.unshared is None:  # rank 0 has nothing to compare, so others hold other tensors
+            if answered and save.unshared is None:
+                # Rank 0 has nothing to compare, so other ranks hold other tensors.
                 storage.make_directory(_verdict(save, alike=False), 0o700)
         if not missing:
             return [records[rank] for rank in range(save.world_size)]
         lookout.look(missing)
-    raise _late(storage, save, f"ranks {sorted(missing)[:8]} have not written their part", timeout_s)
+    raise _late(
+        storage, save, f"ranks {sorted(missing)[:8]} have not written their part", timeout_s
+    )
 
 
 class _Lookout:
@@ -173,12 +132,15 @@ class _Lookout:
 
     def look(self, missing: Iterable[int]) -> None:
         """``missing`` are the ranks that had left nothing a moment ago."""
-        ended = self._left.intersection(missing)  # before that moment: what they had to say would have been there
+        # They had left before that look, which would have found their records.
+        ended = self._left.intersection(missing)
         if ended:
             text = f"rank {min(ended)} has ended without writing its part of step {self._save.step}"
             raise GivenUp(DaemonDiedError(text))
         if time.monotonic() >= self._next:
-            self._next = time.monotonic() + max(_MAX_SLOW_POLL_S / 2, _LOOKOUT_TRIPS * self._storage.round_trip_s)
+            self._next = time.monotonic() + max(
+                _MAX_SLOW_POLL_S / 2, _LOOKOUT_TRIPS * self._storage.round_trip_s
+            )
             self._waiting()
             _refuse_misaligned(self._storage, self._save)
             self._left = closed_ranks(self._storage, self._save.session)
@@ -190,7 +152,7 @@ def _late(storage: Storage, save: Save, what: str, timeout_s: float) -> GivenUp:
 
 
 def _read_records(storage: Storage, save: Save, ranks: list[int]) -> dict[int, RankRecord]:
-    """Read the records of ``ranks`` in parallel: on a network file system each open is a round trip."""
+    """Read the records of ``ranks`` in parallel; on network storage each takes a round trip."""
     if len(ranks) < (2 if storage.round_trip_s else _READERS):
         return {rank: _read_record(storage, save, rank) for rank in ranks}
     with ThreadPoolExecutor(_READERS, "sidesave-records") as readers:
@@ -199,10 +161,10 @@ def _read_records(storage: Storage, save: Save, ranks: list[int]) -> dict[int, R
 
 
 def _read_record(storage: Storage, save: Save, rank: int) -> RankRecord:
-    path = f"{partial_of(save)}/{manifest.record_file(rank)}"
-    data = storage.read(path, manifest.MAX_JSON_NBYTES)
+    path = f"{partial_of(save)}/{record_file(rank)}"
+    data = storage.read(path, MAX_JSON_NBYTES)
     if data is None:
-        raise WriteError(errno.ENOENT, "a rank's record was there and is not any more", f"{storage.root}/{path}")
+        raise WriteError(errno.ENOENT, "a rank's record has disappeared", f"{storage.root}/{path}")
     try:
         record = RankRecord.from_bytes(data, path)
     except IntegrityError:
@@ -218,15 +180,18 @@ def _read_record(storage: Storage, save: Save, rank: int) -> RankRecord:
 
 def _refuse_misaligned(storage: Storage, save: Save) -> None:
     for name in storage.list_directory(""):
-        parsed = manifest.parse_hidden_directory(name)
+        parsed = parse_hidden_directory(name)
         if parsed and parsed[0] != save.step and parsed[1:] == (attempt_of(save), "partial"):
             entries = storage.list_directory(name)
             for entry in entries:
                 if entry.startswith("rank-"):
                     _refuse_refused(storage, f"{name}/{entry}")
-            if all(entry.startswith(".rank-") for entry in entries):  # nothing yet, or a refusal on its way
+            if all(entry.startswith(".rank-") for entry in entries):  # or empty: no record yet
                 continue
-            text = f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank has to save the same"
+            text = (
+                f"a rank saves step {parsed[0]} where rank 0 saves step {save.step}; every rank "
+                "has to save the same"
+            )
             error = StateMismatchError(f"{text} steps in the same order")
             error.saved_instead = parsed[0]
             raise GivenUp(error)
@@ -234,7 +199,7 @@ def _refuse_misaligned(storage: Storage, save: Save) -> None:
 
 def _refuse_refused(storage: Storage, path: str) -> None:
     """Raise the refusal of a rank that was not even given a step."""
-    data = storage.read(path, manifest.MAX_JSON_NBYTES)
+    data = storage.read(path, MAX_JSON_NBYTES)
     refusal = None
     with contextlib.suppress(IntegrityError):
         refusal = None if data is None else Refusal.from_bytes(data, path)
@@ -242,111 +207,38 @@ def _refuse_refused(storage: Storage, path: str) -> None:
         raise GivenUp(refusal.as_error())
 
 
-def abort(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> str | None:
-    """Abort an attempt for all ranks and free its space; returns the directory that tells the reason, if any.
-
-    Never raises ``WriteError``: ranks that do not learn of it end at their own deadline.
-    """
-    partial, aborted = partial_of(save), manifest.hidden_directory(save.step, attempt_of(save), "aborted")
-    try:
-        earlier = _tombstone(storage.list_directory(""), save)
-        if earlier is not None:
-            return earlier
-        storage.make_directory(partial, 0o700)
-        try:
-            _write_refusal(storage, f"{partial}/{ABORT}", save, "aborted", failure, attempt)
-        except WriteError as error:  # a full disk: renaming takes no space
-            logger.warning("the other ranks are not told why step %d was given up: %s", save.step, error)
-        storage.rename_directory(partial, aborted)
-    except WriteError as error:
-        logger.warning("left for the next start to clean: %s", error)
-        return None
-    _tidy(lambda: _free(storage, save, aborted))
-    return aborted
-
-
-def _free(storage: Storage, save: Save | Refuse, aborted: str) -> None:
-    for _ in range(3):  # some may just be given a name
-        names = set(storage.list_directory(aborted)) - {ABORT}
-        for name in names:
-            storage.remove(f"{aborted}/{name}")
-        if not names:
-            break
-    for name in storage.list_directory(""):
-        if name.endswith(f".{attempt_of(save)}.partial"):  # of ranks that save another step
-            storage.remove_tree(name)
-
-
-def _tidy(remove: Callable[[], None]) -> None:
-    """Try twice: leftovers take space until the session ends."""
-    for _ in range(2):
-        try:
-            remove()
-        except WriteError as error:
-            logger.warning("left over: %s", error)
-        else:
-            break
-
-
-def _remove_late(storage: Storage, save: Save | Refuse, aborted: str) -> None:
-    """Remove what this rank has written since rank 0 removed the rest."""
-    storage.remove_tree(partial_of(save))  # made again, or of another step
-    _remove_files(storage, aborted, save.rank)  # by a call that had found the directory before it was renamed
-
-
-# The other ranks -------------------------------------------------------------------------------------------------
-
-
-def refuse(storage: Storage, save: Save | Refuse, failure: Failed, attempt: str) -> None:
-    """Tell rank 0 that this rank's record will not come, and free the space.
-
-    Never raises ``WriteError``: rank 0 ends at its deadline if it does not learn of it.
-
-    Raises:
-        GivenUp: The attempt was aborted before.
-    """
-    directory, record = partial_of(save), manifest.record_file(save.rank)
-    try:
-        reason = _reason(storage, save, storage.list_directory(""))
-        if reason is not None:
-            raise GivenUp(reason)
-        storage.make_directory(directory, 0o700)
-        if record in storage.list_directory(directory):  # it has been told before
-            return
-        _remove_files(storage, directory, save.rank)
-        _write_refusal(storage, f"{directory}/{record}", save, "failed", failure, attempt)
-    except SidesaveError as error:
-        logger.warning("rank 0 is not told that step %d failed here: %s", save.step, error)
-
-
-def _remove_files(storage: Storage, directory: str, rank: int) -> None:
-    for name in storage.list_directory(directory):
-        if f".rank-{rank:05d}." in name or name == manifest.record_file(rank):
-            storage.remove(f"{directory}/{name}")
+# The other ranks ----------------------------------------------------------------------------------
 
 
 def await_commit(
-    storage: Storage, save: Save, timeout_s: float, waiting: Waiting, check_lease: Waiting, seen: float
+    storage: Storage,
+    save: Save,
+    timeout_s: float,
+    waiting: Waiting,
+    check_lease: Waiting,
+    seen: float,
 ) -> int:
     """The bytes of the checkpoint, once rank 0 has committed it; blocking.
 
-    0 if it was replaced or deleted before this rank looked: rank 0 leaves a sign for a minute of what it aborts, and
-    none of what it commits. ``seen`` is the monotonic time of this rank's record.
+    0 if it was replaced or deleted before this rank looked: rank 0 leaves a sign for a minute of
+    what it aborts, and none of what it commits. ``seen`` is the monotonic time of this rank's
+    record.
 
     Raises:
         GivenUp: Rank 0 has aborted it, or has ended without writing its part.
-        CommitUnknownError: ``timeout_s`` seconds have passed, or a session took over the run without committing it.
+        CommitUnknownError: ``timeout_s`` seconds have passed, or a session took over the run
+            without committing it.
     """
-    target, partial = manifest.step_directory(save.step), partial_of(save)
+    target, partial = step_directory(save.step), partial_of(save)
     path = f"{storage.root}/{target}"
     orphaned_at: float | None = None
     gone, in_time = 0, False
     for _ in _polls(storage, timeout_s + _GRACE_S, _slowed(_MAX_SLOW_POLL_S, storage, save)):
         names = storage.list_directory("")
-        reason = _reason(storage, save, names)
+        reason = abort_reason(storage, save, names)
         if reason is not None:
             raise GivenUp(reason)
-        head = _read_head(storage, target) if target in names else None
+        head = _peek_head(storage, target) if target in names else None
         if head is not None and (head.session, head.sequence) == (save.session, save.sequence):
             return head.nbytes
         now = time.monotonic()
@@ -360,69 +252,82 @@ def await_commit(
             if gone >= _LOOKS or orphaned_at is not None:
                 check_lease()
                 orphaned_at = None
-        except WriteError:  # without the lease: the next session commits what is whole, and removes what is not
+        except WriteError:  # no lease: the next session commits what is whole, removes the rest
             orphaned_at = now if orphaned_at is None else orphaned_at
         if gone >= _LOOKS and orphaned_at is None:
             if in_time:
                 return 0
-            raise CommitUnknownError(errno.ENOENT, f"what became of step {save.step} was not seen in time", path)
+            raise CommitUnknownError(
+                errno.ENOENT, f"the outcome of step {save.step} was not seen in time", path
+            )
         if orphaned_at is not None and not any(attempt_of(save) in name for name in names):
-            _tidy(lambda: storage.remove_tree(partial))  # in a store what came late may be there, and be nothing
-            raise CommitUnknownError(errno.ESTALE, "the run has passed to another session without this step", path)
+            # In a store, an object that came late may be there; it has no meaning.
+            tidy(lambda: storage.remove_tree(partial))
+            raise CommitUnknownError(
+                errno.ESTALE, "the run has passed to another session without this step", path
+            )
         if orphaned_at is not None and now - orphaned_at > _ORPHAN_S and partial in names:
             left = storage.list_directory(partial)
-            if left and manifest.record_file(0) not in left:
-                raise GivenUp(DaemonDiedError(f"rank 0 has ended without writing its part of step {save.step}"))
+            if left and record_file(0) not in left:
+                raise GivenUp(
+                    DaemonDiedError(
+                        f"rank 0 has ended without writing its part of step {save.step}"
+                    )
+                )
     raise CommitUnknownError(
-        errno.ETIMEDOUT, f"step {save.step} was not committed within {timeout_s:g} s; it may still be", path
+        errno.ETIMEDOUT,
+        f"step {save.step} was not committed within {timeout_s:g} s; it may still be",
+        path,
     )
 
 
-def _read_head(storage: Storage, target: str) -> Head | None:
-    """The beginning of a manifest: with many ranks it is long, and each of them reads it."""
-    path = f"{target}/{manifest.MANIFEST}"
+def _peek_head(storage: Storage, target: str) -> Head | None:
     try:
-        with storage.open(path) as source:
-            return Head.from_beginning(bytes(source.read_at(0, _HEAD_NBYTES)), path)
+        return peek_head(storage, target)
     except (IntegrityError, WriteError) as error:
         logger.debug("%s", error)  # it is being replaced, or removed
         return None
 
 
-# What plain tensors the ranks hold -------------------------------------------------------------------------------
+# What plain tensors the ranks hold ----------------------------------------------------------------
 
 
-def are_alike(storage: Storage, save: Save, digest: str, timeout_s: float, waiting: Waiting, publish: Publish) -> bool:
-    """Whether all ranks hold the same plain tensors with the same values, by their digests; blocking.
+def are_alike(
+    storage: Storage, save: Save, digest: str, timeout_s: float, waiting: Waiting, attempt: str
+) -> bool:
+    """Whether all ranks hold the same plain tensors with the same values; blocking.
 
-    Rank 0's daemon compares. Its verdict is a directory beside the attempt's, so that other ranks need not list the
-    attempt's. A rank that has no such tensors, or has seen an earlier daemon's verdict, answers by its record.
+    Rank 0's daemon compares their digests. Its verdict is a directory next to the attempt's, so
+    that other ranks need not list the attempt's. A rank that has no such tensors, or has seen an
+    earlier daemon's verdict, answers by its record. ``attempt`` makes temporary names unique.
 
     Raises:
         GivenUp: As in :func:`await_records`, or by rank 0.
     """
     directory = partial_of(save)
     own_file = f"{REPLICA_DIGEST}rank-{save.rank:05d}.{digest}"
-    publish(own_file)
+    storage.publish_bytes(directory, own_file, b"", attempt)
     recorded: dict[int, str] = {}
     lookout = _Lookout(storage, save, waiting)
     what = "rank 0 has not said what to write"
-    max_delay_s, grace_s = (_slowed(_MAX_ASKING_POLL_S, storage, save), _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
+    max_delay_s, grace_s = (
+        (_slowed(_MAX_ASKING_POLL_S, storage, save), _GRACE_S) if save.rank else (_MAX_POLL_S, 0.0)
+    )
     for _ in _polls(storage, timeout_s + grace_s, max_delay_s):
         beside = storage.list_directory("")
         for alike in (True, False):
             if _verdict(save, alike=alike) in beside:
-                with contextlib.suppress(WriteError):  # else rank 0 does, for all, one after the other
+                with contextlib.suppress(WriteError):  # else rank 0 does, for all in turn
                     storage.remove(f"{directory}/{own_file}")
                 return alike
-        reason = _reason(storage, save, beside)
+        reason = abort_reason(storage, save, beside)
         if reason is not None:
             raise GivenUp(reason)
         if save.rank == 0:
             names = set(storage.list_directory(directory))
             published = _replica_digests(names)
             for rank in range(1, save.world_size):
-                if rank not in published and rank not in recorded and manifest.record_file(rank) in names:
+                if rank not in published and rank not in recorded and record_file(rank) in names:
                     recorded[rank] = _read_record(storage, save, rank).part.replica_digest
             digests = {**recorded, **published}
             alike = set(digests.values()) == {digest}
@@ -445,11 +350,11 @@ def _slowed(delay_s: float, storage: Storage, save: Save) -> float:
 def forget_verdict(storage: Storage, save: Save | Refuse) -> None:
     """Remove the verdict on plain tensors, which nobody needs any more."""
     for alike in (True, False):
-        _tidy(lambda alike=alike: storage.remove_tree(_verdict(save, alike=alike)))
+        tidy(lambda alike=alike: storage.remove_tree(_verdict(save, alike=alike)))
 
 
 def _verdict(save: Save | Refuse, *, alike: bool) -> str:
-    return manifest.hidden_directory(save.step, attempt_of(save), VERDICTS[not alike])
+    return hidden_directory(save.step, attempt_of(save), VERDICTS[not alike])
 
 
 def _replica_digests(names: set[str]) -> dict[int, str]:
@@ -457,30 +362,8 @@ def _replica_digests(names: set[str]) -> dict[int, str]:
     return {int(rank.removeprefix("rank-")): digest for _, rank, digest in parts}
 
 
-# -----------------------------------------------------------------------------------------------------------------
-
-
-def _write_refusal(
-    storage: Storage, path: str, save: Save | Refuse, status: str, failure: Failed, attempt: str
-) -> None:
-    content = Refusal(
-        session=save.session,
-        step=save.step,
-        sequence=save.sequence,
-        rank=save.rank,
-        world_size=save.world_size,
-        status=status,
-        error=failure.error,
-        message=failure.message,
-        errno=failure.errno,
-        path=failure.path,
-    )
-    directory, _, name = path.rpartition("/")
-    storage.publish_bytes(directory, name, content.to_bytes(), attempt)
-
-
 def _polls(storage: Storage, timeout_s: float, max_delay_s: float) -> Iterator[None]:
-    """Iterations of a polling loop, with growing, jittered pauses, until ``timeout_s`` have passed."""
+    """Iterate with growing, jittered pauses until ``timeout_s`` have passed; a polling loop."""
     deadline = time.monotonic() + timeout_s
     delay_s = max(_FIRST_POLL_S, _FIRST_POLL_TRIPS * storage.round_trip_s)
     max_delay_s = max(max_delay_s, _MAX_POLL_TRIPS * storage.round_trip_s)

@@ -1,8 +1,8 @@
-"""The fallback directories of a run, which may hold checkpoints; written down in the run directory.
+"""The fallback directories of a run, which may hold checkpoints; recorded in the run directory.
 
-A session's fallback directory is written down before it saves. It is marked as used before anything is committed there,
-by a rename, which needs no room on a full disk. So a later session without the option looks there, and knows if it
-cannot.
+A session records its fallback directory before it saves. Before the first commit there it marks the
+directory as used, by a rename, which works on a full disk. So a later session without the option
+also looks there, and reports if it cannot.
 """
 
 from __future__ import annotations
@@ -10,37 +10,55 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Final, cast
+from typing import Final
 
-from sidesave.errors import IntegrityError
+from sidesave.errors import CheckpointError
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
-from sidesave.writer_daemon.storage import Storage, sealed_json, urls
+from sidesave.writer_daemon.storage import sealed_json, urls
+from sidesave.writer_daemon.storage.sealed_json import FactFile
 
 logger = logging.getLogger(__name__)
 
-USED: Final = ".sidesave.fallback"
-GIVEN: Final = ".sidesave.fallback.given"
-_FORMAT: Final = "sidesave-fallback"
-_MAX_NBYTES: Final = 1 << 20
+
+def _declare(name: str) -> FactFile[list[str]]:
+    return FactFile(
+        name,
+        "sidesave-fallback",
+        lambda body, path: [
+            each
+            for each in sealed_json.get(body, "directories", list, path)
+            if isinstance(each, str)
+        ],
+        lambda directories: {"directories": directories},
+        hint=(
+            "so other directories with checkpoints of the run are unknown; remove it to go on "
+            "without them"
+        ),
+    )
+
+
+USED: Final = _declare(".sidesave.fallback")
+GIVEN: Final = _declare(".sidesave.fallback.given")
 
 
 def remember(root: str, fallback: str) -> tuple[list[str], list[str]]:
-    """Write down the fallback directory of this session; returns the earlier ones that exist, and those that are lost.
+    """Record this session's fallback directory; return the earlier ones: existing, missing.
 
     Raises:
-        IntegrityError: The file is damaged.
-        WriteError: It cannot be read or written.
+        IntegrityError: The record is damaged.
+        WriteError: The record cannot be read or written.
     """
     with contextlib.closing(urls.open_for_writing(root)) as storage:
-        used = _read(storage, USED)
-        known = [path for path in dict.fromkeys([*used, *_read(storage, GIVEN)]) if path != fallback]
+        used, given = USED.read(storage) or [], GIVEN.read(storage) or []
+        earlier = [path for path in dict.fromkeys([*used, *given]) if path != fallback]
         if fallback and fallback not in used:
-            body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "directories": [*used, fallback]}
-            storage.replace(GIVEN, sealed_json.seal(body))
-    # Its lease stays in every directory that was used: a mount point without its file system has none.
-    there = [path for path in [*known, fallback] if path and os.path.isdir(f"{path}/{LEASE_DIRECTORY}")]
-    lost = [path for path in used if path not in there]
-    return [path for path in there if path != fallback], lost
+            GIVEN.write(storage, [*used, fallback])
+    # A used directory has a lease directory; a mount point whose file system is missing has none.
+    existing = [
+        path for path in [*earlier, fallback] if path and os.path.isdir(f"{path}/{LEASE_DIRECTORY}")
+    ]
+    missing = [path for path in used if path not in existing]
+    return [path for path in existing if path != fallback], missing
 
 
 def mark_used(root: str) -> None:
@@ -48,29 +66,13 @@ def mark_used(root: str) -> None:
     try:
         with contextlib.closing(urls.open_for_writing(root)) as storage:
             if urls.is_url(root):
-                given = storage.read(GIVEN, _MAX_NBYTES)
-                if given is not None:  # else it was used before
-                    storage.replace(USED, given)
-                    storage.remove(GIVEN)
+                given = GIVEN.read(storage)
+                if given is not None:  # otherwise it is marked already
+                    USED.write(storage, given)
+                    storage.remove(GIVEN.name)
                 return
-            with contextlib.suppress(FileNotFoundError):  # the same
-                os.rename(f"{root}/{GIVEN}", f"{root}/{USED}")
+            with contextlib.suppress(FileNotFoundError):  # it is marked already
+                os.rename(f"{root}/{GIVEN.name}", f"{root}/{USED.name}")
             storage.sync_directory("")
-    except OSError as error:
-        logger.error("the run does not remember that it uses its fallback directory: %s", error)
-
-
-def _read(storage: Storage, name: str) -> list[str]:
-    data = storage.read(name, _MAX_NBYTES)
-    if data is None:
-        return []
-    path = f"{storage.root}/{name}"
-    try:
-        sealed_json.check_digest(data, path)
-        body = sealed_json.load_json(data, path)
-        sealed_json.check_version(body, _FORMAT, path)
-        directories = cast("list[object]", sealed_json.get(body, "directories", list, path))
-    except IntegrityError as error:
-        text = "so it is not known where else the run has checkpoints; remove it to go on without them"
-        raise IntegrityError(f"{error}, {text}") from error
-    return [each for each in directories if isinstance(each, str)]
+    except (OSError, CheckpointError) as error:
+        logger.error("cannot record that the fallback directory is used: %s", error)

@@ -1,22 +1,27 @@
-"""The records on disk, format version 1: ``manifest.json``, ``rank-XXXXX.json``, digest lists, and their names.
+"""The records on disk, format version 1: ``manifest.json``, ``rank-XXXXX.json``, digest lists.
 
-One chain vouches for every byte of a checkpoint: the manifest begins with the digest of its own remaining bytes and
-holds the digest of each rank's record; a record begins in the same way and holds the digest of each digest list, of
-the objects file and of each file that the user has put beside the tensors; a digest list holds one XXH3-128 digest per
-block of a tensor file. It detects damage, not tampering.
+A chain of digests covers every byte of a checkpoint. The manifest begins with the digest of its
+remaining bytes and contains the digest of each rank's record. A record begins in the same way and
+contains the digests of digest lists, the objects file and extra files. A digest list contains one
+XXH3-128 digest for each block of a tensor file. The chain detects damage, not tampering.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast
 
-from sidesave import errors
-from sidesave.errors import IntegrityError, SidesaveError
+from sidesave.errors import IntegrityError
 from sidesave.writer_daemon.format.layout import Part, Table
+from sidesave.writer_daemon.format.names import (
+    MAX_EXTRA_NBYTES,
+    folders_of,
+    is_extra_file_name,
+    is_safe_name,
+    is_sealed_file_name,
+)
 from sidesave.writer_daemon.sealing.cipher import SMALL_NBYTES
 from sidesave.writer_daemon.storage.sealed_json import (
     FORMAT_VERSION,
@@ -26,86 +31,23 @@ from sidesave.writer_daemon.storage.sealed_json import (
     get,
     load_json,
     seal,
+    unseal,
 )
 
 MANIFEST: Final = "manifest.json"
 MAX_JSON_NBYTES: Final = 1 << 30
-_MANY: Final = 20
 _LISTS: Final = ("digests", "tags")
 
-_STEP_DIR = re.compile(r"step-(\d{8,19})")
-_HIDDEN = re.compile(
-    r"\.step-(\d{8,19})\.([0-9a-f]{16}(?:-\d{1,19})?)\.(partial|salvage-\d{1,19}(?:-\d{1,9})?|replaced|aborted|trash|alike|diverged)"
-)
 
-
-# Names -----------------------------------------------------------------------------------------------------------
-
-
-def step_directory(step: int) -> str:
-    """``step-00000100``."""
-    return f"step-{step:08d}"
-
-
-def no_such_step(step: int, steps: Iterable[int]) -> str:
-    """The message for a missing step, with the steps that exist; of many, the last."""
-    ordered = sorted(steps)
-    if not ordered:
-        return f"there is no step {step}"
-    there = f"there are {ordered}" if len(ordered) <= _MANY else f"the last of {len(ordered)} are {ordered[-_MANY:]}"
-    return f"there is no step {step}; {there}"
-
-
-def attempt_of(session: str, sequence: int, world_size: int) -> str:
-    """The part of a hidden directory's name that identifies an attempt to save.
-
-    With several ranks each attempt has its own: a late rank must not meet the files of the next.
-    """
-    return session if world_size == 1 else f"{session}-{sequence}"
-
-
-def hidden_directory(step: int, attempt: str, state: str) -> str:
-    """``.step-00000100.<attempt>.<state>``; the attempt is a session, of several ranks with ``-<sequence>`` behind it.
-
-    States are ``partial``, ``salvage-<epoch>`` (a partial one in the hands of a recovery), ``replaced``, ``aborted``,
-    ``trash`` (behind a session that may have a number too, for what was deleted twice), and the verdicts ``alike`` and
-    ``diverged`` (see ``coordination``).
-    """
-    return f".step-{step:08d}.{attempt}.{state}"
-
-
-def parse_step_directory(name: str) -> int | None:
-    """The step of a committed directory's name, or None."""
-    match = _STEP_DIR.fullmatch(name)
-    return int(match[1]) if match and step_directory(int(match[1])) == name else None
-
-
-def parse_hidden_directory(name: str) -> tuple[int, str, str] | None:
-    """Step, attempt and state of a hidden directory's name, or None."""
-    match = _HIDDEN.fullmatch(name)
-    parsed = (int(match[1]), match[2], match[3]) if match else None
-    return parsed if parsed and hidden_directory(*parsed) == name else None
-
-
-def rank_file(container: str, rank: int, suffix: str) -> str:
-    """``model.rank-00000.safetensors``."""
-    return f"{container}.rank-{rank:05d}.{suffix}"
-
-
-def record_file(rank: int) -> str:
-    """``rank-00000.json``."""
-    return f"rank-{rank:05d}.json"
-
-
-# Rank record -----------------------------------------------------------------------------------------------------
+# Rank record --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint: a tensor file's digests are listed in ``digests``, another has its own ``xxh3_128``.
+    """A file of a checkpoint: a tensor file with ``digests``, or another with ``xxh3_128``.
 
-    An encrypted tensor file has ``tags`` too, and was encrypted as number ``origin[1]`` of its rank's files in the save
-    of the same session whose sequence is ``origin[0]``.
+    An encrypted tensor file also has ``tags``. Its ``origin`` is the sequence number of the save of
+    the same session in which it was encrypted, and its number among that rank's files.
     """
 
     name: str
@@ -117,7 +59,7 @@ class FileRecord:
     origin: tuple[int, int] = (0, 0)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form, without what is absent."""
+        """Return the JSON form, without absent fields."""
         body: dict[str, Any] = {"name": self.name, "nbytes": self.nbytes}
         if self.xxh3_128 is not None:
             body["xxh3_128"] = self.xxh3_128
@@ -131,36 +73,39 @@ class FileRecord:
 
     @property
     def parts(self) -> tuple[FileRecord, ...]:
-        """Itself, and the files that belong to it."""
+        """This file and the files that belong to it."""
         return (self, *filter(None, (self.digests, self.tags)))
 
     @classmethod
-    def from_json(cls, body: Any, path: str) -> FileRecord:
-        """Read and check; names that could leave the directory are refused."""
-        from sidesave.writer_daemon.format.names import is_safe_name
-
+    def from_json(cls, body: Any, path: str, *, is_extra: bool = False) -> FileRecord:
+        """Parse the JSON form; ``IntegrityError``, also for names that leave the directory."""
         if not isinstance(body, dict):
             raise IntegrityError(f"{path}: a file entry must be an object")
         fields = cast("dict[str, Any]", body)
         name = get(fields, "name", str, path)
-        if not is_safe_name(name):
-            raise IntegrityError(f"{path}: {name!r:.80} is no file name of a checkpoint")
+        if not is_safe_name(name) and not (is_extra and is_extra_file_name(name)):
+            raise IntegrityError(f"{path}: {name!r:.80} is not a valid file name")
         own = fields.get("xxh3_128")
         if own is not None and not (isinstance(own, str) and re.fullmatch(r"[0-9a-f]{32}", own)):
             raise IntegrityError(f"{path}: digest of {name} is malformed")
         container = fields.get("container")
         if container is not None and not isinstance(container, str):
             raise IntegrityError(f"{path}: container of {name} is malformed")
-        lists = [cast("Any", fields.get(key)) for key in ("digests", "tags")]
-        if any(isinstance(inner, dict) and {"digests", "tags"} & {*inner} for inner in cast("list[object]", lists)):
-            raise IntegrityError(f"{path}: the digest list of {name} has one itself")
+        lists = [cast("Any", fields.get(key)) for key in _LISTS]
+        if any(isinstance(each, dict) and {*_LISTS} & {*each} for each in lists):
+            raise IntegrityError(f"{path}: the digest list of {name} has a digest list itself")
         digests, tags = (
-            cls.from_json(each, path) if key in fields else None for key, each in zip(_LISTS, lists, strict=True)
+            cls.from_json(each, path) if key in fields else None
+            for key, each in zip(_LISTS, lists, strict=True)
         )
         of_own = [each for each in (digests, tags) if each is not None]
-        if (own is None) == (digests is None) or any(each.xxh3_128 is None for each in of_own) or (tags and own):
+        if (
+            (own is None) == (digests is None)
+            or any(each.xxh3_128 is None for each in of_own)
+            or (tags and own)
+        ):
             raise IntegrityError(f"{path}: {name} must have one digest or one digest list")
-        origin = cast("list[Any]", get({"origin": [0, 0], **fields}, "origin", list, path))
+        origin = cast("list[Any]", get(fields, "origin", list, path, [0, 0]))
         if len(origin) != 2 or not are_whole(origin):
             raise IntegrityError(f"{path}: the origin of {name} is malformed")
         at: tuple[int, int] = (origin[0], origin[1])
@@ -169,10 +114,10 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank has written, durable before the record is: ``rank-XXXXX.json``.
+    """``rank-XXXXX.json``: the files that one rank has written; they are durable before it.
 
-    ``extra_files`` are files of the user, which rank 0 alone has. Of an encrypted save ``part``, containers and the
-    names of extra files are empty until :mod:`sidesave.writer_daemon.format.sealed_records` opens what is ``sealed``.
+    Only rank 0 has ``extra_files``. In an encrypted save ``part``, containers and names of extra
+    files are empty until :mod:`sidesave.writer_daemon.format.sealed_records` decrypts ``sealed``.
     """
 
     session: str
@@ -193,17 +138,19 @@ class RankRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor files, the objects file and the user's files."""
+        """Bytes of the tensor files, the objects file and the extra files."""
         return sum(file.nbytes for file in (*self.files, self.objects, *self.extra_files))
 
     def to_bytes(self) -> bytes:
-        """The file's content: the digest of all that follows it, then the rest."""
+        """Return the file's content, which begins with its digest."""
         sealed = {"sealed": self.sealed} if self.sealed else self.part.to_json()
         return seal(self.in_clear() | sealed | _metadata(self.metadata))
 
     def in_clear(self) -> dict[str, Any]:
-        """The JSON form of what is never sealed."""
-        files = [replace(file, container=None) for file in self.files] if self.sealed else self.files
+        """Return the JSON form of the fields that are never encrypted."""
+        files = (
+            [replace(file, container=None) for file in self.files] if self.sealed else self.files
+        )
         return {
             "format": "sidesave-rank",
             "version": FORMAT_VERSION,
@@ -213,36 +160,37 @@ class RankRecord:
             "rank": self.rank,
             "world_size": self.world_size,
             "status": "written",
-            **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
+            **_lineage(self),
             "files": [file.to_json() for file in files],
             "objects": self.objects.to_json(),
-            **({"extra_files": [file.to_json() for file in self.extra_files]} if self.extra_files else {}),
+            **(
+                {"extra_files": [file.to_json() for file in self.extra_files]}
+                if self.extra_files
+                else {}
+            ),
         }
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> RankRecord:
-        """Compare the digest, then parse and check; raises ``IntegrityError`` or ``FormatVersionError``."""
-        check_digest(data, path)
-        body = load_json(data, path)
-        check_version(body, "sidesave-rank", path)
+        """Verify the digest and parse; raises ``IntegrityError`` or ``FormatVersionError``."""
+        body = unseal(data, "sidesave-rank", path)
         rank, world_size = get(body, "rank", int, path), get(body, "world_size", int, path)
         if rank >= world_size:
-            raise IntegrityError(f"{path}: it is of rank {rank} in a world of {world_size}")
+            raise IntegrityError(
+                f"{path}: rank {rank} is not valid for a world size of {world_size}"
+            )
         if body.get("status") != "written":
-            raise IntegrityError(f"{path}: its status is {body.get('status')!r:.80}, not 'written'")
+            raise IntegrityError(f"{path}: the status is {body.get('status')!r:.80}, not 'written'")
         files = tuple(FileRecord.from_json(file, path) for file in get(body, "files", list, path))
         if any(file.digests is None for file in files):
             raise IntegrityError(f"{path}: a tensor file lacks its digest list")
         objects = FileRecord.from_json(body.get("objects"), path)
         if objects.xxh3_128 is None:
             raise IntegrityError(f"{path}: the objects file lacks its digest")
-        sealed = get({"sealed": "", **body}, "sealed", str, path)
+        sealed = get(body, "sealed", str, path, "")
         if any((file.tags is not None) != bool(sealed) for file in files):
-            raise IntegrityError(f"{path}: some of it is encrypted, and some is not")
+            raise IntegrityError(f"{path}: some files are encrypted and others are not")
         return cls(
-            session=get(body, "session", str, path),
-            step=get(body, "step", int, path),
-            sequence=get(body, "sequence", int, path),
             rank=rank,
             world_size=world_size,
             **_read_lineage(body, path),
@@ -256,72 +204,34 @@ class RankRecord:
 
 
 def _read_extra_files(body: dict[str, Any], rank: int, path: str) -> tuple[FileRecord, ...]:
-    from sidesave.writer_daemon.format.names import MAX_EXTRA_NBYTES, is_extra_file_name, is_sealed_file_name
-
     files = tuple(
-        FileRecord.from_json(file, path) for file in get({"extra_files": [], **body}, "extra_files", list, path)
+        FileRecord.from_json(file, path, is_extra=True)
+        for file in get(body, "extra_files", list, path, [])
     )
     if files and rank:
-        raise IntegrityError(f"{path}: files beside the tensors are listed for rank {rank}; rank 0 alone may have them")
+        raise IntegrityError(
+            f"{path}: extra files are listed for rank {rank}; only rank 0 may have them"
+        )
     for file in files:
-        may_be = is_sealed_file_name(file.name) if "sealed" in body else is_extra_file_name(file.name)
+        may_be = (is_sealed_file_name if "sealed" in body else is_extra_file_name)(file.name)
         if file.xxh3_128 is None or file.container is not None or not may_be:
-            raise IntegrityError(f"{path}: {file.name!r:.80} can be no file beside the tensors")
-    if len({file.name for file in files}) != len(files):
-        raise IntegrityError(f"{path}: two files beside the tensors have the same name")
+            raise IntegrityError(f"{path}: {file.name!r:.80} is not a valid name of an extra file")
+    listed = {file.name for file in files}
+    if len(listed) != len(files) or listed & folders_of(listed):
+        raise IntegrityError(f"{path}: two extra files have the same name")
     more = SMALL_NBYTES * len(files) if "sealed" in body else 0
     if sum(file.nbytes for file in files) > MAX_EXTRA_NBYTES + more:
-        raise IntegrityError(f"{path}: files beside the tensors are over the limit of {MAX_EXTRA_NBYTES:,} bytes")
+        raise IntegrityError(f"{path}: extra files exceed the limit of {MAX_EXTRA_NBYTES:,} bytes")
     return files
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A rank's reason not to write its part, instead of its record; ``status`` is ``failed`` or ``aborted``."""
-
-    session: str
-    step: int
-    sequence: int
-    rank: int
-    world_size: int
-    status: str
-    error: str
-    message: str
-    errno: int | None
-    path: str | None
-
-    def to_bytes(self) -> bytes:
-        """The file's content: the digest of all that follows it, then the rest."""
-        return seal({"format": "sidesave-rank", "version": FORMAT_VERSION, **asdict(self)})
-
-    @classmethod
-    def from_bytes(cls, data: bytes, path: str) -> Refusal | None:
-        """Read and check; None when it is a record of something written. Raises as :meth:`RankRecord.from_bytes`."""
-        check_digest(data, path)
-        body = load_json(data, path)
-        check_version(body, "sidesave-rank", path)
-        if body.get("status") not in ("failed", "aborted"):
-            return None
-        number, where = body.get("errno"), body.get("path")
-        return cls(
-            **{name: get(body, name, int, path) for name in ("step", "sequence", "rank", "world_size")},
-            **{name: get(body, name, str, path) for name in ("session", "status", "error", "message")},
-            errno=number if type(number) is int else None,
-            path=where if isinstance(where, str) else None,
-        )
-
-    def as_error(self) -> SidesaveError:
-        """The error with which this rank's save failed, for another rank."""
-        text = self.message if self.status == "aborted" else f"rank {self.rank}: {self.message}"
-        return errors.from_wire(self.error, text, self.errno, self.path)
-
-
-def _lineage(parent: tuple[int, str] | None, pickled: bool, created_s: float, torch_version: str) -> dict[str, Any]:
+def _lineage(record: RankRecord | Manifest) -> dict[str, Any]:
+    parent = record.parent
     return {
         "parent": None if parent is None else {"step": parent[0], "session": parent[1]},
-        "pickle": pickled,
-        "created_s": created_s,
-        "torch_version": torch_version,
+        "pickle": record.pickled,
+        "created_s": record.created_s,
+        "torch_version": record.torch_version,
     }
 
 
@@ -333,6 +243,9 @@ def _read_lineage(body: dict[str, Any], path: str) -> dict[str, Any]:
         fields = cast("dict[str, Any]", parent)
         parent = (get(fields, "step", int, path), get(fields, "session", str, path))
     return {
+        "step": get(body, "step", int, path),
+        "session": get(body, "session", str, path),
+        "sequence": get(body, "sequence", int, path),
         "parent": parent,
         "pickled": get(body, "pickle", bool, path),
         "created_s": get(body, "created_s", float, path),
@@ -341,33 +254,33 @@ def _read_lineage(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _metadata(text: str) -> dict[str, str]:
-    """JSON within a string, so that its content is never taken for anything of ours."""
+    """Return metadata as a string of JSON, so that none of it is mistaken for our fields."""
     return {"metadata": text} if text else {}
 
 
 def _read_metadata(body: dict[str, Any], path: str) -> str:
-    text = get({"metadata": "", **body}, "metadata", str, path)
+    text = get(body, "metadata", str, path, "")
     parse_metadata(text, path)
     return text
 
 
 def parse_metadata(text: str, path: str) -> dict[str, Any]:
-    """The user's facts about a checkpoint; raises ``IntegrityError`` for anything but a JSON object."""
+    """Return the user's metadata; raises ``IntegrityError`` if they are not a JSON object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(f"{path}: its metadata are not JSON: {error}") from error
+        raise IntegrityError(f"{path}: the metadata are not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise IntegrityError(f"{path}: its metadata are no JSON object")
+        raise IntegrityError(f"{path}: the metadata are not a JSON object")
     return cast("dict[str, Any]", value)
 
 
-# Manifest --------------------------------------------------------------------------------------------------------
+# Manifest -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a listing needs of a manifest."""
+    """The fields of a manifest that a listing of checkpoints needs."""
 
     step: int
     session: str
@@ -380,41 +293,44 @@ class Head:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Head:
-        """Compare the digest of a whole manifest, then parse only its beginning and its end."""
+        """Verify the digest of a complete manifest, then parse only its beginning and end."""
         check_digest(data, path)
         head = cls.from_beginning(data, path)
-        at = data.rfind(b',"metadata":"')  # the last key, if it is there: a tensor of that name has no string
-        return replace(head, metadata=_read_metadata(load_json(b"{" + data[at + 1 :], path), path)) if at >= 0 else head
+        at = data.rfind(b',"metadata":"')  # the last key; a tensor of that name has no string value
+        return (
+            replace(head, metadata=_read_metadata(load_json(b"{" + data[at + 1 :], path), path))
+            if at >= 0
+            else head
+        )
 
     @classmethod
     def from_beginning(cls, data: bytes, path: str) -> Head:
-        """Parse the beginning of a manifest whose content is vouched for otherwise; without its metadata."""
+        """Parse the beginning of a trusted manifest, without verification and metadata."""
         end = data.find(b',"records":')
         body = load_json(data[:end] + b"}" if end >= 0 else data, path)
         check_version(body, "sidesave", path)
         lineage = _read_lineage(body, path)
         return cls(
-            step=get(body, "step", int, path),
-            session=get(body, "session", str, path),
-            sequence=get(body, "sequence", int, path),
-            parent=lineage["parent"],
-            created_s=lineage["created_s"],
+            **{
+                name: lineage[name]
+                for name in ("step", "session", "sequence", "parent", "created_s")
+            },
             nbytes=get(body, "nbytes", int, path),
-            cipher=get({"cipher": "", **body}, "cipher", str, path),
+            cipher=get(body, "cipher", str, path, ""),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """``manifest.json``: the checkpoint, once its directory has the step's name.
+    """``manifest.json``: describes a checkpoint; committed when its directory gets the step's name.
 
     Attributes:
-        records: For each rank, the file that lists its files.
-        table: All tensors except those of one rank alone, which its record lists.
-        treespecs: The ranks whose treespecs together describe all that ranks share.
+        records: The record file of each rank.
+        table: All tensors except those of a single rank, which its record lists.
+        treespecs: The ranks whose treespecs together describe all shared items.
         diverged: Tensors that differ between the ranks that hold them: FQN to these ranks.
-        metadata: Rank 0's user metadata, as JSON; empty if there is none.
-        cipher: The cipher of an encrypted checkpoint, whose tables are empty until its records are opened; else empty.
+        metadata: The user's metadata from rank 0, as JSON; empty if not given.
+        cipher: Empty if not encrypted; otherwise the table is empty until records are decrypted.
     """
 
     step: int
@@ -434,7 +350,7 @@ class Manifest:
     cipher: str = ""
 
     def to_bytes(self) -> bytes:
-        """The file's content: the digest of all that follows it, then the rest."""
+        """Return the file's content, which begins with its digest."""
         return seal(
             {
                 "format": "sidesave",
@@ -443,7 +359,7 @@ class Manifest:
                 "session": self.session,
                 "sequence": self.sequence,
                 "world_size": self.world_size,
-                **_lineage(self.parent, self.pickled, self.created_s, self.torch_version),
+                **_lineage(self),
                 "nbytes": self.nbytes,
                 **({"cipher": self.cipher} if self.cipher else {}),
                 "records": [record.to_json() for record in self.records],
@@ -456,20 +372,21 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
-        """Compare the digest, then parse and check; raises ``IntegrityError`` or ``FormatVersionError``."""
-        check_digest(data, path)
-        body = load_json(data, path)
-        check_version(body, "sidesave", path)
-        records = tuple(FileRecord.from_json(record, path) for record in get(body, "records", list, path))
+        """Verify the digest and parse; raises ``IntegrityError`` or ``FormatVersionError``."""
+        body = unseal(data, "sidesave", path)
+        records = tuple(
+            FileRecord.from_json(record, path) for record in get(body, "records", list, path)
+        )
         world_size = get(body, "world_size", int, path)
-        if not world_size or len(records) != world_size or any(record.xxh3_128 is None for record in records):
-            raise IntegrityError(f"{path}: {len(records)} records for a world of {world_size}")
+        if (
+            not world_size
+            or len(records) != world_size
+            or any(record.xxh3_128 is None for record in records)
+        ):
+            raise IntegrityError(f"{path}: {len(records)} records for a world size of {world_size}")
         treespecs = _ranks(get(body, "treespecs", list, path), world_size, path)
         diverged = cast("dict[str, Any]", get(body, "diverged", dict, path))
         return cls(
-            step=get(body, "step", int, path),
-            session=get(body, "session", str, path),
-            sequence=get(body, "sequence", int, path),
             world_size=world_size,
             **_read_lineage(body, path),
             nbytes=get(body, "nbytes", int, path),
@@ -478,7 +395,7 @@ class Manifest:
             treespecs=treespecs,
             diverged={fqn: _ranks(ranks, world_size, path) for fqn, ranks in diverged.items()},
             metadata=_read_metadata(body, path),
-            cipher=get({"cipher": "", **body}, "cipher", str, path),
+            cipher=get(body, "cipher", str, path, ""),
         )
 
     def check_record(self, rank: int, record: RankRecord, path: str) -> None:
@@ -487,11 +404,15 @@ class Manifest:
         if identity != (self.session, self.step, self.sequence, rank, self.world_size) or (
             bool(record.sealed) != bool(self.cipher)
         ):
-            raise IntegrityError(f"{path}: it is of another checkpoint than the manifest, or of another rank")
+            raise IntegrityError(
+                f"{path}: the record belongs to another checkpoint or rank than the manifest states"
+            )
 
 
 def _ranks(value: Any, world_size: int, path: str) -> tuple[int, ...]:
     ranks = cast("list[Any]", value) if isinstance(value, list) else []
     if not ranks or not are_whole(ranks) or max(ranks) >= world_size:
-        raise IntegrityError(f"{path}: {value!r:.80} is no list of ranks in a world of {world_size}")
+        raise IntegrityError(
+            f"{path}: {value!r:.80} is not a list of ranks for a world size of {world_size}"
+        )
     return tuple(ranks)

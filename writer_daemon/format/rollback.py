@@ -1,91 +1,103 @@
-"""Where a run has gone back, so that what it has gone back behind is never its latest checkpoint again.
+"""The rollbacks of a run, so that checkpoints that it has abandoned never become its latest again.
 
-Each time, the place of the commit that it went back to is written down, and the last place that had been given away by
-then: the next commit descends from the one, and has a place behind the other. With that, the order of commits alone
-says which of them the run descends from. What is committed late, or recovered, has its place from when it was called.
-docs/format.md, docs/decisions/0016.
+Each rollback is recorded as two sequence numbers: that of the commit that the run went back to, and
+the last one assigned by then. The next commit descends from the first and has a number after the
+second. So the sequence numbers show which commits the run descends from. A save gets its number
+when ``save()`` is called, also if it is committed late or recovered. See docs/format.md,
+docs/decisions/0016.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from sidesave.errors import IntegrityError
-from sidesave.writer_daemon.storage import ReadStorage, Storage, sealed_json, urls
-
-ROLLBACK_FILE: Final = ".sidesave.rollback"
-_FORMAT: Final = "sidesave-rollback"
-_MAX_NBYTES: Final = 16 << 20
+from sidesave.writer_daemon.storage import ReadStorage, sealed_json, urls
+from sidesave.writer_daemon.storage.sealed_json import FactFile
 
 
 @dataclass(frozen=True, slots=True)
 class Rollbacks:
-    """Pairs of places in the order of commits: (went back to, last place given away by then)."""
+    """Pairs of sequence numbers: (commit that the run went back to, last number then assigned)."""
 
     pairs: tuple[tuple[int, int], ...] = ()
 
+    @classmethod
+    def of(cls, pairs: Iterable[Sequence[int]]) -> Rollbacks:
+        """Return the rollbacks that :attr:`pairs` tell of, as they come from JSON."""
+        return cls(tuple((target, last) for target, last in pairs))
+
     @property
     def line(self) -> list[tuple[int, float]]:
-        """The ranges of places, each (first - 1, last), that the run descends from, newest first."""
-        stretches: list[tuple[int, float]] = []
+        """Ranges (first - 1, last) of numbers that the run descends from, newest first."""
+        ranges: list[tuple[int, float]] = []
         upto: float = math.inf
         for target, last in reversed(self.pairs):
-            if last < upto:  # else it is not from here that the run came to ``upto``
-                stretches.append((last, upto))
+            if last < upto:  # otherwise a later rollback went back behind this one
+                ranges.append((last, upto))
                 upto = target
-        return [*stretches, (0, upto)]
+        return [*ranges, (0, upto)]
 
     def order(self, sequence: int) -> tuple[bool, int]:
-        """The key to sort commits by: whether the run descends from it, and its place. The latest comes last."""
+        """Return a sort key; the latest commit sorts last.
+
+        The key is whether the run descends from the commit, then its sequence number.
+        """
         return any(low < sequence <= high for low, high in self.line), sequence
 
     @property
     def last(self) -> int:
-        """The highest place given away when the run last went back, 0 if it never did."""
+        """The last sequence number assigned before the latest rollback; 0 without rollbacks."""
         return self.pairs[-1][1] if self.pairs else 0
 
+    def before(self, sequence: int) -> Rollbacks:
+        """Return the rollbacks before commit ``sequence``; their :attr:`line` has its ancestors."""
+        return Rollbacks(tuple(pair for pair in self.pairs if pair[1] < sequence))
+
     def going_back(self, sequence: int, last: int) -> Rollbacks:
-        """These rollbacks and one more: to the commit at ``sequence``, with ``last`` the last place given away."""
-        before = tuple(pair for pair in self.pairs if pair[1] < last)  # nothing came between, so the others are void
+        """Return these rollbacks and one to ``sequence``; ``last`` is the last number assigned."""
+        # A pair without commits after it is obsolete.
+        before = tuple(pair for pair in self.pairs if pair[1] < last)
         return Rollbacks((*before, (sequence, last)) if sequence < last else before)
 
 
+def _parse(body: dict[str, Any], path: str) -> Rollbacks:
+    pairs = [
+        tuple(cast("list[int]", pair)) for pair in sealed_json.get(body, "rollbacks", list, path)
+    ]
+    order = [last for _, last in pairs]
+    if not all(
+        sealed_json.are_whole([*pair]) and pair[0] < pair[1] for pair in pairs
+    ) or order != sorted(order):
+        raise IntegrityError(f"{path}: {pairs!r:.80} are not pairs of sequence numbers")
+    return Rollbacks.of(pairs)
+
+
+ROLLBACK_FILE: Final = FactFile(
+    ".sidesave.rollback",
+    "sidesave-rollback",
+    _parse,
+    lambda rollbacks: {"rollbacks": rollbacks.pairs},
+    hint=(
+        "so the latest checkpoint is unknown; remove it, and load the step to resume from by its "
+        "number"
+    ),
+)
+
+
 def read(storage: ReadStorage) -> Rollbacks:
-    """What a run directory says; nothing where it has never gone back.
+    """Return the rollbacks of a run directory, empty if it has none.
 
-    Raises:
-        IntegrityError: The file is damaged, so it is not known which checkpoint is the latest.
-        FormatVersionError: It was written by a newer version.
-        WriteError: It cannot be read.
+    Raises like :meth:`FactFile.read`.
     """
-    data = storage.read(ROLLBACK_FILE, _MAX_NBYTES)
-    if data is None:
-        return Rollbacks()
-    path = f"{storage.root}/{ROLLBACK_FILE}"
-    try:
-        sealed_json.check_digest(data, path)
-        body = sealed_json.load_json(data, path)
-        sealed_json.check_version(body, _FORMAT, path)
-        pairs = [tuple(cast("list[int]", pair)) for pair in sealed_json.get(body, "rollbacks", list, path)]
-        order = [last for _, last in pairs]
-        if not all(sealed_json.are_whole([*pair]) and pair[0] < pair[1] for pair in pairs) or order != sorted(order):
-            raise IntegrityError(f"{path}: {pairs!r:.80} are no places in the order of commits")
-    except (IntegrityError, TypeError, ValueError) as error:
-        hint = "remove it, and load the step to go on from by its number"
-        raise IntegrityError(f"{error}, so it is not known which checkpoint is the latest; {hint}") from error
-    return Rollbacks(tuple((target, last) for target, last in pairs))
-
-
-def write(storage: Storage, rollbacks: Rollbacks) -> None:
-    """Write it in a run directory, durably; raises ``WriteError``."""
-    body = {"format": _FORMAT, "version": sealed_json.FORMAT_VERSION, "rollbacks": rollbacks.pairs}
-    storage.replace(ROLLBACK_FILE, sealed_json.seal(body))
+    return ROLLBACK_FILE.read(storage) or Rollbacks()
 
 
 def write_in(root: str, rollbacks: Rollbacks) -> None:
-    """:func:`write` in the run directory ``root``, a path or a URL."""
+    """Write the rollbacks to the run directory ``root``, a path or URL; raises ``WriteError``."""
     with contextlib.closing(urls.open_for_writing(root)) as storage:
-        write(storage, rollbacks)
+        ROLLBACK_FILE.write(storage, rollbacks)

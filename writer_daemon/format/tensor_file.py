@@ -1,11 +1,11 @@
-"""A safetensors file and its digests: its header, and the grid of blocks that have a digest each."""
+"""A safetensors file's header, and the grid of its blocks, each of which has a digest."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import xxhash
 
@@ -14,19 +14,21 @@ from sidesave.writer_daemon.storage.sealed_json import are_whole, load_json
 
 DIGEST_NBYTES: Final = 16
 BLOCK_NBYTES: Final = 256 << 10
-"""Digest granularity. The grid restarts at each tensor of at least this size, so that a verified read of one tensor
-reads hardly more than the tensor."""
+"""Bytes for each digest.
+
+The grid restarts at each tensor of at least this size, so that a verified read of one tensor reads
+little more than the tensor.
+"""
 MAX_HEADER_NBYTES: Final = 100_000_000
-"""The limit that stock safetensors sets to a header."""
+"""The safetensors library's limit for a header."""
 
 
 def digest(data: bytes | memoryview) -> bytes:
-    """XXH3-128 of ``data``, 16 bytes, big-endian as xxhash's canonical form has it."""
+    """Return the XXH3-128 of ``data``: 16 bytes, big-endian (xxhash's canonical form)."""
     return xxhash.xxh3_128_digest(data)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a safetensors file; ``offset`` counts from the file's start."""
 
     name: str
@@ -47,9 +49,10 @@ class TensorFile:
 
 
 def header_nbytes(first_eight: bytes | memoryview, limit: int, path: str) -> int:
-    """Bytes from the file's start to its first tensor, from its first eight bytes.
+    """Return the offset of a file's first tensor, given the file's first eight bytes.
 
-    Raises ``IntegrityError`` when that exceeds ``limit`` (the file's size) or what stock safetensors accepts.
+    Raises ``IntegrityError`` if it exceeds ``limit`` (the file's size) or
+    :data:`MAX_HEADER_NBYTES`.
     """
     if len(first_eight) < 8:
         raise IntegrityError(f"{path}: too short for a safetensors file")
@@ -60,40 +63,57 @@ def header_nbytes(first_eight: bytes | memoryview, limit: int, path: str) -> int
 
 
 def parse_tensor_file(header: bytes | memoryview, path: str, *, ordered: bool = True) -> TensorFile:
-    """Read a safetensors header (its first eight bytes included); ``IntegrityError`` names what is wrong with it.
+    """Parse a safetensors header, including its first eight bytes.
 
-    The format lets a header name tensors in another order than the file has them in, which ours never does: that takes
-    ``ordered=False``. Entries come in the order of the file.
+    Returns entries in the order of the file. ``ordered=False`` accepts headers that list tensors in
+    another order, which other writers may do. Raises ``IntegrityError`` if the header is malformed.
     """
     raw = load_json(bytes(header[8:]), path)
     metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in cast("Any", metadata).values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in cast("Any", metadata).values()
+    ):
         raise IntegrityError(f"{path}: header metadata must map text to text")
     entries: list[TensorEntry] = []
+    start = len(header)
+    checked: dict[Any, tuple[int, ...]] = {}  # most shapes are like others
     for name, body in raw.items():
         try:
-            dtype, shape, (begin, stop) = body["dtype"], body["shape"], body["data_offsets"]
+            dtype, listed, (begin, stop) = body["dtype"], body["shape"], body["data_offsets"]
+            # With the types, as true, 1 and 1.0 are equal.
+            key = dtype, *listed, *map(type, (listed, *listed))
+            shape = checked.get(key)
+            sizes = cast("list[int]", listed)
+            if (
+                shape is None
+                and isinstance(dtype, str)
+                and isinstance(listed, list)
+                and are_whole(sizes)
+            ):
+                shape = checked[key] = tuple(sizes)
+            whole = shape is not None and are_whole([begin, stop])
         except (TypeError, KeyError, ValueError) as error:
             raise IntegrityError(f"{path}: header entry {name!r} is malformed") from error
-        whole = isinstance(shape, list) and are_whole([*cast("list[Any]", shape), begin, stop])
-        if not (isinstance(dtype, str) and whole and stop >= begin):
+        if shape is None or not whole or stop < begin:
             raise IntegrityError(f"{path}: header entry {name!r} is malformed")
-        entries.append(TensorEntry(name, dtype, tuple(cast("list[int]", shape)), len(header) + begin, stop - begin))
+        entries.append(TensorEntry(name, dtype, shape, start + begin, stop - begin))
     if not ordered:
         entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     end = len(header)
     for entry in entries:
         if entry.offset != end:
-            raise IntegrityError(f"{path}: header entry {entry.name!r} leaves a hole, or lies over another one")
+            raise IntegrityError(
+                f"{path}: header entry {entry.name!r} leaves a gap, or overlaps another entry"
+            )
         end += entry.nbytes
     return TensorFile(len(header), end, tuple(entries), cast("dict[str, str]", metadata))
 
 
 def digest_blocks(file: TensorFile) -> list[tuple[int, int]]:
-    """The grid of a file's digests: ``(offset, nbytes)`` per block, in order and without holes.
+    """Return ``(offset, nbytes)`` of each block that has a digest, in order and without gaps.
 
-    The header is a run of its own, so that it can be verified before it is believed; each tensor of at least
-    ``BLOCK_NBYTES`` is a run, and so is each stretch of smaller ones between them. Runs are cut into blocks.
+    The header, each tensor of at least ``BLOCK_NBYTES``, and the smaller tensors between two of
+    those are cut into blocks separately. So the header can be verified before it is parsed.
     """
     return [
         (offset, min(BLOCK_NBYTES, end - offset))
@@ -103,7 +123,7 @@ def digest_blocks(file: TensorFile) -> list[tuple[int, int]]:
 
 
 def count_blocks(file: TensorFile) -> int:
-    """The length of :func:`digest_blocks`, computed at once: the grid of a sparse file of terabytes fits no memory."""
+    """Return the length of :func:`digest_blocks` without the list, which may exceed memory."""
     return sum(-(-(end - start) // BLOCK_NBYTES) for start, end in _runs(file))
 
 

@@ -1,1 +1,1 @@
-"""The lease of a run directory: who may write to it."""
+"""The lease of a run directory, whose holder may write to it."""

@@ -1,11 +1,11 @@
-"""Who may write to a run directory: one session at a time, on local and on network file systems.
+"""The lease of a run directory: one session may write at a time, on local and network file systems.
 
-The lease is the file with the highest number, its epoch, in ``.sidesave.lease/``. It is taken by linking a finished
-record to the next number, which one process can do, and given up by saying so in one's own file. No name ever comes to
-mean another lease, so nobody can break a newer one by mistake: docs/decisions/0002.
+The lease is the file with the highest number, its epoch, in ``.sidesave.lease/``. A process takes
+it by linking a finished record to the next number, which succeeds for only one process, and
+releases it by a note in its own file. A name never stands for another lease later, so a process
+cannot break a newer lease by mistake: docs/decisions/0002.
 
-Where file locks can be trusted, the lock on that file tells whether its holder lives. Elsewhere a process of this
-system is looked up by its pid, and of any other a counter has to advance, which the holder writes once a period.
+:mod:`sidesave.writer_daemon.lease.observer` finds out who holds it.
 """
 
 from __future__ import annotations
@@ -22,136 +22,41 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from sidesave.errors import DirectoryInUseError, NoSpaceError, WriteError
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
+from sidesave.writer_daemon.lease.observer import (
+    CLOSED,
+    REREAD_S,
+    Observer,
+    View,
+    epochs,
+    newest_epoch,
+    path_of,
+    read_lease,
+)
 from sidesave.writer_daemon.lease.record import PERIOD_S, RECORD_NBYTES, LeaseRecord
 from sidesave.writer_daemon.storage import OutputFile, Storage
 
-CLOSED: Final = "closed"
-"""``closed.<session>.<rank>``: the daemon of that rank has left, and no further record comes from it."""
-STILL_PERIODS: Final = 3
-"""For so many periods a counter must stand still before its holder counts as dead."""
 _POLL_S: Final = 0.05
 _SLOW_POLL_S: Final = 1.0
 _KILL_TIMEOUT_S: Final = 10.0
 _RELEASE_TIMEOUT_S: Final = 10.0
 _TAKEOVER_SHARE: Final = 0.8
-"""Of the time until it is fenced a daemon is asked to use this much, so that it can leave by itself."""
-_REREAD_S: Final = (0.0, 0.01, 0.1)
+"""Share of the time before a daemon is fenced that it is given to exit by itself."""
 _SPARE: Final = ".spare"
 _OWN: Final = (
-    "that is another Checkpointer or CheckpointManager of this very process: go on with that one, or close() it first"
+    "it is another Checkpointer or CheckpointManager of this process: use that one, or close() it "
+    "first"
 )
-_NO_RECORD: Final = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EFBIG)
-"""What reading says of a link, a directory, a device and a large file: no lease was ever one of them."""
 
 logger = logging.getLogger(__name__)
 
 
-def _path(epoch: int) -> str:
-    return f"{LEASE_DIRECTORY}/{epoch}"
-
-
-def _epochs(storage: Storage) -> dict[str, int]:
-    """The names in the lease directory, read from storage, with their epochs."""
-    numbers = {name: name.partition(".")[0] for name in storage.list_directory(LEASE_DIRECTORY)}
-    return {name: int(number) for name, number in numbers.items() if number.isascii() and number.isdigit()}
-
-
-def _newest(storage: Storage) -> int:
-    return max((epoch for name, epoch in _epochs(storage).items() if name == str(epoch)), default=0)
-
-
-def _read(storage: Storage, epoch: int) -> bytes | None:
-    """A record, read from storage, and again while it looks torn; None if there is none."""
-    data = None
-    for delay_s in _REREAD_S:
-        time.sleep(delay_s)
-        data = storage.read(_path(epoch), RECORD_NBYTES)
-        if data is None or LeaseRecord.from_bytes(data) is not None:
-            break
-    return data
-
-
-def current_holder(storage: Storage) -> LeaseRecord | None:
-    """The record of the newest lease; None if there is none, or it is empty."""
-    looked = 0
-    while (epoch := _newest(storage)) != looked:
-        data = _read(storage, epoch)
-        if data is not None:
-            return LeaseRecord.from_bytes(data)
-        looked = epoch  # it is gone: taken over, and tidied away, between the two looks
-    return None
-
-
-def closed_ranks(storage: Storage, session: str) -> frozenset[int]:
-    """The ranks of a session whose daemons have left."""
-    prefix = f"{CLOSED}.{session}."
-    names = (name.removeprefix(prefix) for name in storage.list_directory(LEASE_DIRECTORY) if name.startswith(prefix))
-    return frozenset(int(name) for name in names if name.isascii() and name.isdigit())
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The newest lease; ``holder`` is None if its file names none, ``alive`` is None while that is unknown."""
-
-    epoch: int
-    holder: LeaseRecord | None = None
-    alive: bool | None = None
-    evidence: str = ""
-
-
-class Observer:
-    """Judges the newest lease of a directory; some need several looks, a period apart."""
-
-    def __init__(self, storage: Storage, period_s: float = PERIOD_S) -> None:
-        """Watch ``storage`` without changing it; ``period_s`` is for holders that do not tell theirs."""
-        self._storage = storage
-        self._period_s = period_s
-        self.known = 0
-        """An epoch that is taken, whatever a listing says, which may be an old one."""
-        self.local = True
-        """Whether locks told, when last looked."""
-        self._seen: tuple[int, bytes | None] = (0, None)
-        self._still_s = 0.0
-        self._looked = 0.0
-
-    def look(self) -> View:
-        """The current lease; raises ``WriteError``."""
-        epoch = max(self.known, _newest(self._storage))
-        if epoch == 0:
-            return View(0, alive=False)
-        try:
-            data = _read(self._storage, epoch)
-            locked = self._storage.is_locked(_path(epoch))
-        except WriteError as error:
-            if error.errno not in _NO_RECORD:
-                raise
-            return View(epoch, alive=False)
-        holder = LeaseRecord.from_bytes(data or b"")
-        period_s = self._period_s if holder is None else min(10 * PERIOD_S, max(0.01, holder.period_s))
-        before, self._seen = self._seen, (epoch, data)
-        # A gap between two looks counts as one period at most: storage that hung has hung for the holder, too.
-        gap_s, self._looked = min(time.monotonic() - self._looked, period_s), time.monotonic()
-        self._still_s = self._still_s + gap_s if before == self._seen else 0.0
-        if holder is not None and holder.released:
-            return View(epoch, holder, alive=False)
-        self.local = locked is not None
-        if locked is not None:
-            return View(epoch, holder, locked, "it holds the lock")
-        lives = None if holder is None else holder.lives()
-        if lives is not None:
-            return View(epoch, holder, lives, "its process runs")
-        if before[0] == epoch and before[1] not in (None, data):
-            return View(epoch, holder, True, "its counter advances")
-        return View(epoch, holder, False if self._still_s > STILL_PERIODS * period_s else None)
-
-
 class Lease:
-    """The right to write to a run directory, held until :meth:`release` or the end of the process."""
+    """The right to write to a run directory, until :meth:`release` or the process ends."""
 
     def __init__(
         self,
@@ -164,24 +69,24 @@ class Lease:
         resumes: bool = False,
         kills: bool = True,
     ) -> None:
-        """Take the lease of ``storage``; blocking.
+        """Take the lease of ``storage``; blocks until then.
 
-        Where the present holder's trainer is dead, its daemon is finishing what was staged: it is asked to leave
-        within ``takeover_timeout_s`` and waited for, while ``keep_waiting()``. Then it is killed or, where that cannot
-        be done from here or this ``kills`` nobody, left behind without the lease. An earlier daemon of the same session
-        is not waited for. A holder on another system that may be dead is watched for up to three of its periods. With
-        ``resumes`` a daemon of the same session has held it before.
+        A holder without a trainer is finishing staged saves: it is asked to exit within
+        ``takeover_timeout_s``, and this waits while ``keep_waiting()``. After that it is killed or,
+        if that fails or ``kills`` is false, left running without the lease. An earlier daemon of
+        this session is not waited for. A holder on another system that may be dead is observed for
+        up to three of its periods. ``resumes``: a daemon of this session has held the lease.
 
         Raises:
-            DirectoryInUseError: The holder and its trainer live; the message names them, and how that was judged.
-            WriteError: Storage refused; or this session ``resumes``, and another one was here last.
+            DirectoryInUseError: The holder and its trainer are alive.
+            WriteError: Storage failed; or this session ``resumes`` after another session.
         """
         self._storage = storage
         self._record = replace(holder, token=secrets.token_hex(8), period_s=float(period_s))
         self.session: Final = holder.session
         self.epoch = 0
         self.end_by = math.inf
-        """When to give up what is unfinished, by the monotonic clock: the trainer is gone and a successor waits."""
+        """Monotonic time at which to abandon unfinished saves: no trainer, a successor waits."""
         self._lost = False
         self._kills = kills
         self._page = mmap.mmap(-1, RECORD_NBYTES)
@@ -193,74 +98,106 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another holder has been found, by :meth:`check` or by storage that keeps earlier ones out itself."""
+        """Whether :meth:`check` or storage (by fencing earlier holders) found another holder."""
         return self._lost or self._storage.has_passed_on()
 
     def check(self, *, ask: bool = False) -> None:
-        """Raise ``WriteError`` unless this lease is still the newest; to be called right before every commit.
+        """Raise ``WriteError`` unless this lease is the newest; call right before every commit.
 
-        Where storage keeps earlier holders out itself nothing is asked, for its next change tells, and so does the
-        thread that renews the lease: what is known by then counts, unless the caller has it ``ask``.
+        If storage fences earlier holders, this sends no request unless ``ask``: a commit without
+        the lease fails anyway, and the thread that renews the lease notices its loss.
         """
-        path = f"{self._storage.root}/{_path(self.epoch)}"
+        path = f"{self._storage.root}/{path_of(self.epoch)}"
         if self._storage.fences and not self.lost and not ask:
             return
         try:
-            epoch = max(self.epoch, _newest(self._storage))
-            holder = LeaseRecord.from_bytes(_read(self._storage, epoch) or b"")
+            epoch = max(self.epoch, newest_epoch(self._storage))
+            holder = LeaseRecord.from_bytes(read_lease(self._storage, epoch) or b"")
         except WriteError as error:
-            raise WriteError(error.errno, f"the lease cannot be read: {error.strerror}", path) from error
+            raise WriteError(
+                error.errno, f"cannot read the lease: {error.strerror}", path
+            ) from error
         if holder is None or holder.token != self._record.token or holder.released:
             self._lost = True
-            lost = f"has passed to {holder or 'another session'}" if epoch > self.epoch else "file is not ours any more"
-            raise WriteError(errno.ESTALE, f"the lease {lost}", path)
+            taken = epoch > self.epoch
+            text = (
+                f"{holder or 'another session'} has taken the lease"
+                if taken
+                else "the lease file was changed"
+            )
+            raise WriteError(errno.ESTALE, text, path)
         if self.lost:
-            raise WriteError(errno.ESTALE, "the lease has passed to another session", path)
+            raise WriteError(errno.ESTALE, "another session has taken the lease", path)
 
     def tell_trainer_gone(self) -> None:
-        """Tell others that only staged saves are being finished; returns at once."""
+        """Record that the trainer has ended and staged saves are being finished; does not block."""
         self._record = replace(self._record, trainer_gone=True)
         self._wake.set()
 
     def release(self, *, final: bool = True) -> None:
-        """Let the next session in; idempotent, bounded, and without effect in a forked child.
+        """Release the lease, waiting up to 10 s; idempotent, and without effect in a forked child.
 
-        ``final`` tells other ranks that this session will not take the lease again.
+        ``final`` means that this session will not take the lease again.
         """
         if self._record.pid == os.getpid():
-            self._record = replace(self._record, released=True, trainer_gone=final or self._record.trainer_gone)
+            self._record = replace(
+                self._record, released=True, trainer_gone=final or self._record.trainer_gone
+            )
             self._wake.set()
             self._thread.join(_RELEASE_TIMEOUT_S)
 
-    # Taking ----------------------------------------------------------------------------------------------------
+    # Taking ---------------------------------------------------------------------------------------
 
-    def _take(self, takeover_timeout_s: float, keep_waiting: Callable[[], bool], *, resumes: bool) -> None:
-        self._storage.make_directory(LEASE_DIRECTORY, 0o770)  # to lock a file takes the right to read it
+    def _take(
+        self, takeover_timeout_s: float, keep_waiting: Callable[[], bool], *, resumes: bool
+    ) -> None:
+        # Users without read permission cannot lock files.
+        self._storage.make_directory(LEASE_DIRECTORY, 0o770)
         observer = Observer(self._storage, self._record.period_s)
         asked, fence_at, killed = 0, math.inf, False
         while True:
             view, now = observer.look(), time.monotonic()
             holder, free = view.holder, view.alive is False
-            if resumes and holder is not None and holder.session != self.session:  # nor is its daemon asked to leave
-                text = f"{holder} has had this directory since, or it is not the one that the run began in"
-                raise WriteError(errno.ESTALE, f"{text}: put that back, or restart", self._storage.root)
-            if holder is not None and not free and (holder.session == self.session or holder.trainer_is_gone()):
+            if resumes and holder is not None and holder.session != self.session:
+                # Do not ask it to exit.
+                text = (
+                    f"{holder} has used this directory since, or it is not the directory that the "
+                    "run began in"
+                )
+                raise WriteError(
+                    errno.ESTALE, f"{text}: put that back, or restart", self._storage.root
+                )
+            if (
+                holder is not None
+                and not free
+                and (holder.session == self.session or holder.trainer_is_gone())
+            ):
                 if asked != view.epoch:
                     patience_s = 0.0 if holder.session == self.session else takeover_timeout_s
                     asked, fence_at, killed = view.epoch, now + patience_s, False
                     self._ask_to_leave(view.epoch, patience_s * _TAKEOVER_SHARE)
                 if now >= fence_at and not killed and self._kills and holder.kill():
-                    logger.warning("daemon %d has not left %s in time: killed it", holder.pid, self._storage.root)
+                    logger.warning(
+                        "killed daemon %d, which did not leave %s in time",
+                        holder.pid,
+                        self._storage.root,
+                    )
                     killed, fence_at = True, now + _KILL_TIMEOUT_S
                 free = now >= fence_at
             elif view.alive:
                 own = holder is not None and holder.serves_trainer_of(self._record)
-                raise self._in_use(view, "is using it", _OWN if own else "use another directory, or stop that run")
+                raise self._in_use(
+                    view, "is using it", _OWN if own else "use another directory, or stop that run"
+                )
             if free and self._claim(view.epoch + 1, observer):
                 return
             if not keep_waiting():
-                raise self._in_use(view, "has not let go of it yet", "wait for it, or stop it")
-            time.sleep(_POLL_S if observer.local else random.uniform(0.5, 1) * min(1.0, self._record.period_s))
+                raise self._in_use(view, "has not released it yet", "wait for it, or stop it")
+            time.sleep(
+                _POLL_S
+                if observer.local
+                else random.uniform(0.5, 1) * min(1.0, self._record.period_s)
+            )
 
     def _in_use(self, view: View, state: str, hint: str) -> DirectoryInUseError:
         evidence = f" ({view.evidence})" if view.evidence else ""
@@ -268,9 +205,17 @@ class Lease:
         return DirectoryInUseError(errno.EBUSY, message, self._storage.root)
 
     def _ask_to_leave(self, epoch: int, within_s: float) -> None:
-        """Ask the holder to leave. This may fail: a lease that is not given up in time is taken."""
-        request = {"session": self.session, "host": self._record.host, "pid": self._record.pid, "within_s": within_s}
-        name = f"{_path(epoch)}.takeover"
+        """Ask the holder to exit.
+
+        A failure is only logged: the lease is taken anyway after the timeout.
+        """
+        request = {
+            "session": self.session,
+            "host": self._record.host,
+            "pid": self._record.pid,
+            "within_s": within_s,
+        }
+        name = f"{path_of(epoch)}.takeover"
         temporary = f"{name}.{self._record.token}"
         try:
             with self._storage.creating(temporary, RECORD_NBYTES, name) as output:
@@ -279,22 +224,22 @@ class Lease:
             if not self._storage.publish(temporary, name):
                 self._storage.remove(temporary)
         except WriteError as error:
-            logger.warning("cannot ask the present holder to leave: %s", error)
+            logger.warning("cannot ask the current holder to exit: %s", error)
 
     def _claim(self, epoch: int, observer: Observer) -> bool:
-        """Try to take ``epoch``; false if somebody else has."""
-        temporary = f"{_path(epoch)}.{self._record.token}"
+        """Try to take ``epoch``; return False if another process has it."""
+        temporary = f"{path_of(epoch)}.{self._record.token}"
         self._record = replace(self._record, epoch=epoch)
         with contextlib.ExitStack() as held:
             held.callback(self._discard, temporary)
-            output = self._create(temporary, _path(epoch))
+            output = self._create(temporary, path_of(epoch))
             held.callback(output.close)
             self._write(output, self._record.to_bytes())
             output.finish(RECORD_NBYTES)
             try:
                 unlock = self._storage.lock(temporary)
             except WriteError as error:
-                if error.errno == errno.ENOENT:  # a later holder has tidied up
+                if error.errno == errno.ENOENT:  # a later holder has removed it
                     return False
                 raise
             if unlock is not None:
@@ -304,8 +249,8 @@ class Lease:
                 observer.known = epoch
             if winner != self._record.token:
                 return False
-            if _newest(self._storage) != epoch:  # a number from the past: free again, as its lease is history
-                self._discard(_path(epoch))
+            if newest_epoch(self._storage) != epoch:  # an old number, freed by a later holder
+                self._discard(path_of(epoch))
                 return False
             self._storage.sync_directory(LEASE_DIRECTORY)
             self.epoch, self._output, self._has_lock = epoch, output, unlock is not None
@@ -316,55 +261,59 @@ class Lease:
         try:
             return self._storage.create(temporary, RECORD_NBYTES, final)
         except NoSpaceError:
-            for name in _epochs(self._storage):
+            for name in epochs(self._storage):
                 if name.endswith(_SPARE):
                     self._discard(f"{LEASE_DIRECTORY}/{name}")
             return self._storage.create(temporary, RECORD_NBYTES, final)
 
     def _link(self, temporary: str, epoch: int) -> str | None:
-        """Link the record to its number; returns the token of who has that number now, None when nobody has.
+        """Link the record to its number; return the token of the number's holder, or None.
 
-        What is there decides, not what was reported: a network file system that repeats a lost request reports the
-        success of the first one as a failure, and may show it late.
+        Reads the holder instead of trusting the result of the link: a network file system that
+        repeats a lost request reports the first one's success as a failure, and may show its result
+        late.
         """
         failure: WriteError | None = None
-        for delay_s in _REREAD_S:
+        for delay_s in REREAD_S:
             time.sleep(delay_s)
             try:
-                if self._storage.publish(temporary, _path(epoch)):
+                if self._storage.publish(temporary, path_of(epoch)):
                     return self._record.token
                 failure = None
             except WriteError as error:
                 failure = error
             if str(epoch) in self._storage.list_directory(LEASE_DIRECTORY):
-                holder = LeaseRecord.from_bytes(_read(self._storage, epoch) or b"")
+                holder = LeaseRecord.from_bytes(read_lease(self._storage, epoch) or b"")
                 return holder.token if holder is not None else ""
             if failure is not None and failure.errno == errno.ENOENT:
-                return None  # tidied up, as above
+                return None  # a later holder has removed it
         if failure is not None:
             raise failure
         return ""
 
     def _tidy(self) -> None:
-        """Remove what earlier leases have left, and keep back the space that the next one takes on a full disk."""
-        for name, epoch in _epochs(self._storage).items():
+        """Remove files of earlier leases.
+
+        Also reserves the space that the next lease needs on a full disk.
+        """
+        for name, epoch in epochs(self._storage).items():
             if epoch < self.epoch:
                 self._discard(f"{LEASE_DIRECTORY}/{name}")
         for name in self._storage.list_directory(LEASE_DIRECTORY):
             if name.startswith(f"{CLOSED}.") and f".{self.session}." not in name:
                 self._discard(f"{LEASE_DIRECTORY}/{name}")
         with contextlib.suppress(WriteError):
-            self._storage.create(f"{_path(self.epoch)}{_SPARE}", RECORD_NBYTES).close()
+            self._storage.create(f"{path_of(self.epoch)}{_SPARE}", RECORD_NBYTES).close()
 
     def _discard(self, path: str) -> None:
         with contextlib.suppress(WriteError):  # the next holder tries again
             self._storage.remove(path)
 
-    # Holding ---------------------------------------------------------------------------------------------------
+    # Holding --------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Renew the lease in a thread of its own: storage that hangs delays nobody else."""
-        period_s = self._record.period_s  # with a lock as well: who watches may not be allowed to ask for it
+        """Renew the lease in a separate thread, so that hanging storage delays nothing else."""
+        period_s = self._record.period_s  # also with a lock, which an observer may not test
         counter = 0
         while True:
             leaving = self._record.trainer_gone
@@ -380,15 +329,18 @@ class Lease:
                 if record.trainer_gone and self.end_by == math.inf:
                     self.end_by = self._read_request()
             except WriteError as error:
-                logger.warning("cannot keep the lease up to date: %s", error)
+                logger.warning("cannot renew the lease: %s", error)
             if record.released:
                 self._held.close()
                 return
 
     def _is_superseded(self) -> bool:
-        """Whether a store has a later lease: then this one's number, which has been removed, must not come back."""
+        """Whether an object store has a later lease.
+
+        Then this lease's removed file must not be written again.
+        """
         if self._storage.fences and not self.lost:
-            self._lost = _newest(self._storage) > self.epoch
+            self._lost = newest_epoch(self._storage) > self.epoch
         return self._storage.fences and self.lost
 
     def _read_request(self) -> float:
@@ -400,7 +352,7 @@ class Lease:
             within_s = float(json.loads(data or b"")["within_s"])
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             return math.inf
-        return time.monotonic() + within_s if within_s >= 0 else math.inf  # which NaN is not
+        return time.monotonic() + within_s if within_s >= 0 else math.inf  # also for NaN
 
     def _write(self, output: OutputFile, data: bytes) -> None:
         self._page[:] = data.ljust(RECORD_NBYTES)

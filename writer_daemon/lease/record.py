@@ -1,4 +1,4 @@
-"""Who holds a run directory: a record that identifies a daemon and its trainer, never a later process or a copy."""
+"""The lease's record: identifies a daemon and its trainer, never a later process or a copy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from typing import Any, Final, cast
 
 RECORD_NBYTES: Final = 4096
 PERIOD_S: Final = 60.0
-"""How often a holder advances its counter, where that is needed; network file systems may show it that much later."""
+"""Seconds between two updates of a holder's counter.
+
+A network file system may show an update as late.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A lease as its file describes it; ``token`` is of this very taking, and no other daemon of the session has it.
+    """The content of a lease's file.
 
-    ``trainer_gone`` says that the trainer has ended or, where the lease is released, that it has closed.
+    ``token`` is unique for each time the lease is taken, also within a session. ``trainer_gone``
+    means that the trainer has ended or, if the lease is released, that it has closed the run.
     """
 
     epoch: int = 0
@@ -43,7 +47,7 @@ class LeaseRecord:
 
     @classmethod
     def current(cls, session: str, trainer_pid: int) -> LeaseRecord:
-        """This daemon, serving ``trainer_pid``."""
+        """Return the record of this daemon, whose trainer is ``trainer_pid``."""
         return cls(
             session=session,
             host=socket.gethostname(),
@@ -58,7 +62,7 @@ class LeaseRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LeaseRecord | None:
-        """Read a record; None for anything else, half a record included."""
+        """Parse a record; return None if it is incomplete or not a record."""
         try:
             body = cast("dict[str, Any]", json.loads(data))
             kinds = {name: type(value).__name__ for name, value in body.items()}
@@ -66,26 +70,41 @@ class LeaseRecord:
             return None
         if kinds != {field.name: field.type for field in fields(cls)}:
             return None
-        return cls(**body) if all(value.isprintable() for value in body.values() if isinstance(value, str)) else None
+        return (
+            cls(**body)
+            if all(value.isprintable() for value in body.values() if isinstance(value, str))
+            else None
+        )
 
     def to_bytes(self) -> bytes:
-        """The record, always of one length: overwriting it needs no space, even on a full disk."""
+        """Return the file's content, always of the same length.
+
+        So overwriting it works on a full disk.
+        """
         return json.dumps(asdict(self)).encode().ljust(RECORD_NBYTES - 1) + b"\n"
 
     def __str__(self) -> str:
-        return f"session {self.session} (trainer {self.trainer_pid}, daemon {self.pid} on {self.host})"
+        return (
+            f"session {self.session} (trainer {self.trainer_pid}, daemon {self.pid} on {self.host})"
+        )
 
     def serves_trainer_of(self, other: LeaseRecord) -> bool:
         """Whether both serve the same process."""
-        own, theirs = ((it.boot_id, it.pid_namespace, it.trainer_pid, it.trainer_started) for it in (self, other))
+        own, theirs = (
+            (it.boot_id, it.pid_namespace, it.trainer_pid, it.trainer_started)
+            for it in (self, other)
+        )
         return own == theirs
 
     def lives(self) -> bool | None:
-        """Whether the holding daemon runs; None if unknown on this machine."""
+        """Whether the holding daemon is alive; None if that is unknown on this machine."""
         return _lives(self.pid, self.started) if self._is_of_this_system() else None
 
     def trainer_is_gone(self) -> bool:
-        """Whether the trainer has certainly ended, or its daemon says so; false if unknown on this machine."""
+        """Whether the trainer has certainly ended, or its daemon has recorded so.
+
+        False if unknown.
+        """
         if self.trainer_gone or not self._is_of_this_system():
             return self.trainer_gone
         now = _program(self.trainer_pid)
@@ -93,7 +112,10 @@ class LeaseRecord:
         return replaced or _lives(self.trainer_pid, self.trainer_started) is False
 
     def kill(self) -> bool:
-        """Send SIGKILL to the holding daemon if it is still that process; returns whether it was."""
+        """Send SIGKILL to the holding daemon.
+
+        Returns False if its pid now belongs to another process.
+        """
         if self.pid == os.getpid():
             return False
         try:
@@ -101,7 +123,8 @@ class LeaseRecord:
         except (OSError, OverflowError):
             return False
         try:
-            # Asked with the descriptor in hand, which is then of that process. Who can write a record could name any.
+            # Checked after pidfd_open, so that the descriptor is that process's. A forged record
+            # could name any pid.
             if not self.lives() or not _is_daemon(self.pid):
                 return False
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -112,7 +135,7 @@ class LeaseRecord:
         return True
 
     def _is_of_this_system(self) -> bool:
-        """Whether its pids are valid on this system. A host name proves nothing: two may be equal."""
+        """Whether the record's pids refer to this system; host names are not unique."""
         return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
 
@@ -125,7 +148,7 @@ def _pid_namespace() -> int:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot, which clock changes do not move; 0 if unknown."""
+    """Return a process's start time in clock ticks since boot; 0 if unknown."""
     try:
         _, _, rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
     except OSError:
@@ -134,8 +157,11 @@ def _started(pid: int) -> int:
 
 
 def _program(pid: int) -> str:
-    """Changes when a process calls ``exec``, which keeps its pid and start time; empty if unknown."""
-    try:  # it holds addresses that are chosen at random for each program
+    """Return a value that changes when a process calls ``exec``; "" if unknown.
+
+    ``exec`` keeps pid and start time.
+    """
+    try:  # auxv has addresses that are chosen at random at each exec
         return hashlib.sha256(Path(f"/proc/{pid}/auxv").read_bytes()).hexdigest()[:16]
     except OSError:
         return ""
@@ -159,7 +185,7 @@ def _lives(pid: int, started: int) -> bool | None:
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
         now = _started(pid)
-        if poller.poll(0):  # asked last: a process that ends in between has no start time, and has ended
+        if poller.poll(0):  # after reading the start time, which a process that has ended lacks
             return False
         return now == started if now else None
     finally:

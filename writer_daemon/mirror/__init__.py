@@ -1,1 +1,1 @@
-"""A second place for committed checkpoints: copied there one after the other, under that place's own lease."""
+"""The mirror: copies committed checkpoints one by one to a second place, under its own lease."""

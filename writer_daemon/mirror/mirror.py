@@ -1,8 +1,8 @@
-"""The thread of rank 0's daemon that keeps a mirror: it waits for commits, and copies them one after the other.
+"""The mirror thread of rank 0's daemon: waits for commits, and copies them one after the other.
 
-It is told of commits and never asks for them, so nothing that saves waits for it. Whatever keeps it from copying is
-tried again, with growing pauses, for as long as the trainer lives. When the trainer has ended it goes on until all is
-copied, or until the next session's mirror asks for the place.
+The server reports commits to it, so saves never wait for it. Errors are retried, with growing
+pauses, as long as the trainer lives. After the trainer's end the thread continues until all
+checkpoints are copied, or until the mirror of the next session asks for the lease of the place.
 """
 
 from __future__ import annotations
@@ -29,101 +29,100 @@ from sidesave.errors import (
     WriteError,
 )
 from sidesave.writer_daemon import protocol
-from sidesave.writer_daemon.format import manifest
+from sidesave.writer_daemon.checkpoints.deletion import failure_messages
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.lease.lease import Lease
 from sidesave.writer_daemon.lease.record import LeaseRecord
 from sidesave.writer_daemon.mirror import identity
-from sidesave.writer_daemon.mirror.progress import Progress
+from sidesave.writer_daemon.mirror.progress import MirrorProgress
 from sidesave.writer_daemon.mirror.throttle import Throttle
-from sidesave.writer_daemon.mirror.uploader import Step, Uploader
+from sidesave.writer_daemon.mirror.uploader import Uploader
 from sidesave.writer_daemon.protocol import Boot, Delete, Message
 from sidesave.writer_daemon.storage import Storage, urls
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.25
-"""Before what has failed is tried again; twice as long each time."""
+"""Pause before the first retry; doubled for each further one."""
 MAX_PAUSE_S: Final = 60.0
 _PATIENCE_S: Final = 900.0
-"""After the trainer's end, a mirror that does not answer for so long is left to the next session."""
+"""After the trainer ends, a mirror not answering for this time is left to the next session."""
 _LOCAL_TRIES: Final = 3
-"""After so many the storage of the run directory has shown that it does not give a checkpoint's bytes."""
+"""A checkpoint with this number of read errors in the run directory is not mirrored."""
 _IDLE_S: Final = 1.0
 _HOPELESS: Final = (errno.EOPNOTSUPP, errno.EINVAL)
-"""What a store says that cannot be a mirror whatever is tried."""
+"""Errors of a store that can never be a mirror; not retried."""
 
 
 class _Stopped(Exception):
-    """The thread is to leave, between two pieces."""
+    """The thread must end, between two pieces."""
 
 
 class Mirror:
     """The mirror of one daemon. Every method returns at once, and may be called from any thread."""
 
     def __init__(self, boot: Boot, wake: Callable[[], None]) -> None:
-        """Prepare; ``wake`` is called when there is something in :attr:`messages`, and at the end."""
+        """Prepare; ``wake`` is called after each new message in :attr:`messages` and at the end."""
         self._boot = boot
         self._tell_of = wake
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.ended = threading.Event()
-        self._news: collections.deque[Step | Delete] = collections.deque()
+        self._news: collections.deque[CheckpointInfo | Delete] = collections.deque()
         self._changed = threading.Event()
         self._stopping = False
         self._trainer_gone = False
         self._leaves_when_done = False
         self._uploader: Uploader | None = None
         self._lease: Lease | None = None
-        self._backlog: dict[tuple[str, int], Step] = {}
+        self._backlog: dict[tuple[str, int], CheckpointInfo] = {}
         self._compared = False
         self._failure: Exception | None = None
-        self._troubled = ""
         self._tries = 0
         self._failing_since = math.inf
-        self._throttle = Throttle(boot.options.mirror_bandwidth, self._halt)
-        self._progress = Progress()
+        self._throttle = Throttle(boot.mirror_bandwidth, self._halt)
+        self._progress = MirrorProgress()
         self._thread = threading.Thread(target=self._run, name="sidesave-mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin, in a thread: this opens the mirror, which may take long."""
+        """Start the thread, which opens the mirror; opening may take long."""
         self._thread.start()
 
-    def committed(self, sequence: int, name: str, nbytes: int) -> None:
-        """A save of this session was committed as ``name``."""
-        elsewhere, own_name = os.path.split(name)
-        step = manifest.parse_step_directory(own_name)
-        assert step is not None
-        committed = Step(sequence, self._boot.session, step, nbytes)
-        if elsewhere:
+    def committed(self, info: CheckpointInfo) -> None:
+        """Queue a checkpoint that this session has committed."""
+        if os.path.dirname(info.path) != self._boot.directory:
             text = "it was committed in the fallback directory, which is not mirrored"
-            self._say_failed(committed, WriteError(errno.EXDEV, text, name))
+            self._say_failed(info, WriteError(errno.EXDEV, text, info.path))
             return
-        self._news.append(committed)
+        self._news.append(info)
         self._changed.set()
 
     def delete(self, request: Delete) -> None:
-        """Delete a step of the mirror, after what is being copied; DELETED or FAILED follows."""
+        """Delete steps of the mirror after the current copy; the answer is DELETED or FAILED."""
         self._news.append(request)
         self._changed.set()
         self._refuse_deletions()
 
     def tell_trainer_gone(self) -> None:
-        """The trainer has ended or closed: the next session's mirror may ask for the place."""
+        """Record that the trainer has ended or closed.
+
+        The next session's mirror may now ask for the lease.
+        """
         self._trainer_gone = True
         if self._lease is not None:
             self._lease.tell_trainer_gone()
 
     def finish(self) -> None:
-        """Leave once all is copied."""
+        """End once all checkpoints are copied."""
         self.tell_trainer_gone()
         self._leaves_when_done = True
         self._changed.set()
 
     def stop(self) -> None:
-        """Leave after the piece that is being copied; the next daemon goes on."""
+        """End after the current piece; the next daemon continues the copy."""
         self._stopping = True
         self._changed.set()
 
-    # The thread ------------------------------------------------------------------------------------------------
+    # The thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -132,7 +131,7 @@ class Mirror:
                 self._serve()
         except _Stopped:
             pass
-        except Exception as error:  # noqa: BLE001 - saves go on without a mirror
+        except Exception as error:  # noqa: BLE001 - saves continue without a mirror
             self._end_with(error)
         finally:
             if self._lease is not None:
@@ -150,12 +149,12 @@ class Mirror:
                 if not self._compared:
                     self._compare(self._uploader)
                 if self._work(self._uploader):
-                    pause_s, self._failing_since, self._troubled = FIRST_PAUSE_S, math.inf, ""
+                    pause_s, self._failing_since = FIRST_PAUSE_S, math.inf
                     continue
             except (DirectoryInUseError, InvalidArgumentError):
                 raise
             except (SidesaveError, OSError) as error:
-                if reached != self._reached():  # it had answered meanwhile: this is another trouble
+                if reached != self._reached():  # it made progress, so this is a new problem
                     pause_s, reached, self._failing_since = FIRST_PAUSE_S, self._reached(), math.inf
                 self._judge(error)
                 self._say_trouble(error)
@@ -169,21 +168,21 @@ class Mirror:
             self._changed.clear()
 
     def _reached(self) -> tuple[bool, bool, int]:
-        """How far copying has come: what does not change any more where a try gets nothing done."""
+        """Return the progress of copying; a retry without progress does not change it."""
         uploader = self._uploader
         return uploader is not None, self._compared, uploader.arrived if uploader is not None else 0
 
     def _remember(self, which: str = "") -> None:
         try:
-            identity.remember(self._boot.directory, self._boot.options.mirror, which)
-        except WriteError as error:  # a full disk must not keep from the mirror what is to relieve it
-            logger.warning("`sidesave mirror` will not know where the mirror is: %s", error)
+            identity.remember(self._boot.directory, self._boot.mirror, which)
+        except WriteError as error:  # mirror even if the local disk is full
+            logger.warning("cannot record the place of the mirror for `sidesave mirror`: %s", error)
 
     def _open(self) -> Uploader:
-        target = identity.open_known(self._boot.directory, self._boot.options.mirror)
+        target = identity.open_known(self._boot.directory, self._boot.mirror)
         try:
             lease = self._take_lease(target)
-        except BaseException:  # the next try opens it anew
+        except BaseException:  # the next try opens it again
             target.close()
             raise
         self._lease = lease
@@ -205,15 +204,16 @@ class Mirror:
                 return Lease(target, holder, timeout_s, lambda: not self._stopping, kills=False)
             except DirectoryInUseError:
                 self._halt()
-                if self._leaves_when_done:  # the next session has it
+                if self._leaves_when_done:  # the next session holds the mirror
                     raise _Stopped from None
-                # Where the checkpointer before this one was closed in this moment, its daemon is about to say so.
+                # The holder may be the daemon of a checkpointer closed just now, which is about to
+                # release the lease.
                 if time.monotonic() >= deadline:
                     raise
             self._pause(FIRST_PAUSE_S)
 
     def _compare(self, uploader: Uploader) -> None:
-        """Find out what is missing, and tell the trainer what is there."""
+        """Find the missing checkpoints, and report the existing ones to the trainer."""
         missing, there = uploader.begin()
         self._remember(identity.identify(uploader.target))
         for step in missing:
@@ -224,20 +224,20 @@ class Mirror:
         self._say_state()
 
     def _work(self, uploader: Uploader) -> bool:
-        """Copy or delete one checkpoint; whether there was something to do."""
+        """Delete the requested checkpoints and copy one; return whether there was work to do."""
         deletions: list[Delete] = []
         while self._news:
             news = self._news.popleft()
-            if isinstance(news, Step):
+            if isinstance(news, CheckpointInfo):
                 self._backlog[news.key] = news
             else:
                 deletions.append(news)
         for deletion in deletions:
             self._delete(uploader, deletion)
-        uploader.empty_trash()
+        uploader.trash.empty()
         if not self._backlog:
             return bool(deletions)
-        step = min(self._backlog.values())
+        step = min(self._backlog.values(), key=lambda info: info.position)
         try:
             uploader.upload(step)
         except (IntegrityError, CheckpointNotFoundError, CheckpointExistsError) as error:
@@ -256,7 +256,7 @@ class Mirror:
             self._say_state()
         return True
 
-    def _give_up(self, uploader: Uploader, step: Step, error: SidesaveError) -> None:
+    def _give_up(self, uploader: Uploader, step: CheckpointInfo, error: SidesaveError) -> None:
         self._tries = 0
         del self._backlog[step.key]
         self._say_failed(step, error)
@@ -264,20 +264,21 @@ class Mirror:
         uploader.forget(step)
 
     def _delete(self, uploader: Uploader, request: Delete) -> None:
-        answer: Message = protocol.Deleted(attempt=self._boot.attempt, save_id=request.save_id)
+        attempt = self._boot.attempt
         try:
-            uploader.delete(request.step, request.sequence, spare_read=request.spare_read)
-        except CheckpointNotFoundError as error:
-            if not request.retry:  # else the daemon before this one has done it
-                answer = protocol.failure(self._boot.attempt, request.save_id, error)
+            failures = uploader.delete(
+                request.steps, request.sequence, spare_read=request.spare_read
+            )
         except SidesaveError as error:
-            answer = protocol.failure(self._boot.attempt, request.save_id, error)
-        self._say(answer)
+            self._say(protocol.failure(attempt, request.save_id, error))
+        else:
+            answer = failure_messages(attempt, request, failures)
+            self._say(protocol.Deleted(attempt=attempt, save_id=request.save_id, failures=answer))
 
-    # What stands in the way ------------------------------------------------------------------------------------
+    # Errors and the end ---------------------------------------------------------------------------
 
     def _halt(self) -> None:
-        """Raise where the thread is to leave: a signal came, or the next session's mirror has asked for the place."""
+        """Raise ``_Stopped`` if a signal came, or if the next session asks for the lease."""
         asked = self._lease is not None and self._lease.end_by < math.inf
         if self._stopping or asked:
             raise _Stopped
@@ -289,7 +290,7 @@ class Mirror:
             time.sleep(min(0.1, left))
 
     def _judge(self, error: Exception) -> None:
-        """Raise what no further try can change."""
+        """Raise an error that a retry cannot change, or whose retries have taken too long."""
         if isinstance(error, WriteError) and error.errno in _HOPELESS:
             raise error
         if self._lease is not None:
@@ -300,34 +301,33 @@ class Mirror:
         self._failing_since = min(self._failing_since, time.monotonic())
         if not self._trainer_gone:
             return
-        gone = not os.path.exists(self._boot.directory)  # and with it all that was to be copied
+        gone = not os.path.exists(self._boot.directory)  # with all checkpoints to be copied
         if gone or time.monotonic() - self._failing_since > _PATIENCE_S:
             raise error
 
     def _end_with(self, error: Exception) -> None:
-        logger.error("the mirror %s is given up: %s", self._boot.options.mirror, error)
         failure = protocol.failure(self._boot.attempt, None, error)
         self._failure = error
-        state = protocol.Mirror(attempt=self._boot.attempt, over=True, error=failure)
+        state = protocol.MirrorState(attempt=self._boot.attempt, over=True, error=failure)
         self._progress.show(state)
         self._say(state)
         self._refuse_deletions()
 
     def _refuse_deletions(self) -> None:
-        """Once the mirror is given up, answer who asks for a deletion there."""
+        """Answer requests for deletions with the failure, once the mirror is given up."""
         while self._failure is not None and self._news:
             with contextlib.suppress(IndexError):
                 news = self._news.popleft()
                 if isinstance(news, Delete):
                     self._say(protocol.failure(self._boot.attempt, news.save_id, self._failure))
 
-    # What the trainer is told ----------------------------------------------------------------------------------
+    # Messages to the trainer ----------------------------------------------------------------------
 
     def _say(self, message: Message) -> None:
         self.messages.put(message)
         self._tell_of()
 
-    def _say_mirrored(self, step: Step) -> None:
+    def _say_mirrored(self, step: CheckpointInfo) -> None:
         self._say(
             protocol.Mirrored(
                 attempt=self._boot.attempt,
@@ -337,7 +337,7 @@ class Mirror:
             )
         )
 
-    def _say_failed(self, step: Step, error: SidesaveError) -> None:
+    def _say_failed(self, step: CheckpointInfo, error: SidesaveError) -> None:
         logger.warning("step %d is not mirrored: %s", step.step, error)
         failure = protocol.failure(self._boot.attempt, None, error)
         self._say(
@@ -351,13 +351,14 @@ class Mirror:
         )
 
     def _say_trouble(self, error: Exception) -> None:
-        """Tell what is in the way, and log it once."""
-        text = f"{type(error).__name__} {error}"
-        if text != self._troubled:
-            self._troubled = text
-            logger.warning("the mirror %s is tried again: %s", self._boot.options.mirror, error)
+        """Report the error to the trainer, which logs it if it is new."""
         self._say_state(protocol.failure(self._boot.attempt, None, error))
 
     def _say_state(self, error: protocol.Failed | None = None) -> None:
-        steps = [*self._backlog.values(), *(news for news in list(self._news) if isinstance(news, Step))]
-        self._say(self._progress.state(self._boot.attempt, steps, compared=self._compared, error=error))
+        steps = [
+            *self._backlog.values(),
+            *(news for news in list(self._news) if isinstance(news, CheckpointInfo)),
+        ]
+        self._say(
+            self._progress.state(self._boot.attempt, steps, compared=self._compared, error=error)
+        )

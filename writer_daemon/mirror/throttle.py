@@ -1,4 +1,4 @@
-"""Keeps copies to a number of bytes per second."""
+"""Limits copies to a number of bytes per second."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _LOOK_S: Final = 0.1
 
 
 class Throttle:
-    """A token bucket with no depth: what was not used is not saved up, so no burst follows a pause."""
+    """A token bucket without depth: no burst follows a pause."""
 
     def __init__(self, nbytes_per_s: int, halt: Callable[[], None]) -> None:
-        """Let ``nbytes_per_s`` pass, 0 for any number; ``halt`` is asked often, and raises to stop."""
+        """Limit to ``nbytes_per_s`` (0: no limit); ``halt`` is called often, and raises to stop."""
         self._rate = nbytes_per_s
         self._halt = halt
         self._free_at = 0.0
 
     def take(self, nbytes: int) -> None:
-        """Block until the next ``nbytes`` may pass."""
+        """Block until the next ``nbytes`` bytes may be sent."""
         self._halt()
         if not self._rate:
             return

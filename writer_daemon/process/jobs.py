@@ -1,4 +1,6 @@
-"""The life of a save as a pure state machine: an event comes in, actions go out. No I/O, no clock, no threads.
+"""The life of a save as a pure state machine: an event comes in, actions go out.
+
+No I/O, no clock, no threads.
 
 ::
 
@@ -6,14 +8,16 @@
                   │                        │
                   └────────────────────────┴────────> done (failed; partial bytes reclaimed)
 
-Saves are written one at a time, in the order in which they came: two at once would share the disk's bandwidth and make
-both late. They are committed in that order, too. Where one process saves alone, the next is written after the commit;
-of several ranks a commit waits for the others, and meanwhile the next save is written. A queued save fails, too, when
-storage stays stuck under the one before it. Invariants, which the property tests hold:
+Saves are written one at a time, in the order of their arrival: two at once would share the disk's
+bandwidth and make both late. They are committed in that order, too. If one process saves alone, the
+next save is written after the commit. With several ranks a commit waits for the others, and the
+next save is written meanwhile. A queued save also fails when storage stays stuck in the save before
+it. The property tests check these invariants:
 
 * a save is answered by exactly one of COMMITTED and FAILED, and WRITTEN comes before COMMITTED;
-* at most one write and one commit are under way, and alone only one of both;
-* the daemon exits only when nothing is left to do, and then always.
+* at most one write and one commit are in progress; for a process that saves alone, only one of
+  the two;
+* the daemon exits when nothing is left to do, and not before.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field, replace
 
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.protocol import (
     Committed,
     Delete,
@@ -43,19 +48,19 @@ class Phase(enum.Enum):
     COMMITTING = "committing"
 
 
-# Events ---------------------------------------------------------------------------------------------------------
+# Events -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A save arrived: SAVE, or found staged in the memory of a dead trainer."""
+    """A save arrived as SAVE, or was found staged in the memory of a dead trainer."""
 
     save: Save
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """An earlier daemon had written this save; only its commit is open."""
+    """An earlier daemon wrote this save; only its commit is open."""
 
     save: Save
 
@@ -71,7 +76,7 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """The rank's files and record are durable (``error`` None), or not."""
+    """The rank's files and record are durable (``error`` None), or the write failed."""
 
     save_id: int
     nbytes: int
@@ -81,11 +86,14 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class CommitEnded:
-    """The step's directory has its name (``error`` None), or not."""
+    """The step's directory has its name, and holds ``info`` (``error`` None), or the commit failed.
+
+    ``name`` is the name of the directory, or its path if that is not in the run directory.
+    """
 
     save_id: int
-    name: str
-    nbytes: int
+    name: str = ""
+    info: CheckpointInfo | None = None
     error: Failed | None = None
 
 
@@ -98,10 +106,11 @@ class DeleteRequested:
 
 @dataclass(frozen=True, slots=True)
 class DeleteEnded:
-    """The checkpoint is gone (``error`` None), or not."""
+    """The steps are deleted (``error`` None), except the ``failures``; or the deletion failed."""
 
     save_id: int
     error: Failed | None = None
+    failures: tuple[Failed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,10 @@ class RefusalRequested:
 
 @dataclass(frozen=True, slots=True)
 class RefusalEnded:
-    """The other ranks can learn of it, if storage worked; ``error`` is the answer to the trainer."""
+    """The refusal is stored for the other ranks, if storage worked.
+
+    ``error`` is the answer to the trainer.
+    """
 
     save_id: int
     error: Failed
@@ -139,7 +151,7 @@ class DrainRequested:
 
 
 Request = Submitted | Watched | DeleteRequested | RefusalRequested | DrainRequested
-"""What comes from outside; every other event tells that storage is alive."""
+"""Events from outside the storage thread; every other event shows that storage makes progress."""
 Event = (
     Submitted
     | Watched
@@ -156,12 +168,12 @@ Event = (
 )
 
 
-# Actions --------------------------------------------------------------------------------------------------------
+# Actions ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StartWrite:
-    """Write the save's files and publish its record; without ``memory`` an earlier daemon's record is adopted."""
+    """Write the save's files and its record; without ``memory``, adopt an earlier daemon's."""
 
     save: Save
     memory: bool
@@ -176,14 +188,14 @@ class StartCommit:
 
 @dataclass(frozen=True, slots=True)
 class StartDelete:
-    """Delete a checkpoint; every save submitted before has its outcome."""
+    """Delete checkpoints; every save submitted before them has its outcome."""
 
     request: Delete
 
 
 @dataclass(frozen=True, slots=True)
 class StartRefusal:
-    """Tell the other ranks that this one will not take part."""
+    """Report to the other ranks that this one will not take part."""
 
     request: Refuse
 
@@ -216,14 +228,16 @@ class _Job:
     save: Save
     memory: bool
     phase: Phase = Phase.QUEUED
-    answered: bool = False  # a stalled save has been reported as failed, though its thread is still stuck
+    # Also true for a stalled save, reported as failed while its thread is still stuck.
+    answered: bool = False
     failure: Failed | None = None
 
 
 @dataclass(slots=True)
 class _Deletion:
     request: Delete
-    behind: set[int]  # the saves that came before it: one of them may be what makes it allowed
+    # The saves before it, which must end first: one of them may make the deletion valid.
+    behind: set[int]
     started: bool = False
     answered: bool = False
 
@@ -250,8 +264,10 @@ class Jobs:
 
     @property
     def awaited(self) -> Save | Delete | None:
-        """The save, or else the deletion, that storage works on."""
-        return self.active or next((deletion.request for deletion in self._deletions if deletion.started), None)
+        """The save, or else the deletion, that storage is working on."""
+        return self.active or next(
+            (deletion.request for deletion in self._deletions if deletion.started), None
+        )
 
     def knows(self, save_id: int) -> bool:
         """Whether this save was ever accepted by this daemon."""
@@ -262,13 +278,18 @@ class Jobs:
         actions: list[Action] = []
         match event:
             case Submitted(save) | Watched(save):
-                # A repeated SAVE is the same save: the answer to the first is under way or was given.
+                # A repeated SAVE is the same save: it is being answered, or was answered.
                 if save.save_id not in self._seen:
                     self._seen.add(save.save_id)
                     self._queue.append(_Job(save, memory=isinstance(event, Submitted)))
             case Progressed(save_id, nbytes, total_nbytes):
                 if not self._answered(save_id):
-                    progress = Progress(attempt=self.attempt, save_id=save_id, nbytes=nbytes, total_nbytes=total_nbytes)
+                    progress = Progress(
+                        attempt=self.attempt,
+                        save_id=save_id,
+                        nbytes=nbytes,
+                        total_nbytes=total_nbytes,
+                    )
                     actions.append(Send(progress))
             case WriteEnded(save_id, nbytes, seconds, error):
                 job = self._expect(save_id, Phase.WRITING)
@@ -277,23 +298,42 @@ class Jobs:
                         actions.append(Reclaim(job.save, job.failure))
                     self._finish(job, error, actions)
                 else:
-                    actions.append(Send(Written(attempt=self.attempt, save_id=save_id, nbytes=nbytes, seconds=seconds)))
+                    actions.append(
+                        Send(
+                            Written(
+                                attempt=self.attempt,
+                                save_id=save_id,
+                                nbytes=nbytes,
+                                seconds=seconds,
+                            )
+                        )
+                    )
                     job.phase = Phase.WRITTEN
-            case CommitEnded(save_id, name, nbytes, error):
+            case CommitEnded(save_id, name, info, error):
                 job = self._expect(save_id, Phase.COMMITTING)
-                if error is None and not job.answered:
-                    actions.append(Send(Committed(attempt=self.attempt, save_id=save_id, name=name, nbytes=nbytes)))
+                if info is not None and not job.answered:
+                    answer = Committed(
+                        attempt=self.attempt, save_id=save_id, name=name, nbytes=info.nbytes
+                    )
+                    actions.append(Send(answer))
                     job.answered = True
                 self._finish(job, error, actions)
             case DeleteRequested(request):
                 if request.save_id not in self._seen:
                     self._seen.add(request.save_id)
-                    self._deletions.append(_Deletion(request, {job.save.save_id for job in self._queue}))
-            case DeleteEnded(save_id, error):
+                    self._deletions.append(
+                        _Deletion(request, {job.save.save_id for job in self._queue})
+                    )
+            case DeleteEnded(save_id, error, failures):
                 (deletion,) = [each for each in self._deletions if each.request.save_id == save_id]
                 self._deletions.remove(deletion)
                 if not deletion.answered:
-                    actions.append(Send(error or Deleted(attempt=self.attempt, save_id=save_id)))
+                    actions.append(
+                        Send(
+                            error
+                            or Deleted(attempt=self.attempt, save_id=save_id, failures=failures)
+                        )
+                    )
             case RefusalRequested(request):
                 if request.save_id not in self._seen:
                     self._seen.add(request.save_id)
@@ -305,21 +345,34 @@ class Jobs:
             case Waited():
                 pass
             case Stalled(error):
-                busy = [job for phase in (Phase.WRITING, Phase.COMMITTING) if (job := self._in_phase(phase))]
+                busy = [
+                    job
+                    for phase in (Phase.WRITING, Phase.COMMITTING)
+                    if (job := self._in_phase(phase))
+                ]
                 stuck = [job for job in busy if not job.answered]
                 for job in stuck:
                     job.answered, job.failure = True, replace(error, save_id=job.save.save_id)
-                    is_named = job.phase is Phase.COMMITTING  # or may be so any moment
+                    is_named = job.phase is Phase.COMMITTING  # the step may get its name any time
                     changes = {"error": "CommitUnknownError"} if is_named else {}
                     actions.append(Send(replace(job.failure, **changes)))
-                if not stuck:  # stuck for another deadline, or in a deletion: those behind it would wait for ever
-                    waiting = [job for job in self._queue if job.phase in (Phase.QUEUED, Phase.WRITTEN)]
+                if not stuck:
+                    # Stuck for another deadline, or in a deletion: later jobs would wait forever.
+                    waiting = [
+                        job for job in self._queue if job.phase in (Phase.QUEUED, Phase.WRITTEN)
+                    ]
                     self._queue = [job for job in self._queue if job not in waiting]
                     actions += [Send(_late(error, job)) for job in waiting if not job.answered]
-                    ids = [deletion.request.save_id for deletion in self._deletions if not deletion.answered]
+                    ids = [
+                        deletion.request.save_id
+                        for deletion in self._deletions
+                        if not deletion.answered
+                    ]
                     actions += [Send(replace(error, save_id=each)) for each in ids]
                     self._deletions = [
-                        replace(deletion, answered=True) for deletion in self._deletions if deletion.started
+                        replace(deletion, answered=True)
+                        for deletion in self._deletions
+                        if deletion.started
                     ]
             case DrainRequested():
                 self._draining = True
@@ -348,7 +401,11 @@ class Jobs:
             first.phase = Phase.COMMITTING
             actions.append(StartCommit(first.save))
         job = self._in_phase(Phase.QUEUED)
-        if job is not None and self._in_phase(Phase.WRITING) is None and (job is first or job.save.world_size > 1):
+        if (
+            job is not None
+            and self._in_phase(Phase.WRITING) is None
+            and (job is first or job.save.world_size > 1)
+        ):
             job.phase = Phase.WRITING
             actions.append(StartWrite(job.save, job.memory))
         in_hand = {job.save.save_id for job in self._queue}
@@ -361,6 +418,8 @@ class Jobs:
 
 
 def _late(error: Failed, job: _Job) -> Failed:
-    """The answer to a save behind one that is stuck; if written already, it may still be committed."""
+    """Return the answer to a save behind a stuck one; a written save may still be committed."""
     written = job.phase is Phase.WRITTEN
-    return replace(error, save_id=job.save.save_id, **({"error": "CommitUnknownError"} if written else {}))
+    return replace(
+        error, save_id=job.save.save_id, **({"error": "CommitUnknownError"} if written else {})
+    )

@@ -1,9 +1,10 @@
-"""The cipher: AES-256-GCM of ``cryptography``, which is imported when it is used. The one place that knows it.
+"""The cipher: AES-256-GCM from ``cryptography``, which is imported at first use.
 
-A tensor file is sealed block by block, of 256 KiB from its first byte on, under a key of its own: the nonce of a block
-is its number, so no block passes for another one, and the same memory is sealed to the same bytes, however often a save
-is tried. Whoever seals a block must know that the memory is the save's, for two contents under one nonce would tell of
-each other. What is small and may differ between tries has a nonce that is made of its content.
+No other module uses it. A tensor file is sealed in blocks of 256 KiB, under its own key. A block's
+nonce is its number, so blocks cannot be exchanged, and a repeated attempt to save the same memory
+yields the same bytes. The caller must make sure that the memory has not changed since: two contents
+under one nonce would reveal each other. Small content that may differ between attempts gets a nonce
+derived from the content.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ KEY_NBYTES: Final = 32
 TAG_NBYTES: Final = 16
 NONCE_NBYTES: Final = 12
 SMALL_NBYTES: Final = NONCE_NBYTES + TAG_NBYTES
-"""So much longer is a small file than its content."""
-_EXTRA: Final = "encryption needs `cryptography`, which an extra brings: pip install 'sidesave[encryption]'"
+"""Bytes that :meth:`FileCipher.seal` adds to a small file."""
+_EXTRA: Final = "encryption needs `cryptography`: pip install 'sidesave[encryption]'"
 
 
 def derive(key: bytes, about: bytes, nbytes: int = KEY_NBYTES, salt: bytes | None = None) -> bytes:
-    """HKDF-SHA256 (RFC 5869) of ``key``, for what ``about`` says."""
+    """Derive a key with HKDF-SHA256 (RFC 5869) for the purpose ``about``."""
     require_library()
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -36,7 +37,7 @@ def derive(key: bytes, about: bytes, nbytes: int = KEY_NBYTES, salt: bytes | Non
 
 
 def require_library() -> None:
-    """Raise ``InvalidArgumentError`` where the library of the cipher is missing."""
+    """Raise ``InvalidArgumentError`` if ``cryptography`` is not installed."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -47,7 +48,7 @@ class FileCipher:
     """Seals and opens one file under its own key; thread-safe."""
 
     def __init__(self, key: bytes) -> None:
-        """Each file must have another key."""
+        """Use ``key``, which no other file may have."""
         require_library()
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -55,11 +56,14 @@ class FileCipher:
         self._aead: AESGCM = AESGCM(key)
 
     def seal_block(self, number: int, block: memoryview, into: memoryview) -> None:
-        """Seal a block into memory that is ``TAG_NBYTES`` longer: the tag stands behind."""
+        """Encrypt a block into memory that is ``TAG_NBYTES`` longer; the tag comes last."""
         self._aead.encrypt_into(number.to_bytes(NONCE_NBYTES, "big"), block, None, into)
 
     def open_block(self, number: int, sealed: memoryview, into: memoryview, where: str) -> None:
-        """Open a block, whose tag stands behind it; ``TamperedError`` names ``where`` if it is not what was sealed."""
+        """Decrypt a block followed by its tag.
+
+        Raises ``TamperedError``, which names ``where``, if it was changed.
+        """
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -68,13 +72,15 @@ class FileCipher:
             raise _tampered(f"{where}: block {number}") from None
 
     def seal(self, data: bytes, bound: bytes = b"") -> bytes:
-        """Seal a small content whole, and bind it to what is ``bound``: the same, the same bytes."""
-        nonce = hmac.digest(derive(self._key, b"sidesave nonce"), hashlib.sha256(bound).digest() + data, "sha256")
+        """Encrypt small content and authenticate ``bound`` with it; deterministic."""
+        nonce = hmac.digest(
+            derive(self._key, b"sidesave nonce"), hashlib.sha256(bound).digest() + data, "sha256"
+        )
         nonce = nonce[:NONCE_NBYTES]
         return nonce + self._aead.encrypt(nonce, data, bound)
 
     def open(self, data: bytes, where: str, bound: bytes = b"") -> bytes:
-        """Open what :meth:`seal` has made; raises as :meth:`open_block`."""
+        """Decrypt the result of :meth:`seal`; raises as :meth:`open_block`."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -84,5 +90,7 @@ class FileCipher:
 
 
 def _tampered(where: str) -> TamperedError:
-    text = "its digest is right, and it is not what was encrypted here under this key"
-    return TamperedError(f"{where}: {text}: somebody has changed, moved or exchanged it; load another checkpoint")
+    text = "the digest matches, but the content was not encrypted here with this key"
+    return TamperedError(
+        f"{where}: {text}: it was changed, moved or exchanged; load another checkpoint"
+    )

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: a small ABC and one module per backend."""
+"""Storage of checkpoints: a small ABC, and one module for each backend."""
 
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, ReadStorage, Storage
 from sidesave.writer_daemon.storage.descriptor import Descriptor

@@ -1,4 +1,4 @@
-"""An open file that belongs to an object, so that an interrupt cannot leak it."""
+"""An open file owned by an object, so that an interrupt cannot leak the descriptor."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Descriptor:
-    """A file, opened with ``open(2)``; plain ``OSError``. What is locked through it is unlocked when it is closed."""
+    """A file opened with ``open(2)``. Closing it releases its locks."""
 
     def __init__(self, path: str, flags: int, *, directory: int | None = None) -> None:
-        """Open ``path``, in ``directory`` if it is relative; what is made has the mode 0o666 less the umask."""
+        """Open ``path``, relative to ``directory`` if given; raises plain ``OSError``.
+
+        A created file gets the mode 0o666, before the umask.
+        """
         self._open: list[int] = []
-        opening = functools.partial(os.open, flags=flags | os.O_CLOEXEC, mode=0o666, dir_fd=directory)
-        self._open.extend(map(opening, (path,)))  # it is open and ours by the same instruction
+        opening = functools.partial(
+            os.open, flags=flags | os.O_CLOEXEC, mode=0o666, dir_fd=directory
+        )
+        self._open.extend(map(opening, (path,)))  # opens and stores it in one instruction
 
     def fileno(self) -> int:
-        """Its number; -1 once closed."""
+        """Return the descriptor; -1 after :meth:`close`."""
         return self._open[0] if self._open else -1
 
     def close(self) -> None:
-        """Close it; idempotent. An error comes too late to act on: what counts is what fsync has said."""
-        with contextlib.suppress(OSError, IndexError, AttributeError):  # closed already, or never opened
-            list(map(os.close, map(self._open.pop, (-1,))))  # it is closed and not ours any more, likewise
+        """Close the file; idempotent. Ignores errors: fsync has reported those that matter."""
+        # already closed, or never opened
+        with contextlib.suppress(OSError, IndexError, AttributeError):
+            # removes and closes it in one instruction
+            list(map(os.close, map(self._open.pop, (-1,))))
 
     __del__ = close
 

@@ -1,8 +1,9 @@
-"""A run directory in an object store, for who writes: a key for each file, and a log for the names of directories.
+"""A run directory in an object store: one key for each file, a log for the names of directories.
 
-What a file system does by renaming the log does by an entry: a save's prefix becomes ``step-XXXXXXXX``, a deleted step
-leads nowhere. So the order of a commit, its recovery and its fencing are those of any storage. A name whose prefix has
-been given to another one, or was dropped, leads nowhere: who has been away finds nothing there to spoil.
+An entry of the log replaces a file system's rename: it gives a save's prefix the name
+``step-XXXXXXXX``, or removes the name of a deleted step. So commit, recovery and fencing work as on
+other storage. A name whose prefix was given to another name, or was dropped, has no objects: a
+process that was suspended cannot change another session's files through it.
 """
 
 from __future__ import annotations
@@ -15,61 +16,101 @@ import threading
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Final
 
-from sidesave.errors import IntegrityError, WriteError
+from sidesave.errors import CheckpointReplacedError, IntegrityError, WriteError
 from sidesave.writer_daemon.storage.base import InputFile, OutputFile, Storage
+from sidesave.writer_daemon.storage.log_entry import LogState, session_of
 from sidesave.writer_daemon.storage.remote import ObjectStorage
-from sidesave.writer_daemon.storage.run_log import LOG, Names, RunLog, session_of
+from sidesave.writer_daemon.storage.run_log import LOG, RunLog
 from sidesave.writer_daemon.storage.upload import BUFFERED_NBYTES, BufferedOutput, StreamedOutput
 
 logger = logging.getLogger(__name__)
 
 MARK: Final = ".directory"
-"""The object that stands for a directory as such; a prefix without objects is nothing."""
+"""The object that makes an empty directory exist; a prefix without objects does not."""
 _MANIFEST: Final = "manifest.json"
-"""What makes a checkpoint of a directory's files."""
+"""The file that makes a directory a complete checkpoint."""
 _PARTIAL: Final = re.compile(r"\.(step-\d+\.[^/]+)\.partial")
 _PREFIX: Final = re.compile(r"step-\d+\.[^/]+")
 _NAMED: Final = re.compile(r"\.?step-\d+(\.[^/]+)?")
-"""Directories that a log may lead elsewhere."""
+"""Names of directories that a log may map to another prefix."""
 _NOWHERE: Final = f"{LOG}/nowhere"
-"""There is never an object below this."""
+"""A prefix without objects, for names that have none."""
 _PLENTY_NBYTES: Final = 1 << 62
+_MAX_MOVES: Final = 20
+"""Number of times that a reader follows a directory that is replaced while it is read."""
 
 
 class NamedObjects(ObjectStorage):
-    """A prefix in an object store whose directories have their names from a log, where there is one."""
+    """A prefix in an object store; its log, if any, maps names of directories to prefixes."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         super().__init__(root, options)
         self.log = RunLog(self.bucket)
-        self._names = Names()
+        self._names = LogState()
+        self._held: set[str] = set()
+        self._pinned: dict[str, str] = {}
+        """Prefixes of held directories since their first read, so that two saves are not mixed."""
+
+    def hold(self, name: str, marker: str) -> None:
+        self._held.add(name)
 
     def list_directory(self, name: str) -> list[str]:
-        if name or not self.can_list:  # which is refused there
+        if name or not self.can_list:  # in which case the base class raises
             entries = super().list_directory(name)
-            entries = super().list_directory(name) if not entries and self._has_moved(name) else entries
+            if (
+                not entries
+                and name not in self._pinned
+                and self._has_moved(name, self.key_of(name))
+            ):
+                entries = super().list_directory(name)
             return [each for each in entries if each != MARK]
         levels, objects = self.bucket.list_level("")
         has_log = LOG in levels or self.log.holds
-        names = self._look() if has_log else Names()
+        names = self._look() if has_log else LogState()
         if not names.number:
             self._require_log(levels)
-        return [*(_told(names, levels) if has_log else levels), *objects]
+        return [*(_directories(names, levels) if has_log else levels), *objects]
+
+    def entries(self) -> dict[str, object]:
+        names = self.list_directory("")
+        prefixes = self._names.prefixes  # each of one save
+        return {name: prefixes.get(name) for name in names}
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
-        data = super().read(path, max_nbytes)
-        return super().read(path, max_nbytes) if data is None and self._has_moved(path) else data
+        name, tries = path.partition("/")[0], 0
+        while True:
+            prefix = self._prefix_of(name)
+            key = prefix + path.removeprefix(name)
+            data = self.bucket.read(key, max_nbytes)
+            tries += 1
+            if data is not None or tries == _MAX_MOVES or not self._has_moved(path, key):
+                break
+            self._refuse_replaced(path)
+        if data is not None and name in self._held:
+            self._pinned.setdefault(name, prefix)
+        return data
 
     @contextlib.contextmanager
     def open(self, path: str) -> Generator[InputFile]:
         with contextlib.ExitStack() as opened:
+            key = self.key_of(path)
             try:
                 file = opened.enter_context(super().open(path))
             except WriteError as error:
-                if error.errno != errno.ENOENT or not self._has_moved(path):
+                if error.errno != errno.ENOENT or not self._has_moved(path, key):
                     raise
+                self._refuse_replaced(path)
                 file = opened.enter_context(super().open(path))
             yield file
+
+    def read_into(self, path: str, offset: int, window: memoryview) -> int:
+        key = self.key_of(path)
+        try:
+            return self.bucket.read_into(key, offset, window)[0]
+        except WriteError as error:
+            if error.errno == errno.ENOENT and self._has_moved(path, key):
+                self._refuse_replaced(path)
+            raise
 
     def location_of(self, name: str) -> str:
         return self.bucket.full(self.key_of(name))
@@ -79,44 +120,58 @@ class NamedObjects(ObjectStorage):
         return self._prefix_of(name) + slash + rest
 
     def _prefix_of(self, name: str) -> str:
-        """Where a directory's objects lie, as far as that is known."""
+        """Return a directory's prefix by the last read log; a held directory keeps its prefix."""
+        return self._pinned.get(name) or self._prefix_in_log(name)
+
+    def _prefix_in_log(self, name: str) -> str:
         names = self._names
         if name in names.prefixes:
             return names.prefixes[name]
-        if _PREFIX.fullmatch(name):  # it is meant as such
+        if _PREFIX.fullmatch(name):  # the name is a prefix itself
             return name
         prefix = _native(name)
-        gone = names.lead_to(prefix) or prefix in names.dropped or (prefix != name and not names.counts(prefix))
+        gone = (
+            names.lead_to(prefix)
+            or prefix in names.dropped
+            or (prefix != name and not names.counts(prefix))
+        )
         return _NOWHERE if gone else prefix
 
-    def _look(self) -> Names:
+    def _look(self) -> LogState:
         self._names = self.log.look()
         return self._names
 
     def _require_log(self, levels: Iterable[str]) -> None:
-        """Raise ``IntegrityError`` where there is no log, and a whole checkpoint that one must have named."""
+        """Raise ``IntegrityError`` if there is no log but a complete checkpoint that needed one."""
         for prefix in filter(session_of, levels):
-            if self.bucket.nbytes_of(f"{prefix}/{_MANIFEST}") is not None and not self._look().number:
-                text = (
-                    f"{self.bucket.full(LOG)}: the log of this run is missing, without which {prefix}, which is whole,"
-                )
-                hint = "is no checkpoint: put the log back as it was, or choose another place; nothing was changed"
-                raise IntegrityError(f"{text} {hint}")
+            if (
+                self.bucket.nbytes_of(f"{prefix}/{_MANIFEST}") is not None
+                and not self._look().number
+            ):
+                text = f"the log of this run is missing, but {prefix} holds a complete save"
+                hint = "restore the log, or use another run directory; nothing was changed"
+                raise IntegrityError(f"{self.bucket.full(LOG)}: {text}: {hint}")
 
-    def _has_moved(self, path: str) -> bool:
-        """Whether a directory, in which something was not found, lies elsewhere by what the log says now."""
-        if not self.can_list or not _NAMED.fullmatch(path.partition("/")[0]):
+    def _has_moved(self, path: str, key: str) -> bool:
+        """Return whether, by the current log, the missing ``key`` is no longer that of ``path``."""
+        name = path.partition("/")[0]
+        if not self.can_list or not _NAMED.fullmatch(name):
             return False
-        before = self.key_of(path)
         self._look()
-        return self.key_of(path) != before
+        return self._prefix_in_log(name) + path.removeprefix(name) != key
+
+    def _refuse_replaced(self, path: str) -> None:
+        if path.partition("/")[0] in self._pinned:
+            text = "the checkpoint was replaced or deleted while it was being read: read it again"
+            raise CheckpointReplacedError(errno.ESTALE, text, f"{self.root}/{path}")
 
 
 class ObjectRun(NamedObjects, Storage):
-    """The same, for who writes. Names are changed by who has taken over, and by nobody else.
+    """A run directory in an object store, for writing.
 
-    Daemons of other ranks do not take over: they make the directories of their own session's saves, put their files
-    there, and see in the log what rank 0's daemon has made of them.
+    Only the daemon that has taken over changes names. Daemons of other ranks do not take over: they
+    create the directories of their own session's saves, write their files there, and learn from the
+    log which of them rank 0's daemon has renamed.
     """
 
     round_trip_s = 0.05
@@ -126,13 +181,12 @@ class ObjectRun(NamedObjects, Storage):
         super().__init__(root, options)
         self._unpublished: dict[str, BufferedOutput | StreamedOutput] = {}
         self._known: set[str] = set()
-        """Prefixes that are there as directories."""
+        """Prefixes of existing directories."""
         self._levels: set[str] | None = None
-        """The prefixes that there were when this run was settled: from then on nobody but this session makes one that
-        counts."""
+        """The prefixes when this run was settled; later only this session's new prefixes count."""
         self._alone = False
         self._garbage: set[str] = set()
-        """Prefixes that lead nowhere and whose objects could not be removed."""
+        """Prefixes without a name whose objects are not removed yet."""
         self._lock = threading.Lock()
         self._taken_over = False
 
@@ -155,39 +209,50 @@ class ObjectRun(NamedObjects, Storage):
         try:
             self._remove_garbage()
         except WriteError as error:
-            logger.warning("left for the next time: %s", error)
+            logger.warning(
+                "cannot remove unfinished saves; the next session tries again: %s", error
+            )
 
     def free_nbytes(self) -> int:
         return _PLENTY_NBYTES
 
     def list_directory(self, name: str) -> list[str]:
-        """Names in a directory; once all is settled those of the run are its directories alone, without a request.
+        """Return the names in a directory.
 
-        One request where other ranks make some as well.
+        After :meth:`settle` the run's own listing has only directories, and needs no request, or
+        one if other ranks create directories too.
         """
-        if name and self._is_absent(name):
+        if name and self._is_absent(name.partition("/")[0]):
             return []
         if not name and self._levels is not None:
             names = self._look()
             if self.log.holds:
                 if not self._alone:
                     self._levels = {*self.bucket.list_level("")[0]}
-                return _told(names, {*self._levels, *self._known})
+                return _directories(names, {*self._levels, *self._known})
         with self._lock:
             parents = [path.rpartition("/") for path in self._unpublished]
-        return [*super().list_directory(name), *(entry for parent, _, entry in parents if parent == name)]
+        return [
+            *super().list_directory(name),
+            *(entry for parent, _, entry in parents if parent == name),
+        ]
 
-    # Directories -----------------------------------------------------------------------------------------------
+    # Directories ----------------------------------------------------------------------------------
 
     def make_directory(self, name: str, mode: int) -> bool:
+        if "/" in name:  # folders are only part of the files' keys
+            return False
         names = self._look()
         if name in names.prefixes and self._is_directory(name):
             return False
-        prefix = self.key_of(name)  # also one that got its name, and whose mark the store then refused
+        prefix = self.key_of(name)  # may have a name already, if creating its mark failed
         if prefix == _NOWHERE and not self._taken_over:
-            text = "this save was given up: its rank 0 has told so, or another session has the run"
+            text = (
+                "this save was aborted: by rank 0, or because another session has taken over the "
+                "run"
+            )
             raise WriteError(errno.ECONNABORTED, text, self.bucket.full(name))
-        if prefix == _NOWHERE:  # of what had this name before
+        if prefix == _NOWHERE:  # an earlier directory had this name
             prefix = f"{_native(name)}.{names.number + 1}"
             self.log.change({name: prefix})
             self._look()
@@ -200,37 +265,56 @@ class ObjectRun(NamedObjects, Storage):
         self._require_free(target)
         self._rename({source: None, target: self._require_directory(source, "rename")})
 
+    def rename_directories(self, names: Mapping[str, str]) -> None:
+        self._look()
+        changes: dict[str, str | None] = {}
+        for source, target in names.items():
+            self._require_free(target)
+            changes |= {source: None, target: self._require_directory(source, "rename")}
+        self._rename(changes)
+
     def exchange_directory(self, source: str, target: str, aside: str) -> None:
         self._look()
         self._require_free(aside)
-        old, new = self._require_directory(target, "rename"), self._require_directory(source, "rename")
+        old, new = (
+            self._require_directory(target, "rename"),
+            self._require_directory(source, "rename"),
+        )
         self._rename({source: None, aside: old, target: new})
 
     def _rename(self, changes: Mapping[str, str | None]) -> None:
         self.log.change(changes)
         self._look()
-        with self._lock:  # files that nobody will give a name any more
-            for path in [path for path in self._unpublished if changes.get(path.rpartition("/")[0], "") is None]:
+        with self._lock:  # these files can no longer be published
+            for path in [
+                path
+                for path in self._unpublished
+                if changes.get(path.rpartition("/")[0], "") is None
+            ]:
                 del self._unpublished[path]
 
     def _require_free(self, name: str) -> None:
         prefix = self.key_of(name)
-        there = prefix != _NOWHERE and not self._is_absent(name) and self.bucket.has_any(prefix)
-        if name in self._names.prefixes or there:
-            raise WriteError(errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(name))
+        exists = prefix != _NOWHERE and not self._is_absent(name) and self.bucket.has_any(prefix)
+        if name in self._names.prefixes or exists:
+            raise WriteError(
+                errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(name)
+            )
 
     def _require_directory(self, name: str, doing: str) -> str:
-        """Its prefix; where it has none, ``WriteError``."""
+        """Return a directory's prefix; raises ``WriteError`` if it does not exist."""
         if name not in self._names.prefixes and not self._is_directory(name):
-            raise WriteError(errno.ENOENT, f"cannot {doing}: there is no such directory", self.bucket.full(name))
+            raise WriteError(
+                errno.ENOENT, f"cannot {doing}: no such directory", self.bucket.full(name)
+            )
         return self.key_of(name)
 
     def open_to_readers(self, name: str) -> None:
-        return  # who may read is said of the bucket
+        return  # permissions are set for the whole bucket
 
     def sync_directory(self, name: str) -> None:
         if name:
-            self._require_directory(name, "sync")
+            self._require_directory(name.partition("/")[0], "sync")
 
     def remove_tree(self, name: str) -> None:
         names = self._look()
@@ -238,12 +322,14 @@ class ObjectRun(NamedObjects, Storage):
         if prefix not in self._garbage and self._is_absent(name):
             return
         if not self.log.holds and not (self._taken_over and names.counts(_native(name))):
-            # What another rank removes lacks its record, and what has been away counts no more: it becomes nothing.
+            # Another rank's daemon removes only saves that lack its record, and one that was
+            # suspended removes only prefixes that no longer count.
             prefix = _native(name)
             if name in names.prefixes or names.lead_to(prefix):
                 return
         elif name in names.prefixes or (_PREFIX.fullmatch(prefix) and self._is_directory(name)):
-            # Before its objects go: who has been away may mean what is another's checkpoint by now.
+            # Before its objects are removed: if this process was suspended, the name may now belong
+            # to another session's checkpoint.
             self.log.change({name: None}, [prefix])
             self._look()
         with self._lock:
@@ -263,7 +349,7 @@ class ObjectRun(NamedObjects, Storage):
                 self._levels.discard(prefix)
 
     def _is_absent(self, name: str) -> bool:
-        """Whether a directory is known not to be there; false also where that would have to be asked."""
+        """Whether a directory is known not to exist; false if that would need a request."""
         if self._levels is None:
             return False
         led_to = self._look().prefixes.values()
@@ -275,17 +361,17 @@ class ObjectRun(NamedObjects, Storage):
             self._known.add(prefix)
         return prefix in self._known
 
-    # Files -----------------------------------------------------------------------------------------------------
+    # Files ----------------------------------------------------------------------------------------
 
     def create(self, path: str, nbytes: int, final: str | None = None) -> OutputFile:
-        directory = path.rpartition("/")[0]
+        directory = path.partition("/")[0] if "/" in path else ""
         key = self.key_of(final or path)
-        # Asked afterwards: what another thread has seen renamed meanwhile is no directory any more.
+        # Checked after `key_of`: another thread may have noticed that the directory was renamed.
         if directory and not self._is_directory(directory):
-            text = f"cannot create a file of {nbytes:,} bytes: there is no such directory"
+            text = f"cannot create a file of {nbytes:,} bytes: no such directory"
             raise WriteError(errno.ENOENT, text, self.bucket.full(path))
         if final is None and self.bucket.nbytes_of(key) is not None:
-            raise WriteError(errno.EEXIST, "cannot create: there is such a file", self.bucket.full(path))
+            raise WriteError(errno.EEXIST, "cannot create: the file exists", self.bucket.full(path))
         if nbytes > BUFFERED_NBYTES:
             output = StreamedOutput(self.bucket, key, nbytes)
         else:
@@ -299,7 +385,9 @@ class ObjectRun(NamedObjects, Storage):
         with self._lock:
             output = self._unpublished.get(temporary)
         if output is None:
-            raise WriteError(errno.ENOENT, "cannot publish what is not there", self.bucket.full(temporary))
+            raise WriteError(
+                errno.ENOENT, "cannot publish: no such file", self.bucket.full(temporary)
+            )
         if not output.publish():
             return False
         with self._lock:
@@ -322,15 +410,17 @@ class ObjectRun(NamedObjects, Storage):
             self.bucket.remove([self.key_of(path)])
 
 
-def _told(names: Names, levels: Iterable[str]) -> list[str]:
-    """The directories of a run whose log says ``names``, and which has these prefixes."""
-    led_to = {*names.prefixes.values(), *names.dropped, LOG}
-    others = [each for each in levels if each not in led_to]
-    saves = [f".{each}.partial" for each in others if _PREFIX.fullmatch(each) and names.counts(each)]
-    return [*names.prefixes, *saves, *(each for each in others if not _PREFIX.fullmatch(each))]
+def _directories(state: LogState, levels: Iterable[str]) -> list[str]:
+    """Return the directories of a run, given the state of its log and its prefixes."""
+    mapped = {*state.prefixes.values(), *state.dropped, LOG}
+    unmapped = [each for each in levels if each not in mapped]
+    saves = [
+        f".{each}.partial" for each in unmapped if _PREFIX.fullmatch(each) and state.counts(each)
+    ]
+    return [*state.prefixes, *saves, *(each for each in unmapped if not _PREFIX.fullmatch(each))]
 
 
 def _native(name: str) -> str:
-    """The prefix of a directory that the log says nothing of."""
+    """Return the default prefix of a directory, which it has if the log does not mention it."""
     match = _PARTIAL.fullmatch(name)
     return match[1] if match else name

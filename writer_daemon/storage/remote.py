@@ -1,7 +1,8 @@
-"""A run directory in an object store, for who reads: a prefix, below which a key stands for each file.
+"""A run directory in an object store, for reading: a prefix with one key for each file.
 
-There are no locks and no descriptors here: what is deleted or replaced while it is read is missing in the middle, or
-does not match its digests. What one request costs is latency, so many are made at once, each for a range.
+There are no locks and no descriptors: a file that is deleted or replaced while it is read goes
+missing, or does not match its digests. Requests have a high latency, so many run at once, each for
+a range.
 """
 
 from __future__ import annotations
@@ -22,88 +23,115 @@ from sidesave.writer_daemon.storage.base import InputFile, ReadStorage
 try:
     import obstore
     from obstore import exceptions
-    from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, ObjectStore, S3Store
+    from obstore.store import (
+        AzureStore,
+        GCSStore,
+        HTTPStore,
+        LocalStore,
+        MemoryStore,
+        ObjectStore,
+        S3Store,
+    )
 except ModuleNotFoundError as error:
-    text = f"URLs need {error.name}, which an extra brings: pip install 'sidesave[remote]'"
+    text = f"URLs need {error.name}: pip install 'sidesave[remote]'"
     raise InvalidArgumentError(text) from error
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 16
-"""Requests at a time: with 8 MiB each and 50 ms until the first byte that is 2.5 GiB/s, more than most links have."""
+"""Concurrent requests: with 8 MiB each and a latency of 50 ms they can reach 2.5 GiB/s."""
 HEAD_NBYTES: Final = 256 << 10
-"""Read of a tensor file with its length: more than most headers, and no dearer than less."""
+"""Bytes read together with a file's length; most headers fit."""
 _AHEAD: Final = 4
-"""Ranges that are asked for before the one that is waited for has come: 16 MiB of a check, a part of a copy."""
+"""Ranges requested ahead."""
 _CHUNK_NBYTES: Final = 1 << 20
 PART_NBYTES: Final = 5 << 20
-"""Of an upload in parts, the least that S3 takes: what is in memory besides is this times the requests at once."""
+"""Size of an upload's parts: the minimum of S3. Uploads buffer up to this much for each request."""
 _MAX_PARTS: Final = 10_000
-"""S3 takes no more for one object."""
+"""S3's maximum number of parts of one object."""
 _SETTINGS: Final = ("client_options", "retry_config", "credential_provider")
-"""Options of obstore's that are no strings; all others are its configuration of the store."""
+"""Options that obstore takes as arguments; all others belong to its ``config``."""
 _RETRIES: Final[Any] = {"max_retries": 1000}
-"""Of a request, within the library's 3 minutes: its own limit of 10 is used up after seconds without a network."""
+"""Retries of a request within the library's 3 minutes.
+
+The library's default of 10 lasts only seconds without a network.
+"""
 _FEW_RETRIES: Final[Any] = {"max_retries": 3}
-"""Of a copy: what a store does not copy, for whatever reason, can be uploaded."""
+"""Retries of a copy: if the store cannot copy an object, it is uploaded."""
 _PAST_THE_END: Final = re.compile(r"\b416\b|range was invalid|[Ii]nvalid ?[Rr]ange")
-_FULL: Final = re.compile(r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>")
+_FULL: Final = re.compile(
+    r"\b507 Insufficient Storage|<Code>\w*(Quota\w*Exceeded|StorageFull)</Code>"
+)
 _INSTANCE_ROLE: Final = "//169.254.169.254/"
-"""Where clouds tell their machines who they are: asked when nothing else says so."""
+"""The address of a cloud's metadata service, asked if no other credentials exist."""
 _memory: Final[dict[str, MemoryStore]] = {}
 
 
 def memory_store(bucket: str) -> MemoryStore:
-    """What ``memory://bucket`` means in this process, for tests."""
+    """Return this process's store for ``memory://bucket``, for tests."""
     return _memory.setdefault(bucket, MemoryStore())
 
 
 class Bucket:
-    """A prefix in an object store, and what can be asked of it; keys are paths below it. Thread-safe."""
+    """A prefix in an object store and its requests; keys are relative to it. Thread-safe."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
-        """Prepare a client of ``root``; ``InvalidArgumentError`` where the options are none of its. Asks nothing."""
+        """Create a client; raises ``InvalidArgumentError`` for invalid options.
+
+        Sends no request.
+        """
         self.root = root
-        if options and root.startswith("file:"):  # whose store has none, and so would refuse none
+        if options and root.startswith("file:"):  # obstore would ignore them
             names = ", ".join(sorted(map(str, options)))
-            raise InvalidArgumentError(f"{root}: a directory takes no storage_options, and these are given: {names}")
+            raise InvalidArgumentError(f"{root}: file URLs take no storage_options; got {names}")
         try:
             self._store, self._prefix = _connect(root, options)
-            self._impatient = functools.partial(_connect, root, {**options, "retry_config": _FEW_RETRIES})
+            self._impatient = functools.partial(
+                _connect, root, {**options, "retry_config": _FEW_RETRIES}
+            )
         except (exceptions.BaseError, TypeError, ValueError) as error:
-            # Without its values, and without a cause that has them.
-            told = isinstance(error, exceptions.UnknownConfigurationKeyError)
-            hint = _first_line(error) if told else "a value is none, or an option is not known"
-            raise InvalidArgumentError(f"{root}: storage_options are not those of this store: {hint}") from None
+            # Show neither the options' values nor a cause that contains them.
+            is_unknown_key = isinstance(error, exceptions.UnknownConfigurationKeyError)
+            hint = (
+                _first_line(error)
+                if is_unknown_key
+                else "a value is invalid, or an option is unknown"
+            )
+            raise InvalidArgumentError(
+                f"{root}: storage_options do not fit this store: {hint}"
+            ) from None
 
-    # Reading ---------------------------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------
 
     def list_level(self, key: str) -> tuple[list[str], list[str]]:
-        """Names directly below a key: those that lead on, and those of objects. One request for every 1000."""
+        """Return the names of prefixes and objects directly below a key; one request per 1000."""
         with self._doing("cannot list", key):
-            found = obstore.list_with_delimiter(self._store, self._key(key) or None)
-        levels = [each.rpartition("/")[2] for each in found["common_prefixes"]]
-        objects = [each["path"].rpartition("/")[2] for each in found["objects"]]
+            listing = obstore.list_with_delimiter(self._store, self._key(key) or None)
+        levels = [each.rpartition("/")[2] for each in listing["common_prefixes"]]
+        objects = [each["path"].rpartition("/")[2] for each in listing["objects"]]
         return [name for name in levels if name], [name for name in objects if name]
 
     def list_all(self, key: str, after: str = "") -> list[str]:
-        """The keys of all objects below a key, in order; only those behind the key ``after``, if that is given."""
+        """Return the sorted keys of all objects below a key, or of those after key ``after``."""
         offset = self._key(after) if after else None
         with self._doing("cannot list", key):
-            found = [each["path"] for some in obstore.list(self._store, self._key(key), offset=offset) for each in some]
+            pages = obstore.list(self._store, self._key(key), offset=offset)
+            paths = [each["path"] for page in pages for each in page]
         cut = len(self._prefix) + 1 if self._prefix else 0
-        # Not every server knows of offsets: Azurite answers with all there is.
-        return sorted(path[cut:] for path in found if offset is None or path > offset)
+        # Some servers ignore the offset (Azurite).
+        return sorted(path[cut:] for path in paths if offset is None or path > offset)
 
     def has_any(self, key: str) -> bool:
-        """Whether there is an object below a key; one request."""
+        """Whether an object exists below a key; one request."""
         with self._doing("cannot list", key):
-            return next(iter(obstore.list(self._store, self._key(key), chunk_size=1)), None) not in (None, [])
+            return next(
+                iter(obstore.list(self._store, self._key(key), chunk_size=1)), None
+            ) not in (None, [])
 
     def nbytes_of(self, key: str) -> int | None:
-        """The length of an object, None where there is none; one request."""
+        """Return an object's length; None if it does not exist. One request."""
         try:
-            with self._doing("cannot ask for", key):
+            with self._doing("cannot request", key):
                 return obstore.head(self._store, self._key(key))["size"]
         except WriteError as error:
             if error.errno == errno.ENOENT:
@@ -111,7 +139,10 @@ class Bucket:
             raise
 
     def read(self, key: str, max_nbytes: int) -> bytes | None:
-        """A small object's content, None where there is none; longer than ``max_nbytes`` is an error. One request."""
+        """Return a small object's content, None if missing; raise if it exceeds ``max_nbytes``.
+
+        One request.
+        """
         try:
             with self._doing("cannot read", key):
                 result = obstore.get(self._store, self._key(key))
@@ -126,9 +157,9 @@ class Bucket:
             raise
 
     def read_into(self, key: str, offset: int, window: memoryview) -> tuple[int, int]:
-        """Fill memory with an object's bytes from ``offset`` on; how many there were, and the object's length.
+        """Fill ``window`` from byte ``offset`` on; return the bytes read and the object's length.
 
-        Blocks for one request, of which a piece of 1 MiB at a time is in memory besides.
+        Blocks for one request, and buffers 1 MiB of it at a time.
         """
         done = 0
         if not window:
@@ -144,15 +175,15 @@ class Bucket:
             for chunk in result.stream(min_chunk_size=_CHUNK_NBYTES):
                 part = memoryview(chunk)
                 if done + len(part) > len(window):
-                    raise exceptions.GenericError("the answer is longer than what was asked for")
+                    raise exceptions.GenericError("the response is longer than the requested range")
                 window[done : done + len(part)] = part
                 done += len(part)
         return done, result.meta["size"]
 
-    # Writing ---------------------------------------------------------------------------------------------------
+    # Writing --------------------------------------------------------------------------------------
 
     def create(self, key: str, data: bytes) -> bool:
-        """Put an object unless there is one; False where there is, which may be this one, put by a lost request."""
+        """Create an object; return False if it exists, maybe from a lost request of this call."""
         try:
             with self._doing("cannot create", key):
                 obstore.put(self._store, self._key(key), data, mode="create", use_multipart=False)
@@ -163,29 +194,35 @@ class Bucket:
         return True
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        """Put a small object, in the place of what is there."""
+        """Store a small object; replaces an existing one."""
         with self._doing(f"cannot write {len(data):,} bytes", key):
             obstore.put(self._store, self._key(key), data, use_multipart=False)
 
     def put_parts(self, key: str, nbytes: int, parts: Iterator[memoryview], at_once: int) -> None:
-        """Put an object of ``nbytes`` bytes that come one after the other, ``at_once`` requests at a time.
+        """Upload an object of ``nbytes`` in consecutive ``parts``, ``at_once`` requests at a time.
 
-        No more than one part is one request. It is there when this returns, and nothing of it before; where ``parts``
-        raises, nothing ever is. Memory of ``parts`` is not copied, and may be read until this returns.
+        Blocks until the object exists; it never exists in part, and not at all if ``parts`` raises.
+        The memory of ``parts`` is not copied and must stay unchanged until this returns.
         """
         with self._doing(f"cannot write {nbytes:,} bytes", key):
             size = max(PART_NBYTES, -(-nbytes // _MAX_PARTS))
             several = nbytes > PART_NBYTES
-            kept = isinstance(self._store, MemoryStore)  # it goes on with the memory that it was given
+            kept = isinstance(self._store, MemoryStore)  # it keeps the memory passed to it
             content = map(bytes, parts) if kept else parts
             obstore.put(
-                self._store, self._key(key), content, use_multipart=several, chunk_size=size, max_concurrency=at_once
+                self._store,
+                self._key(key),
+                content,
+                use_multipart=several,
+                chunk_size=size,
+                max_concurrency=at_once,
             )
 
     def copy(self, source: str, target: str) -> bool:
-        """Have the store copy an object; False where it does not, as where there is none: then it has to be put.
+        """Let the store copy an object; return False if it does not: then the caller uploads it.
 
-        Blocks until it is there. S3 copies 5 GB at most. Azure may answer before it has copied, so it is not asked.
+        Blocks until the copy exists. S3 copies up to 5 GB. Not used on Azure, which may respond
+        before it has copied.
         """
         if isinstance(self._store, AzureStore):
             return False
@@ -193,25 +230,26 @@ class Bucket:
             with self._doing("cannot copy", source):
                 obstore.copy(self._impatient()[0], self._key(source), self._key(target))
         except WriteError as error:
-            logger.debug("%s is not copied: %s", self.full(source), error)
+            logger.debug("%s was not copied: %s", self.full(source), error)
             return False
-        return self.nbytes_of(target) is not None  # a server may have begun its answer before it knew
+        # a copy can fail after a successful status was sent
+        return self.nbytes_of(target) is not None
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Remove objects; no error for those that are not there."""
+        """Remove objects; no error for those that do not exist."""
         if keys:
             with self._doing("cannot remove", keys[0]):
                 try:
                     obstore.delete(self._store, [self._key(key) for key in keys])
-                except FileNotFoundError:  # which ends it, where each is a request of its own
+                except FileNotFoundError:  # on stores without bulk requests it ends the call
                     for key in keys if len(keys) > 1 else ():
                         with contextlib.suppress(FileNotFoundError):
                             obstore.delete(self._store, self._key(key))
 
-    # -----------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     def full(self, key: str) -> str:
-        """The URL of a key, for messages."""
+        """Return the URL of a key, for messages."""
         return f"{self.root}/{key}" if key else self.root
 
     def _key(self, key: str) -> str:
@@ -219,43 +257,55 @@ class Bucket:
 
     @contextlib.contextmanager
     def _doing(self, what: str, key: str) -> Generator[None]:
-        """Make a ``WriteError`` of what fails, without what a server says of credentials, and without a cause."""
+        """Turn errors into ``WriteError`` without a cause or a response that may hold secrets."""
         try:
             yield
         except WriteError:
             raise
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            raise WriteError(errno.EEXIST, f"{what}: there is such an object already", self.full(key)) from None
+            raise WriteError(errno.EEXIST, f"{what}: the object exists", self.full(key)) from None
         except FileNotFoundError:
-            raise WriteError(errno.ENOENT, f"{what}: there is no such object", self.full(key)) from None
+            raise WriteError(errno.ENOENT, f"{what}: no such object", self.full(key)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             if _FULL.search(str(error)):
-                raise NoSpaceError(errno.EDQUOT, f"{what}: the quota is used up", self.full(key)) from None
-            check = "check the credentials, what they may do here, the region and the endpoint"
-            raise WriteError(errno.EACCES, f"{what}: the store denies access: {check}", self.full(key)) from None
+                raise NoSpaceError(
+                    errno.EDQUOT, f"{what}: the quota is used up", self.full(key)
+                ) from None
+            check = "check the credentials and their permissions, the region and the endpoint"
+            raise WriteError(
+                errno.EACCES, f"{what}: the store denies access: {check}", self.full(key)
+            ) from None
         except (exceptions.BaseError, OSError, ValueError) as error:
-            if "(os error 20)" in str(error):  # a file in a directory's place
-                raise WriteError(errno.ENOENT, f"{what}: there is no such file", self.full(key)) from None
+            if "(os error 20)" in str(error):  # ENOTDIR
+                raise WriteError(errno.ENOENT, f"{what}: no such file", self.full(key)) from None
             if _INSTANCE_ROLE in str(error):
-                text = f"{what}: there are no credentials, neither in the environment nor by a role of this machine"
+                text = (
+                    f"{what}: no credentials, neither in the environment nor from a role of this "
+                    "machine"
+                )
                 raise WriteError(errno.EACCES, text, self.full(key)) from None
             if _FULL.search(str(error)):
-                raise NoSpaceError(errno.ENOSPC, f"{what}: the store is full", self.full(key)) from None
+                raise NoSpaceError(
+                    errno.ENOSPC, f"{what}: the store is full", self.full(key)
+                ) from None
             stalled = "kind: Timeout" in str(error)
-            kind, code = (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
+            kind, code = (
+                (WriteStalledError, errno.ETIMEDOUT) if stalled else (WriteError, errno.EIO)
+            )
             raise kind(code, f"{what}: {_first_line(error)}", self.full(key)) from None
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # obstore's, for an endpoint that is no URL for instance
+            # obstore panics for example if the endpoint is not a URL
+            if type(error).__name__ != "PanicException":
                 raise
-            text = f"{what}: obstore has given up: check the endpoint and the other options of the store"
+            text = f"{what}: obstore crashed: check the endpoint and the other storage_options"
             raise WriteError(errno.EINVAL, text, self.full(key)) from None
 
 
 class ObjectStorage(ReadStorage):
-    """The prefix ``root``, a URL as ``urls.normalized`` gives it. Nothing is asked before something is read."""
+    """The prefix ``root``, a URL from ``urls.normalized``; no request until a file is read."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
-        """Prepare a client; ``InvalidArgumentError`` where the options are none of its."""
+        """Create a client; raises ``InvalidArgumentError`` for invalid options."""
         self.root = root
         self.can_list = not root.startswith("http")
         self.bucket = Bucket(root, options)
@@ -265,7 +315,9 @@ class ObjectStorage(ReadStorage):
 
     def list_directory(self, name: str) -> list[str]:
         if not self.can_list:
-            raise InvalidArgumentError(f"{self.root}: http cannot list what there is; give the URL of one step")
+            raise InvalidArgumentError(
+                f"{self.root}: http cannot list checkpoints; pass the URL of one step"
+            )
         levels, objects = self.bucket.list_level(self.key_of(name))
         return [*levels, *objects]
 
@@ -279,21 +331,19 @@ class ObjectStorage(ReadStorage):
         yield _ObjectInput(self, path, head[:filled], nbytes)
 
     def read_into(self, path: str, offset: int, window: memoryview) -> int:
-        """Fill memory with a file's bytes from ``offset`` on; how many there were, fewer where the file ends.
+        """Fill ``window`` from byte ``offset`` on; return the bytes read, fewer at the file's end.
 
-        Thread-safe; blocks for one request, of which a piece of 1 MiB at a time is in memory besides.
+        Thread-safe. Blocks for one request, and buffers 1 MiB of it at a time.
         """
         return self.bucket.read_into(self.key_of(path), offset, window)[0]
 
     def key_of(self, path: str) -> str:
-        """The key of a file or directory of the run, below the run's own."""
+        """Return the key of a file or directory, relative to the run's prefix."""
         return path
 
 
 class _ObjectInput(InputFile):
-    """A file whose beginning came with its length."""
-
-    ahead = _AHEAD
+    """A file whose first bytes were read together with its length."""
 
     def __init__(self, storage: ObjectStorage, path: str, head: memoryview, nbytes: int) -> None:
         self._storage, self._path, self._head = storage, path, head
@@ -321,7 +371,7 @@ class _ObjectInput(InputFile):
 
 
 def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
-    """A client of the bucket of a URL, and the key that the URL leads to in it."""
+    """Return a client for the URL's bucket, and the URL's key in it."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     settings: dict[str, Any] = {name: options[name] for name in _SETTINGS if name in options}
@@ -336,7 +386,8 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
         case "az":
             return AzureStore(bucket, config=config, **settings), key
         case "file":
-            return LocalStore("/", automatic_cleanup=True), rest.strip("/")  # else empty directories are prefixes
+            # cleanup removes empty directories
+            return LocalStore("/", automatic_cleanup=True), rest.strip("/")
         case "memory":
             return memory_store(bucket), key
         case _:
@@ -345,7 +396,10 @@ def _connect(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says of the transport: no query, which may be a signature, and of an answer only its code."""
+    """Return an error's text without queries, and only the code of a response.
+
+    Queries may hold signatures.
+    """
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     code = re.search(r"<Code>(\w{1,80})</Code>", text)
     text = re.sub(r"(status code: \d+[^:]*):.*", r"\1", re.sub(r"\?\S*", "", text))

@@ -1,4 +1,4 @@
-"""Files on their way into an object store: small ones in one request, large ones in parts while they are written."""
+"""Uploads to an object store: small files in one request, large ones in parts while written."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ from sidesave.writer_daemon.storage.base import OutputFile
 from sidesave.writer_daemon.storage.remote import PART_NBYTES, Bucket
 
 BUFFERED_NBYTES: Final = 1 << 20
-"""Up to this size a file is kept until it is published, so that it has its name only if that is free."""
+"""Files up to this size are buffered until published, then created only if their name is free."""
 AT_ONCE: Final = 6
-"""Parts under way at a time: those that end together leave a link idle for a round trip, and with more it is idle less.
-They are sent from the memory that they were written from, and are not copied: of a copy, whose pieces have memory of
-their own, that is 30 MiB, and two pieces more."""
+"""Parts in flight at a time.
+
+With few parts the link idles for a round trip after those that end together. Parts are sent from
+the caller's memory without a copy.
+"""
 _uploads = threading.Semaphore(1)
-"""Files are uploaded one after the other; what ends one, and begins the next, goes on at the same time."""
+"""Files are uploaded one after the other; the end of one overlaps the beginning of the next."""
 
 
 class BufferedOutput(OutputFile):
-    """A small file, in memory until it is finished and published; then each :meth:`finish` replaces the object."""
+    """A small file, in memory until published; then each :meth:`finish` replaces the object."""
 
     def __init__(self, bucket: Bucket, key: str, *, published: bool) -> None:
-        """Write to ``key``; one that counts as ``published`` has no other name, and must not be there."""
+        """Write to ``key``.
+
+        With ``published`` the first :meth:`finish` creates the object, which must not exist.
+        """
         self._bucket, self._key = bucket, key
         self._data = bytearray()
         self._is_new = published
@@ -48,11 +53,13 @@ class BufferedOutput(OutputFile):
             if not self._is_new:
                 self._bucket.put(self._key, bytes(self._data))
             elif not self._bucket.create(self._key, bytes(self._data)):
-                raise WriteError(errno.EEXIST, "cannot create: there is such a file", self._bucket.full(self._key))
+                raise WriteError(
+                    errno.EEXIST, "cannot create: the file exists", self._bucket.full(self._key)
+                )
             self._is_new = False
 
     def publish(self) -> bool:
-        """Give it its name; False where that is taken."""
+        """Create the object; return False if the name is taken."""
         with self._lock:
             self._published = self._published or self._bucket.create(self._key, bytes(self._data))
             return self._published
@@ -62,15 +69,15 @@ class BufferedOutput(OutputFile):
 
 
 class StreamedOutput(OutputFile):
-    """A large file, which is uploaded while it is written, by a thread of its own; nothing is there before the end."""
+    """A large file that a thread uploads during the write; the object appears only at the end."""
 
     def __init__(self, bucket: Bucket, key: str, nbytes: int) -> None:
-        """Upload ``nbytes`` bytes as ``key``, from the first write on."""
+        """Prepare the upload of ``nbytes`` bytes as ``key``; it starts at the first write."""
         self._bucket, self._key, self._nbytes = bucket, key, nbytes
         self._changed = threading.Condition()
         self._waiting: dict[int, memoryview] = {}
         self._taken = 0
-        """Up to this byte the upload has all it needs."""
+        """Bytes that the upload has consumed."""
         self._over = False
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -79,7 +86,9 @@ class StreamedOutput(OutputFile):
         data = data[: max(0, self._nbytes - offset)]
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._upload, name="sidesave-upload", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._upload, name="sidesave-upload", daemon=True
+                )
                 self._thread.start()
             self._waiting[offset] = data
             self._changed.notify_all()
@@ -96,24 +105,26 @@ class StreamedOutput(OutputFile):
             self._raise_failure()
 
     def publish(self) -> bool:
-        """True: it has had its name since it was finished, and what another try had put there was the same."""
+        """Return True: :meth:`finish` made the object; another attempt stored the same bytes."""
         return True
 
     def close(self) -> None:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-        if self._thread is not None:  # it reads memory of the caller's
+        if self._thread is not None:  # it reads the caller's memory
             self._thread.join()
 
     def _raise_failure(self) -> None:
         failure = self._failure
         if failure is None and self._over and self._taken < self._nbytes:
-            failure = WriteError(errno.ECANCELED, "the upload was given up", self._bucket.full(self._key))
+            failure = WriteError(
+                errno.ECANCELED, "the upload was canceled", self._bucket.full(self._key)
+            )
         if failure is not None:
             if isinstance(failure, SidesaveError):
                 raise failure
-            text = f"the upload has ended: {failure!r:.300}"
+            text = f"the upload failed: {failure!r:.300}"
             raise WriteError(errno.EIO, text, self._bucket.full(self._key)) from failure
 
     def _upload(self) -> None:
@@ -121,7 +132,7 @@ class StreamedOutput(OutputFile):
             with contextlib.ExitStack() as turn:
                 turn.enter_context(_uploads)
                 self._bucket.put_parts(self._key, self._nbytes, self._parts(turn), AT_ONCE)
-        except BaseException as error:  # noqa: BLE001 - it belongs to who writes
+        except BaseException as error:  # noqa: BLE001 - raised in the writing thread
             with self._changed:
                 self._failure = error
         finally:
@@ -130,15 +141,18 @@ class StreamedOutput(OutputFile):
                 self._changed.notify_all()
 
     def _parts(self, turn: contextlib.ExitStack) -> Iterator[memoryview]:
-        """The file from its beginning to its end, in pieces, each as soon as it is written.
+        """Yield the file in order, in parts, each as soon as it is written.
 
-        Once the last one is under way the ``turn`` is the next file's, so that its first pieces follow at once.
+        Closes ``turn`` when the last part is sent, so that the next file's upload begins
+        immediately.
         """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._over or self._taken in self._waiting)
                 if self._over:
-                    raise WriteError(errno.ECANCELED, "the upload was given up", self._bucket.full(self._key))
+                    raise WriteError(
+                        errno.ECANCELED, "the upload was canceled", self._bucket.full(self._key)
+                    )
                 part = self._waiting[self._taken]
             for begin in range(0, len(part), PART_NBYTES):
                 yield part[begin : begin + PART_NBYTES]

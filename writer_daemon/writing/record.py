@@ -1,62 +1,47 @@
-"""What the record of a save says: its files, and the tensors in them."""
+"""Builds the record of a save: its files, and the tensors in them."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from sidesave.errors import IntegrityError, ProtocolError
 from sidesave.stager.memory.arena import Arena
 from sidesave.writer_daemon.format import layout, tensor_file
 from sidesave.writer_daemon.format.layout import Part, TensorInfo
 from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
-from sidesave.writer_daemon.format.tensor_file import TensorFile
 from sidesave.writer_daemon.protocol import Extent, Save
 from sidesave.writer_daemon.storage.sealed_json import load_json
 from sidesave.writer_daemon.writing.links import Linked
-
-
-class Image(Protocol):
-    """A tensor file that has been written, or linked."""
-
-    extent: Extent
-    layout: TensorFile
-
-    @property
-    def name(self) -> str:
-        """The file's."""
-        ...
-
-    @property
-    def origin(self) -> tuple[int, int]:
-        """Of an encrypted one: in which save it was encrypted, and as which number."""
-        ...
-
-    def lists(self, rank: int) -> dict[str, bytes]:
-        """Its digest list and, of an encrypted one, its tags, by name."""
-        ...
+from sidesave.writer_daemon.writing.tensor_image import TensorImage
 
 
 def small_file(name: str, data: bytes) -> FileRecord:
-    """What a record says of a file with one digest."""
+    """Return the entry of a file with one digest."""
     return FileRecord(name, len(data), tensor_file.digest(data).hex())
 
 
 def build_record(
     save: Save,
-    images: list[Image],
+    images: list[TensorImage],
     linked: Linked,
     objects: FileRecord,
     extra_files: tuple[FileRecord, ...],
     part: Part,
     metadata: str,
 ) -> RankRecord:
-    """The record of a save whose files are durable."""
+    """Return the record of a save whose files are durable.
 
-    def entry(image: Image) -> FileRecord:
-        digests, *tags = (small_file(*each) for each in image.lists(save.rank).items())
-        container = layout.container_of(image.extent.name)
+    Raises ``ProtocolError`` if ``part`` lists a tensor of this rank that is in none of the files.
+    """
+    _check_listed(save, images, linked, part)
+
+    def entry(image: TensorImage) -> FileRecord:
+        digests, *tags = (small_file(*each) for each in image.lists().items())
         return FileRecord(
-            image.name, image.layout.nbytes, None, container, digests, tags[0] if tags else None, image.origin
+            image.name,
+            image.layout.nbytes,
+            container=image.container,
+            digests=digests,
+            tags=tags[0] if tags else None,
+            origin=image.origin,
         )
 
     return RankRecord(
@@ -77,8 +62,28 @@ def build_record(
     )
 
 
+def _check_listed(save: Save, images: list[TensorImage], linked: Linked, part: Part) -> None:
+    held = {(image.container, entry.name) for image in images for entry in image.layout.entries}
+    linked_containers = {file.container for file in linked.files}
+    wanted = [(info.container, name) for name, info in part.own.tensors.items()]
+    wanted += [
+        (info.container, fqn)
+        for fqn, info in part.table.tensors.items()
+        if save.rank in part.table.layouts[info.layout].owners
+    ]
+    lacking = [each[1] for each in wanted if each not in held and each[0] not in linked_containers]
+    if lacking:
+        shown = ", ".join(lacking[:8]) + (
+            f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
+        )
+        raise ProtocolError(
+            f"step {save.step}: the files of rank {save.rank} lack tensors that its table lists: "
+            f"{shown}"
+        )
+
+
 def read_part(save: Save, arena: Arena, table: Extent) -> Part:
-    """Read the trainer's table of the tensors."""
+    """Return the trainer's table of tensors; raises ``ProtocolError`` if it is malformed."""
     where = f"the table of step {save.step}"
     try:
         table_json = load_json(bytes(arena.view(table.offset, table.nbytes)), where)
@@ -87,10 +92,13 @@ def read_part(save: Save, arena: Arena, table: Extent) -> Part:
         raise ProtocolError(str(error)) from error
 
 
-def whole_part(save: Save, images: list[Image], linked: Linked) -> Part:
-    """The part of a rank that saves alone, which sends no table: all tensors are whole, and its own."""
+def whole_part(save: Save, images: list[TensorImage], linked: Linked) -> Part:
+    """Return the table of a rank that saves alone.
+
+    It sends none, since all tensors are whole and its own.
+    """
     tensors = {
-        entry.name: TensorInfo(entry.dtype, entry.shape, layout.container_of(image.extent.name))
+        entry.name: TensorInfo(entry.dtype, entry.shape, image.container)
         for image in images
         for entry in image.layout.entries
     }

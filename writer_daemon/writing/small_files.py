@@ -1,4 +1,4 @@
-"""How a file gets its final name; and the small files of a save, which are written while its tensor files are."""
+"""Publishes files under their final names; writes a save's small files next to its tensor files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from typing import Final, Self
 
 from sidesave.errors import WriteError
 from sidesave.writer_daemon.format import tensor_file
+from sidesave.writer_daemon.format.names import folders_of
 from sidesave.writer_daemon.storage import Storage
+from sidesave.writer_daemon.storage.base import FOLDER_MODE
 
 CHUNK_NBYTES: Final = 16 << 20
 Read = Callable[[int, int], memoryview]
-"""Gives the bytes of a file from an offset on."""
+"""Returns the bytes of a file, given an offset and their number."""
 
 
-def publish(storage: Storage, temporary: str, final: str, nbytes: int, read: Read, *, replaces: bool = False) -> None:
-    """Give a finished file its final name. One that has it already must have these bytes, else ``WriteError``.
+def publish(
+    storage: Storage, temporary: str, final: str, nbytes: int, read: Read, *, replaces: bool = False
+) -> None:
+    """Rename a finished file to its final name.
 
-    Unless this one ``replaces`` it: what a daemon that died has linked is encrypted under another key.
+    Raises ``WriteError`` if a file with other bytes has that name. ``replaces`` removes such a
+    file: a daemon that died may have linked one encrypted under another key.
     """
     if storage.publish(temporary, final):
         return
@@ -30,12 +35,16 @@ def publish(storage: Storage, temporary: str, final: str, nbytes: int, read: Rea
             storage.remove(final)
             if storage.publish(temporary, final):
                 return
-        raise WriteError(errno.EEXIST, "another file has this name, with other content", f"{storage.root}/{final}")
+        raise WriteError(
+            errno.EEXIST,
+            "another file has this name, with other content",
+            f"{storage.root}/{final}",
+        )
     storage.remove(temporary)
 
 
 def _digest(nbytes: int, read: Read) -> bytes:
-    """The digest of the digests of a file's chunks: bounded memory whatever the file's size."""
+    """Return the digest of the digests of a file's chunks, in bounded memory."""
     parts = [
         tensor_file.digest(read(offset, min(CHUNK_NBYTES, nbytes - offset)))
         for offset in range(0, nbytes, CHUNK_NBYTES)
@@ -44,10 +53,11 @@ def _digest(nbytes: int, read: Read) -> bytes:
 
 
 class SmallFiles:
-    """Those of one save in one directory; thread-safe but for :meth:`publish`.
+    """The small files of one save in one directory; thread-safe except :meth:`publish`.
 
-    Each is made durable by a thread of ``pool`` under a name of its own, which ``temporary`` makes of the final one.
-    As a context manager it ends when no thread is at any of them: nothing may appear in what is being removed then.
+    Threads of ``pool`` make each file durable under a temporary name, ``temporary(name)``. The
+    ``with`` block ends after all threads have finished, so that no file appears in a directory that
+    is being removed.
     """
 
     def __init__(
@@ -59,7 +69,7 @@ class SmallFiles:
         *,
         replaces: bool = False,
     ) -> None:
-        """There is none yet; ``replaces`` is for :func:`publish`."""
+        """Start without files; ``replaces`` is passed to :func:`publish`."""
         self._replaces = replaces
         self._storage = storage
         self._directory = directory
@@ -74,23 +84,37 @@ class SmallFiles:
         self.wait()
 
     def add(self, name: str, data: bytes) -> None:
-        """Begin to write one."""
+        """Start to write a file."""
         self._files.append((name, data, self._pool.submit(self._write, name, data)))
 
     def wait(self) -> None:
-        """Wait until no thread is at any of them; raises nothing."""
+        """Wait until all threads have finished; raises nothing."""
         wait([future for *_, future in self._files])
 
     def publish(self) -> None:
-        """Wait until all are durable, and give them their names; raises what the first of them has raised."""
+        """Wait until all files are durable, then rename them to their final names.
+
+        Raises the first error.
+        """
         self.wait()
         for *_, future in self._files:
             future.result()
-        self._files = [(name, data, self._pool.submit(self._publish, name, data)) for name, data, _ in self._files]
+        folders = [
+            f"{self._directory}/{folder}"
+            for folder in sorted(folders_of(name for name, *_ in self._files))
+        ]
+        for folder in folders:
+            self._storage.make_directory(folder, FOLDER_MODE)
+        self._files = [
+            (name, data, self._pool.submit(self._publish, name, data))
+            for name, data, _ in self._files
+        ]
         self.wait()
         for *_, future in self._files:
             future.result()
         self._files = []
+        for folder in folders:
+            self._storage.sync_directory(folder)
 
     def _write(self, name: str, data: bytes) -> None:
         final = f"{self._directory}/{name}"

@@ -1,4 +1,6 @@
-"""The `sidesave` command on real checkpoints: what it says, its exit status, and what it must not do."""
+"""The `sidesave` command on real checkpoints: what it says, its exit status, and what it must not
+do.
+"""
 
 import json
 import math
@@ -15,21 +17,23 @@ import forks
 import pytest
 import torch
 from commands import as_json, output, sidesave_cli
+from loads import flip_bit
 from machines import machine
 from torch import nn
 from trainers import Orders, Traces, await_end, kill_with_a_save_staged, pidfd_of, wait_until
 
 import sidesave
 from sidesave.client.cli import doctor
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of, read_info
 from sidesave.stager.memory import numa
 from sidesave.writer_daemon.storage import sealed_json
 
 MODULE = [sys.executable, "-m", "sidesave"]
 USABLE = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:")[2].split()[0]
 CHECKS = {
-    "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "NUMA", "sockets", "survival",
-    "directory", "file locks", "direct I/O", "preallocation", "publishing", "space", "disk speed", "daemon",
+    "versions", "memfd", "pidfd", "populate", "host memory", "open files", "GPU", "NUMA", "sockets",
+    "survival", "directory", "file locks", "direct I/O", "preallocation", "space", "disk speed",
+    "daemon",
 }  # fmt: skip
 
 
@@ -49,17 +53,13 @@ def save(run: Path, *states: dict[str, Any], **options: Any) -> list[Path]:
         return [Path(handle.committed.result().path) for handle in handles]
 
 
-def flip(path: Path, offset: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
 def to_newer_format(path: Path) -> None:
     """Makes a checkpoint look as if a later version had written it."""
     body = sealed_json.load_json((path / "manifest.json").read_bytes(), "manifest.json")
     del body["xxh3_128"]
-    (path / "manifest.json").write_bytes(sealed_json.seal({**body, "version": sealed_json.FORMAT_VERSION + 1}))
+    (path / "manifest.json").write_bytes(
+        sealed_json.seal({**body, "version": sealed_json.FORMAT_VERSION + 1})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "run"
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "bare": torch.zeros(5, dtype=torch.int16)}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "bare": torch.zeros(5, dtype=torch.int16),
+    }
     with sidesave.Checkpointer(path) as checkpointer:
         for step in (10, 20):
             model(torch.ones(1, 4)).sum().backward()
@@ -80,7 +84,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ls --------------------------------------------------------------------------------------------------------------
+# ls -----------------------------------------------------------------------------------------------
 
 
 def test_ls_lists_commits_in_order_and_marks_latest_and_superseded(run: Path):
@@ -101,8 +105,13 @@ def test_ls_lists_commits_in_order_and_marks_latest_and_superseded(run: Path):
 
 def test_ls_lists_a_checkpoint_whose_manifest_is_damaged(tmp_path: Path):
     _, last = save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
-    flip(last / "manifest.json")
-    assert "1" in next(line for line in output("ls", tmp_path).splitlines() if "unreadable" in line).split()
+    flip_bit(last / "manifest.json", -1)
+    assert (
+        "1"
+        in next(
+            line for line in output("ls", tmp_path).splitlines() if "unreadable" in line
+        ).split()
+    )
     listed = as_json("ls", tmp_path)
     assert listed["damaged"] == [str(last)]
     assert [row["mark"] for row in listed["checkpoints"]] == ["latest"]
@@ -111,7 +120,7 @@ def test_ls_lists_a_checkpoint_whose_manifest_is_damaged(tmp_path: Path):
 def test_ls_tells_a_newer_format_from_damage_and_lists_the_rest(tmp_path: Path):
     paths = save(tmp_path, *[{"x": torch.full((3,), float(step))} for step in range(3)])
     to_newer_format(paths[1])
-    flip(paths[2] / "manifest.json")
+    flip_bit(paths[2] / "manifest.json", -1)
     listed = as_json("ls", tmp_path)
     assert [row["step"] for row in listed["checkpoints"]] == [0]
     assert (listed["newer"], listed["damaged"]) == ([str(paths[1])], [str(paths[2])])
@@ -128,9 +137,9 @@ def test_a_newer_format_keeps_a_run_from_going_on_and_older_checkpoints_loadable
     with pytest.raises(sidesave.errors.FormatVersionError):
         sidesave.load(paths[1])
     assert sidesave.load(paths[0])["x"].sum() == 0
-    assert [info.step for info in catalog.scan(str(tmp_path))] == [0]
+    assert [info.step for info in catalog_of(str(tmp_path)).all()] == [0]
     with pytest.raises(sidesave.errors.FormatVersionError):
-        catalog.scan(str(tmp_path), refuse_newer=True)
+        catalog_of(str(tmp_path)).all(strict=True)
 
 
 def test_ls_lists_what_came_to_nothing_since_the_latest_checkpoint(tmp_path: Path):
@@ -158,7 +167,9 @@ def test_ls_lists_what_came_to_nothing_since_the_latest_checkpoint(tmp_path: Pat
 @pytest.mark.root
 def test_ls_tells_where_a_save_is_that_went_elsewhere(mount: Callable[..., Path], tmp_path: Path):
     small, state = mount("-t", "tmpfs", "-o", "size=4m", "none"), {"x": torch.zeros(2 << 20)}
-    with sidesave.Checkpointer(small, fallback_directory=tmp_path / "other") as checkpointer:
+    with sidesave.Checkpointer(
+        small, failures=sidesave.FailureOptions(fallback_directory=tmp_path / "other")
+    ) as checkpointer:
         path = checkpointer.save(1, state).committed.result().path
     assert f"committed  in {path}" in output("ls", small)
     assert [row["path"] for row in as_json("ls", small)["saves"]] == [path]
@@ -181,7 +192,9 @@ def test_ls_lists_leftovers_and_whether_a_live_session_owns_them(tmp_path: Path,
     ]
     assert [(row["step"], row["outcome"]) for row in listed["saves"]] == [(2, "saving")]
     assert "left by a dead session" in next(line for line in text.splitlines() if stranger in line)
-    assert "belongs to a live session" in next(line for line in text.splitlines() if ".step-00000002." in line)
+    assert "belongs to a live session" in next(
+        line for line in text.splitlines() if ".step-00000002." in line
+    )
 
 
 def test_ls_and_show_tell_the_metrics_of_a_checkpoint(tmp_path: Path):
@@ -205,11 +218,19 @@ def test_ls_and_show_tell_the_metrics_of_a_checkpoint(tmp_path: Path):
 
 
 def test_metadata_that_hold_no_metrics_are_no_error(tmp_path: Path):
-    odd = [{"metrics": [1]}, {"metrics": {"a": "text", "b": None, "c": {}, "\x1b[1m": 2}}, {"metrics": {"a": 10**400}}]
+    odd = [
+        {"metrics": [1]},
+        {"metrics": {"a": "text", "b": None, "c": {}, "\x1b[1m": 2}},
+        {"metrics": {"a": 10**400}},
+    ]
     with sidesave.Checkpointer(tmp_path) as checkpointer:
         for step, metadata in enumerate(odd):
             checkpointer.save(step, {"x": torch.zeros(3)}, metadata=metadata)
-    assert [row["metrics"] for row in as_json("ls", tmp_path)["checkpoints"]] == [{}, {"\x1b[1m": 2}, {}]
+    assert [row["metrics"] for row in as_json("ls", tmp_path)["checkpoints"]] == [
+        {},
+        {"\x1b[1m": 2},
+        {},
+    ]
     assert "\x1b" not in output("ls", tmp_path) + output("show", tmp_path, "--step", 1)
 
 
@@ -218,7 +239,7 @@ def test_ls_of_a_directory_without_checkpoints_says_so(tmp_path: Path):
     assert as_json("ls", tmp_path)["checkpoints"] == []
 
 
-# Bad calls -------------------------------------------------------------------------------------------------------
+# Bad calls ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", [["ls"], ["show"], ["verify"], ["recover"], ["diff", "."]])
@@ -237,8 +258,12 @@ def test_what_is_not_there_is_one_line_and_status_2(command: str, run: Path, tmp
     assert output(command, tmp_path, status=2) == (
         f"sidesave: there is no checkpoint: it is an empty directory: {tmp_path}\n"
     )
-    assert "there is no step 11; there are [10, 20, 30]" in output(command, run, "--step", 11, status=2)
-    assert "of step 10, and not of step 20" in output(command, run / "step-00000010", "--step", 20, status=2)
+    assert "there is no step 11; there are [10, 20, 30]" in output(
+        command, run, "--step", 11, status=2
+    )
+    assert "of step 10, and not of step 20" in output(
+        command, run / "step-00000010", "--step", 20, status=2
+    )
 
 
 def test_an_unfinished_checkpoint_is_not_read(tmp_path: Path):
@@ -256,13 +281,23 @@ def test_an_unknown_option_is_status_2():
     assert "No such option" in output("ls", ".", "--nonsense", status=2)
 
 
-# show ------------------------------------------------------------------------------------------------------------
+# show ---------------------------------------------------------------------------------------------
 
 
 def test_show_lists_tensors_totals_and_plain_data(run: Path):
     shown = as_json("show", run, "--step", 20)
-    assert shown["tensors"]["model.0.weight"] == {"dtype": "float32", "shape": [3, 4], "nbytes": 48, "item": "model"}
-    assert shown["tensors"]["bare"] == {"dtype": "int16", "shape": [5], "nbytes": 10, "item": "bare"}
+    assert shown["tensors"]["model.0.weight"] == {
+        "dtype": "float32",
+        "shape": [3, 4],
+        "nbytes": 48,
+        "item": "model",
+    }
+    assert shown["tensors"]["bare"] == {
+        "dtype": "int16",
+        "shape": [5],
+        "nbytes": 10,
+        "item": "bare",
+    }
     assert shown["items"]["optimizer"] == {"tensors": 4, "nbytes": 4 * (12 + 3 + 6 + 2)}
     assert sum(item["nbytes"] for item in shown["items"].values()) == 2 * 4 * (12 + 3 + 6 + 2) + 10
     assert shown["plain"]["optimizer"]["param_groups"][0]["lr"] == 0.5
@@ -275,7 +310,11 @@ def test_show_lists_tensors_totals_and_plain_data(run: Path):
 
 def test_show_lists_tensors_in_the_order_of_the_state(tmp_path: Path):
     """Files have the large dtypes first, and the small tensors."""
-    state = {"z": torch.zeros(300), "a": {"late": torch.ones(7, dtype=torch.int16), "early": torch.zeros(2)}, "m": {}}
+    state = {
+        "z": torch.zeros(300),
+        "a": {"late": torch.ones(7, dtype=torch.int16), "early": torch.zeros(2)},
+        "m": {},
+    }
     save(tmp_path, {**state, "tied": state["z"], "last": torch.zeros(1, dtype=torch.float64)})
     assert list(as_json("show", tmp_path)["tensors"]) == ["z", "a.late", "a.early", "last"]
 
@@ -289,11 +328,17 @@ def test_show_filters_tensors_and_plain_data(run: Path):
     shown = as_json("show", run, "--filter", "model.*.weight")
     assert list(shown["tensors"]) == ["model.0.weight", "model.1.weight"]
     assert list(shown["plain"]) == ["model"]
-    assert list(as_json("show", run, "--filter", "model.1")["tensors"]) == ["model.1.weight", "model.1.bias"]
+    assert list(as_json("show", run, "--filter", "model.1")["tensors"]) == [
+        "model.1.weight",
+        "model.1.bias",
+    ]
 
 
 def test_show_gives_the_dtypes_of_the_user_and_not_the_stored_ones(tmp_path: Path):
-    state = {"c": torch.zeros(2, 3, dtype=torch.complex128), "f": torch.zeros(4).to(torch.float8_e4m3fnuz)}
+    state = {
+        "c": torch.zeros(2, 3, dtype=torch.complex128),
+        "f": torch.zeros(4).to(torch.float8_e4m3fnuz),
+    }
     save(tmp_path, state)
     tensors = as_json("show", tmp_path)["tensors"]
     assert tensors["c"] == {"dtype": "complex128", "shape": [2, 3], "nbytes": 96, "item": "c"}
@@ -304,7 +349,10 @@ def test_pickled_values_are_shown_and_compared_but_never_unpickled(tmp_path: Pat
     mark = tmp_path / "unpickled"
     nest = {"list": [1, Trap(mark)], 7: (Trap(mark), torch.ones(2))}
     paths = save(
-        tmp_path / "run", {"a": Trap(mark), "nest": nest}, {"a": Trap(tmp_path), "nest": nest}, allow_pickle=True
+        tmp_path / "run",
+        {"a": Trap(mark), "nest": nest},
+        {"a": Trap(tmp_path), "nest": nest},
+        allow_pickle=True,
     )
     assert output("show", paths[0]).count("<pickled, ") == 3
     shown = as_json("show", paths[0])
@@ -321,20 +369,22 @@ def test_names_cannot_send_control_characters_to_the_terminal(tmp_path: Path):
     assert "\\x1b[31m" in text
 
 
-# verify ----------------------------------------------------------------------------------------------------------
+# verify -------------------------------------------------------------------------------------------
 
 
 def test_verify_says_ok(run: Path):
     lines = output("verify", run).splitlines()
-    assert [line.partition(": ok, ")[0] for line in lines] == [f"{run}/step-000000{step}" for step in (10, 20, 30)]
+    assert [line.partition(": ok, ")[0] for line in lines] == [
+        f"{run}/step-000000{step}" for step in (10, 20, 30)
+    ]
     assert output("verify", run, "--step", 20).count("\n") == 1
     assert output("verify", run / "step-00000010").count(": ok, ") == 1
 
 
 def test_verify_finds_a_flipped_byte_and_names_file_and_fqn(tmp_path: Path):
     first, last = save(tmp_path, *[{"model": {"a": torch.zeros(1 << 18), "b": torch.ones(9)}}] * 2)
-    flip(first / "model.rank-00000.safetensors")
-    flip(first / "objects.rank-00000.msgpack")
+    flip_bit(first / "model.rank-00000.safetensors", -1)
+    flip_bit(first / "objects.rank-00000.msgpack", -1)
     lines = output("verify", tmp_path, status=1).splitlines()
     assert lines[0].startswith(f"{first}: 2 faults, ")
     [tensor] = [line for line in lines if line.endswith("(model.b)")]
@@ -347,16 +397,20 @@ def test_verify_reports_a_checkpoint_whose_manifest_is_gone(tmp_path: Path):
     first, _ = save(tmp_path, {"x": torch.zeros(3)}, {"x": torch.ones(3)})
     (first / "manifest.json").unlink()
     for arguments in ([first], [tmp_path], [tmp_path, "--step", 0]):
-        assert "there is no manifest" in output("verify", *arguments, status=1)
+        assert "the manifest is missing" in output("verify", *arguments, status=1)
 
 
 def test_verify_all_takes_every_checkpoint_of_a_run_and_nothing_else(tmp_path: Path):
     paths = save(tmp_path, *[{"x": torch.full((1 << 12,), float(step))} for step in range(4)])
     assert output("verify", "--all", tmp_path).count(": ok, ") == 4
-    flip(paths[1] / "tensors.rank-00000.safetensors")
+    flip_bit(paths[1] / "tensors.rank-00000.safetensors", -1)
     to_newer_format(paths[2])
     (paths[3] / "manifest.json").unlink()
-    lines = [line for line in output("verify", "--all", tmp_path, status=1).splitlines() if line.startswith("/")]
+    lines = [
+        line
+        for line in output("verify", "--all", tmp_path, status=1).splitlines()
+        if line.startswith("/")
+    ]
     assert [line.split(": ")[1].split(",")[0] for line in lines] == ["ok", *["1 fault"] * 3]
     assert "one checkpoint" in output("verify", "--all", paths[0], status=2)
     assert "exclude" in output("verify", "--all", tmp_path, "--step", 1, status=2)
@@ -367,7 +421,9 @@ def test_verify_all_takes_every_checkpoint_of_a_run_and_nothing_else(tmp_path: P
 def test_verify_shows_progress_on_a_terminal_only(run: Path):
     ours, theirs = pty.openpty()
     try:
-        subprocess.run([*MODULE, "verify", run], stdout=theirs, stderr=theirs, timeout=300, check=True)
+        subprocess.run(
+            [*MODULE, "verify", run], stdout=theirs, stderr=theirs, timeout=300, check=True
+        )
         assert b"\x1b[" in os.read(ours, 65536)
     finally:
         os.close(ours)
@@ -377,7 +433,7 @@ def test_verify_shows_progress_on_a_terminal_only(run: Path):
 
 def test_a_damaged_checkpoint_is_one_line_and_status_1(tmp_path: Path):
     [path] = save(tmp_path, {"x": torch.zeros(3)})
-    flip(path / "tensors.rank-00000.safetensors", 20)
+    flip_bit(path / "tensors.rank-00000.safetensors", 20)
     for command in (["show", path], ["diff", path, path]):
         result = sidesave_cli(*command)
         assert result.exit_code == 1
@@ -385,7 +441,7 @@ def test_a_damaged_checkpoint_is_one_line_and_status_1(tmp_path: Path):
         assert "tensors.rank-00000.safetensors" in result.output
 
 
-# recover ---------------------------------------------------------------------------------------------------------
+# recover ------------------------------------------------------------------------------------------
 
 
 def snapshot(run: Path) -> dict[str, bytes | None]:
@@ -398,14 +454,16 @@ def snapshot(run: Path) -> dict[str, bytes | None]:
 
 
 def leave_behind(run: Path) -> list[str]:
-    """A whole leftover of step 1, one of step 2 whose bytes are damaged, and one of step 3 that has just begun."""
+    """A whole leftover of step 1, one of step 2 whose bytes are damaged, and one of step 3 that has
+    just begun.
+    """
     state = {"x": torch.zeros(1 << 12)}
     *_, first, second = save(run, state, state, state)
-    names = [f".{path.name}.{catalog.read_info(str(path)).session}.partial" for path in (first, second)]
+    names = [f".{path.name}.{read_info(str(path)).session}.partial" for path in (first, second)]
     names.append(f".step-00000003.{'0' * 16}.partial")
     first.rename(run / names[0])
     second.rename(run / names[1])
-    flip(run / names[1] / "tensors.rank-00000.safetensors")
+    flip_bit(run / names[1] / "tensors.rank-00000.safetensors", -1)
     (run / names[2]).mkdir()
     return names
 
@@ -420,8 +478,12 @@ def test_recover_finishes_what_is_whole_removes_the_rest_and_says_so(tmp_path: P
     ]
     assert snapshot(tmp_path) == before
     done = output("recover", tmp_path).splitlines()
-    assert [line for line in done if line.startswith((".", "step"))] == [line.format("") for line in expected]
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".sidesave.")) == [
+    assert [line for line in done if line.startswith((".", "step"))] == [
+        line.format("") for line in expected
+    ]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if not path.name.startswith(".sidesave.")
+    ) == [
         "step-00000000",
         "step-00000001",
     ]
@@ -490,7 +552,7 @@ def test_recover_of_one_checkpoint_names_its_run(run: Path):
     assert f"its run directory is {run}" in output("recover", run / "step-00000010", status=2)
 
 
-# diff ------------------------------------------------------------------------------------------------------------
+# diff ---------------------------------------------------------------------------------------------
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> Any:
@@ -513,13 +575,17 @@ def test_diff_of_equal_checkpoints_finds_nothing(tmp_path: Path):
 
 def test_diff_measures_how_values_changed(tmp_path: Path):
     before = torch.full((2 << 20,), 3.0)
-    before = torch.cat([before, torch.tensor([4.0, 4.0, math.nan, 1.0, math.inf])])  # beyond one piece
+    before = torch.cat(
+        [before, torch.tensor([4.0, 4.0, math.nan, 1.0, math.inf])]
+    )  # beyond one piece
     after = before.clone()
     after[0], after[-5], after[-2] = 3.5, 2.0, math.nan
     [change] = changes({"t": before}, {"t": after}, tmp_path)["changed"]
     assert (change["fqn"], change["changed"], change["elements"]) == ("t", 3, (2 << 20) + 5)
     assert change["max_abs"] == 2.0
-    assert change["relative_l2"] == pytest.approx(math.sqrt((0.25 + 4) / (9 * (2 << 20) + 16 + 16 + 1)))
+    assert change["relative_l2"] == pytest.approx(
+        math.sqrt((0.25 + 4) / (9 * (2 << 20) + 16 + 16 + 1))
+    )
     assert change["nans"] == [1, 2]
     table = output("diff", *sorted((tmp_path / "run").glob("step-*")))
     assert "3 (0.0%)" in table
@@ -534,20 +600,34 @@ def test_diff_measures_how_values_changed(tmp_path: Path):
         (torch.tensor([1 << 40]), torch.tensor([0]), 2.0**40),
         (torch.tensor([1.0]).bfloat16(), torch.tensor([3.0]).bfloat16(), 2),
         (torch.tensor([1.0]).to(torch.float8_e5m2), torch.tensor([2.0]).to(torch.float8_e5m2), 1),
-        (torch.tensor([1.0]).to(torch.float8_e4m3fnuz), torch.tensor([2.0]).to(torch.float8_e4m3fnuz), 1),
+        (
+            torch.tensor([1.0]).to(torch.float8_e4m3fnuz),
+            torch.tensor([2.0]).to(torch.float8_e4m3fnuz),
+            1,
+        ),
         (torch.tensor([3 + 4j]), torch.tensor([0j]), 5),
-        (torch.tensor([3 + 4j] * 2).to(torch.complex128), torch.tensor([0j] * 2).to(torch.complex128), 5),
+        (
+            torch.tensor([3 + 4j] * 2).to(torch.complex128),
+            torch.tensor([0j] * 2).to(torch.complex128),
+            5,
+        ),
         (torch.tensor(0.0), torch.tensor(-0.0), 0),
     ],
     ids=lambda value: str(getattr(value, "dtype", "")),
 )
-def test_diff_understands_every_dtype(before: torch.Tensor, after: torch.Tensor, max_abs: float, tmp_path: Path):
-    [change] = changes({"t": before, "pad": torch.ones(1)}, {"t": after, "pad": torch.ones(1)}, tmp_path)["changed"]
+def test_diff_understands_every_dtype(
+    before: torch.Tensor, after: torch.Tensor, max_abs: float, tmp_path: Path
+):
+    [change] = changes(
+        {"t": before, "pad": torch.ones(1)}, {"t": after, "pad": torch.ones(1)}, tmp_path
+    )["changed"]
     assert change["max_abs"] == max_abs
     assert 0 < change["changed"] <= change["elements"] == before.numel()
 
 
-@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no dtype without arithmetic")
+@pytest.mark.skipif(
+    not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no dtype without arithmetic"
+)
 def test_diff_compares_a_dtype_without_arithmetic_by_its_bytes(tmp_path: Path):
     before = torch.arange(8, dtype=torch.uint8)
     after = before.clone()
@@ -559,7 +639,13 @@ def test_diff_compares_a_dtype_without_arithmetic_by_its_bytes(tmp_path: Path):
 
 def test_diff_names_what_only_one_has_and_what_cannot_be_compared(tmp_path: Path):
     shared = torch.ones(2)
-    before = {"a": shared, "tied": shared, "n": {"gone": torch.ones(1), "lr": 0.1, "k": 1}, "s": torch.ones(2), "x": 5}
+    before = {
+        "a": shared,
+        "tied": shared,
+        "n": {"gone": torch.ones(1), "lr": 0.1, "k": 1},
+        "s": torch.ones(2),
+        "x": 5,
+    }
     after = {
         "a": torch.ones(2),
         "tied": torch.ones(2),
@@ -585,7 +671,10 @@ def test_diff_shows_the_largest_changes_first_and_no_more_than_asked_for(tmp_pat
     before = {f"t{index}": torch.ones(2) for index in range(5)}
     after = {f"t{index}": torch.ones(2) + index for index in range(5)}
     paths = save(tmp_path / "run", before, after)
-    assert [change["fqn"] for change in as_json("diff", *paths, "--top", 2)["changed"]] == ["t4", "t3"]
+    assert [change["fqn"] for change in as_json("diff", *paths, "--top", 2)["changed"]] == [
+        "t4",
+        "t3",
+    ]
     text = output("diff", *paths, "--top", 2)
     assert "4 changed" in text
     assert "and 2 more" in text
@@ -593,7 +682,7 @@ def test_diff_shows_the_largest_changes_first_and_no_more_than_asked_for(tmp_pat
     assert "t1" in output("diff", *paths, "--top", 0)
 
 
-# doctor ----------------------------------------------------------------------------------------------------------
+# doctor -------------------------------------------------------------------------------------------
 
 
 def test_doctor_runs_every_check_and_leaves_nothing_behind(tmp_path: Path):
@@ -618,31 +707,44 @@ def test_doctor_fails_where_nothing_can_be_written():
 @pytest.mark.parametrize(
     ("nodes", "gpus", "expected"),
     [
-        ({}, [0], ["ok the system tells of no nodes: any memory is taken"]),
+        ({}, [0], ["ok the system reports no nodes: any memory is used"]),
         ({0: "0-9999"}, [0, None], ["ok one node: there is nothing to choose"]),
-        ({0: "0", 1: "1"}, [], ["ok 2 nodes, no GPU: staging memory and the daemon are near the cores of the process"]),
+        ({0: "0", 1: "1"}, [], [
+            "ok 2 nodes, no GPU: staging memory and the daemon are near the cores of the process",
+        ]),
         ({0: "0-9999", 1: "10000-10007"}, [0, 0, 1, None, 0], [
             f"ok GPU 0-1,4 on node 0: staging memory goes there, the daemon to cores {USABLE}",
             f"warn GPU 2 on node 1, but this process may only use cores of others ({USABLE})",
-            "warn GPU 3 on a node that the system does not tell: staging memory and the daemon are anywhere",
+            "warn GPU 3 on a node that the system does not report: staging memory and the daemon "
+            "go anywhere",
         ]),
     ],
 )  # fmt: skip
 def test_doctor_tells_the_node_of_each_gpu_and_what_is_done_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: dict[int, str], gpus: list[int | None], expected: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: dict[int, str],
+    gpus: list[int | None],
+    expected: list[str],
 ):
     monkeypatch.setattr(numa, "SYS", machine(tmp_path / "sys", nodes))
     verdicts = list(doctor.placements(gpus))
     assert [f"{status} {finding}" for status, finding, _ in verdicts] == expected
     remedies = [remedy for _, _, remedy in verdicts]
-    assert all(bool(remedy) == line.startswith("warn") for remedy, line in zip(remedies, expected, strict=True))
+    assert all(
+        bool(remedy) == line.startswith("warn")
+        for remedy, line in zip(remedies, expected, strict=True)
+    )
     if len(expected) > 1:
-        assert "numactl --cpunodebind=1 --membind=1" in remedies[1] and "torchrun --numa-binding=node" in remedies[1]
+        assert (
+            "numactl --cpunodebind=1 --membind=1" in remedies[1]
+            and "torchrun --numa-binding=node" in remedies[1]
+        )
 
 
 def test_doctor_refuses_a_file(tmp_path: Path):
     (tmp_path / "file").touch()
-    assert output("doctor", tmp_path / "file", status=2).endswith("file is no directory\n")
+    assert output("doctor", tmp_path / "file", status=2).endswith("file is not a directory\n")
 
 
 def test_doctor_that_is_terminated_leaves_nothing_behind(tmp_path: Path):
@@ -672,41 +774,62 @@ def test_doctor_that_is_interrupted_as_soon_as_there_is_something_leaves_nothing
     assert list(tmp_path.iterdir()) == []
 
 
-# The process -----------------------------------------------------------------------------------------------------
+# The process --------------------------------------------------------------------------------------
 
 
 def test_the_command_runs_as_a_process(run: Path):
-    done = subprocess.run([*MODULE, "ls", run, "--json"], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [*MODULE, "ls", run, "--json"], capture_output=True, text=True, timeout=300, check=True
+    )
     assert [row["step"] for row in json.loads(done.stdout)["checkpoints"]] == [10, 20, 30]
-    done = subprocess.run([*MODULE, "show", run / "nothing"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*MODULE, "show", run / "nothing"], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"sidesave: there is no checkpoint: there is nothing at this path: {run}/nothing\n"
+    assert (
+        done.stderr
+        == f"sidesave: there is no checkpoint: there is nothing at this path: {run}/nothing\n"
+    )
 
 
 def test_the_version_is_told_as_that_of_the_package():
     assert output("--version") == f"sidesave {sidesave.__version__}\n"
-    done = subprocess.run([*MODULE, "--version"], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [*MODULE, "--version"], capture_output=True, text=True, timeout=300, check=True
+    )
     assert (done.stdout, done.stderr) == (f"sidesave {sidesave.__version__}\n", "")
 
 
 def test_the_commands_are_listed_under_the_name_they_were_called_by():
-    done = subprocess.run([*MODULE, "--help"], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [*MODULE, "--help"], capture_output=True, text=True, timeout=300, check=True
+    )
     assert done.stdout.startswith("Usage: python -m sidesave [OPTIONS] COMMAND")
     assert "Look into the checkpoints of runs" in done.stdout
-    assert all(f"  {command}  " in done.stdout for command in ("ls", "show", "verify", "top", "doctor"))
+    assert all(
+        f"  {command}  " in done.stdout for command in ("ls", "show", "verify", "top", "doctor")
+    )
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["recover"], ["--help"], ["--version"]])
 def test_the_quick_commands_do_without_torch(command: list[str], run: Path):
-    code = "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=300)
+    code = (
+        "import sys, sidesave.client.cli.main as cli\ntry: cli.main()\nfinally: assert 'torch' not "
+        "in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, run], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra_the_command_says_which_to_install(missing: str):
-    code = f"import sys; sys.modules['{missing}'] = None; from sidesave.client.cli.main import main; main()"
+    code = (
+        f"import sys; sys.modules['{missing}'] = None; from sidesave.client.cli.main import main; "
+        "main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "pip install 'sidesave[cli]'" in done.stderr

@@ -1,34 +1,35 @@
 """``sidesave copy``: a whole run brought from anywhere to anywhere."""
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from commands import output
+from loads import flip_bit
 from mirrors import check_there
-from object_server import ObjectServer, serving
-from trainers import a_state, commit
+from object_server import ObjectServer
+from trainers import a_state, commit, save_steps
 
 import sidesave
 from sidesave.client.runs.pins import Pins
 from sidesave.errors import UnsupportedValueError, WriteError
-from sidesave.writer_daemon.mirror import copying
+from sidesave.writer_daemon.checkpoints import copying
 
 _WAYS = [("directory", "s3"), ("s3", "directory"), ("s3", "file"), ("directory", "directory")]
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "buckets") as server:
-        for name, value in server.options.items():
-            monkeypatch.setenv(name.upper(), value)
-        yield server
+def server(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    server.announce(monkeypatch.setenv)
+    return server
 
 
 def place(kind: str, tmp_path: Path, name: str) -> str:
-    return {"directory": f"{tmp_path}/{name}", "file": f"file://{tmp_path}/{name}", "s3": f"s3://bucket/{name}"}[kind]
+    return {
+        "directory": f"{tmp_path}/{name}",
+        "file": f"file://{tmp_path}/{name}",
+        "s3": f"s3://bucket/{name}",
+    }[kind]
 
 
 @pytest.mark.drawn
@@ -44,7 +45,10 @@ def test_a_run_is_copied_from_anywhere_to_anywhere_and_goes_on_there(
         ckpt.save(4, a_state(4), blocking=True)
     assert copy in output("copy", run, copy)
     check_there(copy, {1, 2, 3, 4})
-    of_both = [[(info.step, info.session, info.given_up) for info in sidesave.find(each)] for each in (run, copy)]
+    of_both = [
+        [(info.step, info.session, info.given_up) for info in sidesave.find(each)]
+        for each in (run, copy)
+    ]
     assert of_both[0] == of_both[1], "also where it has gone back"
     assert "0 B" in output("copy", run, copy)
     with sidesave.Checkpointer(copy) as ckpt:
@@ -53,12 +57,21 @@ def test_a_run_is_copied_from_anywhere_to_anywhere_and_goes_on_there(
         commit(ckpt, 5)
 
 
+def test_a_rollback_is_copied_if_no_checkpoint_is_missing(tmp_path: Path):
+    run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
+    save_steps(run, 1, 2, 3)
+    output("copy", run, copy)
+    with sidesave.Checkpointer(run) as ckpt:
+        ckpt.load(step=2)
+    output("copy", run, copy)
+    assert sidesave.find(copy)[-1].step == 2
+
+
 def test_interrupted_it_goes_on_with_the_files_that_had_not_arrived(
     tmp_path: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ):
     run, copy = str(tmp_path / "run"), "s3://bucket/copy"
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(1, a_state(1, 8), blocking=True)
+    save_steps(run, 1, mib=8)
     original = copying._Copy._put_small
 
     def fail(self: copying._Copy, name: str, data: bytes) -> None:
@@ -72,20 +85,19 @@ def test_interrupted_it_goes_on_with_the_files_that_had_not_arrived(
     assert sidesave.find(copy) == []
     server.requests.clear()
     output("copy", run, copy)
-    sent = [request.key for request in server.requests if request.method in ("PUT", "PUT-NEW", "PART", "START")]
+    sent = [
+        request.key
+        for request in server.requests
+        if request.method in ("PUT", "PUT-NEW", "PART", "START")
+    ]
     assert not [key for key in sent if key.endswith((".safetensors", ".xxh3", ".msgpack"))]
     check_there(copy, {1}, mib=8)
 
 
 def test_what_is_damaged_is_left_out_and_told_of(tmp_path: Path):
     run, copy = f"file://{tmp_path}/run", f"{tmp_path}/copy"
-    with sidesave.Checkpointer(run) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, a_state(step), blocking=True)
-    path = next((tmp_path / "run").glob("step-00000001*/model*.safetensors"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    save_steps(run, 1, 2)
+    flip_bit(next((tmp_path / "run").glob("step-00000001*/model*.safetensors")))
     assert "step-00000001 is left out" in output("copy", run, copy, status=1)
     check_there(copy, {2})
     assert [info.step for info in sidesave.find(copy)] == [2]
@@ -109,13 +121,19 @@ def test_places_in_each_other_are_refused(tmp_path: Path, server: ObjectServer):
         ("s3://bucket/run", "s3://bucket/run/copy"),
         ("s3://bucket/run", "s3://bucket/run"),
     ):
-        assert "lie in each other" in output("copy", first, second, status=2)
+        assert "are inside one another" in output("copy", first, second, status=2)
     assert "not written to" in output("copy", tmp_path / "run", "http://host/run", status=2)
 
 
 @pytest.mark.parametrize("by", ["s3", "file", "directory"])
-def test_pins_and_the_history_of_saves_come_along_whatever_the_way(by: str, tmp_path: Path, server: ObjectServer):
-    run, between, back = str(tmp_path / "run"), place(by, tmp_path, "between"), str(tmp_path / "back")
+def test_pins_and_the_history_of_saves_come_along_whatever_the_way(
+    by: str, tmp_path: Path, server: ObjectServer
+):
+    run, between, back = (
+        str(tmp_path / "run"),
+        place(by, tmp_path, "between"),
+        str(tmp_path / "back"),
+    )
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
         with pytest.raises(UnsupportedValueError):
@@ -133,8 +151,7 @@ def test_a_copy_keeps_what_its_own_sessions_have_pinned_and_told(tmp_path: Path)
     with sidesave.Checkpointer(run) as ckpt:
         commit(ckpt, 1)
         output("copy", run, copy)
-        with sidesave.Checkpointer(copy) as other:
-            commit(other, 7)
+        save_steps(copy, 7)
         Pins(copy).change(7, pinned=True)
         commit(ckpt, 2)
     Pins(run).change(2, pinned=True)
@@ -150,15 +167,13 @@ def test_a_copy_keeps_what_its_own_sessions_have_pinned_and_told(tmp_path: Path)
 
 def test_damaged_pins_are_told_of_and_keep_nothing_else_back(tmp_path: Path):
     run, copy = tmp_path / "run", f"{tmp_path}/copy"
-    with sidesave.Checkpointer(run) as ckpt:
-        commit(ckpt, 1)
+    save_steps(run, 1)
     (run / ".sidesave.pins").write_text("[1,")
     assert "the pins are left out" in output("copy", run, copy, status=1)
     check_there(copy, {1})
 
 
 def test_where_the_parent_of_a_copy_is_missing_it_is_told_what_to_make(tmp_path: Path):
-    with sidesave.Checkpointer(tmp_path / "run") as ckpt:
-        commit(ckpt, 1)
+    save_steps(tmp_path / "run", 1)
     told = output("copy", tmp_path / "run", tmp_path / "missing" / "copy", status=1)
     assert f"or, for a copy, call `mkdir -p {tmp_path}/missing/copy`" in " ".join(told.split())

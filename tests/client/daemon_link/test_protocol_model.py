@@ -1,13 +1,16 @@
-"""Trainer and daemon as two state machines with an unreliable world between them, driven by hypothesis.
+"""Trainer and daemon as two state machines with an unreliable world between them, driven by
+hypothesis.
 
-The real bookkeeping of both sides (``client.requests``, ``writer_daemon.jobs``) talks through channels that lose what
-is under way when a daemon dies, repeat and reorder; storage ends operations well or badly, and a daemon dies in the
-middle of them with the effect there or not. What must hold, whatever happens:
+The real bookkeeping of both sides (``client.requests``, ``writer_daemon.jobs``) talks through
+channels that lose what is under way when a daemon dies, repeat and reorder; storage ends operations
+well or badly, and a daemon dies in the middle of them with the effect there or not. What must hold,
+whatever happens:
 
-* every save gets exactly one outcome, and a save told to be committed is, with the bytes it had when it was called;
-* nothing is written from a slot that holds another save by then;
-* a save that is staged when the trainer dies is committed, or has failed for a reason that storage gave;
-* a save is told to be written only once its bytes are durable, and nothing is committed twice with different bytes.
+* every save gets exactly one outcome, and a save told to be committed is, with the bytes it had
+when it was called; * nothing is written from a slot that holds another save by then;
+* a save that is staged when the trainer dies is committed, or has failed for a reason that storage
+gave; * a save is told to be written only once its bytes are durable, and nothing is committed twice
+with different bytes.
 """
 
 import dataclasses
@@ -17,7 +20,7 @@ import campaigns
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from job_messages import a_failure, a_save
+from job_messages import a_failure, a_save, an_info
 
 from sidesave.client.daemon_link.pending import Requests
 from sidesave.writer_daemon.process import jobs
@@ -48,7 +51,7 @@ class Service(RuleBasedStateMachine):
         self.trainer_lives = True
         self.ids = 0
 
-    # The trainer -----------------------------------------------------------------------------------------------
+    # The trainer ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.trainer_lives and len(self.slots) < SLOTS)
     @rule()
@@ -60,7 +63,8 @@ class Service(RuleBasedStateMachine):
         self.send(self.requests.add(save, self.attempt))
 
     def send(self, message: Message) -> None:
-        if self.daemon is not None:  # else it is lost: its successor will be told by for_successor()
+        # else it is lost: its successor will be told by for_successor()
+        if self.daemon is not None:
             self.to_daemon.append(message)
 
     @precondition(lambda self: self.trainer_lives and self.to_trainer)
@@ -92,7 +96,7 @@ class Service(RuleBasedStateMachine):
         if self.slots.get(slot) == save_id:
             del self.slots[slot]
 
-    # The channel -----------------------------------------------------------------------------------------------
+    # The channel ----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.to_daemon)
     @rule()
@@ -104,7 +108,7 @@ class Service(RuleBasedStateMachine):
     def messages_overtake_each_other(self) -> None:
         self.to_daemon.rotate(1)
 
-    # The daemon ------------------------------------------------------------------------------------------------
+    # The daemon -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.daemon is not None and self.to_daemon)
     @rule()
@@ -163,13 +167,17 @@ class Service(RuleBasedStateMachine):
             well = False
         else:
             well = self.take_effect()
-            assert well or save.save_id in self.refused, "a save was watched whose record is not there"
+            assert well or save.save_id in self.refused, (
+                "a save was watched whose record is not there"
+            )
         self.busy = None
         error = None if well else dataclasses.replace(a_failure(save.save_id), attempt=self.attempt)
         if what == "write":
             self.feed(jobs.WriteEnded(save.save_id, 100, 1.0, error))
         else:
-            self.feed(jobs.CommitEnded(save.save_id, "step", 100, error))
+            self.feed(
+                jobs.CommitEnded(save.save_id, "step", None if error else an_info(save), error)
+            )
 
     @precondition(lambda self: self.daemon is not None and self.trainer_lives)
     @rule(effect=st.booleans(), read=st.integers(0, 4))
@@ -194,7 +202,9 @@ class Service(RuleBasedStateMachine):
         assert self.daemon is not None
         for slot, save_id in self.slots.items():
             if not self.daemon.knows(save_id):  # found in the memory itself
-                self.feed(jobs.Submitted(dataclasses.replace(a_save(save_id), arena=slot, retry=True)))
+                self.feed(
+                    jobs.Submitted(dataclasses.replace(a_save(save_id), arena=slot, retry=True))
+                )
         self.feed(jobs.DrainRequested())
 
     @precondition(lambda self: self.daemon is None)
@@ -203,7 +213,7 @@ class Service(RuleBasedStateMachine):
         self.check_the_end_of_a_dead_trainer()
         self.start()
 
-    # What must hold --------------------------------------------------------------------------------------------
+    # What must hold -------------------------------------------------------------------------------
 
     @invariant()
     def what_was_heard_to_be_written_stays_durable_until_storage_refuses(self) -> None:
@@ -230,7 +240,9 @@ class Service(RuleBasedStateMachine):
             self.check_the_end_of_a_dead_trainer()
 
     def check_the_end_of_a_dead_trainer(self) -> None:
-        told = {save_id for save_id, message in self.outcome.items() if isinstance(message, Committed)}
+        told = {
+            save_id for save_id, message in self.outcome.items() if isinstance(message, Committed)
+        }
         assert told <= self.committed
         assert set(range(1, self.ids + 1)) <= self.committed | self.refused
 
@@ -245,7 +257,9 @@ def test_a_written_save_is_only_watched_for_its_slot_may_hold_another_one_by_the
     assert requests.add(save, 1) == save
     assert requests.for_successor(2) == [dataclasses.replace(save, attempt=2, retry=True)]
     assert requests.hear(Written(attempt=2, save_id=1, nbytes=1, seconds=1.0))
-    assert requests.for_successor(3) == [Watch(attempt=3, save=dataclasses.replace(save, attempt=3, retry=True))]
+    assert requests.for_successor(3) == [
+        Watch(attempt=3, save=dataclasses.replace(save, attempt=3, retry=True))
+    ]
     committed = Committed(attempt=3, save_id=1, name="step", nbytes=1)
     assert [requests.hear(committed), requests.hear(committed)] == [True, False]
     assert requests.for_successor(4) == []

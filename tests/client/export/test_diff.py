@@ -1,28 +1,32 @@
-"""What differs between two checkpoints: one report wherever tensors lie, and no word of what nobody read."""
+"""What differs between two checkpoints: one report wherever tensors lie, and no word of what nobody
+read.
+"""
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from loads import flip_bit
 from states import noise
+from trainers import save
 
-import sidesave
-from sidesave.client.export.diff import Contents, Report, TensorChange, compare
+from sidesave.client.export.diff import Contents, DiffReport, TensorChange, compare
 from sidesave.errors import IntegrityError
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128, torch.int64, torch.uint8)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.uint8,
+)
 SIZES = (0, 1, 1_000, 70_001)
 
 
-def save(run: Path, state: dict[str, Any]) -> Path:
-    with sidesave.Checkpointer(run) as checkpointer:
-        return Path(checkpointer.save(1, state).committed.result().path)
-
-
-def report(first: Path, second: Path) -> Report:
+def report(first: Path, second: Path) -> DiffReport:
     with Contents(str(first)) as one, Contents(str(second)) as other:
         return compare(one, other)
 
@@ -62,25 +66,35 @@ def test_changes_are_what_their_definition_says_whatever_has_changed(tmp_path: P
     before["specials"][:4] = torch.tensor([math.nan, math.inf, 0.0, -math.inf])
     after["specials"][:4] = torch.tensor([math.nan, math.inf, -0.0, 1.0])
     after["specials"][150_000] = math.nan
-    before["large"], after["large"] = (torch.full((3,), value, dtype=torch.float64) for value in (1e200, 2e200))
+    before["large"], after["large"] = (
+        torch.full((3,), value, dtype=torch.float64) for value in (1e200, 2e200)
+    )
     found = report(save(tmp_path / "a", before), save(tmp_path / "b", after))
     raw = {name: [state[name].view(torch.uint8) for state in (before, after)] for name in before}
     expected = {name: torch.equal(*pair) for name, pair in raw.items()}
     assert set(found.equal) == {name for name, is_equal in expected.items() if is_equal}
-    assert {change.fqn for change in found.changed} == {name for name, is_equal in expected.items() if not is_equal}
+    assert {change.fqn for change in found.changed} == {
+        name for name, is_equal in expected.items() if not is_equal
+    }
     for change in found.changed:
         if change.fqn == "large":
             continue  # the squares leave the range of a double
         exact = measured(change.fqn, before[change.fqn], after[change.fqn])
         assert change.relative_l2 == pytest.approx(exact.relative_l2, rel=1e-9)
-        assert (change.changed, change.elements, change.nans) == (exact.changed, exact.elements, exact.nans)
+        assert (change.changed, change.elements, change.nans) == (
+            exact.changed,
+            exact.elements,
+            exact.nans,
+        )
         assert change.max_abs == exact.max_abs
 
 
 def test_equal_tensors_are_equal_wherever_they_lie_in_their_files(tmp_path: Path):
     tensors = {"small": torch.randn(100), "large": torch.randn(200_000), "odd": torch.randn(70_001)}
     first = save(tmp_path / "a", {"model": tensors})
-    second = save(tmp_path / "b", {"model": {"new": torch.randn(33), **tensors, "more": torch.randn(100_000)}})
+    second = save(
+        tmp_path / "b", {"model": {"new": torch.randn(33), **tensors, "more": torch.randn(100_000)}}
+    )
     found = report(first, second)
     assert sorted(found.equal) == ["model.large", "model.odd", "model.small"]
     assert (found.changed, found.only_second) == ([], ["model.new", "model.more"])

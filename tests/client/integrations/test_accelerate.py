@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false
-"""The state of an accelerator, saved and restored with sidesave: one process, DistributedDataParallel, FSDP2."""
+"""The state of an accelerator, saved and restored with sidesave: one process,
+DistributedDataParallel, FSDP2.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,9 @@ import torch
 import sidesave
 from sidesave.errors import InvalidArgumentError, UnsupportedValueError
 
-accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: scripts/test --integrations accelerate")
+accelerate: Any = pytest.importorskip(
+    "accelerate", reason="needs accelerate: scripts/test --integrations accelerate"
+)
 
 from hf_trainers import Job, start  # noqa: E402 - after the skip
 
@@ -42,7 +46,12 @@ def test_training_goes_on_where_it_was_in_the_middle_of_an_epoch(tmp_path: Path)
     job = Job()
     with SidesaveState(job.accelerator, tmp_path / "run") as state:
         assert state.restore() == 0
-        job.train(0, 17, lambda step, loss: again.append(loss), lambda step: state.save(step) if step == 16 else None)
+        job.train(
+            0,
+            17,
+            lambda step, loss: again.append(loss),
+            lambda step: state.save(step) if step == 16 else None,
+        )
     job = Job()
     torch.rand(9)
     with SidesaveState(job.accelerator, tmp_path / "run") as state:
@@ -78,7 +87,16 @@ def test_all_that_save_state_has_comes_back(tmp_path: Path):
     assert (accelerator.step, job.loader.iteration, job.mean.extra) == (7, 2, {"a": [1, "b"]})
     assert (sampler.initial_seed, sampler.epoch) == (11, 2)
     assert job.scheduler.scheduler.last_epoch == 3
-    names = {"model", "optimizer", "scheduler", "loader", "registered", "scaler", "accelerator", "random_state"}
+    names = {
+        "model",
+        "optimizer",
+        "scheduler",
+        "loader",
+        "registered",
+        "scaler",
+        "accelerator",
+        "random_state",
+    }
     assert set(sidesave.load(tmp_path / "run")) == names
 
 
@@ -106,10 +124,34 @@ def test_a_loader_of_another_kind_is_told_of(tmp_path: Path, caplog: pytest.LogC
     job = Job()
     with SidesaveState(job.accelerator, tmp_path / "run") as state:
         state.save(0)
-        job.accelerator._dataloaders[:] = [torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4)))]
+        job.accelerator._dataloaders[:] = [
+            torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4)))
+        ]
         state.restore()
-    told = [each for each in caplog.records if "a data loader is of another kind" in each.message]
-    assert [(each.levelname, each.message.rpartition(": ")[2]) for each in told] == [("WARNING", "sampler")]
+    told = [each for each in caplog.records if "a data loader differs in kind" in each.message]
+    assert [(each.levelname, each.message.rpartition(": ")[2]) for each in told] == [
+        ("WARNING", "sampler")
+    ]
+
+
+def test_a_save_in_the_middle_of_gradient_accumulation_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    job = Job(gradient_accumulation_steps=4)
+    batch = next(iter(job.loader))[0]
+    with SidesaveState(job.accelerator, tmp_path / "run", save=sidesave.EverySteps(3)) as state:
+        for step in range(8):
+            with job.accelerator.accumulate(job.model):
+                job.accelerator.backward(job.model(batch).square().mean())
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            state.step(step)
+            if step in (1, 7):
+                state.save(step)
+        state.restore(7)
+    reported = [each.message for each in caplog.records if "gradient accumulation" in each.message]
+    assert [message.partition(" is saved")[0] for message in reported] == ["step 1", "step 6"]
+    assert all("save when accelerator.sync_gradients is true" in message for message in reported)
 
 
 def test_the_projects_configuration_counts(tmp_path: Path):
@@ -122,10 +164,14 @@ def test_the_projects_configuration_counts(tmp_path: Path):
     assert kept == {"checkpoint_2", "checkpoint_3"}
 
 
-def test_values_that_cannot_be_represented_are_refused_by_name_unless_they_may_be_pickled(tmp_path: Path):
+def test_values_that_cannot_be_represented_are_refused_by_name_unless_they_may_be_pickled(
+    tmp_path: Path,
+):
     job = Job()
     job.mean.extra = pytest  # a module
-    with pytest.raises(UnsupportedValueError, match=r"registered\.extra: a .*module cannot be saved"):
+    with pytest.raises(
+        UnsupportedValueError, match=r"registered\.extra: a .*module cannot be saved"
+    ):
         SidesaveState(job.accelerator, tmp_path / "run")
     job.mean.extra = lambda: 1
     with pytest.raises(UnsupportedValueError, match=r"registered\.extra"):
@@ -157,7 +203,9 @@ def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(InvalidArgumentError, match="there is no directory"):
         SidesaveState(job.accelerator)
     with SidesaveState(job.accelerator, tmp_path / "run") as state:
-        handle = job.accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: None)
+        handle = job.accelerator.register_save_state_pre_hook(
+            lambda models, weights, output_dir: None
+        )
         with pytest.raises(InvalidArgumentError, match="hooks of save_state"):
             state.save(1)
         handle.remove()
@@ -168,7 +216,8 @@ def test_what_is_not_saved_is_refused_by_name(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    "kind", ["", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)]
+    "kind",
+    ["", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)],
 )
 def test_jobs_that_are_killed_go_on_as_those_that_save_by_themselves(kind: str, tmp_path: Path):
     size = 2 if kind else 1

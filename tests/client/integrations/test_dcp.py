@@ -1,4 +1,6 @@
-"""The calls of torch.distributed.checkpoint: a script changes its import, and saves with sidesave."""
+"""The calls of torch.distributed.checkpoint: a script changes its import, and saves with
+sidesave.
+"""
 
 import inspect
 import os
@@ -24,7 +26,12 @@ from trainers import Orders
 import sidesave
 import sidesave.integrations.dcp as dcp
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, WriteError
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    StateMismatchError,
+    WriteError,
+)
 
 
 @pytest.fixture
@@ -46,7 +53,9 @@ def test_whatever_torch_is_called_with_can_be_passed(call: str):
 
 def test_an_app_state_comes_back(run: Path):
     app, other = an_app(1, steps=2), an_app(2, steps=1)
-    saved = dcp.async_save({"app": app, "step": 3, "x": torch.arange(4.0)}, checkpoint_id=run / "epoch-3")
+    saved = dcp.async_save(
+        {"app": app, "step": 3, "x": torch.arange(4.0)}, checkpoint_id=run / "epoch-3"
+    )
     assert isinstance(saved, Future)
     assert saved.result().step == 3
     assert (run / "epoch-3").readlink() == Path("step-00000003")
@@ -122,7 +131,8 @@ def test_what_the_target_lacks_is_left_alone_and_what_the_checkpoint_lacks_is_to
     for state, lacking in (
         ({"model": {"a": zeros, "c": zeros}}, "model.c"),
         ({"other": 1, "model": {"a": zeros}}, "other"),
-        ({"model": {"a": zeros, "rate": 0.1}}, "model.rate"),  # plain values, which nobody has saved
+        # plain values, which nobody has saved
+        ({"model": {"a": zeros, "rate": 0.1}}, "model.rate"),
         ({"model": {"a": zeros}, "progress": {"step": 0, "seen": [1, 2], "lr": 1}}, "progress.lr"),
     ):
         with pytest.raises(StateMismatchError, match=f"it does not have {lacking}$"):
@@ -191,7 +201,7 @@ def test_a_link_that_a_killed_process_left_out_is_no_loss(run: Path):
 
 
 def test_a_run_has_one_checkpointer_with_the_options_it_was_opened_with(run: Path):
-    ckpt = dcp.open_run(run, slots=1)
+    ckpt = dcp.open_run(run, staging=sidesave.StagingOptions(slots=1))
     pid = ckpt.daemon_pid
     for step in range(3):
         dcp.async_save({"x": step}, checkpoint_id=run / str(step))
@@ -200,10 +210,14 @@ def test_a_run_has_one_checkpointer_with_the_options_it_was_opened_with(run: Pat
     assert ckpt.steps() == [0, 1, 2]
     with pytest.raises(InvalidArgumentError, match="is open"):
         dcp.open_run(run)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         with pytest.raises(InvalidArgumentError, match="is open with other ranks"):
-            dcp.async_save({"x": 1}, checkpoint_id=run / "3", process_group=torch.distributed.group.WORLD)
+            dcp.async_save(
+                {"x": 1}, checkpoint_id=run / "3", process_group=torch.distributed.group.WORLD
+            )
     finally:
         torch.distributed.destroy_process_group()
 
@@ -239,7 +253,10 @@ def test_what_all_ranks_hold_alike_is_on_the_disk_once(tmp_path: Path):
 
 def begin(folder: Path, *arguments: Any, size: int = 2) -> list[Any]:
     folder.mkdir()
-    call = f"import dcp_trainers; dcp_trainers.run_job(%d, {str(folder)!r}, *{arguments!r}, size={size})"
+    call = (
+        f"import dcp_trainers; dcp_trainers.run_job(%d, {str(folder)!r}, *{arguments!r}, "
+        f"size={size})"
+    )
     return [forks.popen([sys.executable, "-c", call % rank]) for rank in range(size)]
 
 
@@ -270,7 +287,9 @@ def test_a_job_killed_within_a_save_goes_on_as_one_that_saves_with_torch(kind: s
     expected = losses(tmp_path / "straight.run")
     assert [*expected[0]] == [str(step) for step in range(6)]
     assert losses(tmp_path / "ours.run") == losses(tmp_path / "stock.run") == expected
-    assert {link.name for link in (tmp_path / "ours.run").glob("at_*")} == {f"at_{step}" for step in range(6)}
+    assert {link.name for link in (tmp_path / "ours.run").glob("at_*")} == {
+        f"at_{step}" for step in range(6)
+    }
 
 
 @pytest.mark.slow

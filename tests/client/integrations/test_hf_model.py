@@ -1,4 +1,6 @@
-"""The index of a model's files, read as ``from_pretrained`` does; the package itself is in test_transformers.py."""
+"""The index of a model's files, read as ``from_pretrained`` does; the package itself is in
+test_transformers.py.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +25,11 @@ def test_the_files_of_the_index_have_all_tensors_under_their_names(tmp_path: Pat
         handle = checkpointer.save(1, items.items, files={INDEX: items.index.encode()})
         folder = Path(handle.committed.result().path)
     weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
-    found = {name: tensor for file in {*weight_map.values()} for name, tensor in load_file(folder / file).items()}
+    found = {
+        name: tensor
+        for file in {*weight_map.values()}
+        for name, tensor in load_file(folder / file).items()
+    }
     assert found.keys() == model.state_dict().keys() == weight_map.keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(found[name], tensor)

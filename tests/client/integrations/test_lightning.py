@@ -1,6 +1,11 @@
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
-"""Lightning's trainers save through sidesave: Trainer, ModelCheckpoint and resuming as with its own checkpoints."""
+"""Lightning's trainers save through sidesave: Trainer, ModelCheckpoint and resuming as with its own
+checkpoints.
+"""
 
+import collections
+import dataclasses
+import enum
 import json
 import os
 import signal
@@ -12,7 +17,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning.pytorch", reason="needs lightning: scripts/test --integrations lightning")
+pytest.importorskip(
+    "lightning.pytorch", reason="needs lightning: scripts/test --integrations lightning"
+)
 
 import forks
 import guides
@@ -25,10 +32,17 @@ from lightning_trainers import Net, a_trainer, data
 from torch import nn
 
 import sidesave
-from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, UnsupportedValueError, WriteError
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    InvalidArgumentError,
+    UnsupportedValueError,
+    WriteError,
+)
 from sidesave.integrations.lightning import SidesaveCheckpointIO
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 JOB = Path(forks.__file__).with_name("lightning_trainers.py")
 
 
@@ -40,7 +54,11 @@ def same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
         hidden = getattr(one, "_metadata", None), getattr(other, "_metadata", None)
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one) and hidden[0] == hidden[1]
+        return (
+            list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+            and hidden[0] == hidden[1]
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return one == other
@@ -49,7 +67,9 @@ def same(one: Any, other: Any) -> bool:
 class Twin(SidesaveCheckpointIO):
     """Saves by torch as well, beside the path."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: object = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: object = None
+    ) -> None:
         torch.save(checkpoint, f"{path}.torch")
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -82,7 +102,9 @@ class Held(Callback):
     def __init__(self, io: SidesaveCheckpointIO) -> None:
         self.io, self.seen = io, list[list[str]]()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         assert self.io.checkpointer is not None
         pid = self.io.checkpointer.daemon_pid
         assert pid is not None
@@ -98,20 +120,27 @@ class Held(Callback):
         os.kill(self.pid, signal.SIGCONT)
 
 
-def test_the_old_checkpoint_stays_and_a_taken_name_gets_a_version_while_nothing_is_committed(run: Path):
-    io = SidesaveCheckpointIO(run, slots=4)
+def test_the_old_checkpoint_stays_and_a_taken_name_gets_a_version_while_nothing_is_committed(
+    run: Path,
+):
+    io = SidesaveCheckpointIO(run, staging=sidesave.StagingOptions(slots=4))
     held = Held(io)
-    two = [ModelCheckpoint(dirpath=run, filename="at-{step}", every_n_train_steps=1, save_top_k=1) for _ in range(2)]
+    two = [
+        ModelCheckpoint(dirpath=run, filename="at-{step}", every_n_train_steps=1, save_top_k=1)
+        for _ in range(2)
+    ]
     two[1].monitor, two[1].mode = "loss", "max"
     trainer = Trainer(
-        accelerator="cpu", max_steps=3, plugins=[io], callbacks=[io.callback(), held, *two], logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", max_steps=3, plugins=[io], callbacks=[io.callback(), held, *two],
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Net(), data())
     assert "at-step=1.ckpt" in held.seen[0]
     assert "at-step=2.ckpt" in held.seen[0]
     assert Path(two[0].best_model_path).exists()
-    assert {path.name for path in run.glob("*.ckpt")} == {Path(each.best_model_path).name for each in two}
+    assert {path.name for path in run.glob("*.ckpt")} == {
+        Path(each.best_model_path).name for each in two
+    }
     assert len({each.best_model_path for each in two}) == 2
 
 
@@ -139,7 +168,9 @@ def test_a_strategy_that_saves_past_the_plugin_is_refused_by_name(kind: Any, run
     strategy._checkpoint_io = io = SidesaveCheckpointIO(run)
     trainer: Any = SimpleNamespace(strategy=strategy, is_global_zero=True)
     for stage in ("fit", "validate"):
-        with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} saves past a CheckpointIO: .*ModelParallel"):
+        with pytest.raises(
+            InvalidArgumentError, match=f"{kind.__name__} does not save through .*ModelParallel"
+        ):
             io.callback().setup(trainer, Net(), stage)
     assert not run.exists()
 
@@ -181,7 +212,7 @@ def test_what_a_save_failed_with_is_raised_by_the_next_call(run: Path, tmp_path:
             if trainer.global_step == 1:
                 run.rename(tmp_path / "away")
 
-    io = SidesaveCheckpointIO(run, retries=0)
+    io = SidesaveCheckpointIO(run, failures=sidesave.FailureOptions(retries=0))
     trainer = a_trainer(tmp_path / "paths", io, 8)
     trainer.callbacks.append(Away())
     with pytest.raises(WriteError):
@@ -201,6 +232,110 @@ def test_what_cannot_be_saved_is_named_unless_pickle_is_allowed(run: Path, tmp_p
     with pytest.raises(UnsupportedValueError):
         io.load_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     io.teardown()
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+@dataclasses.dataclass
+class Options:
+    rate: float = 0.1
+
+
+class Configured(Net):
+    """A module with hyperparameters of any type."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(given)
+        self.trained = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trained += 1
+
+
+def test_hyperparameters_that_are_pickled_come_back_as_from_lightnings_own_file(run: Path):
+    given = {
+        "net": nn.Linear(2, 2),
+        "mode": Mode.FAST,
+        "options": Options(0.5),
+        "deep": {
+            "modes": [Mode.FAST, {Mode.FAST: 1}],
+            "set": {Mode.FAST},
+            "queue": collections.deque([Mode.FAST]),
+        },
+        "scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], 0.1), 1),
+    }
+    io = Twin(run, allow_pickle=True)
+    a_trainer(run, io, 2).fit(Configured(**given), data())
+    expected = torch.load(f"{run}/last.ckpt.torch", weights_only=False)["hyper_parameters"]
+    got = io.load_checkpoint(run / "last.ckpt")["hyper_parameters"]
+    assert {name: type(value) for name, value in got.items()} == {
+        name: type(value) for name, value in expected.items()
+    }
+    assert torch.equal(got["net"].weight, expected["net"].weight)
+    assert (got["mode"], got["options"], got["deep"]) == (
+        given["mode"],
+        given["options"],
+        given["deep"],
+    )
+    assert got["scheduler"].state_dict() == expected["scheduler"].state_dict()
+    with pytest.raises(UnsupportedValueError):
+        io.load_checkpoint(run / "last.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [nn.Linear(2, 2), Options(), [{"a": nn.Linear(2, 2)}], torch.optim.SGD([torch.zeros(1)], 0.1)],
+    ids=type,
+)
+def test_hyperparameters_that_would_come_back_as_something_else_are_refused_before_the_first_step(
+    value: Any, run: Path
+):
+    net = Configured(wrong=value)
+    with pytest.raises(UnsupportedValueError, match=r"hyper_parameters\.wrong"):
+        a_trainer(run, SidesaveCheckpointIO(run), 4).fit(net, data())
+    assert net.trained == 0
+    io = SidesaveCheckpointIO(run)  # without the callback that would have refused it
+    with pytest.raises(UnsupportedValueError, match=r"hyper_parameters\.wrong"):
+        io.save_checkpoint({"state_dict": {}, "hyper_parameters": {"wrong": value}}, run / "a.ckpt")
+    io.teardown()
+
+
+def test_enums_among_hyperparameters_are_reported_by_name_once(
+    run: Path, caplog: pytest.LogCaptureFixture
+):
+    net = Configured(mode=Mode.FAST, deep=[Mode.FAST])
+    a_trainer(run, SidesaveCheckpointIO(run), 4).fit(net, data())
+    told = [
+        each.getMessage()
+        for each in caplog.records
+        if "enums are loaded as their values" in each.message
+    ]
+    assert len(told) == 1
+    assert told[0].startswith("hyper_parameters.mode, hyper_parameters.deep.0: ")
+
+
+def test_a_scheduler_that_cannot_be_saved_is_refused_before_the_first_step_if_it_is_to_be_saved(
+    run: Path,
+):
+    class Scheduled(Configured):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            scheduler.options = Options()
+            return [optimizer], [scheduler]
+
+    net = Scheduled()
+    with pytest.raises(UnsupportedValueError, match=r"lr_schedulers\.0\.options"):
+        a_trainer(run, SidesaveCheckpointIO(run), 4).fit(net, data())
+    assert net.trained == 0
+    io, net = SidesaveCheckpointIO(run), Scheduled()
+    trainer = a_trainer(run, io, 2)
+    trainer.checkpoint_callback.save_weights_only = True
+    trainer.fit(net, data())
+    assert net.trained == 2
 
 
 def test_what_has_no_meaning_is_refused_by_name(run: Path, tmp_path: Path):
@@ -234,27 +369,38 @@ class Large(Net):
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_net_of_76_mb_with_more_saves_than_slots_ends(slots: int, run: Path):
-    io = SidesaveCheckpointIO(run, slots=slots)
+    io = SidesaveCheckpointIO(run, staging=sidesave.StagingOptions(slots=slots))
     a_trainer(run, io, 6).fit(Large(), data())
     assert len(sidesave.find(run)) == 3
     assert io.load_checkpoint(run / "last.ckpt")["global_step"] == 6
 
 
-# Kills -----------------------------------------------------------------------------------------------------------
+# Kills --------------------------------------------------------------------------------------------
 
 
 def start(folder: Path, api: str, kind: str, steps: int, kill_at: int = -1) -> list[int]:
     """Run a job to its end; the exit statuses."""
-    call = json.dumps({"folder": str(folder), "api": api, "kind": kind, "steps": steps, "kill_at": kill_at})
+    call = json.dumps(
+        {"folder": str(folder), "api": api, "kind": kind, "steps": steps, "kill_at": kill_at}
+    )
     command = [sys.executable, str(JOB), call]
     if kind == "alone":
         return [forks.popen(command).wait(280)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    common = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+    }
     common |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [forks.popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ranks = [
+        forks.popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
     return [each.wait(280) for each in ranks]
 
 
@@ -274,7 +420,9 @@ def end_daemons(folder: Path, number: int) -> None:
     ("kind", "is_lost"),
     [("alone", True), ("alone", False), ("ddp", False), ("fsdp", True), ("fsdp", False)],
 )
-def test_a_job_killed_within_a_save_goes_on_as_with_lightnings_own(kind: str, is_lost: bool, tmp_path: Path):
+def test_a_job_killed_within_a_save_goes_on_as_with_lightnings_own(
+    kind: str, is_lost: bool, tmp_path: Path
+):
     ranks = 1 if kind == "alone" else 2
     for api in ("ours", "stock"):
         folder = tmp_path / api
@@ -296,10 +444,14 @@ def test_a_job_killed_within_a_save_goes_on_as_with_lightnings_own(kind: str, is
     assert names[0] == names[1]
     if kind in ("alone", "ddp"):
         io = SidesaveCheckpointIO(tmp_path / "ours")
-        ours, stock = io.load_checkpoint(tmp_path / "ours" / "last.ckpt"), TorchCheckpointIO().load_checkpoint(
+        ours = io.load_checkpoint(tmp_path / "ours" / "last.ckpt")
+        stock = TorchCheckpointIO().load_checkpoint(
             tmp_path / "stock" / "last.ckpt", weights_only=False
-        )  # fmt: skip
-        assert all(same(ours[key], stock[key]) for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops"))
+        )
+        assert all(
+            same(ours[key], stock[key])
+            for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops")
+        )
     assert len(sidesave.find(tmp_path / "ours")) == 3
 
 

@@ -1,5 +1,7 @@
 # pyright: reportMissingImports=false
-"""torchtitan's trainer saves with sidesave, by the contract of its own checkpoint manager and beside that one."""
+"""torchtitan's trainer saves with sidesave, by the contract of its own checkpoint manager and
+beside that one.
+"""
 
 import dataclasses
 import json
@@ -36,7 +38,9 @@ from sidesave.integrations.torchtitan import SidesaveCheckpointManager
 
 Config = SidesaveCheckpointManager.Config
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+    ),
     pytest.mark.usefixtures("alone"),
 ]
 
@@ -44,7 +48,9 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """torchtitan's manager needs a process group."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -56,7 +62,9 @@ class Open:
         self.folder = folder
         self.managers: list[Any] = []
 
-    def __call__(self, parts: Parts, kind: str = "ours", adapter: Any = None, **options: Any) -> Any:
+    def __call__(
+        self, parts: Parts, kind: str = "ours", adapter: Any = None, **options: Any
+    ) -> Any:
         manager = parts.build(MANAGERS[kind].Config(enable=True, **options), self.folder, adapter)
         self.managers.append(manager)
         return manager
@@ -85,11 +93,15 @@ def train(parts: Parts, manager: Any, steps: int, last: int = -1) -> list[bool]:
 
 def steps_of(folder: Path) -> list[int]:
     """The numbers of ``step-N`` that lead to something."""
-    return sorted(int(each.name[5:]) for each in folder.iterdir() if re.fullmatch(r"step-\d{1,7}", each.name))
+    return sorted(
+        int(each.name[5:]) for each in folder.iterdir() if re.fullmatch(r"step-\d{1,7}", each.name)
+    )
 
 
 def test_it_has_the_options_of_torchtitans_own_with_their_defaults():
-    own, stock = ({each.name: each for each in dataclasses.fields(kind.Config)} for kind in MANAGERS.values())
+    own, stock = (
+        {each.name: each for each in dataclasses.fields(kind.Config)} for kind in MANAGERS.values()
+    )
     assert own.keys() - stock.keys() == {"checkpointer"}
     assert stock.keys() <= own.keys()
     assert [name for name in stock if own[name].default != stock[name].default] == ["async_mode"]
@@ -178,7 +190,9 @@ def test_the_latest_are_kept_and_only_committed_ones_are_counted(opened: Open):
     assert [info.step for info in sidesave.find(folder)] == [4, 5]
 
 
-def test_the_step_that_is_asked_for_is_loaded_and_of_none_the_highest(opened: Open, caplog: pytest.LogCaptureFixture):
+def test_the_step_that_is_asked_for_is_loaded_and_of_none_the_highest(
+    opened: Open, caplog: pytest.LogCaptureFixture
+):
     loaded = {}
     for kind in MANAGERS:
         parts = Parts(1)
@@ -242,7 +256,9 @@ def test_another_runs_checkpoint_begins_a_run(source: str, model_only: bool, ope
         assert manager.load()
         states.append(fresh.state())
         expected = parts.model.state_dict()
-        assert all(torch.equal(value, expected[name]) for name, value in fresh.model.state_dict().items())
+        assert all(
+            torch.equal(value, expected[name]) for name, value in fresh.model.state_dict().items()
+        )
         assert fresh.progress.step == (0 if model_only else 2)
         train(fresh, manager, 2)
         manager.save(4, last_step=True)
@@ -265,7 +281,9 @@ def test_what_is_excluded_stays(opened: Open):
     assert fresh.schedule.state_dict() == {"last_epoch": 0}
     assert fresh.loader.state_dict() == Parts(2).loader.state_dict()
     manager.close()
-    with pytest.raises(InvalidArgumentError, match="exclude_from_loading has 'data': there are train_state, model"):
+    with pytest.raises(
+        InvalidArgumentError, match="exclude_from_loading has 'data': there are train_state, model"
+    ):
         opened(fresh, exclude_from_loading=["data"]).load()
     with pytest.raises(ValueError, match="model key"):
         Config(exclude_from_loading=["model"])
@@ -327,20 +345,28 @@ def test_weights_go_out_and_come_in_under_the_names_of_hugging_face(frozen: str,
     read = {}
     for kind in MANAGERS:
         parts = Parts(1, frozen=frozen)
-        manager = opened(parts, kind, Adapter(), folder=kind, last_save_in_hf=True, export_dtype="bfloat16")
+        manager = opened(
+            parts, kind, Adapter(), folder=kind, last_save_in_hf=True, export_dtype="bfloat16"
+        )
         assert manager.save(3, last_step=True)
         manager.close()
         path = opened.folder / kind / "step-3"
         assert (path / "model.safetensors.index.json").is_file() or [*path.glob("*.safetensors")]
         for loader in MANAGERS:
             fresh = Parts(2)
-            options = {"initial_load_path": str(path), "initial_load_in_hf": True, "folder": f"{kind}-{loader}"}
+            options = {
+                "initial_load_path": str(path),
+                "initial_load_in_hf": True,
+                "folder": f"{kind}-{loader}",
+            }
             assert opened(fresh, loader, Adapter(), **options).load()
             read[kind, loader] = fresh.state()
     assert all(state == read["stock", "stock"] for state in read.values())
     with pytest.raises(InvalidArgumentError, match="last_save_in_hf: the model has no sd_adapter"):
         opened(Parts(1), last_save_in_hf=True)
-    with pytest.raises(InvalidArgumentError, match="initial_load_in_hf: the model has no sd_adapter"):
+    with pytest.raises(
+        InvalidArgumentError, match="initial_load_in_hf: the model has no sd_adapter"
+    ):
         opened(Parts(1), folder="new", initial_load_in_hf=True).load()
 
 
@@ -400,10 +426,14 @@ def test_a_run_in_an_object_store(opened: Open):
 
 
 def test_what_has_no_meaning_is_refused_by_name(opened: Open):
-    for name in ("distributed", "process_group", "node_local", "fallback_directory"):
+    for name in ("distributed", "process_group", "node_local"):
         with pytest.raises(InvalidArgumentError, match=f"checkpointer has '{name}': "):
             Config(checkpointer={name: True})
-    with pytest.raises(InvalidArgumentError, match="'slot', which sidesave"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"FailureOptions\.fallback_directory, and torchtitan"
+    ):
+        Config(checkpointer={"failures": sidesave.FailureOptions(fallback_directory="other")})
+    with pytest.raises(InvalidArgumentError, match="'slot', which is not an option of sidesave"):
         Config(checkpointer={"slot": 1})
     with pytest.raises(ValueError, match="async_mode='threads'"):
         Config(async_mode="threads")  # pyright: ignore[reportArgumentType]
@@ -416,9 +446,11 @@ def test_what_has_no_meaning_is_refused_by_name(opened: Open):
 
 
 def test_options_of_the_checkpointer_are_passed_on_and_in_no_log(opened: Open):
-    parts = Parts(1)
-    config = Config(enable=True, checkpointer={"slots": 1, "mirror": str(opened.folder / "mirror")})
-    assert json.dumps(config.to_dict()["checkpointer"]) == '["mirror", "slots"]'
+    parts, staging = Parts(1), sidesave.StagingOptions(slots=1)
+    config = Config(
+        enable=True, checkpointer={"staging": staging, "mirror": str(opened.folder / "mirror")}
+    )
+    assert json.dumps(config.to_dict()["checkpointer"]) == '["mirror", "staging"]'
     manager = opened(parts, checkpointer=config.checkpointer, interval=1)
     train(parts, manager, 1)
     assert manager.checkpointer is not None
@@ -434,31 +466,53 @@ def test_options_of_the_checkpointer_are_passed_on_and_in_no_log(opened: Open):
 def test_the_command_line_sets_the_options():
     import tyro
 
-    config = tyro.cli(Config, args=["--interval", "7", "--async-mode", "disabled", "--enable"], default=Config())
+    config = tyro.cli(
+        Config, args=["--interval", "7", "--async-mode", "disabled", "--enable"], default=Config()
+    )
     assert (config.interval, config.async_mode, config.enable) == (7, "disabled", True)
 
 
-def test_the_guides_configuration_is_found_by_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_guides_configuration_is_found_by_torchtitan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from torchtitan.config import ConfigManager
 
     (tmp_path / "my_configs.py").write_text(guides.script("torchtitan", "# With torchtitan"))
     monkeypatch.syspath_prepend(tmp_path)
-    order = ["--module", "my_configs", "--config", "llama3_8b_sidesave", "--checkpoint.interval=100"]
+    order = [
+        "--module",
+        "my_configs",
+        "--config",
+        "llama3_8b_sidesave",
+        "--checkpoint.interval=100",
+    ]
     config: Any = ConfigManager().parse_args(order)
     assert type(config.checkpoint) is Config
-    assert (config.checkpoint.enable, config.checkpoint.folder, config.checkpoint.interval) == (True, "checkpoint", 100)
+    assert (config.checkpoint.enable, config.checkpoint.folder, config.checkpoint.interval) == (
+        True,
+        "checkpoint",
+        100,
+    )
 
 
-# Ranks ---------------------------------------------------------------------------------------------------------------
+# Ranks --------------------------------------------------------------------------------------------
 
 
 class Ranks:
-    """Processes that are forked from one which has imported torchtitan, which takes it ten seconds."""
+    """Processes that are forked from one which has imported torchtitan, which takes it ten
+    seconds.
+    """
 
     def __init__(self, folder: Path) -> None:
         environment = dict(os.environ)
         self.orders = Orders(folder / "orders", environment.__setitem__)
-        command = [sys.executable, "-W", "ignore", "-c", "import titan_trainers; titan_trainers.serve()"]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            "import titan_trainers; titan_trainers.serve()",
+        ]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._server: Any = forks.popen(command, env=environment, **pipes)
 
@@ -492,7 +546,9 @@ def test_stages_and_data_come_back_on_another_mesh(ranks: Ranks, tmp_path: Path)
     ranks("load_on_another_mesh", 2, str(tmp_path))
 
 
-def test_a_trainer_that_is_killed_with_its_daemon_within_a_write_goes_on_from_the_commit(ranks: Ranks, tmp_path: Path):
+def test_a_trainer_that_is_killed_with_its_daemon_within_a_write_goes_on_from_the_commit(
+    ranks: Ranks, tmp_path: Path
+):
     ranks("train_parts", 1, str(tmp_path), 2)
     ranks.orders.give("stop", starting_at="got SAVE", every_step=True, after=6)
     ranks.begin("train_parts", 1, str(tmp_path), 5)
@@ -510,13 +566,17 @@ def test_a_trainer_that_is_killed_with_its_daemon_within_a_write_goes_on_from_th
     (tmp_path / "straight").mkdir()
     ranks("train_parts", 1, str(tmp_path / "straight"), 5)
     for one, other in (("loaded-2", "saved-2"), ("saved-5", "straight/saved-5")):
-        assert torch.load(tmp_path / one, weights_only=True) == torch.load(tmp_path / other, weights_only=True)
+        assert torch.load(tmp_path / one, weights_only=True) == torch.load(
+            tmp_path / other, weights_only=True
+        )
     assert steps_of(folder) == [1, 2, 3, 4, 5]
     assert not [*folder.glob(".step-*")]
 
 
 def losses(folder: Path, ranks: int) -> list[dict[str, str]]:
-    """Of each rank, the loss of each step, the last time that it was taken, and of what is there at the end."""
+    """Of each rank, the loss of each step, the last time that it was taken, and of what is there at
+    the end.
+    """
     files = [(folder / f"losses-{rank}").read_text().splitlines() for rank in range(ranks)]
     return [dict(line.split() for line in lines) for lines in files]  # pyright: ignore[reportArgumentType]
 
@@ -548,7 +608,9 @@ def test_a_job_killed_within_a_save_goes_on_as_one_that_saves_with_torchtitans_o
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_what_two_ranks_have_saved_as_with_torchtitans_own(ranks: Ranks, tmp_path: Path):
+def test_one_process_goes_on_with_what_two_ranks_have_saved_as_with_torchtitans_own(
+    ranks: Ranks, tmp_path: Path
+):
     for kind in MANAGERS:
         (tmp_path / kind).mkdir()
         options = {"interval": 2, "exclude_from_loading": ["dataloader"]}

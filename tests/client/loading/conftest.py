@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 from loads import live
-
-from sidesave import Checkpointer
+from trainers import save
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of ``live(3)``."""
     run = tmp_path_factory.mktemp("run")
-    with Checkpointer(run) as checkpointer:
-        return Path(checkpointer.save(7, live(3), blocking=True).committed.result())
+    return save(run, live(3), 7)
 
 
 @pytest.fixture

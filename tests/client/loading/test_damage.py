@@ -9,24 +9,29 @@ import pytest
 import torch
 from loads import assert_damaged, flip_bit, live, values, with_manifest
 from states import difference
+from trainers import save
 
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.loading.tensors import TensorLoad
 from sidesave.client.reading.checkpoint_reader import CheckpointReader
 from sidesave.errors import CheckpointNotFoundError, FormatVersionError, IntegrityError
-from sidesave.stager.state.treespec import TensorRef
+from sidesave.stager.state.tensor_nodes import TensorRef
 
 
 def test_a_flipped_bit_is_found_with_file_block_and_name_and_nothing_is_applied(tmp_path: Path):
     large = torch.randn(300_000)  # 1.2 MB: five blocks of its own, after one of the header
     with Checkpointer(tmp_path) as checkpointer:
-        info = checkpointer.save(1, {"x": {"small": torch.ones(5), "large": large}}, blocking=True).committed.result()
+        info = checkpointer.save(
+            1, {"x": {"small": torch.ones(5), "large": large}}, blocking=True
+        ).committed.result()
     name = "x.rank-00000.safetensors"
     path = Path(info) / name
     flip_bit(path, 8 + int.from_bytes(path.read_bytes()[:8], "little") + 600_000)
     target = {"x": {"small": torch.zeros(5), "large": torch.zeros(300_000)}}
-    with pytest.raises(IntegrityError, match=rf"/{name}: block 3 \(bytes .*\) does not .*; it holds x\.large$"):
+    with pytest.raises(
+        IntegrityError, match=rf"/{name}: block 3 \(bytes .*\) does not .*; it holds x\.large$"
+    ):
         sidesave.load(info, into=target)
     assert not any(tensor.any() for tensor in target["x"].values())
     [fault] = sidesave.verify(info).faults
@@ -48,7 +53,9 @@ FILES = [
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("at", [0, 1, 100, -1])
-def test_a_flipped_bit_anywhere_is_found_and_nothing_is_applied(checkpoint: Path, name: str, at: int):
+def test_a_flipped_bit_anywhere_is_found_and_nothing_is_applied(
+    checkpoint: Path, name: str, at: int
+):
     path = checkpoint / name
     flip_bit(path, min(at, path.stat().st_size - 1))
     assert_damaged(checkpoint, name.replace(".", r"\."))
@@ -56,7 +63,9 @@ def test_a_flipped_bit_anywhere_is_found_and_nothing_is_applied(checkpoint: Path
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("cut", [lambda size: 0, lambda size: size // 2, lambda size: size - 1])
-def test_a_short_file_is_found_and_nothing_is_applied(checkpoint: Path, name: str, cut: Callable[[int], int]):
+def test_a_short_file_is_found_and_nothing_is_applied(
+    checkpoint: Path, name: str, cut: Callable[[int], int]
+):
     os.truncate(checkpoint / name, cut((checkpoint / name).stat().st_size))
     assert_damaged(checkpoint, name.replace(".", r"\."))
 
@@ -103,14 +112,18 @@ def test_of_a_run_directory_the_newest_is_loaded_and_what_find_lists_too(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
-@pytest.mark.parametrize("stored", [torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "stored", [torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)]
+)
 def test_a_treespec_that_takes_a_tensor_for_what_it_is_not_is_damaged(
     tmp_path: Path, stored: torch.Tensor, dtype: torch.dtype
 ):
-    with sidesave.Checkpointer(tmp_path) as ckpt:
-        path = ckpt.save(1, {"x": stored}, blocking=True).committed.result().path
-    with CheckpointReader(path) as reader, pytest.raises(IntegrityError, match="x is stored as"):
-        TensorLoad(TensorRef("x", dtype)).look_up(reader, None)
+    path = save(tmp_path, {"x": stored})
+    with (
+        CheckpointReader(str(path)) as reader,
+        pytest.raises(IntegrityError, match="x is stored as"),
+    ):
+        TensorLoad(TensorRef("x", dtype)).look_up(reader)
 
 
 def test_a_newer_format_is_refused_as_such(checkpoint: Path):

@@ -1,4 +1,6 @@
-"""Weights of others as a start: plain safetensors, as stock tools write them, are sources like checkpoints of ours."""
+"""Weights of others as a start: plain safetensors, as stock tools write them, are sources like
+checkpoints of ours.
+"""
 
 import json
 import logging
@@ -6,7 +8,6 @@ import os
 import random
 import struct
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from loads import values
 from states import difference
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from trainers import save
 from worlds import drop_from_cache
 
 import sidesave
@@ -63,7 +65,9 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], files: int = 1, *, index: bool = True) -> Path:
+def write(
+    folder: Path, tensors: Mapping[str, torch.Tensor], files: int = 1, *, index: bool = True
+) -> Path:
     """A directory as ``save_pretrained`` of transformers writes it."""
     folder.mkdir(parents=True)
     names = [f"model-{n:05d}-of-{files:05d}.safetensors" for n in range(1, files + 1)]
@@ -89,7 +93,9 @@ def about(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def assert_untouched(into: dict[str, Any], kind: type[Exception], *words: str, of: Any, **options: Any) -> None:
+def assert_untouched(
+    into: dict[str, Any], kind: type[Exception], *words: str, of: Any, **options: Any
+) -> None:
     """That loading ``of`` fails as told, and has changed nothing."""
     before, objects = values(into), dict(into)
     with pytest.raises(kind) as caught:
@@ -100,7 +106,7 @@ def assert_untouched(into: dict[str, Any], kind: type[Exception], *words: str, o
     assert all(into[name] is value for name, value in objects.items())
 
 
-# What is taken ---------------------------------------------------------------------------------------------------
+# What is taken ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["file", "directory", "sharded", "index", "several"])
@@ -119,27 +125,38 @@ def test_names_have_the_item_in_front_when_they_are_chosen_and_renamed(tmp_path:
     folder = write(tmp_path / "weights", given, 2)
     into: dict[str, Any] = {"net": {"first": Net(2)}, "step": 3}
     source = Source(
-        folder, item="x", include="x.transformer.*", exclude="*.layers.0.*", rename={"x.transformer": "net.first"}
+        folder,
+        item="x",
+        include="x.transformer.*",
+        exclude="*.layers.0.*",
+        rename={"x.transformer": "net.first"},
     )
     load_sources([source], into, strict=False)
     expected = values(Net(1))
-    expected.update({name: tensor for name, tensor in values(Net(2)).items() if name.startswith("layers.0.")})
+    expected.update(
+        {name: tensor for name, tensor in values(Net(2)).items() if name.startswith("layers.0.")}
+    )
     assert difference(expected, values(into["net"]["first"])) == ""
     hint = 'pass rename={"model.transformer": "model"}'
     assert_untouched({"model": Net(2)}, StateMismatchError, hint, of=Source(folder, item="model"))
 
 
 def test_weights_and_checkpoints_are_laid_over_each_other(tmp_path: Path):
-    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
-        checkpointer.save(1, {"model": Net(1), "epoch": 5})
+    save(tmp_path / "run", {"model": Net(1), "epoch": 5})
     folder = write(tmp_path / "weights", tensors_of(Net(2)), 3)
     into: dict[str, Any] = {"model": Net(3), "epoch": 0}
-    load_sources([Source(tmp_path / "run"), Source(folder, item="model", include="model.layers")], into)
+    load_sources(
+        [Source(tmp_path / "run"), Source(folder, item="model", include="model.layers")], into
+    )
     expected = values(Net(1))
-    expected.update({name: tensor for name, tensor in values(Net(2)).items() if name.startswith("layers.")})
+    expected.update(
+        {name: tensor for name, tensor in values(Net(2)).items() if name.startswith("layers.")}
+    )
     assert difference(expected, values(into["model"])) == ""
     assert into["epoch"] == 5
-    load_sources([Source(folder, item="model", include="model.embed*"), Source(tmp_path / "run")], into)
+    load_sources(
+        [Source(folder, item="model", include="model.embed*"), Source(tmp_path / "run")], into
+    )
     assert difference(values(Net(1)), values(into["model"])) == ""
 
 
@@ -152,34 +169,41 @@ def test_names_that_share_a_tensor_take_what_one_of_them_has(tmp_path: Path):
     assert difference(values(expected), values(into["model"])) == ""
     assert into["model"].lm_head.weight is into["model"].embed.weight
     assert_untouched(
-        {"model": Net(2)}, StateMismatchError, "model.lm_head.weight: missing", of=Source(folder, item="model")
+        {"model": Net(2)},
+        StateMismatchError,
+        "model.lm_head.weight: missing",
+        of=Source(folder, item="model"),
     )
     # The other name of the two, in a dict of modules; and over a run that has both of them.
     given = tensors_of(expected)
     given["lm_head.weight"] = given.pop("embed.weight")
     other = write(tmp_path / "other", given)
-    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
-        checkpointer.save(1, {"models": {"a": Net(3, tied=True)}})
+    save(tmp_path / "run", {"models": {"a": Net(3, tied=True)}})
     into = {"models": {"a": Net(2, tied=True)}}
     for path in (folder, other):
-        load_sources([Source(tmp_path / "run"), Source(path, item="m", rename={"m": "models.a"})], into)
+        load_sources(
+            [Source(tmp_path / "run"), Source(path, item="m", rename={"m": "models.a"})], into
+        )
         assert difference(values(expected), values(into["models"]["a"])) == ""
-        load_sources([Source(path, item="m", rename={"m": "models.a"}), Source(tmp_path / "run")], into)
+        load_sources(
+            [Source(path, item="m", rename={"m": "models.a"}), Source(tmp_path / "run")], into
+        )
         assert difference(values(Net(3, tied=True)), values(into["models"]["a"])) == ""
 
 
 def test_weights_are_cast(tmp_path: Path):
     folder = write(tmp_path / "weights", tensors_of(Net(1)), 2)
     into: dict[str, Any] = {"model": Net(2).bfloat16()}
-    assert_untouched(into, StateMismatchError, "pass dtype= to cast", of=Source(folder, item="model"))
+    assert_untouched(
+        into, StateMismatchError, "pass dtype= to cast", of=Source(folder, item="model")
+    )
     load_sources([Source(folder, item="model", dtype=torch.bfloat16)], into)
     assert difference(values(Net(1).bfloat16()), values(into["model"])) == ""
 
 
 def test_what_was_exported_is_a_start_bit_for_bit(tmp_path: Path):
     expected = Net(1, tied=True).bfloat16()
-    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
-        path = checkpointer.save(1, {"model": expected, "epoch": 5}, blocking=True).committed.result().path
+    path = save(tmp_path / "run", {"model": expected, "epoch": 5})
     for limit in (1000, 1_000_000):
         report = export(path, tmp_path / f"export-{limit}", max_shard_nbytes=limit)
         assert report.tied and (len(report.files) > 1) == (limit == 1000)
@@ -195,7 +219,9 @@ def test_a_new_run_begins_with_weights_and_resumes_its_own(tmp_path: Path):
         torch.manual_seed(0)
         state: dict[str, Any] = {"model": Net(2, tied=True), "train": {"seen": 0}}
         state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
-        with sidesave.CheckpointManager(tmp_path / "run", state=state, save=[sidesave.EverySteps(1)]) as manager:
+        with sidesave.CheckpointManager(
+            tmp_path / "run", state=state, save=[sidesave.EverySteps(1)]
+        ) as manager:
             first = manager.restore(sources=[Source(folder, item="model")])
             begun = values(state["model"])
             for step in range(first, last):
@@ -232,7 +258,9 @@ def test_half_a_model_is_no_start_for_a_manager(tmp_path: Path):
 
 
 def test_files_of_a_cache_are_links(tmp_path: Path):
-    """The cache of huggingface_hub: names are links to blobs that are called after their content."""
+    """The cache of huggingface_hub: names are links to blobs that are called after their
+    content.
+    """
     folder = write(tmp_path / "weights", tensors_of(Net(1)), 2)
     blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "0123abcd"
     blobs.mkdir(parents=True)
@@ -258,9 +286,23 @@ def test_every_dtype_that_stock_files_have_comes_back(tmp_path: Path):
         "empty": torch.zeros(0, 3),
         "flag": torch.ones(3) > 0,
     }
-    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in (
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ):
         given[str(dtype)] = torch.randn(5, 3).to(dtype)
-    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32):
+    for dtype in (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+    ):
         given[str(dtype)] = torch.randint(0, 100, (5, 3)).to(dtype)
     given["complex"] = torch.randn(4, dtype=torch.complex64)
     safetensors.torch.save_file(given, tmp_path / "x.safetensors")
@@ -268,7 +310,9 @@ def test_every_dtype_that_stock_files_have_comes_back(tmp_path: Path):
     load_sources([Source(tmp_path / "x.safetensors", item="x")], into)
     assert difference(given, {name: into["x"][name] for name in given}) == ""
     wide: dict[str, Any] = {"x": {"torch.float8_e5m2": torch.zeros(5, 3)}}
-    source = Source(tmp_path / "x.safetensors", item="x", include="x.torch.float8_e5m2", dtype=torch.float32)
+    source = Source(
+        tmp_path / "x.safetensors", item="x", include="x.torch.float8_e5m2", dtype=torch.float32
+    )
     load_sources([source], wide)
     assert torch.equal(wide["x"]["torch.float8_e5m2"], given["torch.float8_e5m2"].float())
 
@@ -278,13 +322,17 @@ def test_a_dtype_that_is_not_known_is_told_with_the_name_of_its_tensor(tmp_path:
     header = {"a": about("F32", [2], 0, 8), "scale": about("F8_E8M0", [4], 8, 12)}
     path.write_bytes(file_of(header, struct.pack("<2f", 1, 2) + bytes(4)))
     into = {"x": {"a": torch.zeros(2), "scale": torch.zeros(4)}}
-    assert_untouched(into, UnsupportedValueError, "x.scale", "F8_E8M0", "exclude", of=Source(path, item="x"))
+    assert_untouched(
+        into, UnsupportedValueError, "x.scale", "F8_E8M0", "exclude", of=Source(path, item="x")
+    )
     load_sources([Source(path, item="x", exclude="x.scale")], into, strict=False)
     assert into["x"]["a"].tolist() == [1, 2]
 
 
 def test_names_in_any_order_and_tensors_at_odd_places(tmp_path: Path):
-    """What the format allows and stock tools of today do not write: others do, and older ones did."""
+    """What the format allows and stock tools of today do not write: others do, and older ones
+    did.
+    """
     small, large = torch.arange(5.0), torch.arange(200_000, dtype=torch.float64).reshape(500, 400)
     bits = [bytes([7]), small.numpy().tobytes(), bytes([1, 0, 1]), large.numpy().tobytes()]
     header = {
@@ -301,18 +349,32 @@ def test_names_in_any_order_and_tensors_at_odd_places(tmp_path: Path):
         into: dict[str, Any] = {"x": dict.fromkeys(header)}
         load_sources([Source(path, item="x")], into)
         found = into["x"]
-        expected = [large, torch.zeros(0, 7, dtype=torch.float16), small, torch.tensor([True, False, True])]
-        assert difference([*expected, torch.tensor([7], dtype=torch.uint8)], [found[name] for name in header]) == ""
+        expected = [
+            large,
+            torch.zeros(0, 7, dtype=torch.float16),
+            small,
+            torch.tensor([True, False, True]),
+        ]
+        assert (
+            difference(
+                [*expected, torch.tensor([7], dtype=torch.uint8)], [found[name] for name in header]
+            )
+            == ""
+        )
         assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
         reader = SafetensorsReader(str(path), "x")
-        wanted = [("x.large", ((3, 10), (490, 5))), ("x.large", ((499, 0), (1, 400))), ("x.small", ((2,), (2,)))]
+        wanted = [
+            ("x.large", ((3, 10), (490, 5))),
+            ("x.large", ((499, 0), (1, 400))),
+            ("x.small", ((2,), (2,))),
+        ]
         boxes = reader.read_boxes(wanted)
         assert torch.equal(boxes[wanted[0]], large[3:493, 10:15])
         assert torch.equal(boxes[wanted[1]], large[499:])
         assert torch.equal(boxes[wanted[2]], small[2:4])
 
 
-# No more than is needed ------------------------------------------------------------------------------------------
+# No more than is needed ---------------------------------------------------------------------------
 
 
 def test_only_what_is_chosen_is_read_and_the_other_files_need_not_be_there(tmp_path: Path):
@@ -327,7 +389,10 @@ def test_only_what_is_chosen_is_read_and_the_other_files_need_not_be_there(tmp_p
     loaded.apply()
     assert torch.equal(into["x"]["a"], given["a"])
     assert_untouched(
-        {"x": {"b": torch.zeros(MiB // 4)}}, IntegrityError, gone, of=Source(folder, item="x", include="x.b")
+        {"x": {"b": torch.zeros(MiB // 4)}},
+        IntegrityError,
+        gone,
+        of=Source(folder, item="x", include="x.b"),
     )
 
 
@@ -335,7 +400,8 @@ def test_a_file_that_says_it_is_enormous_takes_no_memory(tmp_path: Path):
     path = tmp_path / "x.safetensors"
     nbytes = 1 << 43
     header = file_of(
-        {"a": about("F32", [2], 0, 8), "b": about("U8", [nbytes], 8, 8 + nbytes)}, struct.pack("<2f", 1, 2)
+        {"a": about("F32", [2], 0, 8), "b": about("U8", [nbytes], 8, 8 + nbytes)},
+        struct.pack("<2f", 1, 2),
     )
     path.write_bytes(header)
     try:
@@ -348,9 +414,7 @@ def test_a_file_that_says_it_is_enormous_takes_no_memory(tmp_path: Path):
     assert into["x"]["a"].tolist() == [1, 2]
 
 
-def start_sharded(rank: int, world: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=300))
+def start_sharded(rank: int, world: int, folder: Path) -> None:
     mesh = dist.init_device_mesh("cpu", (world,))
 
     def sharded(model: nn.Module, dim: int = 0) -> nn.Module:
@@ -359,7 +423,10 @@ def start_sharded(rank: int, world: int, folder: str) -> None:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in tied:
                     spread = distribute_tensor(
-                        parameter.detach(), mesh, [Shard(min(dim, parameter.dim() - 1))], src_data_rank=None
+                        parameter.detach(),
+                        mesh,
+                        [Shard(min(dim, parameter.dim() - 1))],
+                        src_data_rank=None,
                     )
                     tied[id(parameter)] = nn.Parameter(spread)
                 setattr(module, name, tied[id(parameter)])
@@ -367,7 +434,10 @@ def start_sharded(rank: int, world: int, folder: str) -> None:
 
     def whole(model: nn.Module) -> dict[str, torch.Tensor]:
         found = model.state_dict(keep_vars=True)
-        return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)().detach() for name, tensor in found.items()}
+        return {
+            name: getattr(tensor, "full_tensor", lambda t=tensor: t)().detach()
+            for name, tensor in found.items()
+        }
 
     expected = dict(Net(1, tied=True).state_dict())
     for dim in (0, 1):
@@ -377,8 +447,12 @@ def start_sharded(rank: int, world: int, folder: str) -> None:
 
     big = {"w": distribute_tensor(torch.zeros(1024, 512), mesh, [Shard(0)], src_data_rank=None)}
     for path in ("big", "odd"):
-        loaded = sources.read_sources([Source(f"{folder}/{path}", item="x", include="x.w")], {"x": big}, rank=rank)
-        assert loaded.nbytes_read < 0.6 * big["w"].nbytes, "this rank's half, and what it takes to find it"
+        loaded = sources.read_sources(
+            [Source(f"{folder}/{path}", item="x", include="x.w")], {"x": big}, rank=rank
+        )
+        assert loaded.nbytes_read < 0.6 * big["w"].nbytes, (
+            "this rank's half, and what it takes to find it"
+        )
         loaded.apply()
         assert torch.equal(big["w"].full_tensor(), torch.arange(1024.0 * 512).reshape(1024, 512))
         big["w"].zero_()
@@ -392,22 +466,22 @@ def start_sharded(rank: int, world: int, folder: str) -> None:
             manager.save(0, blocking=True)
         manager.close()
     with pytest.raises(CheckpointNotFoundError, match="item="):
-        sidesave.CheckpointManager(f"{folder}/other", state=state).restore(sources=[Source(f"{folder}/weights")])
-    dist.destroy_process_group()
+        sidesave.CheckpointManager(f"{folder}/other", state=state).restore(
+            sources=[Source(f"{folder}/weights")]
+        )
 
 
 def test_each_rank_reads_its_part_and_a_manager_begins_with_it(tmp_path: Path):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     write(tmp_path / "weights", tensors_of(Net(1, tied=True)), 3)
     big = torch.arange(1024.0 * 512).reshape(1024, 512)
     write(tmp_path / "big", {"w": big})
     (tmp_path / "odd").mkdir()
     header = {"w": about("F32", [1024, 512], 1, 1 + big.nbytes), "b": about("U8", [1], 0, 1)}
     (tmp_path / "odd" / "w.safetensors").write_bytes(file_of(header, b"\0" + big.numpy().tobytes()))
-    forks.spawn(start_sharded, 2, str(tmp_path))
+    forks.spawn_group(start_sharded, 2, tmp_path)
 
 
-# What is wrong ---------------------------------------------------------------------------------------------------
+# What is wrong ------------------------------------------------------------------------------------
 
 
 def damaged_index(**changes: Any) -> Callable[[Path], object]:
@@ -415,7 +489,9 @@ def damaged_index(**changes: Any) -> Callable[[Path], object]:
 
     def damage(folder: Path) -> None:
         body = json.loads((folder / INDEX).read_text())
-        body["weight_map"].update({name.replace("_", "."): place for name, place in changes.items()})
+        body["weight_map"].update(
+            {name.replace("_", "."): place for name, place in changes.items()}
+        )
         (folder / INDEX).write_text(json.dumps(body))
 
     return damage
@@ -423,7 +499,9 @@ def damaged_index(**changes: Any) -> Callable[[Path], object]:
 
 def put(name: str, data: bytes | str) -> Callable[[Path], object]:
     """Writes something in the place of a file."""
-    return lambda folder: (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return lambda folder: (folder / name).write_bytes(
+        data.encode() if isinstance(data, str) else data
+    )
 
 
 def change(name: str, edit: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -456,17 +534,26 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "pipe": (pipe, "not a file"),
     "directory": (directory, "not a file"),
     "device": (device, "not a file"),
-    "hole": (put(FIRST, file_of({"embed.weight": about("U8", [1], 1, 2)}, b"ab")), "leaves a hole"),
+    "hole": (put(FIRST, file_of({"embed.weight": about("U8", [1], 1, 2)}, b"ab")), "leaves a gap"),
     "over": (
         put(FIRST, file_of({"a": about("U8", [2], 0, 2), "b": about("U8", [2], 1, 3)}, b"abc")),
-        "lies over",
+        "overlaps",
     ),
-    "shape": (put(FIRST, file_of({"embed.weight": about("F32", [2], 0, 4)}, b"abcd")), "length that is not"),
-    "negative": (put(FIRST, file_of({"embed.weight": about("U8", [-1], 0, 4)}, b"abcd")), "malformed"),
+    "shape": (
+        put(FIRST, file_of({"embed.weight": about("F32", [2], 0, 4)}, b"abcd")),
+        "length that is not",
+    ),
+    "negative": (
+        put(FIRST, file_of({"embed.weight": about("U8", [-1], 0, 4)}, b"abcd")),
+        "malformed",
+    ),
     "twice": (put(FIRST, file_of(b'{"a":{},"a":{}}', b"")), "duplicate key"),
     "list": (put(FIRST, file_of(b"[]", b"")), "JSON object"),
     "metadata": (put(FIRST, file_of({"__metadata__": {"a": 1}}, b"")), "text to text"),
-    "dimensions": (put(FIRST, file_of({"embed.weight": about("U8", [0] * 999, 0, 0)}, b"")), "length that is not"),
+    "dimensions": (
+        put(FIRST, file_of({"embed.weight": about("U8", [0] * 999, 0, 0)}, b"")),
+        "length that is not",
+    ),
     "lack": (damaged_index(embed_extra=FIRST), "embed.extra"),
     "up": (damaged_index(embed_weight="../secret.safetensors"), "no file beside it"),
     "root": (damaged_index(embed_weight="/etc/passwd"), "no file beside it"),
@@ -495,7 +582,9 @@ def test_damage_is_told_and_nothing_is_touched(tmp_path: Path, name: str):
     (tmp_path / "secret.safetensors").write_bytes((folder / FIRST).read_bytes())
     damage, words = DAMAGES[name]
     damage(folder)
-    assert_untouched({"model": Net(2)}, IntegrityError, str(folder), words, of=Source(folder, item="model"))
+    assert_untouched(
+        {"model": Net(2)}, IntegrityError, str(folder), words, of=Source(folder, item="model")
+    )
 
 
 def test_headers_and_indices_that_are_cut_or_flipped_are_taken_or_told(tmp_path: Path):
@@ -528,7 +617,9 @@ def test_headers_and_indices_that_are_cut_or_flipped_are_taken_or_told(tmp_path:
             file.write_bytes(changed)
             attempt()
         file.write_bytes(data)
-    assert refused > 20 * taken, "what is flipped in metadata, or in the length of a name's file, may be as good"
+    assert refused > 20 * taken, (
+        "what is flipped in metadata, or in the length of a name's file, may be as good"
+    )
     taken = 0
     attempt()
     assert taken == 1
@@ -573,7 +664,9 @@ def test_what_does_not_fit_is_told_by_name_and_nothing_is_touched(tmp_path: Path
     assert_untouched({"model": Net(2)}, StateMismatchError, *words, of=lenient)
 
 
-def test_what_is_not_strict_leaves_what_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_what_is_not_strict_leaves_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     given = {**tensors_of(Net(1)), "rotary.inv_freq": torch.ones(3)}
     del given["norm.running_mean"]
     folder = write(tmp_path / "weights", given)
@@ -585,16 +678,20 @@ def test_what_is_not_strict_leaves_what_is_missing(tmp_path: Path, caplog: pytes
     assert "model.rotary.inv_freq" in caplog.text and "model.norm.running_mean" in caplog.text
 
 
-# Which files, and for what ---------------------------------------------------------------------------------------
+# Which files, and for what ------------------------------------------------------------------------
 
 
 def test_an_item_is_needed_for_weights_and_for_nothing_else(tmp_path: Path):
     folder = write(tmp_path / "weights", tensors_of(Net(1)), 2)
-    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
-        path = Path(checkpointer.save(1, {"model": Net(1)}, blocking=True).committed.result().path)
+    path = save(tmp_path / "run", {"model": Net(1)})
     into: dict[str, Any] = {"net": Net(2), "step": 3}
     for place in (folder, folder / INDEX, folder / FIRST):
-        assert_untouched(into, CheckpointNotFoundError, "say which they are for with item='net'", of=Source(place))
+        assert_untouched(
+            into,
+            CheckpointNotFoundError,
+            "say which they are for with item='net'",
+            of=Source(place),
+        )
         with pytest.raises(CheckpointNotFoundError, match="item="):
             sidesave.load(place)
     words = ["item='model' is not among", "net, step"]
@@ -635,17 +732,23 @@ def test_which_files_of_a_directory_count_is_never_guessed(tmp_path: Path):
     body = json.loads(listed)
     del body["weight_map"]["embed.weight"]
     (folder / INDEX).write_text(json.dumps(body))
-    assert_untouched({"model": Net(2)}, StateMismatchError, "model.embed.weight: missing", of=source)
+    assert_untouched(
+        {"model": Net(2)}, StateMismatchError, "model.embed.weight: missing", of=source
+    )
     (folder / INDEX).write_text(listed)
 
     safetensors.torch.save_file(tensors_of(Net(3)), folder / "model.safetensors")
-    assert_untouched({"model": Net(2)}, InvalidArgumentError, "name the one that is meant", of=source)
+    assert_untouched(
+        {"model": Net(2)}, InvalidArgumentError, "name the one that is meant", of=source
+    )
     for place, seed in ((folder / INDEX, 1), (folder / "model.safetensors", 3)):
         load_sources([Source(place, item="model")], into)
         assert difference(values(Net(seed)), values(into["model"])) == ""
     (folder / INDEX).rename(folder / "other.safetensors.index.json")
     (folder / "third.safetensors.index.json").write_text("{}")
-    assert_untouched({"model": Net(2)}, InvalidArgumentError, "other.safetensors.index.json, third", of=source)
+    assert_untouched(
+        {"model": Net(2)}, InvalidArgumentError, "other.safetensors.index.json, third", of=source
+    )
     for file in folder.glob("*.json"):
         file.unlink()
     load_sources([source], into)
@@ -653,11 +756,16 @@ def test_which_files_of_a_directory_count_is_never_guessed(tmp_path: Path):
     (folder / "model.safetensors").unlink()
     assert_untouched({"model": Net(2)}, StateMismatchError, "model.stray: unexpected", of=source)
     safetensors.torch.save_file({"stray": torch.ones(2)}, folder / "z.safetensors")
-    assert_untouched({"model": Net(2)}, InvalidArgumentError, "adapter.safetensors", "z.safetensors", of=source)
+    assert_untouched(
+        {"model": Net(2)}, InvalidArgumentError, "adapter.safetensors", "z.safetensors", of=source
+    )
 
 
 def test_weights_without_a_tensor_are_told(tmp_path: Path):
     safetensors.torch.save_file({}, tmp_path / "x.safetensors")
     assert_untouched(
-        {"x": Net(1)}, StateMismatchError, "nothing of it", of=Source(tmp_path / "x.safetensors", item="x")
+        {"x": Net(1)},
+        StateMismatchError,
+        "nothing of it",
+        of=Source(tmp_path / "x.safetensors", item="x"),
     )

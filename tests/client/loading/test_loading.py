@@ -1,4 +1,6 @@
-"""Loading: what was saved comes back, into fresh values or live objects, and what does not fit touches nothing."""
+"""Loading: what was saved comes back, into fresh values or live objects, and what does not fit
+touches nothing.
+"""
 
 import collections
 import logging
@@ -13,19 +15,20 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from loads import Loader, assert_refused, flip_bit, live, save, values
+from loads import Loader, assert_refused, flip_bit, live, values
 from states import bits, difference, noise
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from trainers import save
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.client.loading import apply
 from sidesave.client.loading.load import LoadRequest
 from sidesave.client.messages import Names
+from sidesave.client.targets import assign, tensor_memory
 from sidesave.errors import InvalidArgumentError, StateMismatchError
 
-# Fresh -----------------------------------------------------------------------------------------------------------
+# Fresh --------------------------------------------------------------------------------------------
 
 
 def test_a_fresh_load_gives_state_dicts_in_the_place_of_objects(original: Path):
@@ -60,7 +63,7 @@ def test_tied_weights_come_back_tied_and_across_items(tmp_path: Path):
     assert difference({"ema": {"copy": embedding.weight}}, alone) == ""
 
 
-# Into live objects -----------------------------------------------------------------------------------------------
+# Into live objects --------------------------------------------------------------------------------
 
 
 def test_everything_live_takes_its_state_in_place(original: Path):
@@ -131,11 +134,13 @@ def test_sparse_tensors_are_loaded_in_place(tmp_path: Path):
         assert difference(sparse(0, 2, 3), target["graph"].adjacency) == ""
         assert difference(sparse(1), target["bare"]) == ""
         wrong = torch.zeros(4).to_sparse()
-        with pytest.raises(StateMismatchError, match=r"bare: shape \[5\] in the checkpoint, \[4\] in the target"):
+        with pytest.raises(
+            StateMismatchError, match=r"bare: shape \[5\] in the checkpoint, \[4\] in the target"
+        ):
             checkpointer.load(into={"bare": wrong})
 
 
-# Parts -----------------------------------------------------------------------------------------------------------
+# Parts --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,7 +155,9 @@ def test_sparse_tensors_are_loaded_in_place(tmp_path: Path):
         ("nested.1", None, {"nested.1"}),
     ],
 )
-def test_patterns_choose_what_is_loaded(original: Path, include: Any, exclude: Any, names: set[str]):
+def test_patterns_choose_what_is_loaded(
+    original: Path, include: Any, exclude: Any, names: set[str]
+):
     import fnmatch
 
     def leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
@@ -164,14 +171,26 @@ def test_patterns_choose_what_is_loaded(original: Path, include: Any, exclude: A
             yield fqn, value
 
     everything = dict(leaves(sidesave.load(original), ""))
-    expected = [value for fqn, value in everything.items() if any(fnmatch.fnmatchcase(fqn, name) for name in names)]
-    found = [value for _, value in leaves(sidesave.load(original, include=include, exclude=exclude), "")]
+    expected = [
+        value
+        for fqn, value in everything.items()
+        if any(fnmatch.fnmatchcase(fqn, name) for name in names)
+    ]
+    found = [
+        value for _, value in leaves(sidesave.load(original, include=include, exclude=exclude), "")
+    ]
     assert len(expected) == len(found)
     assert difference(expected, found) == ""
 
 
 def test_what_is_left_out_leaves_nothing_behind(tmp_path: Path):
-    state = {"a": {"x": 1, "empty": {}, "none": []}, "b": {}, "c": [], "d": {"e": {"f": []}}, "g": ((), 2)}
+    state = {
+        "a": {"x": 1, "empty": {}, "none": []},
+        "b": {},
+        "c": [],
+        "d": {"e": {"f": []}},
+        "g": ((), 2),
+    }
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, blocking=True)
         assert checkpointer.load() == state
@@ -185,7 +204,12 @@ def test_what_makes_sense_only_whole_is_loaded_whole(tmp_path: Path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state, blocking=True)
         assert checkpointer.load(include="*.set") == {"x": {"set": {1, (2, 3)}}}
-        assert difference({"x": {"sparse": state["x"]["sparse"]}}, checkpointer.load(include="*.sparse")) == ""
+        assert (
+            difference(
+                {"x": {"sparse": state["x"]["sparse"]}}, checkpointer.load(include="*.sparse")
+            )
+            == ""
+        )
         assert checkpointer.load(include="x.keys") == {"x": {"keys": {(1, "a"): 2}}}
 
 
@@ -199,13 +223,15 @@ def test_a_part_is_loaded_into_live_objects_and_the_rest_stays(original: Path):
 
 
 def test_only_what_is_asked_for_is_read(original: Path, checkpoint: Path):
-    """A damaged tensor is no obstacle to another one's reader, far away in the file or in another file."""
+    """A damaged tensor is no obstacle to another one's reader, far away in the file or in another
+    file.
+    """
     flip_bit(checkpoint / "optimizer.rank-00000.safetensors", -1)
     expected = sidesave.load(original, include="model")
     assert difference(expected, sidesave.load(checkpoint, include="model")) == ""
 
 
-# What does not fit -----------------------------------------------------------------------------------------------
+# What does not fit --------------------------------------------------------------------------------
 
 
 def test_shapes_that_differ_are_named_and_nothing_is_touched(original: Path):
@@ -224,7 +250,9 @@ def test_shapes_that_differ_are_named_and_nothing_is_touched(original: Path):
 
 def test_names_that_differ_are_all_named_and_nothing_is_touched(original: Path):
     target = live(1)
-    target["model"] = nn.Sequential(target["model"][0], nn.Identity(), nn.Identity(), nn.Linear(8, 8))
+    target["model"] = nn.Sequential(
+        target["model"][0], nn.Identity(), nn.Identity(), nn.Linear(8, 8)
+    )
     del target["nested"]["ema"]
     target["nested"]["emb"] = torch.zeros(3, 3)
     assert_refused(
@@ -251,7 +279,10 @@ def test_dtypes_that_differ_are_named_and_nothing_is_touched(original: Path):
     assert_refused(
         original,
         target,
-        "model.0.weight: torch.float32 in the checkpoint, torch.float16 in the target; pass dtype= to cast",
+        (
+            "model.0.weight: torch.float32 in the checkpoint, torch.float16 in the target; pass "
+            "dtype= to cast"
+        ),
         "nested.complex: torch.complex128 in the checkpoint, torch.complex64 in the target",
     )
 
@@ -264,12 +295,24 @@ def test_dtypes_that_differ_are_named_and_nothing_is_touched(original: Path):
             lambda target: target.update(model=torch.zeros(2)),
             "model: the checkpoint holds a OrderedDict, the target",
         ),
-        (lambda target: target.update(epoch={"one": torch.zeros(1)}), "epoch: the checkpoint holds a int here"),
-        (lambda target: target.update(model=torch.optim.SGD([torch.zeros(1)])), "model: the checkpoint holds no optim"),
-        (lambda target: target["nested"]["heads"].pop(), "nested.heads: the checkpoint does not hold 1 items here"),
+        (
+            lambda target: target.update(epoch={"one": torch.zeros(1)}),
+            "epoch: the checkpoint holds a int here",
+        ),
+        (
+            lambda target: target.update(model=torch.optim.SGD([torch.zeros(1)])),
+            "model: the checkpoint holds no optim",
+        ),
+        (
+            lambda target: target["nested"]["heads"].pop(),
+            "nested.heads: the checkpoint does not hold 1 items here",
+        ),
         (
             lambda target: target.update(optimizer=torch.optim.AdamW(target["model"].parameters())),
-            "optimizer.param_groups.0.lr: its parameters were in groups 0, 1, where it is not the same",
+            (
+                "optimizer.param_groups.0.lr: its parameters were in groups 0, 1, where it is not "
+                "the same"
+            ),
         ),
     ],
 )
@@ -284,14 +327,17 @@ def test_targets_of_another_kind_are_refused_and_nothing_is_touched(
 def test_targets_without_memory_are_refused(original: Path):
     with torch.device("meta"):
         model = live(0)["model"]
-    with pytest.raises(StateMismatchError, match=r"model\.0\.weight: the target is a meta tensor .* to_empty\(\)"):
+    with pytest.raises(
+        StateMismatchError, match=r"model\.0\.weight: the target is a meta tensor .* to_empty\(\)"
+    ):
         sidesave.load(original, into={"model": model})
 
 
 def test_a_mismatch_of_thousands_is_told_in_a_few_lines(tmp_path: Path):
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"x": [torch.zeros(2) for _ in range(3000)]}, blocking=True)
-    message = assert_refused(tmp_path / "step-00000001", {"x": [torch.zeros(3) for _ in range(3000)]}, "x.0: shape")
+    save(tmp_path, {"x": [torch.zeros(2) for _ in range(3000)]})
+    message = assert_refused(
+        tmp_path / "step-00000001", {"x": [torch.zeros(3) for _ in range(3000)]}, "x.0: shape"
+    )
     assert len(message.splitlines()) < 30
     assert "and 2990 more" in message
 
@@ -307,7 +353,9 @@ def test_not_strict_loads_what_both_have(original: Path):
 
 
 def test_not_strict_still_refuses_shapes_that_differ(original: Path):
-    assert_refused(original, {"model": live(1, width=9)["model"]}, "model.0.weight: shape", strict=False)
+    assert_refused(
+        original, {"model": live(1, width=9)["model"]}, "model.0.weight: shape", strict=False
+    )
 
 
 def test_a_target_that_is_no_dict_is_refused(original: Path):
@@ -322,12 +370,24 @@ def test_a_target_that_is_no_dict_is_refused(original: Path):
         (torch.device("cuda", 99), "is no device here: "),
         ("gpu", "map_location='gpu' is no device here: "),
         (nn.Linear(9, 9), "map_location must be one device, not Linear"),
-        (lambda storage, where: storage, "a checkpoint does not say which devices its tensors were on"),
+        (
+            lambda storage, where: storage,
+            "a checkpoint does not say which devices its tensors were on",
+        ),
         ({"cuda:1": "cuda:0"}, "a checkpoint does not say which devices its tensors were on"),
     ],
-    ids=["no such number", "no such number of a device", "no device", "a module", "a function", "a dict"],
+    ids=[
+        "no such number",
+        "no such number of a device",
+        "no device",
+        "a module",
+        "a function",
+        "a dict",
+    ],
 )
-def test_a_device_that_is_not_there_or_is_no_device_is_refused(original: Path, map_location: Any, told: str):
+def test_a_device_that_is_not_there_or_is_no_device_is_refused(
+    original: Path, map_location: Any, told: str
+):
     with pytest.raises(InvalidArgumentError) as caught:
         sidesave.load(original, map_location=map_location)
     assert told in str(caught.value)
@@ -341,7 +401,7 @@ def test_a_path_that_is_none_is_refused(call: Callable[[Any], object], path: Any
         call(path)
 
 
-# Another model ---------------------------------------------------------------------------------------------------
+# Another model ------------------------------------------------------------------------------------
 
 
 def test_weights_only_are_a_start(original: Path):
@@ -371,24 +431,35 @@ def test_not_strict_tells_what_was_missing_and_unexpected_and_reads_no_more(
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Identity(), nn.Linear(8, 8))
     table: dict[str, Any] = {"ema": torch.zeros(3, 3), "mine": 1}
     with caplog.at_level(logging.WARNING):
-        loaded = LoadRequest(into={"model": model, "nested": table, "odd": 0}, strict=False).read(original)
-        everything = LoadRequest(into={"model": live(1)["model"], "nested": live(1)["nested"]}).read(original)
+        loaded = LoadRequest(into={"model": model, "nested": table, "odd": 0}, strict=False).read(
+            original
+        )
+        everything = LoadRequest(
+            into={"model": live(1)["model"], "nested": live(1)["nested"]}
+        ).read(original)
     assert set(loaded.missing) == {"model.3.weight", "model.3.bias", "odd"}
-    assert "it has nothing for nested.mine, which stay as they are" in caplog.text
+    assert "no saved state for nested.mine; left unchanged" in caplog.text
     assert {"model.2.weight", "nested.heads", "nested.complex"} < set(loaded.unexpected)
     assert "model.3.weight" in caplog.text and "model.2.weight" in caplog.text
     assert loaded.nbytes_read <= everything.nbytes_read
     assert (everything.missing, everything.unexpected) == ((), ())
     loaded.apply()
-    assert table.keys() == {"ema", "mine", "loaders", "history", "array"}, "plain data beside live objects is taken"
-    assert "nested.loaders, nested.history, nested.array, which the state does not have, are added" in caplog.text
+    assert table.keys() == {"ema", "mine", "loaders", "history", "array"}, (
+        "plain data beside live objects is taken"
+    )
+    assert (
+        "nested.loaders, nested.history, nested.array, which the state does not have, are added"
+        in caplog.text
+    )
     assert difference(live(3)["nested"]["ema"], table["ema"]) == ""
 
 
 def test_another_model_is_said_to_be_one(tmp_path: Path):
     path = save(tmp_path, {"model": {f"encoder.{n}.weight": torch.zeros(2) for n in range(148)}})
     other = {f"blocks.{n}.attention": torch.ones(2) for n in range(50)}
-    assert_refused(path, {"model": other}, "none of the 50 names fits", "148 others", "another model")
+    assert_refused(
+        path, {"model": other}, "none of the 50 names fits", "148 others", "another model"
+    )
     some = {**other, "encoder.7.weight": torch.ones(2)}
     assert_refused(path, {"model": some}, "only 1 of the 51 names fit")
 
@@ -399,7 +470,9 @@ def test_ten_of_each_kind_are_named_and_the_rest_counted(tmp_path: Path):
     path = save(tmp_path, {"x": saved})
     target = {"a": [torch.zeros(2)], **{f"n{n:03}": torch.zeros(2) for n in range(30)}}
     target |= {f"shape{n:03}": torch.zeros(n, 3) for n in range(40)}
-    message = assert_refused(path, {"x": target}, "and 20 more are missing", "and 30 more are unexpected")
+    message = assert_refused(
+        path, {"x": target}, "and 20 more are missing", "and 30 more are unexpected"
+    )
     assert "and 30 more do not fit" in message
     assert "x.shape007: shape [7, 2] in the checkpoint, [7, 3] in the target" in message
     assert len(message.splitlines()) < 40
@@ -410,17 +483,23 @@ def test_names_that_are_near_are_found_among_a_hundred_thousand():
     parts = ("attn.wq.weight", "attn.wk.weight", "mlp.up.weight", "mlp.down.weight", "norm.weight")
     names = [f"model.layers.{n}.{part}" for n in range(20_000) for part in parts]
     known = Names(names)
-    assert "model.layers.777.attn.wq.weight" in known.closest_matches("model.layers.777.atn.wq.weight")
-    assert "model.layers.777.attn.wq.weight" in known.closest_matches("model.module.layers.777.attn.wq.weight")
+    assert "model.layers.777.attn.wq.weight" in known.closest_matches(
+        "model.layers.777.atn.wq.weight"
+    )
+    assert "model.layers.777.attn.wq.weight" in known.closest_matches(
+        "model.module.layers.777.attn.wq.weight"
+    )
     assert known.closest_matches("something else entirely") == []
     assert known.closest_matches("x" * 100_000) == []
-    assert known.hint("model.layers.19999.norm.weigth").startswith(" (near: model.layers.19999.norm.weight")
+    assert known.hint("model.layers.19999.norm.weigth").startswith(
+        " (near: model.layers.19999.norm.weight"
+    )
 
 
-# Plain data ------------------------------------------------------------------------------------------------------
+# Plain data ---------------------------------------------------------------------------------------
 
 
-def test_plain_data_is_replaced_as_it_was_saved_in_the_containers_that_are_there(tmp_path: Path):
+def test_assign_is_replaced_as_it_was_saved_in_the_containers_that_are_there(tmp_path: Path):
     saved: dict[str, Any] = {
         "hist": {"1": 0.5},
         "log": [{"loss": 1.0}, {"loss": 0.5}],
@@ -445,7 +524,10 @@ def test_plain_data_is_replaced_as_it_was_saved_in_the_containers_that_are_there
     for strict in (True, False):
         sidesave.load(save(tmp_path / str(strict), saved), into=into, strict=strict)
         assert difference(saved, into) == ""
-    assert {name for name in into if into[name] is before[name]} == into.keys() - {"tuple", "other kind"}
+    assert {name for name in into if into[name] is before[name]} == into.keys() - {
+        "tuple",
+        "other kind",
+    }
     assert into["log"][0] is entry and into["ordered"]["a"] is inner
 
 
@@ -455,20 +537,20 @@ def test_two_names_of_one_list_become_two_where_two_were_saved(tmp_path: Path):
     assert sidesave.load(path, into=into) == {"x": [[1], [2], [3]]}
 
 
-def test_plain_data_is_put_back_when_something_behind_it_is_interrupted(
+def test_assign_is_put_back_when_something_behind_it_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = save(tmp_path, {"loader": Loader(3), "a": {"n": [1, 2]}, "t": (Loader(1), 5), "z": [1]})
     into: dict[str, Any] = {"loader": Loader(9), "a": {"n": [7]}, "t": (Loader(2), 4), "z": []}
     before, inner, last = values(into), into["a"]["n"], into["z"]
-    refill = apply._refill
+    refill = assign._refill
 
     def interrupted(target: Any, items: Any) -> None:
         if target is last and items:
             raise KeyboardInterrupt
         refill(target, items)
 
-    monkeypatch.setattr(apply, "_refill", interrupted)
+    monkeypatch.setattr(assign, "_refill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sidesave.load(path, into=into)
     assert difference(before, values(into)) == ""
@@ -478,21 +560,30 @@ def test_plain_data_is_put_back_when_something_behind_it_is_interrupted(
 @pytest.mark.parametrize("target", [None, {}])
 def test_no_tensors_take_the_place_of_nothing(original: Path, target: Any):
     for name in ("model", "optimizer", "bare"):
-        assert_refused(original, {name: target}, f"{name}: the checkpoint holds tensors here, and the target is")
+        assert_refused(
+            original,
+            {name: target},
+            f"{name}: the checkpoint holds tensors here, and the target is",
+        )
 
 
-def test_beside_live_objects_only_these_must_match(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_beside_live_objects_only_these_must_match(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     path = save(tmp_path, {"x": {"w": torch.ones(2), "epoch": 3, "notes": {"a": 1}}})
     into: dict[str, Any] = {"x": {"w": torch.zeros(2), "epoch": 0, "mine": 7}}
     sidesave.load(path, into=into)
-    assert difference({"w": torch.ones(2), "epoch": 3, "mine": 7, "notes": {"a": 1}}, into["x"]) == ""
     assert (
-        "has nothing for x.mine, which stay" in caplog.text and "x.notes, which the state does not have" in caplog.text
+        difference({"w": torch.ones(2), "epoch": 3, "mine": 7, "notes": {"a": 1}}, into["x"]) == ""
+    )
+    assert (
+        "no saved state for x.mine; left" in caplog.text
+        and "x.notes, which the state does not have" in caplog.text
     )
     assert_refused(path, {"x": {"v": torch.zeros(2)}}, "x.v: missing", "x.w: unexpected")
 
 
-def test_of_plain_data_what_is_excluded_stays(tmp_path: Path):
+def test_of_assign_what_is_excluded_stays(tmp_path: Path):
     path = save(tmp_path, {"cfg": {"lr": 0.1, "sizes": {"a": 1, "b": 2}, "gone": 3}})
     into: dict[str, Any] = {"cfg": {"lr": 0.5, "sizes": {"a": 8, "b": 9}, "new": 1}}
     sidesave.load(path, into=into, exclude=["cfg.lr", "cfg.sizes.b", "cfg.gone", "cfg.new"])
@@ -500,7 +591,7 @@ def test_of_plain_data_what_is_excluded_stays(tmp_path: Path):
 
 
 @pytest.mark.parametrize("how", ["fresh", "in place", "chosen", "renamed", "beside live objects"])
-def test_plain_data_of_any_form_comes_back_however_it_is_loaded(how: str, tmp_path: Path):
+def test_assign_of_any_form_comes_back_however_it_is_loaded(how: str, tmp_path: Path):
     def data() -> dict[str, Any]:
         return {
             "ints": [*range(50), -(1 << 63), (1 << 64) - 1],
@@ -522,35 +613,37 @@ def test_plain_data_of_any_form_comes_back_however_it_is_loaded(how: str, tmp_pa
     elif how == "renamed":
         found = sidesave.load(path, rename={"x.data": "y.data"})["y"]["data"]
     else:
-        into: dict[str, Any] = {"x": {"w": torch.zeros(2), "data": data() if how == "in place" else None}}
+        into: dict[str, Any] = {
+            "x": {"w": torch.zeros(2), "data": data() if how == "in place" else None}
+        }
         found = sidesave.load(path, into=into)["x"]["data"]
     assert difference(data(), found) == ""
     assert found["last"].maxlen == 3
 
 
-def test_names_within_plain_data_are_told_as_near_ones(original: Path, tmp_path: Path):
+def test_names_within_assign_are_told_as_near_ones(original: Path, tmp_path: Path):
     path = save(tmp_path, {"m": nn.Linear(2, 2), "config": {"warmup_steps": 3}})
     assert_refused(path, {"config": {"warmup_step": torch.ones(1)}}, "config.warmup_steps")
 
 
 def test_what_is_not_used_is_told_by_name(original: Path, caplog: pytest.LogCaptureFixture):
     sidesave.load(original, into={"model": live(1)["model"], "epoch": 0})
-    assert "nobody has asked for optimizer, scheduler, loader, bare, nested, which it has too" in caplog.text
+    assert "not loaded (not in into=): optimizer, scheduler, loader, bare, nested" in caplog.text
     caplog.clear()
     target = {"model": live(1)["model"], "optimizer": live(1)["optimizer"]}
     sidesave.load(original, into=target, include="model")
     assert [record.message for record in caplog.records] == [
-        f"loading {original}: it has nothing for optimizer, which stay as they are"
+        f"loading {original}: no saved state for optimizer; left unchanged"
     ]
     caplog.clear()
     sidesave.load(original, into=live(1))
     assert not caplog.records
     both = [sidesave.Source(original, include="model")] * 2
     sidesave.load_sources(both, into={"model": live(1)["model"]})
-    assert f"nothing of {original} is used: later sources have all" in caplog.text
+    assert f"nothing of {original} is used: later sources override all" in caplog.text
 
 
-# Objects that raise ----------------------------------------------------------------------------------------------
+# Objects that raise -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["first", "last", "nested"])
@@ -564,26 +657,239 @@ def test_an_object_that_raises_leaves_all_others_as_they_were(original: Path, wh
         order = sorted(target, key=lambda name: (name == "loader") == (where == "last"))
         target = {name: target[name] for name in order}
     before = values(target)
-    with pytest.raises(RuntimeError, match="does not want to"):
+    with pytest.raises(
+        StateMismatchError, match=r"loader.*: this Loader raised RuntimeError .* does not want"
+    ) as raised:
         sidesave.load(original, into=target)
+    assert type(raised.value.__cause__) is RuntimeError
     assert difference(before, values(target)) == ""
 
 
-def test_a_module_that_raises_leaves_objects_and_optimizers_as_they_were(original: Path):
-    class Stubborn(nn.Linear):
-        def load_state_dict(self, *args: Any, **options: Any) -> Any:
-            raise RuntimeError("this module does not want to")
+class Refuses(nn.Linear):
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        super().load_state_dict(*args, **options)
+        self.weight.data = torch.zeros(3, 2)
+        self.extra = "new"
+        raise ValueError("not today")
 
-    target = live(1)
-    target["nested"]["heads"][1] = Stubborn(2, 3)
+
+class RefusesBelow(nn.Linear):
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        self.bias = nn.Parameter(torch.zeros(3))
+        raise ValueError("not today")
+
+
+class RefusesExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"note": getattr(self, "note", "old")}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state["note"]
+        if self.note == "from the checkpoint":
+            raise ValueError("not today")
+
+
+def refuses_in_a_hook(*sizes: Any) -> nn.Module:
+    def raise_it(*args: Any) -> None:
+        raise ValueError("not today")
+
+    module = nn.Linear(*sizes)
+    module.register_buffer("sparse", torch.randn(2, 2).to_sparse())
+    module.register_load_state_dict_post_hook(raise_it)
+    return module
+
+
+@pytest.mark.parametrize("kind", [Refuses, RefusesBelow, RefusesExtraState, refuses_in_a_hook])
+def test_a_module_that_raises_leaves_everything_as_it_was_itself_too(tmp_path: Path, kind: Any):
+    def made(seed: int) -> tuple[dict[str, Any], Any]:
+        state = live(seed)
+        odd = kind(2, 3)
+        state["nested"]["heads"][1] = (
+            odd if kind is Refuses else nn.Sequential(nn.BatchNorm1d(2), odd)
+        )
+        return state, odd
+
+    (saved, other), (target, odd) = made(3), made(1)
+    other.note = "from the checkpoint"
+    path = save(tmp_path, saved)
+    before, parameters, attributes = values(target), (odd.weight, odd.bias), dict(vars(odd))
+    expected = r"nested\.heads\.1: .*ValueError.*not today; nothing was loaded"
+    with pytest.raises(StateMismatchError, match=expected) as raised:
+        sidesave.load(path, into=target)
+    assert type(raised.value.__cause__) is ValueError
+    assert difference(before, values(target)) == ""
+    assert odd.weight is parameters[0] and odd.bias is parameters[1]
+    assert vars(odd).keys() == attributes.keys()
+
+
+def test_a_module_that_host_memory_has_no_room_for_is_loaded_and_cannot_be_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(tensor_memory, "available_nbytes", lambda: 0)
+    path = save(tmp_path, {"odd": RefusesExtraState(2, 3)})
+    odd = RefusesExtraState(2, 3)
+    sidesave.load(path, into={"odd": odd})
+    assert difference(sidesave.load(path)["odd"]["weight"], odd.weight.detach()) == ""
+    with pytest.raises(
+        StateMismatchError, match=r"odd: .*not today; not put back: targets that the log names"
+    ):
+        sidesave.load(
+            path, into={"odd": refuses_in_a_hook(2, 3)}, exclude=["odd._extra_state", "odd.sparse"]
+        )
+    assert "0 MiB of tensors were not backed up: only 0 MiB of host memory were left" in caplog.text
+
+
+class RefusingOptimizer(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: Any) -> None:
+        for state in self.state.values():
+            state["exp_avg"].zero_()
+            state["new"] = 1
+        super().load_state_dict(state_dict)
+        self.param_groups[0]["lr"] = 7
+        raise ValueError("not today")
+
+
+class RefusingLate(torch.optim.AdamW):
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        raise ValueError("not today")
+
+
+def refuses_in_an_optimizer_hook(parameters: Any) -> torch.optim.Optimizer:
+    def raise_it(*args: Any) -> None:
+        raise ValueError("not today")
+
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.register_load_state_dict_post_hook(raise_it)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", [RefusingOptimizer, RefusingLate, refuses_in_an_optimizer_hook])
+def test_an_optimizer_that_raises_leaves_everything_as_it_was_itself_too(tmp_path: Path, kind: Any):
+    def made(seed: int) -> dict[str, Any]:
+        state = live(seed)
+        parameter = nn.Parameter(torch.full((2, 2), float(seed)))
+        state["odd"] = kind([parameter])
+        parameter.grad = torch.ones(2, 2)
+        state["odd"].step()
+        return state
+
+    path, target = save(tmp_path, made(3)), made(1)
     before = values(target)
-    with pytest.raises(RuntimeError, match="does not want to"):
-        sidesave.load(original, into=target)
-    for name in ("optimizer", "scheduler", "loader", "epoch"):
-        assert difference(before[name], values(target)[name]) == "", name
+    with pytest.raises(
+        StateMismatchError, match=r"odd: .*ValueError.*not today; nothing was loaded"
+    ) as raised:
+        sidesave.load(path, into=target)
+    assert type(raised.value.__cause__) is ValueError
+    assert difference(before, values(target)) == ""
 
 
-# Dtype and device ------------------------------------------------------------------------------------------------
+class Workers(torch.utils.data.DataLoader[Any]):
+    """It has a state, which starts its workers."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__([0])  # pyright: ignore[reportArgumentType]
+        self.position, self.asked = position, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def test_a_data_loader_is_not_asked_for_its_state_and_comes_after_all_that_may_raise(
+    tmp_path: Path,
+):
+    path = save(tmp_path, {"loader": Workers(3), "odd": Loader(3), "net": nn.Linear(2, 2)})
+    loader = Workers(1)
+    with pytest.raises(StateMismatchError, match="odd: this Loader"):
+        sidesave.load(path, into={"loader": loader, "odd": Loader(1, stubborn=True)})
+    assert (loader.position, loader.asked) == (1, 0)
+    sidesave.load(path, into={"loader": loader, "odd": Loader(1)})
+    assert (loader.position, loader.asked) == (3, 0)
+
+
+def inference(shape: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(shape)
+
+
+def csr(*values: float) -> torch.Tensor:
+    return torch.diag(torch.tensor(values)).to_sparse_csr()
+
+
+UNWRITABLE: dict[str, tuple[Any, Any]] = {
+    "is expanded": (torch.arange(3.0).expand(4, 3), torch.zeros(3).expand(4, 3)),
+    "is an inference tensor": (torch.ones(2), inference((2,))),
+    r"values of shape \[2\] in the checkpoint, \[1\] in the target": (csr(1, 2), csr(0, 3)),
+    "a sparse_coo tensor in the checkpoint, a strided one": (
+        torch.eye(2).to_sparse(),
+        torch.eye(2),
+    ),
+    "a strided tensor in the checkpoint, a sparse_csr one": (
+        torch.eye(2),
+        torch.eye(2).to_sparse_csr(),
+    ),
+    "without memory": (torch.zeros(2), torch._efficientzerotensor((2,))),
+}
+
+
+@pytest.mark.parametrize("why", UNWRITABLE)
+@pytest.mark.parametrize("wrap", ["tensor", "buffer"])
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, why: str, wrap: str
+):
+    def wrapped(tensor: torch.Tensor) -> Any:
+        module = nn.Module()
+        module.register_buffer("odd", tensor)
+        return module if wrap == "buffer" else {"odd": tensor}
+
+    saved, target = UNWRITABLE[why]
+    path = save(tmp_path, {"x": wrapped(saved), "bare": torch.ones(2)})
+    flip_bit(next(path.glob("x*.safetensors")), -1)  # it would be found
+    bare = torch.zeros(2)
+    with pytest.raises(StateMismatchError, match=rf"x\.odd: .*{why}"):
+        sidesave.load(path, into={"bare": bare, "x": wrapped(target)})
+    assert torch.equal(bare, torch.zeros(2))
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_target_in_a_file_that_is_mapped_read_only_is_refused(tmp_path: Path):
+    path = save(tmp_path, {"x": torch.ones(4)})
+    np.zeros(4, np.float32).tofile(tmp_path / "file")
+    for mode in ("r", "c", "r+"):
+        target = torch.from_numpy(np.memmap(tmp_path / "file", np.float32, mode, shape=(4,)))
+        if mode == "r":
+            assert_refused(
+                path, {"x": target}, "x: the target is in memory that is mapped read-only"
+            )
+        else:
+            sidesave.load(path, into={"x": target})
+            assert torch.equal(target, torch.ones(4))
+
+
+def test_compressed_sparse_tensors_of_one_pattern_are_filled_in_place(tmp_path: Path):
+    path = save(tmp_path, {"x": csr(1, 0, 2)})
+    target = csr(0, 3, 4)
+    sidesave.load(path, into={"x": target})
+    assert difference(csr(1, 0, 2), target) == ""
+
+
+def test_views_of_leaves_and_tensors_of_inference_mode_are_filled_in_it(tmp_path: Path):
+    path = save(tmp_path, {"row": torch.ones(3), "first": torch.full((3,), 2.0)})
+    leaf = torch.zeros(2, 3, requires_grad=True)
+    sidesave.load(path, into={"row": leaf[1], "first": leaf.unbind()[0]})
+    assert torch.equal(leaf, torch.tensor([[2.0] * 3, [1.0] * 3]))
+    with torch.inference_mode():
+        target = torch.zeros(3)
+        sidesave.load(path, into={"row": target}, include="row")
+        assert torch.equal(target, torch.ones(3))
+
+
+# Dtype and device ---------------------------------------------------------------------------------
 
 
 def test_floating_point_tensors_are_cast_and_others_are_not(original: Path):
@@ -605,21 +911,113 @@ def test_a_cast_load_fits_a_target_of_that_dtype(original: Path):
     assert difference(live(3)["model"][2].weight.detach().half(), target[2].weight.detach()) == ""
 
 
-def test_step_counts_are_not_cast(tmp_path: Path):
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+class Scaled(nn.Linear):
+    """It has a parameter and a buffer of no dimension, and tensors in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.0001))
+        self.register_buffer("seen", torch.tensor(1001.0))
+        self.extra = torch.tensor([1001.0])
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+def counted() -> tuple[Scaled, torch.optim.Optimizer]:
+    """A module and an optimizer with moments that bfloat16 does not know."""
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = torch.optim.NAdam(model.parameters())
     for _ in range(3):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     for state in optimizer.state.values():
-        state["step"].fill_(1001)  # which bfloat16 does not know
-    path = save(tmp_path, {"model": model, "optimizer": optimizer})
-    fresh = sidesave.load(path, dtype=torch.bfloat16)["optimizer"]["state"][0]
-    assert (fresh["step"].item(), fresh["exp_avg"].dtype) == (1001, torch.bfloat16)
-    target = nn.Linear(2, 2).bfloat16()
-    other = torch.optim.AdamW(target.parameters())
-    sidesave.load(path, into={"model": target, "optimizer": other}, dtype=torch.bfloat16)
-    assert [state["step"].item() for state in other.state.values()] == [1001, 1001]
+        state["step"].fill_(1001)
+    return model, optimizer
+
+
+def test_parameters_and_buffers_are_cast_and_states_counters_and_scalars_are_not(tmp_path: Path):
+    model, optimizer = counted()
+    flat = {f"state.w.{key}": value for key, value in next(iter(optimizer.state.values())).items()}
+    kept = {
+        "optimizer": optimizer,
+        "its state": optimizer.state_dict(),
+        "flat": {**flat, "param_groups.w.lr": torch.tensor([0.001])},
+        "progress": {"tokens": torch.tensor(70_000.0)},
+        "step": torch.tensor(1001.0),
+        "array": np.full(3, 0.1),
+    }
+    plain = {
+        key: value for key, value in model.state_dict().items() if value.__class__ is torch.Tensor
+    }
+    cast = {
+        "plain": {"weight": plain["weight"]},
+        "ema": Averages(plain["weight"]),
+        "bare": torch.ones(3) / 3,
+    }
+    path = save(tmp_path, {"model": model, **kept, **cast})
+    fresh, exact = sidesave.load(path, dtype=torch.float16), sidesave.load(path)
+    for name in kept:
+        assert difference(exact[name], fresh[name]) == "", name
+    for name in cast:
+        assert difference(halved(exact[name]), fresh[name]) == "", name
+    assert difference(exact["model"].pop("_extra_state"), fresh["model"].pop("_extra_state")) == ""
+    assert difference(halved(exact["model"]), fresh["model"]) == ""
+
+
+class Averages:
+    def __init__(self, average: torch.Tensor) -> None:
+        self.average = average
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "decay": torch.tensor(0.9999)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+
+
+def halved(value: Any) -> Any:
+    """Floating-point tensors of some dimension in float16; of a module's state those of none as
+    well.
+    """
+    if isinstance(value, dict):
+        is_module = hasattr(value, "_metadata")
+        halves = {key: each.half() if is_module else halved(each) for key, each in value.items()}
+        return collections.OrderedDict(halves) if is_module else halves
+    return value.half() if value.ndim else value
+
+
+def test_live_objects_keep_their_states_and_scalars_where_a_module_is_cast(tmp_path: Path):
+    model, optimizer = counted()
+    saved = {
+        "model": model,
+        "optimizer": optimizer,
+        "step": torch.tensor(1001.0),
+        "mean": torch.ones(2) / 3,
+    }
+    path = save(tmp_path, saved)
+    target = Scaled().bfloat16()
+    other = torch.optim.NAdam(target.parameters())
+    into = {"model": target, "optimizer": other, "step": torch.tensor(0.0), "mean": torch.zeros(2)}
+    half = torch.zeros(2, dtype=torch.bfloat16)
+    for sources in (False, True):
+        if sources:
+            sidesave.load_sources(sidesave.Source(path, dtype=torch.bfloat16), into)
+        else:
+            sidesave.load(path, into=into, dtype=torch.bfloat16)
+        assert difference(optimizer.state_dict()["state"], other.state_dict()["state"]) == ""
+        assert (
+            difference((torch.tensor(1001.0), torch.ones(2) / 3), (into["step"], into["mean"]))
+            == ""
+        )
+        assert difference(model.scale.detach().bfloat16(), target.scale.detach()) == ""
+        assert difference(model.extra, target.extra) == ""
+    sidesave.load(path, into={"mean": half}, dtype=torch.bfloat16, include="mean")
+    assert difference((torch.ones(2) / 3).bfloat16(), half) == ""
 
 
 def test_a_cast_to_what_is_no_floating_point_is_refused(original: Path):
@@ -628,7 +1026,9 @@ def test_a_cast_to_what_is_no_floating_point_is_refused(original: Path):
 
 
 def test_fresh_tensors_go_to_the_device_asked_for_and_arrays_stay(original: Path):
-    loaded = sidesave.load(original, map_location="meta", include=["model", "nested.array", "epoch"])
+    loaded = sidesave.load(
+        original, map_location="meta", include=["model", "nested.array", "epoch"]
+    )
     assert {tensor.device.type for tensor in loaded["model"].values()} == {"meta"}
     assert {name: tensor.shape for name, tensor in loaded["model"].items()} == {
         name: tensor.shape for name, tensor in live(3)["model"].state_dict().items()
@@ -636,34 +1036,49 @@ def test_fresh_tensors_go_to_the_device_asked_for_and_arrays_stay(original: Path
     assert difference(np.full(3, 3), loaded["nested"]["array"]) == ""
 
 
-# Stock readers ---------------------------------------------------------------------------------------------------
+# Stock readers ------------------------------------------------------------------------------------
 
 
 def test_stock_dcp_loads_a_checkpoint_directory(tmp_path: Path):
     torch.manual_seed(0)
     state: dict[str, Any] = {
-        "model": {"weight": torch.randn(300, 400), "bias": torch.randn(300), "half": noise(torch.bfloat16, 7, 3)},
-        "optimizer": {"step": torch.tensor(12.0), "count": torch.tensor(5), "flag": torch.tensor(True)},
+        "model": {
+            "weight": torch.randn(300, 400),
+            "bias": torch.randn(300),
+            "half": noise(torch.bfloat16, 7, 3),
+        },
+        "optimizer": {
+            "step": torch.tensor(12.0),
+            "count": torch.tensor(5),
+            "flag": torch.tensor(True),
+        },
         "bare": torch.arange(5),
         "empty": torch.empty(0, 3),
     }
-    with Checkpointer(tmp_path) as checkpointer:
-        path = checkpointer.save(1, state, blocking=True).committed.result().path
-    flat = {f"{item}.{name}": tensor for item in ("model", "optimizer") for name, tensor in state[item].items()}
+    path = save(tmp_path, state)
+    flat = {
+        f"{item}.{name}": tensor
+        for item in ("model", "optimizer")
+        for name, tensor in state[item].items()
+    }
     flat |= {"bare": state["bare"]}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in flat.items()}
-    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     assert difference(flat, loaded) == ""
 
     one = {"model.weight": torch.zeros(300, 400)}
-    dcp.load(one, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+    dcp.load(one, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     assert torch.equal(one["model.weight"], flat["model.weight"])
 
 
 def test_stock_safetensors_opens_every_tensor_file(original: Path):
     expected = {
         "model": {f"model.{name}" for name in live(3)["model"].state_dict()},
-        "optimizer": {f"optimizer.state.{n}.{key}" for n in range(6) for key in ("step", "exp_avg", "exp_avg_sq")},
+        "optimizer": {
+            f"optimizer.state.{n}.{key}"
+            for n in range(6)
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        },
         "tensors": {"bare"},
     }
     files = {path.name.partition(".")[0]: path for path in original.glob("*.safetensors")}
@@ -671,5 +1086,10 @@ def test_stock_safetensors_opens_every_tensor_file(original: Path):
     for name, fqns in expected.items():
         assert safetensors.torch.load_file(files[name]).keys() == fqns
     loaded = safetensors.torch.load_file(files["model"])
-    assert all(bits(loaded[f"model.{name}"]) == bits(tensor) for name, tensor in live(3)["model"].state_dict().items())
-    assert bits(safetensors.torch.load_file(files["nested"])["nested.ema"]) == bits(live(3)["nested"]["ema"])
+    assert all(
+        bits(loaded[f"model.{name}"]) == bits(tensor)
+        for name, tensor in live(3)["model"].state_dict().items()
+    )
+    assert bits(safetensors.torch.load_file(files["nested"])["nested.ema"]) == bits(
+        live(3)["nested"]["ema"]
+    )

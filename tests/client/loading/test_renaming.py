@@ -11,14 +11,16 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from loads import Extra, Trunk, Wrapped, assert_equal, assert_refused, flip_bit, live, save, values
+from loads import Extra, Trunk, Wrapped, assert_equal, assert_refused, flip_bit, live, values
 from states import difference
 from torch import nn
+from trainers import save
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.client.loading.flat import FlatMap, LiveMap
-from sidesave.client.loading.rename import Renamed, Renaming, refuse_two_in_one_place
+from sidesave.client.loading.load_filter import Renamed, Renaming, refuse_two_in_one_place
+from sidesave.client.reading.stored import FlatMap
+from sidesave.client.targets.live_map import LiveMap
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
 
 
@@ -30,10 +32,14 @@ from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchE
         lambda fqn: fqn.replace(".inner.", ".", 1),
     ],
 )
-def test_the_prefix_of_a_module_around_it_is_taken_away_and_a_plain_model_takes_it(tmp_path: Path, rename: Any):
+def test_the_prefix_of_a_module_around_it_is_taken_away_and_a_plain_model_takes_it(
+    tmp_path: Path, rename: Any
+):
     source, target = Trunk(1), Trunk(2)
     path = save(tmp_path, {"model": nn.ModuleDict({"inner": source}), "epoch": 3})
-    assert_refused(path, {"model": target}, 'rename={"model.inner": "model"}', "none of the 9 names fits")
+    assert_refused(
+        path, {"model": target}, 'rename={"model.inner": "model"}', "none of the 9 names fits"
+    )
     into: dict[str, Any] = {"model": target, "epoch": 0}
     assert sidesave.load(path, into=into, rename=rename) is into
     assert_equal(source, target)
@@ -52,12 +58,18 @@ def test_the_prefix_of_a_module_around_it_is_put_in_front(tmp_path: Path):
 
 def test_an_item_becomes_another_and_its_parts_too_and_the_rest_is_left_out(tmp_path: Path):
     source, teacher, head = Trunk(1), Trunk(2), nn.Linear(4, 2)
-    path = save(tmp_path, {"model": source, "optimizer": torch.optim.SGD(source.parameters()), "epoch": 3})
+    path = save(
+        tmp_path, {"model": source, "optimizer": torch.optim.SGD(source.parameters()), "epoch": 3}
+    )
     sidesave.load(path, into={"teacher": teacher}, rename={"model": "teacher"})
     assert_equal(source, teacher)
-    sidesave.load(path, into={"classifier": head}, rename={"model.head": "classifier", "model": None})
+    sidesave.load(
+        path, into={"classifier": head}, rename={"model.head": "classifier", "model": None}
+    )
     assert_equal(source.head, head)
-    split = sidesave.load(path, rename={"model.backbone": "trunk", "model.head": "heads.first", "optimizer": None})
+    split = sidesave.load(
+        path, rename={"model.backbone": "trunk", "model.head": "heads.first", "optimizer": None}
+    )
     assert split.keys() == {"trunk", "heads", "epoch"}
     assert difference(values(source.backbone), split["trunk"]) == ""
     assert difference(
@@ -66,14 +78,18 @@ def test_an_item_becomes_another_and_its_parts_too_and_the_rest_is_left_out(tmp_
     ) == ("")
 
 
-def test_an_optimizer_and_an_object_of_the_users_keep_their_structure_under_another_name(original: Path):
+def test_an_optimizer_and_an_object_of_the_users_keep_their_structure_under_another_name(
+    original: Path,
+):
     target, expected = live(1), values(live(3))
     into = {"a": {"opt": target["optimizer"]}, "b": target["scheduler"], "c": [target["loader"]]}
     rename = {"optimizer": "a.opt", "scheduler": "b", "loader": "c.0"}
     sidesave.load(original, into=into, rename=rename)
     for name in ("optimizer", "scheduler", "loader"):
         assert difference(expected[name], values(target[name])) == "", name
-    fresh = sidesave.load(original, rename={"optimizer": "a.opt", "nested": "deep.down", "model": None})
+    fresh = sidesave.load(
+        original, rename={"optimizer": "a.opt", "nested": "deep.down", "model": None}
+    )
     assert difference(expected["optimizer"], fresh["a"]["opt"]) == ""
     assert difference(values(live(3))["nested"], fresh["deep"]["down"]) == ""
     assert difference(values(live(3))["scheduler"], fresh["scheduler"]) == ""
@@ -92,14 +108,24 @@ def test_names_change_within_lists_dicts_and_extra_states(tmp_path: Path):
         "extra": Extra({}),
         "plain": {"new": {1: "", (2, 3): set()}, "list": [0, {"x": 0}]},
     }
-    rename = {"nets.0.module": "nets.0", "nets.1.module": "nets.1", "extra.module": "extra", "plain.old": "plain.new"}
+    rename = {
+        "nets.0.module": "nets.0",
+        "nets.1.module": "nets.1",
+        "extra.module": "extra",
+        "plain.old": "plain.new",
+    }
     sidesave.load(path, into=into, rename=rename)
     for index in range(2):
         assert_equal(state["nets"][index].module, into["nets"][index])
     assert difference(state["extra"].module.note, into["extra"].note) == ""
     assert into["plain"] == {"new": state["plain"]["old"], "list": [1, {"x": 2}]}
-    assert sidesave.load(path, rename={"plain.old": "plain.new", "nets": None, "extra": None})["plain"] == into["plain"]
-    assert sidesave.load(path, include="plain.list", rename={"plain": "other"}) == {"other": {"list": [1, {"x": 2}]}}
+    assert (
+        sidesave.load(path, rename={"plain.old": "plain.new", "nets": None, "extra": None})["plain"]
+        == into["plain"]
+    )
+    assert sidesave.load(path, include="plain.list", rename={"plain": "other"}) == {
+        "other": {"list": [1, {"x": 2}]}
+    }
 
 
 @pytest.mark.parametrize("name", ["model", "nested.heads"])
@@ -135,7 +161,9 @@ def test_structures_of_all_kinds_survive_a_new_name(tmp_path: Path):
     assert difference(sidesave.load(path)["x"], found["y"]["z"]) == ""
     assert found["y"]["z"]["queue"].maxlen == 5
     assert found["y"]["z"]["default"].default_factory is list
-    assert found["y"]["z"]["tied"].data_ptr() == found["y"]["z"]["again"].data_ptr(), "tied as before"
+    assert found["y"]["z"]["tied"].data_ptr() == found["y"]["z"]["again"].data_ptr(), (
+        "tied as before"
+    )
 
 
 def test_include_and_exclude_know_the_names_in_the_checkpoint(original: Path):
@@ -143,7 +171,9 @@ def test_include_and_exclude_know_the_names_in_the_checkpoint(original: Path):
     before = values(teacher)
     into = {"teacher": teacher}
     sidesave.load(original, into=into, include="model.0", rename={"model": "teacher"})
-    changed = {name for name, tensor in values(teacher).items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name for name, tensor in values(teacher).items() if not torch.equal(tensor, before[name])
+    }
     assert changed == {"0.weight", "0.bias"}
     with pytest.raises(StateMismatchError, match="nothing of it is chosen for 'teacher'"):
         sidesave.load(original, into=into, include="epoch", rename={"model": "teacher"})
@@ -175,7 +205,9 @@ def flat(value: Any, fqn: str = "") -> Iterator[tuple[str, Any]]:
 
 
 KEYS = st.sampled_from(["a", "b", "a.b", "b.a.c", "0", 0, 1])
-NESTS = st.recursive(st.integers(), lambda below: st.dictionaries(KEYS, below, min_size=1, max_size=4), max_leaves=12)
+NESTS = st.recursive(
+    st.integers(), lambda below: st.dictionaries(KEYS, below, min_size=1, max_size=4), max_leaves=12
+)
 NAMES = st.lists(st.sampled_from(["a", "b", "c", "0"]), min_size=1, max_size=3).map(".".join)
 
 
@@ -197,10 +229,14 @@ def test_a_renamed_nest_has_all_the_new_names_and_no_other(
     places = {path: renamed.place(path, name) for path, name in names.items()}
     try:
         refuse_two_in_one_place(names, places)
-        found = FlatMap({places[path]: saved.leaves[path] for path in places}, renamed.finished()).nest()
+        found = FlatMap(
+            {places[path]: saved.leaves[path] for path in places}, renamed.finished()
+        ).nest()
     except InvalidArgumentError:
         names = [name for name, _ in expected]
-        within = any(one != other and str(one).startswith(f"{other}.") for one in names for other in names)
+        within = any(
+            one != other and str(one).startswith(f"{other}.") for one in names for other in names
+        )
         assert within or len(set(names)) < len(names), "nothing was in the way"
         return
     assert sorted(flat(found) if found else (), key=str) == sorted(expected, key=str)
@@ -211,7 +247,13 @@ def test_pickled_keys_and_members_come_back(tmp_path: Path):
     with Checkpointer(tmp_path, allow_pickle=True) as checkpointer:
         checkpointer.save(1, state, blocking=True)
         for rename in (None, {"x": "x"}):
-            assert difference(state, sidesave.load(tmp_path / "step-00000001", rename=rename, allow_pickle=True)) == ""
+            assert (
+                difference(
+                    state,
+                    sidesave.load(tmp_path / "step-00000001", rename=rename, allow_pickle=True),
+                )
+                == ""
+            )
         with pytest.raises(sidesave.errors.UnsupportedValueError):
             sidesave.load(tmp_path / "step-00000001")
 
@@ -225,7 +267,9 @@ def test_pickled_keys_and_members_come_back(tmp_path: Path):
         (lambda fqn: "same", ["model.0.weight", "model.0.bias"]),
     ],
 )
-def test_two_things_with_one_name_are_refused_by_both_their_names(original: Path, rename: Any, names: list[str]):
+def test_two_things_with_one_name_are_refused_by_both_their_names(
+    original: Path, rename: Any, names: list[str]
+):
     with pytest.raises(InvalidArgumentError) as caught:
         sidesave.load(original, rename=rename)
     for name in names:
@@ -240,7 +284,17 @@ def test_two_things_with_one_name_are_refused_by_both_their_names(original: Path
 
 @pytest.mark.parametrize(
     "rename",
-    [3, "model", {1: "x"}, {"x": 2}, {"": "x"}, {"model.0.weight": ""}, lambda fqn: 7, lambda fqn: "", ["model"]],
+    [
+        3,
+        "model",
+        {1: "x"},
+        {"x": 2},
+        {"": "x"},
+        {"model.0.weight": ""},
+        lambda fqn: 7,
+        lambda fqn: "",
+        ["model"],
+    ],
 )
 def test_what_is_no_renaming_is_refused(original: Path, rename: Any):
     with pytest.raises(InvalidArgumentError, match="rename"):

@@ -1,9 +1,15 @@
-"""Nothing wrong is saved or restored without a word: what is dropped, cast or matched by position is told."""
+"""Nothing wrong is saved or restored without a word: what is dropped, cast or matched by position
+is told.
+"""
 
 import collections
 import enum
+import os
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +20,15 @@ import pytest
 import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
-from states import difference
+from safetensors.torch import load_file
+from states import difference, noise
 from torch import nn
+from trainers import save
 
 import sidesave
 from sidesave import Checkpointer
 from sidesave.client.training.rng_state import RandomState
 from sidesave.errors import IntegrityError, InvalidArgumentError, StateMismatchError
-
-
-def save(run: Path, state: dict[str, Any], step: int = 1) -> str:
-    with Checkpointer(run) as checkpointer:
-        return checkpointer.save(step, state).committed.result().path
-
 
 ONE_TENSOR = r"model\.0\.weight and model\.1\.weight are one tensor in the target"
 
@@ -36,7 +38,93 @@ def linear(seed: int) -> nn.Linear:
     return nn.Linear(3, 2)
 
 
-# Modules ---------------------------------------------------------------------------------------------------------
+# Tensors ------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_load_keeps_the_order_of_dimensions_in_memory(tmp_path: Path):
+    def last(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+        return noise(torch.int64, *shape).to(dtype).contiguous(memory_format=memory_format)
+
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    images = {
+        "plain": last(2, 3, 4, 5),
+        "volume": last(2, 3, 4, 5, 6),
+        "carried": last(2, 3, 4, 5, dtype=torch.float8_e4m3fnuz),
+        "complex": last(2, 3, 4, 5, dtype=torch.complex128),
+        "bool": last(2, 3, 4, 5, dtype=torch.uint8).view(torch.bool),
+        "usual": noise(torch.float32, 2, 3, 4, 5),
+        "no name for it": noise(torch.float32, 2, 3, 4, 5).transpose(0, 3),
+        "complex matrix": noise(torch.complex64, 3, 4).t(),
+        "not packed": noise(torch.float32, 2, 6)[:, ::2],
+    }
+    path = save(tmp_path, {"images": images, "model": model, "optimizer": optimizer})
+    fresh = sidesave.load(path)
+    assert difference(images, fresh["images"]) == ""
+    strides = {name: fresh["images"][name].stride() for name in images}
+    assert strides.pop("not packed") == (3, 1)
+    assert strides == {name: images[name].stride() for name in strides}
+    live = torch.optim.Adam(model.parameters())
+    sidesave.load(path, into={"model": model, "optimizer": live})
+    assert (
+        live.state[model.weight]["exp_avg"].stride()
+        == optimizer.state[model.weight]["exp_avg"].stride()
+    )
+    files = {
+        key: value
+        for each in Path(path).glob("*.safetensors")
+        for key, value in load_file(each).items()
+    }
+    assert difference(images["plain"], files["images.plain"]) == "", (
+        "stock readers get the same values"
+    )
+    in_place = {name: torch.zeros_like(image) for name, image in images.items()}
+    sidesave.load(path, into={"images": in_place})
+    assert difference(images, in_place) == ""
+
+
+def test_the_bytes_of_bool_tensors_are_kept_whatever_they_are(tmp_path: Path):
+    odd = torch.arange(24, dtype=torch.uint8).view(2, 3, 4)
+    model = nn.Module()
+    model.register_buffer("mask", odd.clone().view(torch.bool))
+    state = {
+        "mask": odd.view(torch.bool),
+        "turned": odd.view(torch.bool).transpose(0, 2),
+        "model": model,
+    }
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["seen"] = odd.view(torch.bool)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        path = (
+            checkpointer.save(1, state | {"optimizer": optimizer}, blocking=True)
+            .committed.result()
+            .path
+        )
+        second = checkpointer.save(
+            2, state | {"frozen": sidesave.Frozen(state["turned"])}, blocking=True
+        )
+    live = nn.Module()
+    live.register_buffer("mask", torch.zeros(2, 3, 4, dtype=torch.bool))
+    target = {
+        "mask": torch.zeros(2, 3, 4, dtype=torch.bool),
+        "turned": torch.zeros(4, 3, 2, dtype=torch.bool),
+    }
+    sidesave.load(path, into=target | {"model": live}, exclude="optimizer")
+    fresh, again = sidesave.load(path), sidesave.load(second.committed.result().path)
+    every = [target["mask"], live.get_buffer("mask"), fresh["mask"], fresh["model"]["mask"]]
+    every += [fresh["optimizer"]["state"][0]["seen"], again["mask"]]
+    assert all(torch.equal(each.view(torch.uint8), odd) for each in every)
+    for each in (target["turned"], fresh["turned"], again["frozen"]):
+        assert torch.equal(each.view(torch.uint8), odd.transpose(0, 2))
+    sidesave.export(path, tmp_path / "export", item="model")
+    exported = load_file(tmp_path / "export" / "model.safetensors")["mask"]
+    assert torch.equal(exported.view(torch.uint8), odd)
+
+
+# Modules ------------------------------------------------------------------------------------------
 
 
 class Versioned(nn.Module):
@@ -78,7 +166,11 @@ def test_a_renamed_module_is_told_the_version_of_its_state(tmp_path: Path):
     path = save(tmp_path, {"model": nn.ModuleDict({"module": versioned()})})
     targets: list[Any] = [{"model": versioned()}, {"net": {"inner": versioned()}}]
     for target in targets:
-        sidesave.load(path, into=target, rename={"model.module": "model" if "model" in target else "net.inner"})
+        sidesave.load(
+            path,
+            into=target,
+            rename={"model.module": "model" if "model" in target else "net.inner"},
+        )
         live = target["model"] if "model" in target else target["net"]["inner"]
         assert difference(versioned().state_dict(), live.state_dict()) == ""
     wrapped: Any = nn.ModuleDict({"module": versioned()})
@@ -113,13 +205,85 @@ def test_two_values_for_one_live_tensor_are_refused_and_equal_ones_taken(tmp_pat
     sidesave.load(equal, into={"model": tied})
 
 
+def with_view(view: Any) -> dict[str, torch.Tensor]:
+    """A tensor, and what ``view`` makes of it."""
+    tensor = torch.randn(3, 3, dtype=torch.complex64)
+    return {"a": tensor, "b": view(tensor)}
+
+
+def with_weight(tie: Any) -> nn.ModuleDict:
+    module = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    tie(module["a"], module["b"])
+    return module
+
+
+SHARED: dict[str, Any] = {
+    "data": lambda: with_weight(lambda a, b: setattr(b.weight, "data", a.weight.data)),
+    "a parameter of it": lambda: with_weight(
+        lambda a, b: setattr(b, "weight", nn.Parameter(a.weight.detach()))
+    ),
+    "transposed": lambda: with_weight(lambda a, b: setattr(b.weight, "data", a.weight.data.t())),
+    "views of a leaf": lambda: with_weight(lambda a, b: a.register_buffer("rows", b.weight[1:])),
+    "slices": lambda: with_view(lambda tensor: tensor[1:]),
+    "columns": lambda: with_view(lambda tensor: tensor[:, 1:]),
+    "other dtype": lambda: with_view(lambda tensor: tensor.view(torch.float32)[:, :3]),
+    "conjugated": lambda: with_view(lambda tensor: tensor.conj()),
+    "negated": lambda: with_view(lambda tensor: tensor.conj().imag),
+    "sparse": lambda: dict.fromkeys("ab", (torch.randn(3, 3) * torch.eye(3)).to_sparse()),
+    "flat": lambda: (lambda flat: {"a": flat, "b": flat[:4].view(2, 2), "c": flat[4:]})(
+        torch.randn(9)
+    ),
+    "itself": lambda: {"a": torch.randn(9).unfold(0, 3, 1), "b": torch.randn(2)},
+}
+
+
+def tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    return state.state_dict() if isinstance(state, nn.Module) else state
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_targets_that_share_memory_take_what_it_can_hold_and_nothing_else(
+    tmp_path: Path, name: str
+):
+    make = SHARED[name]
+    torch.manual_seed(1)
+    fits, target = make(), make()
+    odd = {
+        key: torch.randn_like(value.clone().to_dense()) for key, value in tensors_of(make()).items()
+    }
+    odd = {key: value.to_sparse() if name == "sparse" else value for key, value in odd.items()}
+    fitting, not_fitting = save(tmp_path / "fits", {"x": fits}), save(tmp_path / "odd", {"x": odd})
+    sidesave.load(fitting, into={"x": target})
+    held = {key: value.clone() for key, value in tensors_of(target).items()}
+    assert difference({key: value.clone() for key, value in tensors_of(fits).items()}, held) == ""
+    with pytest.raises(StateMismatchError, match=r"x\.[ab].*(x\.[ab]|itself)"):
+        sidesave.load(not_fitting, into={"x": target})
+    assert difference(held, {key: value.clone() for key, value in tensors_of(target).items()}) == ""
+
+
+def test_targets_next_to_each_other_in_memory_take_any_values(tmp_path: Path):
+    saved = {
+        "left": torch.randn(3, 2),
+        "right": torch.randn(3, 2),
+        "odd": torch.randn(3),
+        "even": torch.randn(3),
+    }
+    path = save(tmp_path, {"x": saved})
+    wide, row = torch.zeros(3, 4), torch.zeros(6)
+    target = {"left": wide[:, :2], "right": wide[:, 2:], "odd": row[1::2], "even": row[::2]}
+    sidesave.load(path, into={"x": target})
+    assert difference(saved, {key: value.clone() for key, value in target.items()}) == ""
+
+
 def test_a_lazy_module_is_not_cast_in_silence(tmp_path: Path):
     path = save(tmp_path, {"model": nn.Linear(3, 2).double()})
-    with pytest.raises(StateMismatchError, match=r"model\.weight: torch\.float64 in the checkpoint, torch\.float32"):
+    with pytest.raises(
+        StateMismatchError, match=r"model\.weight: torch\.float64 in the checkpoint, torch\.float32"
+    ):
         sidesave.load(path, into={"model": nn.LazyLinear(2)})
 
 
-# Containers of live objects --------------------------------------------------------------------------------------
+# Containers of live objects -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,10 +308,17 @@ def test_live_objects_are_filled_in_containers_of_every_kind(tmp_path: Path, wra
 
 def test_plain_values_beside_live_objects_in_a_tuple_are_replaced(tmp_path: Path):
     path = save(
-        tmp_path, {"x": ((torch.ones(1), 7), [torch.ones(1), "new"]), "y": sidesave.PerRank((torch.ones(1), 9))}
+        tmp_path,
+        {
+            "x": ((torch.ones(1), 7), [torch.ones(1), "new"]),
+            "y": sidesave.PerRank((torch.ones(1), 9)),
+        },
     )
     tensors = torch.zeros(1), torch.zeros(1), torch.zeros(1)
-    target: Any = {"x": ((tensors[0], 0), [tensors[1], "old"]), "y": sidesave.PerRank((tensors[2], 0))}
+    target: Any = {
+        "x": ((tensors[0], 0), [tensors[1], "old"]),
+        "y": sidesave.PerRank((tensors[2], 0)),
+    }
     sidesave.load(path, into=target)
     assert target["x"][0][1] == 7
     assert target["x"][1][1] == "new"
@@ -172,7 +343,9 @@ def test_a_container_that_cannot_be_filled_is_refused(tmp_path: Path, make: Any)
         sidesave.load(path, into={"x": make(linear(2))})
 
 
-def test_a_container_that_was_pickled_is_replaced_unless_there_are_live_objects_in_it(tmp_path: Path):
+def test_a_container_that_was_pickled_is_replaced_unless_there_are_live_objects_in_it(
+    tmp_path: Path,
+):
     with Checkpointer(tmp_path, allow_pickle=True) as checkpointer:
         checkpointer.save(1, {"x": Bag(rate=1)})
         checkpointer.wait()
@@ -222,7 +395,9 @@ def test_members_of_enums_come_back_where_the_target_holds_some_of_their_class(
     assert sidesave.load(path, into={"plan": []})["plan"] == ["main", "warm", {"at": "main"}]
 
 
-def test_a_member_whose_value_has_changed_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_member_whose_value_has_changed_is_known_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = save(tmp_path, {"phase": Phase.MAIN})
     changed: Any = enum.Enum("Phase", {"WARM": 1, "MAIN": 2}, module=__name__, qualname="Phase")
     assert sidesave.load(path, into={"phase": changed.WARM})["phase"] is changed.MAIN
@@ -236,14 +411,18 @@ def test_an_enum_comes_back_where_one_is_and_the_log_says_which_keys_are_saved_b
     target: dict[str, Any] = {"phase": Phase.WARM}
     sidesave.load(path, into=target)
     assert target["phase"] is Phase.MAIN
-    with pytest.raises(StateMismatchError, match="other: the checkpoint holds 3, which is no Phase"):
+    with pytest.raises(
+        StateMismatchError, match="other: the checkpoint holds 3, which is no Phase"
+    ):
         sidesave.load(path, into={"other": Phase.WARM})
 
 
 def test_an_array_is_not_taken_for_a_tensor(tmp_path: Path):
     path = save(tmp_path, {"x": np.ones(2, "f4"), "y": torch.ones(2)})
     target = {"x": torch.zeros(2), "y": torch.zeros(2)}
-    with pytest.raises(StateMismatchError, match="x: the checkpoint holds a NumPy array, the target is a tensor"):
+    with pytest.raises(
+        StateMismatchError, match="x: the checkpoint holds a NumPy array, the target is a tensor"
+    ):
         sidesave.load(path, into=target)
     assert not target["y"].any()
 
@@ -251,18 +430,22 @@ def test_an_array_is_not_taken_for_a_tensor(tmp_path: Path):
 def test_items_of_a_list_do_not_move_up(tmp_path: Path):
     path = save(tmp_path, {"x": [1, 2, 3]})
     target = {"x": [7, 8, 9]}
-    with pytest.raises(StateMismatchError, match="x: of a list in into= no single item can be left out"):
+    with pytest.raises(
+        StateMismatchError, match="x: of a list in into= no single item can be left out"
+    ):
         sidesave.load(path, into=target, exclude="x.0")
     assert target == {"x": [7, 8, 9]}
 
 
-# Optimizers ------------------------------------------------------------------------------------------------------
+# Optimizers ---------------------------------------------------------------------------------------
 
 
 def named(order: str) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
     model = nn.ModuleDict({name: linear(1) for name in order})
     optimizer = torch.optim.Adam(model.named_parameters())
-    torch.stack([(at + 1) * model[name](torch.ones(3)).sum() for at, name in enumerate(sorted(order))]).sum().backward()
+    torch.stack(
+        [(at + 1) * model[name](torch.ones(3)).sum() for at, name in enumerate(sorted(order))]
+    ).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -272,7 +455,9 @@ def test_states_of_named_parameters_go_to_no_other(tmp_path: Path):
     sidesave.load(path, into={"optimizer": named("ab")[1]})
     renamed = named("cd")[1]
     before = renamed.state_dict()
-    with pytest.raises(StateMismatchError, match=r"optimizer.param_groups.0: .*a.weight where c.weight is here"):
+    with pytest.raises(
+        StateMismatchError, match=r"optimizer.param_groups.0: .*a.weight where c.weight is here"
+    ):
         sidesave.load(path, into={"optimizer": renamed})
     assert difference(before, renamed.state_dict()) == ""
     sidesave.load(path, into={"optimizer": renamed}, exclude="optimizer.param_groups.0.param_names")
@@ -300,6 +485,62 @@ def test_states_that_torch_casts_come_back_as_they_were_saved(tmp_path: Path):
         assert difference(optimizer.state_dict(), other.state_dict()) == ""
 
 
+class Factored(torch.optim.Optimizer):
+    """It keeps float32 factors, int64 codes and text in containers of its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        third, codes = torch.full((2, 2), 1 / 3), torch.tensor([2**24 + 1, 300])
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {
+                "factors": [third.clone(), (third * 2, {"q": third * 3, "step": torch.tensor(7)})],
+                "codes": collections.OrderedDict(codes=codes, nan=torch.tensor([float("nan")])),
+                "recent": collections.deque([third * 4], maxlen=3),
+                "kind": "factored",
+            }
+
+
+class WithItsOwnLoad(Factored):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({**state_dict, "state": {**state_dict["state"]}})
+
+
+class WithAHook(Factored):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.register_load_state_dict_pre_hook(lambda optimizer, state: state)
+
+
+def kinds_of(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: kinds_of(value) for key, value in state.items()}
+    return (
+        [kinds_of(value) for value in state]
+        if isinstance(state, (list, tuple, collections.deque))
+        else type(state)
+    )
+
+
+@pytest.mark.parametrize("kind", [Factored, WithItsOwnLoad, WithAHook])
+def test_nested_state_of_an_optimizer_comes_back_as_it_was_saved(tmp_path: Path, kind: Any):
+    optimizer = kind([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))])
+    optimizer.step()
+    if kind is not Factored:  # torch's own load_state_dict takes neither text nor a deque
+        for state in optimizer.state.values():
+            del state["kind"], state["recent"]
+    path = save(tmp_path, {"optimizer": optimizer})
+    for dtype in (torch.bfloat16, torch.float32):
+        other = kind([nn.Parameter(torch.ones(2, 2, dtype=dtype))])
+        sidesave.load(path, into={"optimizer": other})
+        before, after = (next(iter(each.state.values())) for each in (optimizer, other))
+        assert kinds_of(before) == kinds_of(after)
+        if kind is not Factored:  # torch's own makes plain dicts of all others
+            after["codes"] = collections.OrderedDict(after["codes"])
+        assert difference(before, after) == ""
+
+
 def test_a_count_of_steps_gets_the_dtype_that_the_optimizer_needs(tmp_path: Path):
     model, optimizer = named("ab")
     saved = optimizer.state_dict()
@@ -308,7 +549,9 @@ def test_a_count_of_steps_gets_the_dtype_that_the_optimizer_needs(tmp_path: Path
     path = save(tmp_path, {"optimizer": saved})
     fused = torch.optim.Adam(model.named_parameters(), fused=True)
     sidesave.load(path, into={"optimizer": fused}, exclude="optimizer.param_groups.*.fused")
-    assert {(state["step"].dtype, float(state["step"])) for state in fused.state.values()} == {(torch.float32, 1.0)}
+    assert {(state["step"].dtype, float(state["step"])) for state in fused.state.values()} == {
+        (torch.float32, 1.0)
+    }
     fused.step()
 
 
@@ -316,8 +559,15 @@ def test_a_number_that_the_checkpoint_does_not_have_stays_if_it_is_excluded(tmp_
     path = save(tmp_path, {"optimizer": torch.optim.SGD(linear(1).parameters(), lr=0.5)})
     optimizer = torch.optim.AdamW(linear(2).parameters(), lr=0.1)
     names = ["betas", "eps"]
-    sidesave.load(path, into={"optimizer": optimizer}, exclude=[f"optimizer.param_groups.*.{name}" for name in names])
-    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.5, (0.9, 0.999))
+    sidesave.load(
+        path,
+        into={"optimizer": optimizer},
+        exclude=[f"optimizer.param_groups.*.{name}" for name in names],
+    )
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (
+        0.5,
+        (0.9, 0.999),
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +583,9 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path, saved
     path = save(tmp_path, {"optimizer": saved(linear(1).parameters())})
     optimizer = live(linear(2).parameters())
     before = optimizer.state_dict()
-    with pytest.raises(StateMismatchError, match="optimizer: the checkpoint holds the state of another kind"):
+    with pytest.raises(
+        StateMismatchError, match="optimizer: the checkpoint holds the state of another kind"
+    ):
         sidesave.load(path, into={"optimizer": optimizer})
     assert difference(before, optimizer.state_dict()) == ""
 
@@ -360,7 +612,9 @@ def test_a_target_that_takes_no_state_is_refused(tmp_path: Path, target: Any):
     assert into == {"model": target}
 
 
-def test_options_that_the_checkpoint_does_not_have_stay_and_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_options_that_the_checkpoint_does_not_have_stay_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     path = save(tmp_path, {"optimizer": torch.optim.SGD(linear(1).parameters())})
     groups = [{"params": [*linear(1).parameters()], "lr_scale": 0.5}]
     optimizer = torch.optim.SGD(groups)
@@ -375,7 +629,10 @@ def test_a_schedule_of_another_kind_is_told(tmp_path: Path, caplog: pytest.LogCa
     sidesave.load(path, into={"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 5)})
     assert not caplog.records
     sidesave.load(path, into={"schedule": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)})
-    assert "schedule: the checkpoint's schedule is of another kind than this one: T_max, eta_min, gamma" in caplog.text
+    assert (
+        "schedule: the checkpoint's schedule is of another kind than this one: T_max, eta_min, "
+        "gamma"
+    ) in caplog.text
 
 
 def test_a_learning_rate_on_the_device_is_not_cast(tmp_path: Path):
@@ -397,10 +654,49 @@ def test_generators_of_another_number_of_devices_are_told(
     assert "the generators of 2 CUDA devices were saved, and 0 are here" in caplog.text
 
 
-# Checkpoints, and facts about them -------------------------------------------------------------------------------
+# Checkpoints, and facts about them ----------------------------------------------------------------
+
+RESUME = """
+import sidesave, torch
+with sidesave.CheckpointManager("run", {"w": torch.ones(3)}, save=1) as manager:
+    for step in range(manager.restore(), 9):
+        manager.step(step)
+for _ in range(2):
+    sidesave.latest("run")
+"""
 
 
-def test_a_newest_checkpoint_without_its_manifest_is_not_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_warnings_reach_stderr_once_where_logging_is_not_set_up(tmp_path: Path):
+    def resume() -> list[str]:
+        command = [sys.executable, "-c", RESUME]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+        )
+        return done.stderr.splitlines()
+
+    assert resume() == [], "a healthy run has nothing to report"
+    run = tmp_path / "run"
+    os.truncate(run / "step-00000008" / "tensors.rank-00000.safetensors", 10)
+    os.truncate(run / "step-00000003" / "manifest.json", 10)
+    leftover = run / ".step-00000020.0123456789abcdef.partial"
+    leftover.mkdir()
+    (leftover / "rank-00000.json").write_text("{}")
+    lines = resume()
+    for words in (
+        r"step 8 does not verify, so .* an older step is tried: .*/step-00000008/tensors.*10 bytes",
+        r"loaded step 7:",
+        r"^left out: .*/run/step-00000003/manifest.json: does not match its own digest",
+        r"sidesave daemon \d+: ignoring a damaged record: \.step-00000020",
+    ):
+        assert len([line for line in lines if re.search(words, line)]) == 1, (words, lines)
+    assert len([line for line in lines if "step-00000003" in line]) <= 2, (
+        f"by the trainer and by the daemon: {lines}"
+    )
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_not_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     save(tmp_path, {"x": 1})
     newest = Path(save(tmp_path, {"x": 2}, step=2))
     (newest / "manifest.json").unlink()
@@ -409,10 +705,11 @@ def test_a_newest_checkpoint_without_its_manifest_is_not_passed_over(tmp_path: P
         Checkpointer(tmp_path) as checkpointer,
     ):
         checkpointer.load()
-    caplog.clear()
     assert [info.step for info in sidesave.find(tmp_path)] == [1]
-    assert "not listed" in caplog.text
-    assert "step-00000002" in caplog.text
+    warnings = [record.getMessage() for record in caplog.records]
+    assert sum("left out: " in each and "step-00000002" in each for each in warnings) == 1, (
+        "a problem that stays is not repeated"
+    )
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.load(fallback=True) == {"x": 1}
         shutil.rmtree(newest)
@@ -433,10 +730,14 @@ def test_what_a_source_has_no_place_for_is_told(tmp_path: Path, caplog: pytest.L
     source = sidesave.Source(path, include="model")
     model = nn.Linear(3, 2, bias=False)
     sidesave.load_sources([source], into={"model": model})
-    assert [record.levelname for record in caplog.records if "model.bias" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "model.bias" in record.message] == [
+        "WARNING"
+    ]
 
 
-def test_weights_that_an_index_does_not_list_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_weights_that_an_index_does_not_list_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     model = linear(1)
     tensors = {"weight": model.weight.detach(), "bias": model.bias.detach(), "scale": torch.ones(1)}
     safetensors.torch.save_file(tensors, tmp_path / "part.safetensors")
@@ -446,10 +747,18 @@ def test_weights_that_an_index_does_not_list_are_told(tmp_path: Path, caplog: py
     assert "does not list, and that is not loaded: scale" in caplog.text
 
 
-# Everything ------------------------------------------------------------------------------------------------------
+# Everything ---------------------------------------------------------------------------------------
 
 DTYPES = st.sampled_from(
-    [torch.float32, torch.float64, torch.bfloat16, torch.complex128, torch.complex64, torch.int8, torch.bool]
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.complex128,
+        torch.complex64,
+        torch.int8,
+        torch.bool,
+    ]
 )
 
 
@@ -471,12 +780,18 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return nn.Parameter(tensor) if tensor.is_floating_point() and draw(st.booleans()) else tensor
 
 
-KEYS = st.one_of(st.text(max_size=2), st.integers(0, 3), st.booleans(), st.none(), st.sampled_from(list(Phase)))
+KEYS = st.one_of(
+    st.text(max_size=2), st.integers(0, 3), st.booleans(), st.none(), st.sampled_from(list(Phase))
+)
 NESTS = st.recursive(
     st.one_of(
         tensors(),
         tensors().map(
-            lambda tensor: tensor.detach().resolve_neg().resolve_conj().numpy() if tensor.dtype != torch.bfloat16 else 0
+            lambda tensor: (
+                tensor.detach().resolve_neg().resolve_conj().numpy()
+                if tensor.dtype != torch.bfloat16
+                else 0
+            )
         ),
         st.floats(),
         st.integers(),
@@ -497,7 +812,9 @@ NESTS = st.recursive(
 
 
 def expected(value: Any) -> Any:
-    """What is documented to come back: state dicts of modules, plain tensors of parameters, values of enums."""
+    """What is documented to come back: state dicts of modules, plain tensors of parameters, values
+    of enums.
+    """
     if isinstance(value, nn.Module):
         return value.state_dict()
     if isinstance(value, enum.Enum):

@@ -18,7 +18,7 @@ from sidesave.errors import (
     StateMismatchError,
 )
 
-# Which checkpoint ------------------------------------------------------------------------------------------------
+# Which checkpoint ---------------------------------------------------------------------------------
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -43,7 +43,9 @@ def test_the_newest_or_the_step_asked_for_is_loaded(run: Path):
             checkpointer.load(15)
 
 
-def test_fallback_takes_the_newest_older_one_that_verifies(run: Path, caplog: pytest.LogCaptureFixture):
+def test_fallback_takes_the_newest_older_one_that_verifies(
+    run: Path, caplog: pytest.LogCaptureFixture
+):
     flip_bit(run / "step-00000030" / "x.rank-00000.safetensors", -1)
     (run / "step-00000020" / "x.rank-00000.xxh3").unlink()
     with Checkpointer(run) as checkpointer:
@@ -55,7 +57,9 @@ def test_fallback_takes_the_newest_older_one_that_verifies(run: Path, caplog: py
         with caplog.at_level(logging.WARNING):
             checkpointer.load(into={"x": {"w": weight}}, fallback=True)
         assert (weight == 10).all()
-        passed_over = [record.message for record in caplog.records if "does not verify" in record.message]
+        passed_over = [
+            record.message for record in caplog.records if "does not verify" in record.message
+        ]
         assert [message[:7] for message in passed_over] == ["step 30", "step 20"]
         info = checkpointer.save(15, state_of(15), blocking=True).committed.result()
         assert info.parent is not None
@@ -95,7 +99,7 @@ def test_a_run_directory_with_a_newer_format_is_refused_as_such(run: Path):
         checkpointer.load()
 
 
-# Lineage ---------------------------------------------------------------------------------------------------------
+# Lineage ------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_names_the_one_it_was_resumed_from(run: Path):
@@ -125,8 +129,12 @@ def test_after_going_back_the_newest_is_what_was_saved_last(run: Path):
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_superseded_step_can_be_saved_again_and_an_ancestor_cannot(run: Path, restarts: bool, own: bool):
-    """``own``: the steps gone back over are of the same session. ``restarts``: a new one goes on from where it went."""
+def test_a_superseded_step_can_be_saved_again_and_an_ancestor_cannot(
+    run: Path, restarts: bool, own: bool
+):
+    """``own``: the steps gone back over are of the same session. ``restarts``: a new one goes on
+    from where it went.
+    """
     checkpointer = Checkpointer(run)
     try:
         if own:

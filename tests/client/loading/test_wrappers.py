@@ -1,4 +1,6 @@
-"""What torch's wrappers add to names is in no checkpoint: it loads into a plain module, and back, without a rename."""
+"""What torch's wrappers add to names is in no checkpoint: it loads into a plain module, and back,
+without a rename.
+"""
 
 import importlib
 import warnings as python_warnings
@@ -8,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from loads import Extra, Trunk, Wrapped, assert_equal, assert_refused, save, values
+from loads import Extra, Trunk, Wrapped, assert_equal, assert_refused, values
 from states import difference
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from trainers import save
 
 import sidesave
 from sidesave import Checkpointer
 from sidesave.errors import UnsupportedValueError
+from sidesave.stager import wrappers
 from sidesave.stager.state import tree
 from sidesave.stager.state.recall import Recall
 from sidesave.stager.wrappers import WrapperNames
@@ -69,17 +73,25 @@ WRAP: dict[str, Callable[[Any], nn.Module]] = {
     "DDP of compiled": lambda module: DistributedDataParallel(compiled(module)),
     "compiled DDP": lambda module: compiled(DistributedDataParallel(module)),
     "with a compiled child": with_compiled_child,
-    "DDP with a compiled child": lambda module: DistributedDataParallel(with_compiled_child(module)),
+    "DDP with a compiled child": lambda module: DistributedDataParallel(
+        with_compiled_child(module)
+    ),
     "compiled around recomputed": lambda module: compiled(checkpoint_wrapper(module)),
 }
 
 
-def trained(wrap: Callable[[Any], nn.Module], seed: int, *, named: bool = False) -> tuple[Trunk, dict[str, Any]]:
-    """A model, and a state of it and its optimizer as a script with a wrapper saves it, after a step."""
+def trained(
+    wrap: Callable[[Any], nn.Module], seed: int, *, named: bool = False
+) -> tuple[Trunk, dict[str, Any]]:
+    """A model, and a state of it and its optimizer as a script with a wrapper saves it, after a
+    step.
+    """
     inner = Trunk(seed)
     parameters = dict(inner.named_parameters())
     model = wrap(inner)
-    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.01 * seed)
+    optimizer = torch.optim.AdamW(
+        model.named_parameters() if named else model.parameters(), lr=0.01 * seed
+    )
     torch.manual_seed(seed)
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
@@ -98,11 +110,15 @@ def tensors(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.drawn
 @pytest.mark.parametrize("named", [False, True], ids=["", "named parameters"])
 @pytest.mark.parametrize("kind", WRAP)
-def test_a_wrapped_model_and_its_optimizer_are_a_plain_ones_and_back(tmp_path: Path, kind: str, named: bool):
+def test_a_wrapped_model_and_its_optimizer_are_a_plain_ones_and_back(
+    tmp_path: Path, kind: str, named: bool
+):
     _, source = trained(WRAP[kind], 1, named=named)
     path = save(tmp_path / "wrapped", source)
     assert sidesave.load(path)["model"].keys() == Trunk().state_dict().keys()
-    assert [*sidesave.load(path)["model"]._metadata] == [name for name, _ in Trunk().named_modules()]
+    assert [*sidesave.load(path)["model"]._metadata] == [
+        name for name, _ in Trunk().named_modules()
+    ]
     plain, target = trained(WRAP["plain"], 2, named=named)
     sidesave.load(path, into=target)
     assert difference(tensors(source["model"]), tensors(plain)) == ""
@@ -135,7 +151,7 @@ def test_a_wrapper_inside_a_module_of_the_users_is_in_no_name(tmp_path: Path):
 def old(monkeypatch: pytest.MonkeyPatch, save: Callable[[], Path]) -> Path:
     """A checkpoint of a version that left the wrappers in the names."""
     with monkeypatch.context() as patched:
-        patched.setattr(tree, "WrapperNames", lambda module: False)
+        patched.setattr(wrappers, "WrapperNames", lambda module: False)
         return save()
 
 
@@ -143,7 +159,11 @@ def old(monkeypatch: pytest.MonkeyPatch, save: Callable[[], Path]) -> Path:
 @pytest.mark.parametrize("target_kind", ["plain", "DDP", "compiled", "same"])
 @pytest.mark.parametrize("kind", ["DDP", "DDP of compiled", "with a compiled child"])
 def test_an_old_checkpoint_with_prefixes_still_loads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, target_kind: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    target_kind: str,
 ):
     _, source = trained(WRAP[kind], 1)
     path = old(monkeypatch, lambda: save(tmp_path, source))
@@ -153,11 +173,15 @@ def test_an_old_checkpoint_with_prefixes_still_loads(
     assert difference(tensors(source["model"]), tensors(target["model"])) == ""
     assert difference(moments(source), moments(target)) == ""
     is_told = "what wrappers add is dropped from names: model." in caplog.text
-    assert is_told == (target_kind not in ("same", kind))  # else the very wrappers tell what the names mean
+    assert is_told == (
+        target_kind not in ("same", kind)
+    )  # else the very wrappers tell what the names mean
 
 
 class OwnModule(nn.Module):
-    """A model with a child that is called as the child of a wrapper is, and a tensor of the same name and shape."""
+    """A model with a child that is called as the child of a wrapper is, and a tensor of the same
+    name and shape.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -177,19 +201,32 @@ def test_a_child_of_the_users_keeps_its_name(tmp_path: Path, monkeypatch: pytest
             target = OwnModule(2)
             sidesave.load(path, into={"model": other(target)})
             assert_equal(source, target)
-    path = old(monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)}))
+    path = old(
+        monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)})
+    )
     target = OwnModule(2)
-    sidesave.load(path, into={"model": DistributedDataParallel(target)})  # which tells what the names mean
+    sidesave.load(
+        path, into={"model": DistributedDataParallel(target)}
+    )  # which tells what the names mean
     assert_equal(source, target)
     assert_refused(path, {"model": OwnModule(2)}, "model.weight")  # here they could mean either
     path = save(tmp_path / "plain child", {"model": Trunk(1)})
-    assert_refused(path, {"model": Wrapped(Trunk(2))}, "model.module.head.weight")  # nothing is put in front
+    assert_refused(
+        path, {"model": Wrapped(Trunk(2))}, "model.module.head.weight"
+    )  # nothing is put in front
 
 
-def test_patterns_speak_of_the_names_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_patterns_speak_of_the_names_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     source = Trunk(1)
-    path = old(monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)}))
-    choices: list[dict[str, Any]] = [{"exclude": "model.module.head"}, {"include": "model.module.backbone"}]
+    path = old(
+        monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)})
+    )
+    choices: list[dict[str, Any]] = [
+        {"exclude": "model.module.head"},
+        {"include": "model.module.backbone"},
+    ]
     for options in choices:
         target = Trunk(2)
         before = values(target.head)
@@ -199,16 +236,22 @@ def test_patterns_speak_of_the_names_in_the_checkpoint(tmp_path: Path, monkeypat
     target = Trunk(2)
     rename = {"model.module.backbone": "model.backbone", "model.module.head": "head"}
     sidesave.load(
-        path, into={"model": nn.ModuleDict({"backbone": target.backbone}), "head": target.head}, rename=rename
+        path,
+        into={"model": nn.ModuleDict({"backbone": target.backbone}), "head": target.head},
+        rename=rename,
     )
     assert_equal(source, target)
     target = Trunk(3)
     path = save(tmp_path / "new", {"model": source})
-    sidesave.load(path, into={"model": DistributedDataParallel(target)}, rename={"model": "model.module"})
+    sidesave.load(
+        path, into={"model": DistributedDataParallel(target)}, rename={"model": "model.module"}
+    )
     assert_equal(source, target)
 
 
-def test_state_dicts_and_files_of_others_keep_their_names_and_load_where_these_can_mean_one_thing_only(tmp_path: Path):
+def test_state_dicts_and_files_of_others_keep_their_names_and_load_where_these_are_unambiguous(
+    tmp_path: Path,
+):
     source = Trunk(1)
     state = DistributedDataParallel(source).state_dict()
     path = save(tmp_path, {"model": state})
@@ -218,10 +261,14 @@ def test_state_dicts_and_files_of_others_keep_their_names_and_load_where_these_c
         sidesave.load(path, into={"model": wrap(target)})
         assert_equal(source, target)
     both = save(
-        tmp_path / "both", {"model": {"module.weight": torch.ones(2, 2), "_orig_mod.weight": torch.zeros(2, 2)}}
+        tmp_path / "both",
+        {"model": {"module.weight": torch.ones(2, 2), "_orig_mod.weight": torch.zeros(2, 2)}},
     )
     assert_refused(both, {"model": nn.Linear(2, 2, bias=False)}, "model.weight")
-    exact = save(tmp_path / "exact", {"model": {"module.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2)}})
+    exact = save(
+        tmp_path / "exact",
+        {"model": {"module.weight": torch.ones(2, 2), "weight": torch.zeros(2, 2)}},
+    )
     assert_refused(exact, {"model": nn.Linear(2, 2, bias=False)}, "model.module.weight")
     linear = nn.Linear(2, 2, bias=False)
     sidesave.load(exact, into={"model": linear}, strict=False)
@@ -244,7 +291,9 @@ def test_extra_state_and_the_versions_of_submodules_go_to_their_modules(
 
     source: Any = make({"a": {"b": torch.ones(2)}, 1: "one"})
     paths = [save(tmp_path / "new", {"model": compiled(DistributedDataParallel(source))})]
-    paths += [old(monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)}))]
+    paths += [
+        old(monkeypatch, lambda: save(tmp_path / "old", {"model": DistributedDataParallel(source)}))
+    ]
     for path in paths:
         for wrap in (WRAP["plain"], DistributedDataParallel, WRAP["DDP of compiled"]):
             target: Any = make({})
@@ -291,7 +340,9 @@ class WithOwn(DistributedDataParallel):
         self.register_buffer("weight", torch.zeros(2))
 
 
-def test_two_names_that_are_one_without_the_wrapper_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_two_names_that_are_one_without_the_wrapper_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     model = WithOwn(nn.Linear(2, 2))
     with Checkpointer(tmp_path / "run") as checkpointer:
         with pytest.raises(UnsupportedValueError, match=r"model\.weight: .*module\.weight"):
@@ -334,7 +385,9 @@ def test_a_model_that_is_wrapped_between_two_saves_of_a_run_keeps_its_names(tmp_
     with Checkpointer(tmp_path) as checkpointer:
         paths = [
             checkpointer.save(step, {"model": wrap(model)}, blocking=True).committed.result()
-            for step, wrap in enumerate((WRAP["plain"], DistributedDataParallel, compiled, WRAP["plain"]))
+            for step, wrap in enumerate(
+                (WRAP["plain"], DistributedDataParallel, compiled, WRAP["plain"])
+            )
         ]
     for path in paths:
         assert sidesave.load(path)["model"].keys() == model.state_dict().keys()

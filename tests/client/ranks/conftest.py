@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from object_server import ObjectServer, serving
+from object_server import ObjectServer
 from rank_checks import Place, Start
 from rank_trainers import Ranks, orders_to
 from trainers import Orders, Traces
@@ -17,7 +17,9 @@ from trainers import Orders, Traces
 def start(traces: Traces, tmp_path: Path) -> Iterator[Start]:
     """Starts the ranks of a job; see :class:`Ranks`."""
     with contextlib.ExitStack() as jobs:
-        yield lambda count, **options: jobs.enter_context(Ranks(count, tmp_path / "groups", traces, **options))
+        yield lambda count, **options: jobs.enter_context(
+            Ranks(count, tmp_path / "groups", traces, **options)
+        )
 
 
 @pytest.fixture(params=["disk", pytest.param("store", marks=pytest.mark.slow)])
@@ -27,13 +29,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """A store that ranks, and the commands of the test, find by the environment."""
-    (tmp_path / "buckets" / "bucket").mkdir(parents=True)
-    with serving(tmp_path / "buckets") as server:
-        for name, value in server.options.items():
-            monkeypatch.setenv(name.upper(), value)
-        yield server
+def server(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    """An object store that ranks and the commands of the test find by the environment."""
+    server.announce(monkeypatch.setenv)
+    return server
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Nodes with disks of their own: each keeps and commits its part, and a step is there when all nodes have theirs.
+"""Nodes with disks of their own: each keeps and commits its part, and a step is there when all
+nodes have theirs.
 
 A directory makes a node: ranks that see each other's files in it are on one.
 """
@@ -20,8 +21,8 @@ from safetensors import safe_open
 from trainers import Orders, Traces
 
 import sidesave
-from sidesave.client.ranks.group import RENDEZVOUS
-from sidesave.client.runs import catalog
+from sidesave.client.ranks.meeting import RENDEZVOUS
+from sidesave.client.runs.finding import catalog_of
 from sidesave.errors import StateMismatchError
 
 Start = Callable[..., Ranks]
@@ -84,12 +85,16 @@ def pieces(path: Path) -> Iterator[tuple[str, list[int], torch.Tensor]]:
 
 
 def holds_once(truth: dict[str, torch.Tensor], *parts: Path) -> None:
-    """Fails unless these parts together hold each element of what is cut once; numbers are not cut."""
+    """Fails unless these parts together hold each element of what is cut once; numbers are not
+    cut.
+    """
     seen = {fqn: torch.zeros(tensor.shape, dtype=torch.int32) for fqn, tensor in truth.items()}
     found = {fqn: torch.zeros_like(tensor) for fqn, tensor in truth.items()}
     for path in parts:
         for fqn, offsets, tensor in pieces(path):
-            box = tuple(slice(at, at + extent) for at, extent in zip(offsets, tensor.shape, strict=True))
+            box = tuple(
+                slice(at, at + extent) for at, extent in zip(offsets, tensor.shape, strict=True)
+            )
             found[fqn][box] = tensor
             seen[fqn][box] += 1
     same_tensors(found, truth)
@@ -97,13 +102,18 @@ def holds_once(truth: dict[str, torch.Tensor], *parts: Path) -> None:
         assert bool((count == (1 if count.dim() else len(parts))).all()), fqn
 
 
-# Saved per node, and loaded by the same ranks --------------------------------------------------------------------
+# Saved per node, and loaded by the same ranks -----------------------------------------------------
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
     ("name", "each_has_all"),
-    [("over_nodes", False), ("replicas_within_nodes", False), ("replicas_across_nodes", True), ("alike", True)],
+    [
+        ("over_nodes", False),
+        ("replicas_within_nodes", False),
+        ("replicas_across_nodes", True),
+        ("alike", True),
+    ],
 )
 def test_each_node_keeps_its_part_and_its_ranks_get_back_every_bit(
     start: Start, nodes: list[Path], traces: Traces, tmp_path: Path, name: str, each_has_all: bool
@@ -142,7 +152,9 @@ def test_each_rank_may_be_a_node(start: Start, tmp_path: Path, traces: Traces):
     save(ranks, 1)
     ranks.do("spoil")
     assert errors(ranks.attempt("save", 2)) == {"UnsupportedValueError"}
-    assert errors(ranks.attempt("save", 1)) == {"CheckpointExistsError"}, "which is none of the other ranks' business"
+    assert errors(ranks.attempt("save", 1)) == {"CheckpointExistsError"}, (
+        "which is none of the other ranks' business"
+    )
     ranks.do("put", "spoilt", None)
     save(ranks, 2)
     saved = ranks.do("digests")
@@ -155,7 +167,7 @@ def test_each_rank_may_be_a_node(start: Start, tmp_path: Path, traces: Traces):
     close(ranks, traces, *runs)
 
 
-# Steps that not all nodes have -----------------------------------------------------------------------------------
+# Steps that not all nodes have --------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -185,7 +197,7 @@ def test_step_that_a_node_has_lost_is_not_there_until_it_is_saved_again(
     assert ranks.do("digests") == saved
     close(ranks, traces, *nodes)
     for node in nodes:
-        infos = catalog.scan(str(node))
+        infos = catalog_of(str(node)).all()
         assert [info.step for info in infos] == [1, 2, 3]
         assert len({info.session for info in infos}) == 2
         assert all(sidesave.verify(info.path).ok for info in infos)
@@ -217,7 +229,7 @@ def test_step_that_one_node_could_not_save_is_not_there_after_a_restart(
     save(ranks, 2)  # in the place of what the first node has
     assert ranks.do("load") == [2] * 4
     close(ranks, traces, *nodes)
-    sessions = [{info.step: info.session for info in catalog.scan(str(node))} for node in nodes]
+    sessions = [{info.step: info.session for info in catalog_of(str(node)).all()} for node in nodes]
     assert sessions[0] == sessions[1] and sorted(sessions[0]) == [1, 2]
 
 
@@ -248,7 +260,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-# Mix-ups ---------------------------------------------------------------------------------------------------------
+# Mix-ups ------------------------------------------------------------------------------------------
 
 
 def refused(ranks: Ranks, *words: str) -> None:
@@ -263,7 +275,7 @@ def test_wrong_word_about_nodes_and_a_node_in_use_are_refused_on_all_ranks_who_m
 ):
     ranks = start(4)
     ranks.do("build", "alike")
-    ranks.do("set", "sidesave.client.ranks.group:_VISIBLE_WITHIN_S", 1.0)
+    ranks.do("set", "sidesave.client.ranks.meeting:_VISIBLE_WITHIN_S", 1.0)
     ranks.tell("open", template(nodes))
     refused(ranks, "rank 2 ", str(tmp_path), "pass node_local=True")
     for rank in ranks:
@@ -278,7 +290,9 @@ def test_wrong_word_about_nodes_and_a_node_in_use_are_refused_on_all_ranks_who_m
     close(ranks, traces, *nodes)
 
 
-def test_node_local_of_ranks_without_process_group_is_refused_at_once(start: Start, nodes: list[Path], traces: Traces):
+def test_node_local_of_ranks_without_process_group_is_refused_at_once(
+    start: Start, nodes: list[Path], traces: Traces
+):
     ranks = start(2, group=False)
     ranks.tell("open", template(nodes), node_local=True)
     refused(ranks, "node_local", "torch.distributed.init_process_group")
@@ -296,7 +310,9 @@ def test_single_rank_is_one_node(start: Start, nodes: list[Path], traces: Traces
 
 
 @pytest.mark.root
-def test_directory_that_hosts_share_is_refused_as_that_of_a_node(start: Start, tmp_path: Path, traces: Traces):
+def test_directory_that_hosts_share_is_refused_as_that_of_a_node(
+    start: Start, tmp_path: Path, traces: Traces
+):
     run = tmp_path / "run"
     ranks = start(4)
     ranks.do("build", "alike")
@@ -310,10 +326,12 @@ def test_directory_that_hosts_share_is_refused_as_that_of_a_node(start: Start, t
     close(ranks, traces, run)
 
 
-# Parts read by others --------------------------------------------------------------------------------------------
+# Parts read by others -----------------------------------------------------------------------------
 
 
-def test_part_of_a_node_is_enough_for_nobody_but_its_own_ranks(start: Start, nodes: list[Path], traces: Traces):
+def test_part_of_a_node_is_enough_for_nobody_but_its_own_ranks(
+    start: Start, nodes: list[Path], traces: Traces
+):
     ranks = start(4)
     ranks.do("build", "over_nodes")
     open_nodes(ranks, nodes)
@@ -323,14 +341,17 @@ def test_part_of_a_node_is_enough_for_nobody_but_its_own_ranks(start: Start, nod
     weight = torch.full((30, 23), 7.0)
     for node in nodes:
         for into in (None, {"model": {"0.weight": weight}}):
-            with pytest.raises(StateMismatchError, match=r"model\.0\.weight is on another node") as caught:
+            with pytest.raises(
+                StateMismatchError, match=r"model\.0\.weight is on another node"
+            ) as caught:
                 sidesave.load(part(node, 1), into=into, strict=False)
             assert str(node) in str(caught.value)
         assert sidesave.load(part(node, 1), include=["step", "optimizer.param_groups"])["step"] == 1
     assert bool((weight == 7).all())
-    assert sidesave.load(part(nodes[0], 1), include="model.4")["model"]["4.weight"].shape == (2, 4), (
-        "all of it is there"
-    )
+    assert sidesave.load(part(nodes[0], 1), include="model.4")["model"]["4.weight"].shape == (
+        2,
+        4,
+    ), "all of it is there"
 
     for count, on_first in ((4, 3), (2, 1)):
         ranks = start(count)

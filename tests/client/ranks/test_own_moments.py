@@ -1,6 +1,7 @@
-"""Optimizers that have state for other parameters on each rank: each rank gets back what it had, and nothing more."""
+"""Optimizers that have state for other parameters on each rank: each rank gets back what it had,
+and nothing more.
+"""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import StateDictType
-from trainers import DEADLINE_S
+from trainers import DEADLINE_S, save
 
 import sidesave
 from sidesave.errors import UnsupportedValueError
 
 
-def _enter(rank: int, folder: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-
-
-def _experts(rank: int, folder: str) -> None:
+def _experts(rank: int, folder: Path) -> None:
     """On each rank another expert has had something to do."""
-    _enter(rank, folder)
 
     def made(seed: int) -> tuple[nn.ModuleList, torch.optim.AdamW]:
         torch.manual_seed(seed)
@@ -45,22 +39,42 @@ def _experts(rank: int, folder: str) -> None:
     assert difference(optimizer.state_dict(), other.state_dict()) == ""
     assert difference(dict(model.state_dict()), dict(again.state_dict())) == ""
     assert [*fresh["optimizer"]["state"]] == [2 * rank, 2 * rank + 1]
-    torch.distributed.destroy_process_group()
 
 
 def test_a_parameter_without_a_gradient_gets_no_moments_of_another_rank(tmp_path: Path):
-    forks.spawn(_experts, os.fspath(tmp_path))
+    forks.spawn_group(_experts, tmp_path)
 
 
-def _fsdp1(rank: int, folder: str, use_orig_params: bool, kind: StateDictType) -> None:
+def _stages(rank: int, folder: Path) -> None:
+    """Two stages of a pipeline; of the first only one layer has had something to do."""
+    model = nn.ModuleDict({f"{rank}{part}": nn.Linear(4, 4, bias=False) for part in "ab"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for layer in [*model.values()][: 1 + rank]:
+        layer(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    save(f"{folder}/run", {"model": model, "optimizer": optimizer})
+
+
+def test_a_parameter_gets_no_moments_of_one_that_has_its_number_in_another_stage(tmp_path: Path):
+    forks.spawn_group(_stages, tmp_path)
+    model = nn.ModuleDict({f"0{part}": nn.Linear(4, 4, bias=False) for part in "ab"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    sidesave.load(tmp_path / "run", into={"model": model, "optimizer": optimizer}, strict=False)
+    assert [*optimizer.state_dict()["state"]] == [0]
+
+
+def _fsdp1(rank: int, folder: Path, use_orig_params: bool, kind: StateDictType) -> None:
     """Small layers lie on one rank whole; of another both have a part."""
-    _enter(rank, folder)
     mesh = init_device_mesh("cpu", (2,))
 
     def made(seed: int) -> tuple[FSDP1, torch.optim.AdamW]:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3))
-        wrapped = FSDP1(model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        model = nn.Sequential(
+            nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3)
+        )
+        wrapped = FSDP1(
+            model, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=use_orig_params
+        )
         FSDP1.set_state_dict_type(wrapped, kind)
         return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=0.01)
 
@@ -83,27 +97,31 @@ def _fsdp1(rank: int, folder: str, use_orig_params: bool, kind: StateDictType) -
     states: Any = optimizer.state_dict()["state"], other.state_dict()["state"]
     assert states[0]
     assert difference(*states) == ""
-    assert train(model, optimizer, 3) == train(again, other, 3), "it goes on as if nothing had happened"
-    torch.distributed.destroy_process_group()
+    assert train(model, optimizer, 3) == train(again, other, 3), (
+        "it goes on as if nothing had happened"
+    )
 
 
-def _without_mesh(rank: int, folder: str) -> None:
-    _enter(rank, folder)
+def _without_mesh(rank: int, folder: Path) -> None:
     model = FSDP1(nn.Linear(6, 5), device_id=torch.device("cpu"))
     FSDP1.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     told = "ShardedTensor is not a plain tensor; with device_mesh="
-    with sidesave.Checkpointer(f"{folder}/run") as checkpointer, pytest.raises(UnsupportedValueError, match=told):
+    with (
+        sidesave.Checkpointer(f"{folder}/run") as checkpointer,
+        pytest.raises(UnsupportedValueError, match=told),
+    ):
         checkpointer.save(1, {"model": model})
-    torch.distributed.destroy_process_group()
 
 
 def test_fsdp1_without_a_mesh_is_told_what_it_needs(tmp_path: Path):
-    forks.spawn(_without_mesh, os.fspath(tmp_path))
+    forks.spawn_group(_without_mesh, tmp_path)
 
 
 @pytest.mark.drawn
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str)
+@pytest.mark.parametrize(
+    "kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT], ids=str
+)
 def test_fsdp1_goes_on_bit_for_bit(tmp_path: Path, use_orig_params: bool, kind: StateDictType):
-    forks.spawn(_fsdp1, os.fspath(tmp_path), use_orig_params, kind)
+    forks.spawn_group(_fsdp1, tmp_path, use_orig_params, kind)

@@ -10,30 +10,48 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import campaigns
 import pytest
+import torch
+from campaigns import Share
 from rank_checks import Place, Start, finish, is_clean, left, read, visible
-from rank_trainers import leftovers
+from rank_trainers import leftovers, same_tensors
 from trainers import DEADLINE_S, Orders, Traces, await_end, pidfd_of, wait_until
 
 from sidesave.writer_daemon.format.names import LEASE_DIRECTORY
 
-# Processes that die ----------------------------------------------------------------------------------------------
+STATES = ["small", "ddp", "fsdp"]
+"""The same on all ranks with a tensor of each rank's own, data-parallel, and sharded."""
+
+# Processes that die -------------------------------------------------------------------------------
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_daemon_killed_at_some_operations_is_replaced_and_the_save_commits(
-    start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int
+    start: Start,
+    run: Path,
+    traces: Traces,
+    ordered: tuple[Orders, dict[str, str]],
+    culprit: int,
+    state: str,
 ):
-    kill_daemons(start, run, traces, ordered, culprit, range(0, 40, 8))
+    kill_daemons(start, run, traces, ordered, culprit, state, range(0, 40, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1 / 6)
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_daemon_killed_at_any_operation_is_replaced_and_the_save_commits(
-    start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int
+    start: Start,
+    run: Path,
+    traces: Traces,
+    ordered: tuple[Orders, dict[str, str]],
+    culprit: int,
+    state: str,
+    share: Share,
 ):
-    kill_daemons(start, run, traces, ordered, culprit, campaigns.some(range(60)))
+    kill_daemons(start, run, traces, ordered, culprit, state, share.points(range(60)))
 
 
 def kill_daemons(
@@ -42,18 +60,31 @@ def kill_daemons(
     traces: Traces,
     ordered: tuple[Orders, dict[str, str]],
     culprit: int,
+    state: str,
     points: Iterable[int],
 ) -> None:
     orders, environment = ordered
-    ranks = start(3, environments={culprit: environment}).begin("small", run)
+    ranks = start(3, environments={culprit: environment}).begin(state, run)
+    truth = run.with_name("truth")
     step = 0
     for after in points:
-        for number in (None, after):  # the structure is known, and new: the ranks still have to find out
+        # the structure is known, and new: the ranks still have to find out
+        for number in (None, after):
             ranks.do("restructure", number)
+            if state != "small":
+                ranks.do("train")
+                ranks.do("truth", str(truth))
             step += 1
             orders.give("kill", after=after)
             ranks.save(step)
-            read(run, step)
+            saved = read(run, step).tensors
+            if state != "small":
+                of_all = {
+                    fqn: tensor
+                    for fqn, tensor in torch.load(truth).items()
+                    if not fqn.startswith("more")
+                }
+                same_tensors({fqn: saved[fqn] for fqn in of_all}, of_all)
             is_clean(run)
             orders.withdraw()
             if orders.was_obeyed():  # else it may die in the next save
@@ -78,25 +109,29 @@ def test_daemons_that_a_signal_has_ended_are_replaced_and_nobody_takes_their_ran
     finish(ranks, run, traces)
 
 
-def test_daemons_that_end_at_some_moments_of_overlapping_saves_lose_none(start: Start, place: Place, traces: Traces):
-    end_daemons(start, place, traces, signal.SIGKILL, rounds=3)
+def test_daemons_that_end_at_some_moments_of_overlapping_saves_lose_none(
+    start: Start, place: Place, traces: Traces
+):
+    end_daemons(start, place, traces, signal.SIGKILL, range(3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_daemons_that_end_at_any_moment_of_overlapping_saves_lose_none(
-    start: Start, place: Place, traces: Traces, number: signal.Signals
+    start: Start, place: Place, traces: Traces, number: signal.Signals, share: Share
 ):
-    end_daemons(start, place, traces, number, rounds=campaigns.length(12))
+    end_daemons(start, place, traces, number, share.rounds(12))
 
 
-def end_daemons(start: Start, place: Place, traces: Traces, number: signal.Signals, rounds: int) -> None:
+def end_daemons(
+    start: Start, place: Place, traces: Traces, number: signal.Signals, attempts: Iterable[int]
+) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
     ranks = start(3).begin("small", place)
     step = 0
-    for attempt in range(rounds):
+    for attempt in attempts:
         ranks.do("restructure", attempt // 2)
         steps = range(step + 1, step + 1 + chance.randrange(2, 5))
         for step in steps:
@@ -169,7 +204,9 @@ def test_trainer_killed_once_it_has_staged_changes_nothing_for_this_save(
     traces.check()
 
 
-def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: Start, place: Place, traces: Traces):
+def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(
+    start: Start, place: Place, traces: Traces
+):
     ranks = start(3).begin("small", place)
     ranks[0].kill()
     for rank in (ranks[1], ranks[2]):
@@ -177,7 +214,10 @@ def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: S
     for rank in (ranks[1], ranks[2]):
         rank.tell("committed", 1)
         told = rank.answer()
-        assert told.error == "WriteError" and "rank 0 has closed this run, or has ended" in told.message
+        assert (
+            told.error == "WriteError"
+            and "rank 0 has closed this run, or has ended" in told.message
+        )
     for rank in (ranks[1], ranks[2]):
         rank.do("close")
     traces.check()
@@ -197,10 +237,17 @@ def test_rank_0_that_dies_before_it_staged_fails_the_save_of_the_others(start: S
     ],
 )
 def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
-    start: Start, run: Path, traces: Traces, ordered: tuple[Orders, dict[str, str]], where: str, known: bool
+    start: Start,
+    run: Path,
+    traces: Traces,
+    ordered: tuple[Orders, dict[str, str]],
+    where: str,
+    known: bool,
 ):
     orders, environment = ordered
-    ranks = start(3, environments={1: environment}).begin("small", run, commit_timeout_s=5.0)
+    ranks = start(3, environments={1: environment}).begin(
+        "small", run, daemon={"commit_timeout_s": 5.0}
+    )
     if known:
         ranks.save(1)
     orders.give("stop", starting_at=where)
@@ -223,7 +270,7 @@ def test_rank_that_was_stopped_for_too_long_finds_its_save_given_up(
     finish(ranks, run, traces)
 
 
-# The next attempt ------------------------------------------------------------------------------------------------
+# The next attempt ---------------------------------------------------------------------------------
 
 
 def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_there(
@@ -232,12 +279,12 @@ def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_t
     orders, environment = ordered
     ranks = start(3, environments={2: environment}).begin("small", run)
     ranks.save(1)
-    orders.give("stop", starting_at="os.mkdir")
+    orders.give("stop")
     ranks.do("save", 2)
     late, _ = orders.obeyed()
     ranks.kill()
     with pidfd_of(late) as pidfd:
-        following = start(2).begin("small", run, takeover_timeout_s=1.0)
+        following = start(2).begin("small", run, daemon={"takeover_timeout_s": 1.0})
         assert visible(run) == [1]
         os.kill(late, signal.SIGCONT)
         await_end(pidfd)
@@ -250,30 +297,38 @@ def test_daemon_that_comes_to_a_save_when_the_run_has_passed_on_leaves_nothing_t
 def test_ranks_killed_in_the_midst_of_saves_are_followed_by_whole_steps_of_one_attempt_each(
     start: Start, place: Place, traces: Traces
 ):
-    kill_and_restart(start, place, traces, rounds=4, seed=random.randrange(1 << 32))
+    kill_and_restart(start, place, traces, range(4), random.randrange(1 << 32))
 
 
 @pytest.mark.slow
-def test_ranks_killed_in_the_midst_of_saves_many_times(start: Start, place: Place, traces: Traces):
-    kill_and_restart(start, place, traces, rounds=campaigns.length(25), seed=random.randrange(1 << 32))
+def test_ranks_killed_in_the_midst_of_saves_many_times(
+    start: Start, place: Place, traces: Traces, share: Share
+):
+    kill_and_restart(start, place, traces, share.rounds(25), random.randrange(1 << 32))
 
 
-def kill_and_restart(start: Start, place: Place, traces: Traces, rounds: int, seed: int) -> None:
+def kill_and_restart(
+    start: Start, place: Place, traces: Traces, attempts: Iterable[int], seed: int
+) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
     staged: set[int] = set()
     possible: dict[int, int] = {}  # the attempt that each step was saved by
     checked: set[int] = set()
     step = 0
-    for attempt in range(rounds):
+    for attempt in attempts:
         ranks = start(3, group=attempt % 2 == 0)
         ranks.do("build", "small", mark=attempt)
         [latest] = {each["latest"] for each in ranks.open(place)}
-        assert staged <= set(visible(place)) <= possible.keys(), "what all had staged is there, and nothing unheard of"
+        assert staged <= set(visible(place)) <= possible.keys(), (
+            "what all had staged is there, and nothing unheard of"
+        )
         for found in set(visible(place)) - checked:
             of = read(place, found)
             for rank in range(3):
-                [own] = [tensor for fqn, tensor in of.of_rank(rank).items() if fqn.startswith("rng")]
+                [own] = [
+                    tensor for fqn, tensor in of.of_rank(rank).items() if fqn.startswith("rng")
+                ]
                 assert own.tolist() == [10 * possible[found] + rank] * 3, "it is of another attempt"
             checked.add(found)
         assert left(place) == []
@@ -307,7 +362,8 @@ def test_what_is_left_when_all_processes_die_before_the_commit(
     ranks.do("build", "plain", 0.1, True)  # of which each rank writes its part without asking
     ranks.open(run)
     ranks.save(1)
-    # Rank 0's daemon opens the directory to readers right before it commits; rank 1's gives its first file its name.
+    # Rank 0's daemon opens the directory to readers right before it commits; rank 1's gives its
+    # first file its name.
     orders.give("hold", starting_at="os.link" if missing else "os.chmod")
     ranks.do("save", 2)
     orders.obeyed()

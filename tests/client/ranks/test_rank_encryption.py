@@ -49,13 +49,20 @@ def test_ranks_save_one_encrypted_checkpoint_and_any_number_loads_it(
         names = reader.names()
         truth = read(next(tmp_path.glob("truth-*")))
         assert names and {*names} & {*truth}
-        same_tensors(reader.read([name for name in names if name in truth]), {n: truth[n] for n in names if n in truth})
+        same_tensors(
+            reader.read([name for name in names if name in truth]),
+            {n: truth[n] for n in names if n in truth},
+        )
     traces.check()
 
 
 @pytest.mark.parametrize(
     ("keys", "error"),
-    [([ONE, None], "KeyMissingError"), ([None, ONE], "KeyMissingError"), ([ONE, TWO], "WrongKeyError")],
+    [
+        ([ONE, None], "KeyMissingError"),
+        ([None, ONE], "KeyMissingError"),
+        ([ONE, TWO], "WrongKeyError"),
+    ],
 )
 @pytest.mark.parametrize("group", [True, False], ids=["group", "storage"])
 def test_a_key_on_some_ranks_or_another_one_is_an_error_on_all(
@@ -64,7 +71,10 @@ def test_a_key_on_some_ranks_or_another_one_is_an_error_on_all(
     ranks = start(2, kind=EncryptedRank, group=group)
     answers = ranks.attempt("open", str(tmp_path / "run"), keys=keys)
     assert [answer.error for answer in answers] == [error] * 2, answers
-    assert not list((tmp_path / "run").glob("step-*")) and not (tmp_path / "run" / ".sidesave.keys").exists()
+    assert (
+        not list((tmp_path / "run").glob("step-*"))
+        and not (tmp_path / "run" / ".sidesave.keys").exists()
+    )
     ranks.open(tmp_path / "run", keys=[ONE])  # and the right one is taken
     ranks.do("close")
     traces.check()
@@ -84,7 +94,9 @@ def test_the_key_of_an_earlier_session_is_needed_on_all(start: Start, tmp_path: 
     ranks.do("close")
 
 
-def test_tensors_that_ranks_hold_alike_or_not_tell_nothing_of_themselves(start: Start, tmp_path: Path):
+def test_tensors_that_ranks_hold_alike_or_not_tell_nothing_of_themselves(
+    start: Start, tmp_path: Path
+):
     """They are compared by digests, which are names of files for a moment: keyed ones."""
     ranks = start(2, kind=EncryptedRank)
     ranks.do("build", "plain")
@@ -108,7 +120,11 @@ def test_tensors_that_ranks_hold_alike_or_not_tell_nothing_of_themselves(start: 
         with using(encryption()), CheckpointReader(str(path)) as reader:
             assert (fqn not in reader.manifest.diverged) == alike
             names = [each for each in reader.names() if each.startswith(fqn)]
-            assert len({each.sum().item() for each in reader.read(names).values()}) == len(names) == 2 - alike
+            assert (
+                len({each.sum().item() for each in reader.read(names).values()})
+                == len(names)
+                == 2 - alike
+            )
 
 
 def torch_names(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""Managers of ranks whose run is in an object store or has a mirror in one: pins, clocks, signals, retention."""
+"""Managers of ranks whose run is in an object store or has a mirror in one: pins, clocks, signals,
+retention.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,12 @@ def save(ranks: Ranks, step: int) -> None:
     ranks.do("committed", step)
 
 
-# What is kept ----------------------------------------------------------------------------------------------------
+# What is kept -------------------------------------------------------------------------------------
 
 
-def test_what_is_pinned_stays_for_any_number_of_ranks(start: Start, server: ObjectServer, traces: Traces):
+def test_what_is_pinned_stays_for_any_number_of_ranks(
+    start: Start, server: ObjectServer, traces: Traces
+):
     ranks = start(3, kind=ManagedRank)
     ranks.do("build", "fsdp")
     ranks.do("manage", S3, "[EverySteps(1)]", "[KeepLatest(1)]")
@@ -73,7 +77,7 @@ def test_minutes_are_those_of_one_clock(start: Start, server: ObjectServer, trac
     traces.check()
 
 
-# When ------------------------------------------------------------------------------------------------------------
+# When ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -82,7 +86,11 @@ def train(traces: Traces, tmp_path: Path) -> Iterator[Train]:
     with contextlib.ExitStack() as opened:
 
         def train(size: int, run: str, **options: object) -> list[ManagedTrainer]:
-            about = {"size": size, "meeting": str(tmp_path / f"group-{secrets.token_hex(8)}"), "paced": False}
+            about = {
+                "size": size,
+                "meeting": str(tmp_path / f"group-{secrets.token_hex(8)}"),
+                "paced": False,
+            }
             about |= {"total": 10**6, "rest_s": 0.01, "quiet": True, **options}
             ranks = [ManagedTrainer(traces, run, rank=rank, **about) for rank in range(size)]
             return [opened.enter_context(rank) for rank in ranks]
@@ -122,7 +130,10 @@ def test_ranks_that_leave_before_the_commit_have_it_made_by_their_daemons(
 
 
 def test_ranks_agree_when_the_time_has_come(train: Train, server: ObjectServer, traces: Traces):
-    policies = "[EverySeconds(1.5), Ephemeral(EverySeconds(0.5)), OnSignal(signal.SIGTERM, signal.SIGUSR1)]"
+    policies = (
+        "[EverySeconds(1.5), Ephemeral(EverySeconds(0.5)), OnSignal(signal.SIGTERM, "
+        "signal.SIGUSR1)]"
+    )
     ranks = train(2, S3, save=policies, keep="[KeepLatest(1)]")
     for number in range(4):
         if number == 3:
@@ -137,7 +148,7 @@ def test_ranks_agree_when_the_time_has_come(train: Train, server: ObjectServer, 
     traces.check()
 
 
-# A mirror --------------------------------------------------------------------------------------------------------
+# A mirror -----------------------------------------------------------------------------------------
 
 
 def test_a_mirror_of_ranks_goes_on_through_deaths_and_other_numbers_of_ranks_begin_there(
@@ -161,7 +172,9 @@ def test_a_mirror_of_ranks_goes_on_through_deaths_and_other_numbers_of_ranks_beg
     for place in (S3, "s3://bucket/other"):
         ranks = start(2, kind=ManagedRank)
         ranks.do("build", "fsdp")
-        assert ranks.do("manage", f"{run}-{ranks[0].pid}", "[EverySteps(1)]", mirror=place) == [4] * 2
+        assert (
+            ranks.do("manage", f"{run}-{ranks[0].pid}", "[EverySteps(1)]", mirror=place) == [4] * 2
+        )
         ranks.do("truth", str(tmp_path / "loaded"))
         same_tensors(torch.load(tmp_path / "loaded"), torch.load(tmp_path / "truth"))
         save(ranks, 4)

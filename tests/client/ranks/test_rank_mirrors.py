@@ -17,7 +17,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "mirror") if request.param == "directory" else f"file://{tmp_path}/mirror"
 
 
-def test_the_first_rank_mirrors_for_all_and_all_go_on_from_there(run: Path, tmp_path: Path, place: str, traces: Traces):
+def test_the_first_rank_mirrors_for_all_and_all_go_on_from_there(
+    run: Path, tmp_path: Path, place: str, traces: Traces
+):
     with Ranks(2, tmp_path / "groups", traces) as job:
         job.begin("fsdp", run, mirror=place)
         before = job.save(1)[0]

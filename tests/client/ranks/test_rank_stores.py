@@ -1,4 +1,6 @@
-"""Ranks whose run is in an object store: what they ask of it, what kills leave there, and what late ones may do."""
+"""Ranks whose run is in an object store: what they ask of it, what kills leave there, and what late
+ones may do.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-import campaigns
 import pytest
 import torch
+from campaigns import Share
 from elsewhere import OrdersElsewhere
 from managed_ranks import ManagedRank
 from object_server import Fault, Killer, ObjectServer, Request, serving
@@ -26,16 +28,13 @@ import sidesave
 S3 = "s3://bucket/run"
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store/run"
-
-
-# Saving and loading ----------------------------------------------------------------------------------------------
+# Saving and loading -------------------------------------------------------------------------------
 
 
 def go_through(start: Start, run: str, traces: Traces, folder: Path, **options: object) -> None:
-    """What is saved comes back to other ranks and to one process, and what there is changes as on a disk."""
+    """What is saved comes back to other ranks and to one process, and what there is changes as on a
+    disk.
+    """
     ranks = start(3).begin("fsdp", run, **options)
     ranks.do("truth", str(folder / "truth"))
     ranks.save(1, metadata={"loss": 0.5}, files={"config.json": "{}"})
@@ -58,7 +57,10 @@ def go_through(start: Start, run: str, traces: Traces, folder: Path, **options: 
     assert ranks.do("steps") == [[[1, 3, 4], 4]] * 2
     finish(ranks, run, traces)
     alone = sidesave.load(run, include="model", verify=True)["model"]
-    same_tensors({f"model.{name}": tensor for name, tensor in alone.items()}, models(torch.load(folder / "truth")))
+    same_tensors(
+        {f"model.{name}": tensor for name, tensor in alone.items()},
+        models(torch.load(folder / "truth")),
+    )
     assert sidesave.latest(run) is not None
 
 
@@ -109,10 +111,12 @@ def test_credentials_that_are_given_are_enough_and_ranks_of_no_group_meet_in_the
 
 
 @pytest.mark.parametrize("group", [True, False], ids=["process group", "no process group"])
-def test_stores_that_are_not_one_are_refused_by_all_ranks(start: Start, url: str, traces: Traces, group: bool):
+def test_stores_that_are_not_one_are_refused_by_all_ranks(
+    start: Start, url: str, traces: Traces, group: bool
+):
     ranks = start(2, group=group)
     for name in ("_VISIBLE_WITHIN_S", "AGREE_TIMEOUT_S"):
-        ranks.do("set", f"sidesave.client.ranks.group:{name}", 1.0)
+        ranks.do("set", f"sidesave.client.ranks.meeting:{name}", 1.0)
     for told in ranks.attempt("open", url + "-{rank}"):
         assert told.error == ("InvalidArgumentError" if group else "DaemonStartError")
         assert "rank 1" in told.message or not group
@@ -130,7 +134,7 @@ def test_nobody_talks_to_save_to_a_store(start: Start, url: str, traces: Traces)
     finish(ranks, url, traces)
 
 
-# What is asked ---------------------------------------------------------------------------------------------------
+# What is asked ------------------------------------------------------------------------------------
 
 
 def asked(requests: Iterable[Request]) -> Counter[str]:
@@ -148,17 +152,25 @@ def test_a_save_of_ranks_takes_few_requests(start: Start, server: ObjectServer, 
     ranks[1].do("written", 2)
     with stopped(ranks.daemons[1]):
         server.wait_until_idle()
-        [at] = [number for number, request in enumerate(server.requests) if request.key.endswith("-2/rank-00001.json")]
-        # The names of the run and its log, and the log again for the prefix, its mark; the lease; plain data, the
-        # record.
+        [at] = [
+            number
+            for number, request in enumerate(server.requests)
+            if request.key.endswith("-2/rank-00001.json")
+        ]
+        # The names of the run and its log, and the log again for the prefix, its mark; the lease;
+        # plain data, the record.
         assert asked(server.requests[began : at + 1]) == {"LIST": 4, "GET": 3, "PUT-NEW": 3}
         before = len(server.requests)
         ranks[0].do("save", 2)
         ranks[0].do("committed", 2)
-        # The mark, tensors, digests, plain data, the record, the manifest, the entry; a record of each rank. What ranks
-        # have written is listed once to see the records and once for the manifest, the names four times, and the log.
-        # A minute may end meanwhile, and the lease is looked at.
-        assert asked(server.requests[before:]) in ({"PUT-NEW": 7, "GET": 2, "LIST": lists} for lists in (7, 8))
+        # The mark, tensors, digests, plain data, the record, the manifest, the entry; a record of
+        # each rank. What ranks have written is listed once to see the records and once for the
+        # manifest, the names four times, and the log. A minute may end meanwhile, and the lease is
+        # looked at, or the entry of the log that the other rank has read.
+        found = asked(server.requests[before:])
+        assert (found["PUT-NEW"], len(found)) == (7, 3)
+        assert found["GET"] in (2, 3)
+        assert found["LIST"] in (7, 8)
         woken = len(server.requests)
     ranks[1].do("committed", 2)
     learnt = asked(server.requests[woken:])
@@ -169,23 +181,28 @@ def test_a_save_of_ranks_takes_few_requests(start: Start, server: ObjectServer, 
     finish(ranks, S3, traces)
 
 
-# Deaths ----------------------------------------------------------------------------------------------------------
+# Deaths -------------------------------------------------------------------------------------------
 
 
 def kill_at_requests(
-    start: Start, server: ObjectServer, traces: Traces, culprit: int, fault: Fault, points: Iterable[int]
+    start: Start,
+    server: ObjectServer,
+    traces: Traces,
+    culprit: int,
+    fault: Fault,
+    points: Iterable[int],
 ) -> None:
     killer = Killer(server)
     ranks = start(3).begin("small", S3)
-    ranks.do("set", "sidesave.client.daemon_link.connection:_MAX_BACKOFF_S", 0.05)
-    came = 0
+    ranks.do("set", "sidesave.client.daemon_link.restarts:_MAX_PAUSE_S", 0.05)
+    step = came = 0
     for step, after in enumerate(points, 1):
         wait_until(lambda: ranks[culprit].do("daemon") is not None)
         killer.arm(ranks[culprit].do("daemon"), after=after, fault=fault)
         ranks.save(step)
         came += killer.disarm()
         assert visible(S3) == [*range(1, step + 1)]
-    assert came > 2
+    assert came > 2 or step < 4
     for found in visible(S3):
         read(S3, found)
     finish(ranks, S3, traces)
@@ -204,9 +221,9 @@ def test_a_daemon_that_dies_at_some_requests_is_replaced_and_the_save_commits(
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("fault", [None, "cut"], ids=["carried out", "lost"])
 def test_a_daemon_that_dies_at_any_request_is_replaced_and_the_save_commits(
-    start: Start, server: ObjectServer, traces: Traces, culprit: int, fault: Fault
+    start: Start, server: ObjectServer, traces: Traces, culprit: int, fault: Fault, share: Share
 ):
-    kill_at_requests(start, server, traces, culprit, fault, campaigns.some(range(60)))
+    kill_at_requests(start, server, traces, culprit, fault, share.points(range(60)))
 
 
 @pytest.mark.slow
@@ -215,7 +232,9 @@ def test_a_rank_that_hangs_is_named_and_is_told_when_it_goes_on(
     start: Start, url: str, traces: Traces, ordered: tuple[Orders, dict[str, str]], culprit: int
 ):
     orders, environment = ordered
-    ranks = start(3, environments={culprit: environment}).begin("small", url, commit_timeout_s=4.0)
+    ranks = start(3, environments={culprit: environment}).begin(
+        "small", url, daemon={"commit_timeout_s": 4.0}
+    )
     ranks.save(1)
     orders.give("stop", starting_at="got SAVE", every_step=True)
     ranks.do("save", 2)
@@ -262,21 +281,13 @@ def test_what_a_rank_sends_after_the_run_has_passed_on_is_nothing_and_is_removed
     with pidfd_of(ranks.daemons[1]) as late:
         ranks = start(2)
         ranks.do("build", "small", mark=2)
-        ranks.open(S3, takeover_timeout_s=1.0)
+        ranks.open(S3, daemon={"takeover_timeout_s": 1.0})
         assert visible(S3) == [1]
         gate.set()
         await_end(late)
         ranks.save(2)
     read(S3, 2)
     finish(ranks, S3, traces)
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[OrdersElsewhere]:
-    """Orders to the daemon of one rank, which takes the others to be on another machine, as they take it."""
-    orders = OrdersElsewhere(tmp_path / "elsewhere")
-    yield orders
-    orders.close()
 
 
 @pytest.mark.slow
@@ -297,8 +308,9 @@ def test_a_daemon_of_an_earlier_session_adds_nothing_to_the_saves_of_the_next(
     with pidfd_of(late) as pidfd:
         ranks = start(2)
         ranks.do("build", "small", mark=2)
-        ranks.open(url, takeover_timeout_s=1.0)
-        # Where its record was there the step is whole, and rank 0's daemon or the next session has committed it.
+        ranks.open(url, daemon={"takeover_timeout_s": 1.0})
+        # Where its record was there the step is whole, and rank 0's daemon or the next session has
+        # committed it.
         assert visible(url) == ([1] if moment == "got SAVE" else [1, 2])
         ranks[1 - culprit].do("save", 2, overwrite=True)
         ranks[1 - culprit].do("staged", 2)
@@ -321,10 +333,12 @@ def test_a_daemon_of_an_earlier_session_adds_nothing_to_the_saves_of_the_next(
     finish(ranks, url, traces)
 
 
-# A manager -------------------------------------------------------------------------------------------------------
+# A manager ----------------------------------------------------------------------------------------
 
 
-def test_managers_of_ranks_keep_what_they_are_told_to_and_go_on(start: Start, url: str, traces: Traces):
+def test_managers_of_ranks_keep_what_they_are_told_to_and_go_on(
+    start: Start, url: str, traces: Traces
+):
     ranks = start(2, kind=ManagedRank)
     ranks.do("build", "fsdp")
     assert ranks.do("manage", url, "[EverySteps(1)]", "[KeepLatest(2)]") == [0, 0]
@@ -342,7 +356,9 @@ def test_managers_of_ranks_keep_what_they_are_told_to_and_go_on(start: Start, ur
     traces.check()
 
 
-def test_what_one_rank_has_no_slot_for_is_skipped_by_all(start: Start, server: ObjectServer, traces: Traces):
+def test_what_one_rank_has_no_slot_for_is_skipped_by_all(
+    start: Start, server: ObjectServer, traces: Traces
+):
     gate = threading.Event()
 
     def delay(request: Request, number: int) -> None:
@@ -351,7 +367,7 @@ def test_what_one_rank_has_no_slot_for_is_skipped_by_all(start: Start, server: O
 
     ranks = start(2, kind=ManagedRank)
     ranks.do("build", "plain", 0.1, True)  # of which each rank writes its part without asking
-    ranks.do("manage", S3, "[EverySteps(3)]", on_busy="skip", slots=1)
+    ranks.do("manage", S3, "[EverySteps(3)]", staging={"on_busy": "skip", "slots": 1})
     server.fault = delay
     assert ranks.do("step", 3) == ["saved"] * 2
     ranks[0].do("written", 3)
@@ -364,7 +380,12 @@ def test_what_one_rank_has_no_slot_for_is_skipped_by_all(start: Start, server: O
     told = [ranks.do("step", step) for step in range(10, 13)]
     assert told == [*[[None] * 2] * 2, ["saved"] * 2]
     ranks.do("committed", 12)
-    expected = [[3, "committed", None], [6, "skipped", None], [9, "skipped", None], [12, "committed", None]]
+    expected = [
+        [3, "committed", None],
+        [6, "skipped", None],
+        [9, "skipped", None],
+        [12, "committed", None],
+    ]
     assert ranks.do("leave") == [expected] * 2
     assert visible(S3) == [3, 12]
     traces.check()

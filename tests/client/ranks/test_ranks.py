@@ -1,4 +1,6 @@
-"""Several ranks make one checkpoint: what is written once, and by whom, how they start, and who tells whom."""
+"""Several ranks make one checkpoint: what is written once, and by whom, how they start, and who
+tells whom.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,20 @@ from safetensors import safe_open
 from trainers import Traces, wait_until
 
 import sidesave
-from sidesave.client.ranks.group import RENDEZVOUS
-from sidesave.client.runs import catalog
+from sidesave.client.ranks.meeting import RENDEZVOUS
+from sidesave.client.runs.finding import catalog_of
 
-# What is written, and by whom ------------------------------------------------------------------------------------
+# What is written, and by whom ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("declared", [False, True], ids=["compared", "Replicated"])
-def test_plain_state_is_written_once_by_all_ranks_together(start: Start, run: Path, traces: Traces, declared: bool):
+def test_plain_state_is_written_once_by_all_ranks_together(
+    start: Start, run: Path, traces: Traces, declared: bool
+):
     ranks = start(4)
     ranks.do("build", "plain", 40, declared)
     ranks.do("truth", str(run.parent / "truth"))
-    ranks.open(run, slots=1)
+    ranks.open(run, staging={"slots": 1})
     expected = torch.load(run.parent / "truth")
     nbytes = sum(tensor.nbytes for tensor in expected.values())
     assert nbytes > 40 << 20
@@ -36,7 +40,9 @@ def test_plain_state_is_written_once_by_all_ranks_together(start: Start, run: Pa
         assert sum(shares) == nbytes
         assert max(shares) < 1.1 * nbytes / 4
     staged = max(ranks.do("staging_nbytes")) / nbytes
-    assert staged < 0.3 if declared else 1.2 < staged < 1.3, "what is compared is staged whole, and the share of it"
+    assert staged < 0.3 if declared else 1.2 < staged < 1.3, (
+        "what is compared is staged whole, and the share of it"
+    )
     finish(ranks, run, traces)
 
 
@@ -78,14 +84,18 @@ def test_rows_that_one_rank_alone_has_trained_come_back_to_it_and_it_is_said_onc
         ranks.save(step)
     told, others = ranks.do("heard")
     assert others == []
-    assert [line.count("model.weight is one") * line.count("sidesave.Replicated") for line in told] == [1] * (not alike)
+    assert [
+        line.count("model.weight is one") * line.count("sidesave.Replicated") for line in told
+    ] == [1] * (not alike)
     for step in (1, 2):
         assert sidesave.verify(run / f"step-{step:08d}").ok
         ranks.do("zero")
         ranks.do("load", step)
         ranks.do("mine", str(run.parent / "loaded-{rank}"))
         for rank in range(2):
-            same_tensors(torch.load(run.parent / f"loaded-{rank}"), torch.load(run.parent / f"mine-{rank}"))
+            same_tensors(
+                torch.load(run.parent / f"loaded-{rank}"), torch.load(run.parent / f"mine-{rank}")
+            )
     finish(ranks, run, traces)
 
 
@@ -102,7 +112,11 @@ def test_rows_that_one_rank_alone_has_trained_come_back_to_it_and_it_is_said_onc
         (
             "fsdp_apart",
             {},
-            {"model.expert.weight", "model.norm.running_mean", *(f"optimizer.state.{n}.scale" for n in range(6))},
+            {
+                "model.expert.weight",
+                "model.norm.running_mean",
+                *(f"optimizer.state.{n}.scale" for n in range(6)),
+            },
         ),
     ],
     ids=["DDP", "DDP without broadcast_buffers", "FSDP2"],
@@ -121,7 +135,9 @@ def test_what_a_parallel_model_does_not_keep_equal_is_compared(
     ranks.do("mine", str(run.parent / "loaded-{rank}"))
     for rank in range(2):
         expected = torch.load(run.parent / f"mine-{rank}")
-        if "model.1.running_mean" in expected.keys() - apart:  # the first rank's is what DDP gives to all
+        if (
+            "model.1.running_mean" in expected.keys() - apart
+        ):  # the first rank's is what DDP gives to all
             expected["model.1.running_mean"].zero_()
         same_tensors(torch.load(run.parent / f"loaded-{rank}"), expected)
     finish(ranks, run, traces)
@@ -142,11 +158,15 @@ def test_state_of_a_parallel_model_is_whole_and_there_once(
         found = read(run, step)
         same_tensors(found.tensors, expected)
         total = sum(tensor.nbytes for tensor in expected.values())
-        assert sum(found.nbytes(rank) for rank in range(count)) == total, "each byte is written once"
+        assert sum(found.nbytes(rank) for rank in range(count)) == total, (
+            "each byte is written once"
+        )
     finish(ranks, run, traces)
 
 
-def test_stages_of_a_pipeline_are_all_there_under_their_own_names(start: Start, run: Path, traces: Traces):
+def test_stages_of_a_pipeline_are_all_there_under_their_own_names(
+    start: Start, run: Path, traces: Traces
+):
     ranks = start(3).begin("pipeline", run)
     for step in (1, 2):
         ranks.do("mine", str(run.parent / "mine-{rank}"))
@@ -163,7 +183,9 @@ def test_stages_of_a_pipeline_are_all_there_under_their_own_names(start: Start, 
     finish(ranks, run, traces)
 
 
-def test_experts_of_one_name_and_different_content_are_not_merged(start: Start, run: Path, traces: Traces):
+def test_experts_of_one_name_and_different_content_are_not_merged(
+    start: Start, run: Path, traces: Traces
+):
     ranks = start(3).begin("experts", run)
     ranks.do("mine", str(run.parent / "mine-{rank}"))
     for step in (1, 2):
@@ -176,7 +198,7 @@ def test_experts_of_one_name_and_different_content_are_not_merged(start: Start, 
     finish(ranks, run, traces)
 
 
-def test_experts_are_written_once_while_they_are_equal_and_all_from_the_save_on_that_finds_them_different(
+def test_experts_are_written_once_while_equal_and_all_from_the_save_on_that_finds_them_different(
     start: Start, run: Path, traces: Traces
 ):
     ranks = start(3)
@@ -199,7 +221,7 @@ def test_experts_are_written_once_while_they_are_equal_and_all_from_the_save_on_
     finish(ranks, run, traces)
 
 
-def test_buffers_that_differ_come_back_to_their_rank_and_of_another_number_of_ranks_all_get_the_first_one(
+def test_buffers_that_differ_come_back_to_their_rank_and_another_number_of_ranks_gets_the_first_one(
     start: Start, run: Path, traces: Traces
 ):
     ranks = start(3).begin("batchnorm", run)
@@ -218,11 +240,16 @@ def test_buffers_that_differ_come_back_to_their_rank_and_of_another_number_of_ra
         ranks.do("load", 2)
         assert ranks.do("number", "model.1.running_mean") == [0.0] * count
         for (told,) in ranks.do("heard"):
-            assert "model.1.running_mean differs between ranks 0, 1, 2" in told and "the first rank's" in told
+            assert (
+                "model.1.running_mean differs between ranks 0, 1, 2" in told
+                and "the first rank's" in told
+            )
         finish(ranks, run, traces)
 
 
-def test_parameters_that_differ_are_not_loaded_by_another_number_of_ranks(start: Start, run: Path, traces: Traces):
+def test_parameters_that_differ_are_not_loaded_by_another_number_of_ranks(
+    start: Start, run: Path, traces: Traces
+):
     ranks = start(3).begin("experts", run)
     ranks.save(1)
     finish(ranks, run, traces)
@@ -259,16 +286,22 @@ def test_what_each_rank_had_is_not_loaded_by_another_number_of_ranks_that_do_not
         before = ranks.do("data")
         for answer in ranks.attempt("load", 1):
             assert answer.error == "StateMismatchError"
-            assert f"data differs between the 3 ranks that have saved it, and {count} load" in answer.message.replace(
-                "data.order", "data"
+            assert (
+                f"data differs between the 3 ranks that have saved it, and {count} load"
+                in answer.message.replace("data.order", "data")
             )
-            assert "PerRank(x, when_resized='first')" in answer.message and "f(values)" in answer.message
+            assert (
+                "PerRank(x, when_resized='first')" in answer.message
+                and "f(values)" in answer.message
+            )
         assert ranks.do("data") == before
         finish(ranks, run, traces)
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_user_says_what_another_number_of_ranks_gets(start: Start, run: Path, traces: Traces, count: int):
+def test_user_says_what_another_number_of_ranks_gets(
+    start: Start, run: Path, traces: Traces, count: int
+):
     save_positions(start, run, traces, 3)
     ranks = start(count)
     ranks.open(run)
@@ -278,7 +311,9 @@ def test_user_says_what_another_number_of_ranks_gets(start: Start, run: Path, tr
     ranks.do("build", "positions", when="all")
     ranks.do("load", 1)
     chosen = [10, 20, 20, 20][:count]
-    assert ranks.do("data") == [{"pos": pos, "order": [pos] * 3, "of": [10, 20, 30]} for pos in chosen]
+    assert ranks.do("data") == [
+        {"pos": pos, "order": [pos] * 3, "of": [10, 20, 30]} for pos in chosen
+    ]
     finish(ranks, run, traces)
 
 
@@ -304,7 +339,9 @@ def test_what_all_ranks_had_alike_is_given_to_all_and_of_plain_numbers_rank_0s_w
         ranks.do("load", 1)
         assert ranks.do("data") == [{"pos": 10}] * count
         for (told,) in ranks.do("heard"):
-            assert f"data.pos differs between the 3 ranks that have saved it, and {count} load" in told
+            assert (
+                f"data.pos differs between the 3 ranks that have saved it, and {count} load" in told
+            )
         finish(ranks, run.parent / "numbers", traces)
 
 
@@ -313,7 +350,11 @@ def test_sum_that_is_not_yet_reduced_is_refused_by_name(start: Start, run: Path,
     ranks.open(run)
     ranks.do("build", "partial")
     for told in ranks.attempt("save", 1):
-        assert told.error == "UnsupportedValueError" and "sum.of_all" in told.message and "Partial" in told.message
+        assert (
+            told.error == "UnsupportedValueError"
+            and "sum.of_all" in told.message
+            and "Partial" in told.message
+        )
     assert visible(run) == []
     ranks.do("build", "small")
     ranks.save(2)
@@ -337,13 +378,17 @@ def test_user_says_what_is_shared_and_what_is_not(start: Start, run: Path, trace
             same_tensors({fqn: tensor for fqn, tensor in found.tensors.items() if fqn in ema}, ema)
             of_rank = found.of_rank(rank)
             same_tensors({fqn: of_rank[fqn] for fqn in of_rank if not fqn.startswith("ema.")}, own)
-        assert sum(found.nbytes(rank) for rank in range(3)) < 1.1 * 400_000 * 4, "the shared item is there once"
+        assert sum(found.nbytes(rank) for rank in range(3)) < 1.1 * 400_000 * 4, (
+            "the shared item is there once"
+        )
     finish(ranks, run, traces)
 
 
 @pytest.mark.drawn
 @pytest.mark.parametrize("name", ["fsdp", "experts", "small", "batchnorm"])
-def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(start: Start, run: Path, traces: Traces, name: str):
+def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(
+    start: Start, run: Path, traces: Traces, name: str
+):
     ranks = start(3)
     ranks.do("build", name)
     ranks.do("mine", str(run.parent / "before-{rank}"))
@@ -366,13 +411,17 @@ def test_ranks_get_back_what_they_have_saved_or_all_learn_why_not(start: Start, 
     finish(ranks, run, traces)
 
 
-def test_a_save_that_takes_too_much_memory_says_how_to_take_less(start: Start, run: Path, traces: Traces):
+def test_a_save_that_takes_too_much_memory_says_how_to_take_less(
+    start: Start, run: Path, traces: Traces
+):
     ranks = start(2)
     ranks.do("build", "plain", 20)
-    ranks.open(run, max_host_memory_bytes=15 << 20)
+    ranks.open(run)
+    ranks.do("set", "sidesave.stager.memory.host_memory:_RESERVE_NBYTES", 1 << 60)
     for answer in ranks.attempt("save", 1):
         assert answer.error == "HostMemoryError"
-        assert "max_host_memory_bytes" in answer.message and "Replicated" in answer.message
+        assert "StagingOptions(slots=1)" in answer.message and "Replicated" in answer.message
+    ranks.do("set", "sidesave.stager.memory.host_memory:_RESERVE_NBYTES", 0)
     ranks.do("build", "small")
     ranks.save(1)
     finish(ranks, run, traces)
@@ -394,12 +443,12 @@ def test_metadata_are_those_of_rank_0(start: Start, run: Path, traces: Traces):
     for number, rank in enumerate(ranks):
         rank.do("save", 1, metadata={"metrics": {"rank": number}, "long": "x" * 10_000})
     ranks.do("committed", 1)
-    (info,) = catalog.scan(str(run))
+    (info,) = catalog_of(str(run)).all()
     assert info.metadata["metrics"] == {"rank": 0}
     finish(ranks, run, traces)
 
 
-# Nobody talks ----------------------------------------------------------------------------------------------------
+# Nobody talks -------------------------------------------------------------------------------------
 
 
 def test_ranks_do_not_talk_to_save(start: Start, run: Path, traces: Traces):
@@ -425,7 +474,12 @@ def test_ranks_without_process_group_meet_in_storage_in_spite_of_what_others_hav
     wait_until(lambda: list((run / RENDEZVOUS).glob("join.1.*")))
     before.kill()
     meeting = run / RENDEZVOUS
-    for name in ("join.2.0123456789abcdef", "met.1.0123456789abcdef.fedcba9876543210", "fedcba9876543210.0.1", ".x.y"):
+    for name in (
+        "join.2.0123456789abcdef",
+        "met.1.0123456789abcdef.fedcba9876543210",
+        "fedcba9876543210.0.1",
+        ".x.y",
+    ):
         (meeting / name).write_text('"of another attempt"')
     sessions: set[str] = set()
     for step in (1, 2):
@@ -438,7 +492,11 @@ def test_ranks_without_process_group_meet_in_storage_in_spite_of_what_others_hav
         ranks.save(step)
         read(run, step)
         names = [path.name for path in meeting.iterdir()]
-        assert not [name for name in names if name.startswith(("join", "met", ".")) or "fedcba9876543210" in name]
+        assert not [
+            name
+            for name in names
+            if name.startswith(("join", "met", ".")) or "fedcba9876543210" in name
+        ]
         finish(ranks, run, traces)
     assert len(sessions) == 2
 
@@ -450,7 +508,7 @@ def test_ranks_that_close_leave_nothing_where_they_met(start: Start, run: Path, 
     assert list((run / RENDEZVOUS).iterdir()) == []
 
 
-# The start -------------------------------------------------------------------------------------------------------
+# The start ----------------------------------------------------------------------------------------
 
 
 def test_rank_that_cannot_start_is_named_by_all_of_them(start: Start, run: Path, traces: Traces):
@@ -463,7 +521,11 @@ def test_rank_that_cannot_start_is_named_by_all_of_them(start: Start, run: Path,
         for number, told in enumerate(ranks.answers()):
             assert told.error == "WriteError"
             assert number == culprit or f"rank {culprit} " in told.message
-    for refused in ({"on_busy": "skip"}, {"fallback_directory": str(run) + "-2"}):
+    for refused in (
+        {"staging": {"slots": 0}},
+        {"staging": {"on_busy": "skip"}},
+        {"failures": {"fallback_directory": f"{run}-2"}},
+    ):
         assert errors(ranks.attempt("open", str(run), **refused)) == ["InvalidArgumentError"] * 3
         ranks[1].tell("open", str(run), **refused)
         ranks[0].tell("open", str(run))
@@ -477,10 +539,12 @@ def test_rank_that_cannot_start_is_named_by_all_of_them(start: Start, run: Path,
 
 
 @pytest.mark.parametrize("group", [True, False], ids=["process group", "no process group"])
-def test_directories_that_are_not_one_are_refused_by_all_ranks(start: Start, run: Path, traces: Traces, group: bool):
+def test_directories_that_are_not_one_are_refused_by_all_ranks(
+    start: Start, run: Path, traces: Traces, group: bool
+):
     ranks = start(2, group=group)
     for name in ("_VISIBLE_WITHIN_S", "AGREE_TIMEOUT_S"):
-        ranks.do("set", f"sidesave.client.ranks.group:{name}", 1.0)
+        ranks.do("set", f"sidesave.client.ranks.meeting:{name}", 1.0)
     for told in ranks.attempt("open", str(run) + "-{rank}"):
         assert told.error == ("InvalidArgumentError" if group else "DaemonStartError")
         assert "rank 1" in told.message or not group
@@ -496,7 +560,8 @@ def test_rank_that_waits_for_others_says_whom_it_misses_and_how_to_save_alone(
     for present in (0, 1):
         log = tmp_path / f"log-{present}"
         ranks[present].do("listen", str(log))
-        ranks.do("set", "sidesave.client.ranks.group:TOLD_AFTER_S", 0.1)
+        for module in ("group", "meeting"):
+            ranks.do("set", f"sidesave.client.ranks.{module}:TOLD_AFTER_S", 0.1)
         ranks[present].tell("open", str(run))
         wait_until(lambda log=log: log.exists() and log.read_text().endswith("\n"))
         (told,) = log.read_text().splitlines()
@@ -510,7 +575,7 @@ def test_rank_that_waits_for_others_says_whom_it_misses_and_how_to_save_alone(
     traces.check()
 
 
-# What ranks tell -------------------------------------------------------------------------------------------------
+# What ranks tell ----------------------------------------------------------------------------------
 
 
 def test_all_ranks_tell_the_same_of_steps_and_saves(start: Start, run: Path, traces: Traces):

@@ -1,4 +1,6 @@
-"""Ranks that agree: what one of them cannot do none does, whatever has gone wrong, and they never get out of step."""
+"""Ranks that agree: what one of them cannot do none does, whatever has gone wrong, and they never
+get out of step.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def outcomes(ranks: Ranks, command: str, *arguments: object, **options: object) 
     return ranks.do("outcome", command, *arguments, **options)
 
 
-# Agreements ------------------------------------------------------------------------------------------------------
+# Agreements ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [True, False], ids=["process group", "no process group"])
@@ -70,14 +72,20 @@ def test_whatever_one_rank_raises_all_do_and_the_next_agreement_is_about_the_nex
     assert told[2] == "StateMismatchError: on purpose"
     assert {told[0], told[1]} == {"StateMismatchError: rank 2 cannot jump: on purpose"}
     told = agree(rank0="IntegrityError", rank1="KeyboardInterrupt", rank2="IntegrityError")
-    assert [each.partition(":")[0] for each in told] == ["SidesaveError", "KeyboardInterrupt", "SidesaveError"]
+    assert [each.partition(":")[0] for each in told] == [
+        "SidesaveError",
+        "KeyboardInterrupt",
+        "SidesaveError",
+    ]
     told = agree(rank0="IntegrityError", rank2="IntegrityError")
     assert told[0] == told[2] == "IntegrityError: on purpose" and "rank 0" in told[1]
     assert agree() == ["done: None"] * 3
     traces.check()
 
 
-def test_rank_that_cannot_open_the_directory_is_named_by_all(start: Start, run: Path, traces: Traces):
+def test_rank_that_cannot_open_the_directory_is_named_by_all(
+    start: Start, run: Path, traces: Traces
+):
     ranks = start(2)
     ranks.do("build", "small")
     ranks[1].do("set", "sidesave.writer_daemon.storage.urls:open_for_writing", None)
@@ -95,15 +103,19 @@ def test_rank_whose_mirror_is_missing_is_named_by_all_unless_they_differ(
     ranks.do("build", "small")
     for rank, options in zip(ranks, ({"mirror": str(tmp_path / "mirror")}, {}), strict=True):
         save = "[EverySteps(2)]" if differ and options else "[EverySteps(1)]"
-        rank.tell("outcome_of", "manage", str(run), save, mirror_backlog="drop", **options)
+        rank.tell("outcome_of", "manage", str(run), save, mirror_keep="[KeepLatest(1)]", **options)
     told = [answer.get() for answer in ranks.answers()]
     for each in told:
-        assert each.startswith("InvalidArgumentError") and ("EverySteps(n=2" in each if differ else "mirror=" in each)
+        assert each.startswith("InvalidArgumentError") and (
+            "EverySteps(n=2" in each if differ else "mirror=" in each
+        )
     traces.check()
 
 
 @pytest.mark.parametrize(
-    ("rank", "method"), [(0, "retention:Retention.reading"), (1, "rng_state:RandomState.apply")], ids=["kept", "random"]
+    ("rank", "method"),
+    [(0, "retention:Retention.reading"), (1, "rng_state:RandomState.apply")],
+    ids=["kept", "random"],
 )
 def test_rank_that_cannot_do_what_belongs_to_a_restore_is_named_by_all(
     start: Start, run: Path, traces: Traces, rank: int, method: str
@@ -121,7 +133,7 @@ def test_rank_that_cannot_do_what_belongs_to_a_restore_is_named_by_all(
     traces.check()
 
 
-# Loading ---------------------------------------------------------------------------------------------------------
+# Loading ------------------------------------------------------------------------------------------
 
 
 def test_rank_that_cannot_load_keeps_all_from_it_though_its_error_is_none_of_ours(
@@ -138,7 +150,8 @@ def test_rank_that_cannot_load_keeps_all_from_it_though_its_error_is_none_of_our
         assert told[1] == f"{error}: on purpose"
         ranks[1].do("fail_at", "state_dict", None)
         assert ranks.do("digests") == before
-    # Rank 0 finds the newest damaged, and would take the one before it, while rank 1 cannot take any.
+    # Rank 0 finds the newest damaged, and would take the one before it, while rank 1 cannot take
+    # any.
     damaged = next((run / "step-00000002").glob("model.rank-*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-9] + b"another  ")
     ranks[1].do("fail_at", "state_dict", "RuntimeError")
@@ -150,7 +163,9 @@ def test_rank_that_cannot_load_keeps_all_from_it_though_its_error_is_none_of_our
     close(ranks, traces, run)
 
 
-def test_all_ranks_go_back_and_the_next_job_goes_on_from_there(start: Start, run: Path, traces: Traces):
+def test_all_ranks_go_back_and_the_next_job_goes_on_from_there(
+    start: Start, run: Path, traces: Traces
+):
     for ranks in (start(2), start(3)):
         ranks.do("build", "fragile")
         ranks.open(run)
@@ -162,13 +177,16 @@ def test_all_ranks_go_back_and_the_next_job_goes_on_from_there(start: Start, run
         close(ranks, traces, run)
 
 
-def test_rank_whose_object_does_not_take_its_state_is_named_by_all(start: Start, run: Path, traces: Traces):
+def test_rank_whose_object_does_not_take_its_state_is_named_by_all(
+    start: Start, run: Path, traces: Traces
+):
     ranks = start(2).begin("fragile", run)
     save(ranks, 1)
     ranks[1].do("fail_at", "load_state_dict", "RuntimeError")
     told = outcomes(ranks, "load")
-    assert told[0].startswith("SidesaveError: rank 1 ") and "RuntimeError: on purpose" in told[0]
-    assert told[1] == "RuntimeError: on purpose"
+    problem = "fragile: this Fragile raised RuntimeError when it was given its state: on purpose"
+    assert told[0].startswith("StateMismatchError: rank 1 ") and problem in told[0]
+    assert told[1].startswith(f"StateMismatchError: {problem}")
     ranks[1].do("fail_at", "load_state_dict", None)
     assert ranks.do("load") == [1, 1]
     close(ranks, traces, run)
@@ -201,15 +219,19 @@ def test_rank_that_loads_while_another_does_something_else_is_told_and_so_is_the
         ranks[0].tell("agree", str(run))
         ranks[1].tell("load")
         for answer in ranks.answers():
-            assert answer.error == "InvalidArgumentError" and "ranks are out of step" in answer.message, answer
+            assert (
+                answer.error == "InvalidArgumentError" and "ranks are out of step" in answer.message
+            ), answer
         assert ranks.do("load") == [1, 1]
     close(ranks, traces, run)
 
 
-# Groups ----------------------------------------------------------------------------------------------------------
+# Groups -------------------------------------------------------------------------------------------
 
 
-def test_groups_of_ranks_save_and_load_beside_each_other(start: Start, tmp_path: Path, traces: Traces):
+def test_groups_of_ranks_save_and_load_beside_each_other(
+    start: Start, tmp_path: Path, traces: Traces
+):
     runs = [tmp_path / "run-0", tmp_path / "run-1"]
     saved: list[dict[str, str]] = []
     for seed in (0, 9):
@@ -241,7 +263,10 @@ def test_one_of_several_replicas_saves_for_all_and_a_part_that_nobody_of_it_hold
     ranks.do("build", "over_nodes")
     for number, answer in enumerate(ranks.attempt("save", 2)):
         assert answer.error == "UnsupportedValueError"
-        assert "model.0.weight" in answer.message and str([2, 3] if number < 2 else [0, 1]) in answer.message
+        assert (
+            "model.0.weight" in answer.message
+            and str([2, 3] if number < 2 else [0, 1]) in answer.message
+        )
     ranks.attempt("wait")
     close(ranks, traces)
     for run in runs:
@@ -260,7 +285,7 @@ def test_rank_outside_of_the_group_is_told(start: Start, tmp_path: Path, traces:
     traces.check()
 
 
-# States that ranks see in different ways -------------------------------------------------------------------------
+# States that ranks see in different ways ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ import pytest
 import torch
 from object_server import ObjectServer, Request, serving
 from states import difference
+from trainers import save
 
 import sidesave
 from sidesave import Checkpointer
-from sidesave.client.reading import fetch as fetching
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -28,35 +27,24 @@ from sidesave.errors import (
     NoSpaceError,
     WriteError,
 )
+from sidesave.writer_daemon.format import integrity
 from sidesave.writer_daemon.storage import PosixStorage
 
 STEP = "s3://bucket/run/step-00000002"
 FILES = ["manifest.json", "notes.txt", "objects.rank-00000.msgpack", "rank-00000.json"] + [
-    f"{name}.rank-00000.{suffix}" for name in ("head", "model") for suffix in ("safetensors", "xxh3")
+    f"{name}.rank-00000.{suffix}"
+    for name in ("head", "model")
+    for suffix in ("safetensors", "xxh3")
 ]
 
 
 def state(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    return {"model": {"large": torch.randn(3 << 20)}, "head": {"weight": torch.randn(1 << 20)}, "loss": 0.5}
-
-
-@pytest.fixture(scope="module")
-def buckets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory whose ``bucket/run`` holds steps 1 and 2."""
-    run = tmp_path_factory.mktemp("buckets") / "bucket" / "run"
-    run.mkdir(parents=True)
-    with Checkpointer(run) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, state(step), files={"notes.txt": "a note"})
-        checkpointer.wait()
-    return run.parent.parent
-
-
-@pytest.fixture
-def server(buckets: Path) -> Iterator[ObjectServer]:
-    with serving(buckets) as server:
-        yield server
+    return {
+        "model": {"large": torch.randn(3 << 20)},
+        "head": {"weight": torch.randn(1 << 20)},
+        "loss": 0.5,
+    }
 
 
 def fetch(server: ObjectServer, run: Path, url: str = STEP, **more: Any) -> sidesave.CheckpointInfo:
@@ -84,12 +72,12 @@ def test_what_is_fetched_is_a_committed_checkpoint_like_the_one_in_the_store(
         assert (Path(info) / name).read_bytes() == (original / name).read_bytes()
     assert sidesave.find(tmp_path / "new" / "run") == [info]
     assert sidesave.verify(info).ok
-    assert sum(arrived) == sum((original / name).stat().st_size for name in FILES if name != "manifest.json")
+    assert sum(arrived) == sum((original / name).stat().st_size for name in FILES)
     assert stat.S_IMODE(Path(info).stat().st_mode) == stat.S_IMODE(original.stat().st_mode)
     assert names(tmp_path / "new" / "run") == ["step-00000002"]
 
 
-def test_a_fetch_takes_a_request_for_each_file_and_for_each_8_mib_and_one_more_for_each_file_of_tensors(
+def test_a_fetch_takes_a_request_for_each_file_and_each_8_mib_and_one_more_for_each_file_of_tensors(
     server: ObjectServer, tmp_path: Path
 ):
     """docs/remote.md says so."""
@@ -108,8 +96,7 @@ def test_a_run_goes_on_from_what_was_fetched(server: ObjectServer, tmp_path: Pat
 
 
 def test_a_step_that_is_there_is_an_error_and_stays(server: ObjectServer, tmp_path: Path):
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(2, state(7), blocking=True)
+    save(tmp_path, state(7), 2)
     with pytest.raises(CheckpointExistsError, match="there is this step already"):
         fetch(server, tmp_path)
     assert difference(sidesave.load(tmp_path), state(7)) == ""
@@ -142,15 +129,19 @@ def test_what_is_wrong_on_the_way_leaves_no_checkpoint_and_the_next_call_goes_on
     wrong = f"step-00000002/{name}"
     # Of a tensor file the head comes, and then not the rest.
     server.fault = lambda request, number: (
-        fault if request.key.endswith(wrong) and (number or not name.endswith(".safetensors")) else None
+        fault
+        if request.key.endswith(wrong) and (number or not name.endswith(".safetensors"))
+        else None
     )
-    with pytest.raises((WriteError, IntegrityError, CheckpointNotFoundError), match="step-00000002"):
+    with pytest.raises(
+        (WriteError, IntegrityError, CheckpointNotFoundError), match="step-00000002"
+    ):
         fetch(server, tmp_path)
     assert sidesave.find(tmp_path) == []
     assert not (tmp_path / "step-00000002").exists()
     for partial in hidden(tmp_path):
         assert stat.S_IMODE((tmp_path / partial).stat().st_mode) == 0o700
-    server.fault = lambda request, number: None
+    server.heal()
     assert sidesave.verify(fetch(server, tmp_path)).ok
     assert hidden(tmp_path) == []
 
@@ -174,13 +165,41 @@ def test_what_has_arrived_is_not_fetched_again(server: ObjectServer, tmp_path: P
     server.fault = fault
     with pytest.raises(WriteError):
         fetch(server, tmp_path, on_bytes=look)
-    server.fault = lambda request, number: None
+    server.heal()
     server.requests.clear()
     again: list[int] = []
     fetch(server, tmp_path, on_bytes=again.append)
     asked = {request.key.rpartition("/")[2] for request in server.requests}
-    assert asked == {"manifest.json", "model.rank-00000.safetensors"}
+    assert asked == {
+        "manifest.json",
+        "rank-00000.json",
+        "model.rank-00000.safetensors",
+    }  # the record is the last
     assert sum(again) > 16 << 20
+
+
+def test_a_small_file_that_is_damaged_meanwhile_is_fetched_again_and_no_other(tmp_path: Path):
+    run = tmp_path / "buckets" / "bucket" / "run"
+    run.mkdir(parents=True)
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(2, {"x": torch.ones(3)}, files={"notes/a.txt": "a note"}, blocking=True)
+    with serving(tmp_path / "buckets") as server:
+        server.fault = lambda request, number: 403 if request.key.endswith(".safetensors") else None
+        with pytest.raises(WriteError):
+            fetch(server, tmp_path / "copy")
+        (partial,) = hidden(tmp_path / "copy")
+        objects = tmp_path / "copy" / partial / "objects.rank-00000.msgpack"
+        objects.write_bytes(bytes(objects.stat().st_size))
+        server.heal()
+        server.requests.clear()
+        assert sidesave.verify(fetch(server, tmp_path / "copy")).ok
+        asked = {request.key.rpartition("/")[2] for request in server.requests}
+    assert asked == {
+        "manifest.json",
+        "rank-00000.json",
+        objects.name,
+        "tensors.rank-00000.safetensors",
+    }
 
 
 def test_a_fetch_that_is_killed_is_gone_on_with(server: ObjectServer, tmp_path: Path):
@@ -225,8 +244,14 @@ except sidesave.errors.WriteError as error:
     print(error)
 """
     environment = os.environ | {name.upper(): value for name, value in server.options.items()}
-    told = subprocess.run([sys.executable, "-c", code, STEP, tmp_path], env=environment, capture_output=True, text=True)
-    assert "cannot write: File too large" in told.stdout
+    told = subprocess.run(
+        [sys.executable, "-c", code, STEP, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "cannot reserve" in told.stdout
+    assert "File too large" in told.stdout
     assert "model.rank-00000.safetensors" in told.stdout
 
 
@@ -243,7 +268,7 @@ def test_a_hostile_manifest_leads_nowhere_else(buckets: Path, tmp_path: Path):
     text = manifest.read_bytes().replace(b'"rank-00000.json"', b'"../../rank.json"')
     start = text.index(b",") + 1
     manifest.write_bytes(
-        b'{"xxh3_128":"' + fetching.integrity.digest(text[start:]).hex().encode() + b'",' + text[start:]
+        b'{"xxh3_128":"' + integrity.digest(text[start:]).hex().encode() + b'",' + text[start:]
     )
     (tmp_path / "run").mkdir()
     with serving(copy) as server, pytest.raises(IntegrityError, match="name"):

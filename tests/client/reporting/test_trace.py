@@ -1,8 +1,11 @@
-"""A trace of real saves beside training steps: what a viewer needs to draw it, and what may not be missing."""
+"""A trace of real saves beside training steps: what a viewer needs to draw it, and what may not be
+missing.
+"""
 
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +14,21 @@ import torch
 from trainers import Orders
 
 import sidesave
-from sidesave.client.reporting.stats import SaveEvent, SaveStats
 from sidesave.client.reporting.trace import Trace
-from sidesave.client.saving.handle import SaveHandle
-from sidesave.errors import InvalidArgumentError, NoSpaceError
+from sidesave.errors import InvalidArgumentError
+from sidesave.writer_daemon.save_record import SaveRecord
 
 PHASES = ["staging", "writing", "commit"]
 
 
 def bars(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The bars of each track by its title, in the order of their begins, a parent before its children."""
+    """The bars of each track by its title, in the order of their begins, a parent before its
+    children.
+    """
     events = json.loads(path.read_text())["traceEvents"]
-    titles = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    titles = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     tracks: dict[str, list[dict[str, Any]]] = {title: [] for title in titles.values()}
     for event in events:
         assert event["ph"] in "XM"
@@ -30,7 +36,10 @@ def bars(path: Path) -> dict[str, list[dict[str, Any]]]:
             assert isinstance(event["ts"], int) and event["ts"] >= 0
             assert isinstance(event["dur"], int) and event["dur"] >= 0
             tracks[titles[event["tid"]]].append(event)
-    return {title: sorted(found, key=lambda bar: (bar["ts"], -bar["dur"])) for title, found in tracks.items()}
+    return {
+        title: sorted(found, key=lambda bar: (bar["ts"], -bar["dur"]))
+        for title, found in tracks.items()
+    }
 
 
 def end(bar: dict[str, Any]) -> int:
@@ -45,28 +54,40 @@ def check_nesting(track: list[dict[str, Any]]) -> None:
 
 
 def phases_of(track: list[dict[str, Any]], save: dict[str, Any]) -> list[dict[str, Any]]:
-    found = [bar for bar in track if bar["name"] in PHASES and bar["args"]["step"] == save["args"]["step"]]
+    found = [
+        bar
+        for bar in track
+        if bar["name"] in PHASES and bar["args"]["step"] == save["args"]["step"]
+    ]
     return sorted(found, key=lambda bar: PHASES.index(bar["name"]))
 
 
-def an_event(step: int, called: float, ended_s: float, **other: Any) -> SaveEvent:
-    facts: dict[str, Any] = {"outcome": "committed", "error": None, "nbytes": 1, "checkpoint_nbytes": 1, "stall_s": 0.0}
-    facts |= {"staged_s": ended_s / 4, "written_s": ended_s / 2, "committed_s": ended_s, "ended_s": ended_s}
-    return SaveEvent(step=step, called=called, called_s=called, **(facts | other))
+def a_record(step: int, called: float, ended_s: float, **other: Any) -> SaveRecord:
+    facts: dict[str, Any] = {"outcome": "committed", "nbytes": 1, "rank_nbytes": 1, "stall_s": 0.0}
+    facts |= {
+        "staged_s": ended_s / 4,
+        "written_s": ended_s / 2,
+        "committed_s": ended_s,
+        "ended_s": ended_s,
+    }
+    return SaveRecord(
+        step=step, session="0123456789abcdef", called=called, called_s=called, **(facts | other)
+    )
 
 
 def test_steps_calls_and_the_phases_of_each_save_nest_and_leave_no_gap(tmp_path: Path):
-    with Trace(tmp_path / "trace.json", rank=3) as trace:
-        stats = SaveStats([trace.save])
-        with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
-            for step in range(6):
-                began = time.monotonic()
-                handle = checkpointer.save(step, {"x": torch.full((1 << 18,), float(step))})
-                returned = time.monotonic()
-                stats.watch(handle, began, returned)
-                trace.step(step, began, time.monotonic())
+    with (
+        Trace(tmp_path / "trace.json", rank=3) as trace,
+        sidesave.Checkpointer(tmp_path / "run", observers=[trace.save]) as checkpointer,
+    ):
+        for step in range(6):
+            began = time.monotonic()
+            checkpointer.save(step, {"x": torch.full((1 << 18,), float(step))})
+            trace.step(step, began, time.monotonic())
     tracks = bars(tmp_path / "trace.json")
-    assert [bar["name"] for bar in tracks["training steps"]] == [f"step {step}" for step in range(6)]
+    assert [bar["name"] for bar in tracks["training steps"]] == [
+        f"step {step}" for step in range(6)
+    ]
     calls = tracks["calls of save(): training waits"]
     assert [bar["args"]["step"] for bar in calls] == list(range(6))
     for call, step in zip(calls, tracks["training steps"], strict=True):
@@ -93,14 +114,10 @@ def test_steps_calls_and_the_phases_of_each_save_nest_and_leave_no_gap(tmp_path:
 
 def test_saves_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path, orders: Orders):
     trace = Trace(tmp_path / "trace.json")
-    stats = SaveStats([trace.save])
-    with sidesave.Checkpointer(tmp_path / "run") as checkpointer:
+    with sidesave.Checkpointer(tmp_path / "run", observers=[trace.save]) as checkpointer:
         orders.give("hold", after=2)
         for step in (1, 2):
-            began = time.monotonic()
-            handle = checkpointer.save(step, {"x": torch.zeros(3)})
-            stats.watch(handle, began, time.monotonic())
-            handle.staged.result()
+            checkpointer.save(step, {"x": torch.zeros(3)}).staged.result()
         orders.obeyed()
         orders.release()
     trace.close()
@@ -110,13 +127,21 @@ def test_saves_that_overlap_lie_on_tracks_of_their_own(tmp_path: Path, orders: O
         check_nesting(track)
 
 
-def test_tracks_are_used_again_and_events_may_come_in_any_order(tmp_path: Path):
+def test_tracks_are_used_again_and_records_may_come_in_any_order(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json")
-    for event in (an_event(2, 1.0, 9.0), an_event(1, 0.0, 10.0), an_event(3, 10.0, 1.0), an_event(4, 10.5, 1.0)):
-        trace.save(event)
+    for record in (
+        a_record(2, 1.0, 9.0),
+        a_record(1, 0.0, 10.0),
+        a_record(3, 10.0, 1.0),
+        a_record(4, 10.5, 1.0),
+    ):
+        trace.save(record)
     trace.close()
     tracks = bars(tmp_path / "trace.json")
-    lanes = {title: [b["args"]["step"] for b in track if "save" in b["name"]] for title, track in tracks.items()}
+    lanes = {
+        title: [b["args"]["step"] for b in track if "save" in b["name"]]
+        for title, track in tracks.items()
+    }
     assert (lanes["saves 1"], lanes["saves 2"]) == ([1, 3], [2, 4])
     for track in tracks.values():
         check_nesting(track)
@@ -124,15 +149,18 @@ def test_tracks_are_used_again_and_events_may_come_in_any_order(tmp_path: Path):
 
 def test_a_failed_save_ends_in_the_phase_in_which_it_failed(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json")
-    stats = SaveStats([trace.save])
-    handle, now = SaveHandle(5), time.monotonic()
-    stats.watch(handle, now, now)
-    handle.staged.resolve(None)
-    handle.fail(NoSpaceError(28, "full", "run"))
-    stats.refused(6, NoSpaceError(28, "full", "run"), now, now + 1)
+    full: dict[str, Any] = {"outcome": "failed", "error": "NoSpaceError", "message": "full: run"}
+    full |= {"written_s": None, "committed_s": None}
+    trace.save(a_record(5, 10.0, 2.0, **full))
+    trace.save(a_record(6, 11.0, 1.0, **full, staged_s=None))
     trace.close()
     tracks = bars(tmp_path / "trace.json")
-    first, second = (bar for title in ("saves 1", "saves 2") for bar in tracks[title] if bar["name"] not in PHASES)
+    first, second = (
+        bar
+        for title in ("saves 1", "saves 2")
+        for bar in tracks[title]
+        if bar["name"] not in PHASES
+    )
     assert (first["args"]["outcome"], second["args"]["outcome"]) == ("failed", "failed")
     assert first["args"]["error"] == "NoSpaceError: full: run"
     names = [
@@ -145,7 +173,7 @@ def test_a_failed_save_ends_in_the_phase_in_which_it_failed(tmp_path: Path):
 
 def test_phases_keep_their_order_where_reports_crossed_each_other(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json")
-    trace.save(an_event(1, 0.0, 1.0, staged_s=1.2, written_s=0.9, committed_s=1.0))
+    trace.save(a_record(1, 0.0, 1.0, staged_s=1.2, written_s=0.9, committed_s=1.0))
     trace.close()
     track = bars(tmp_path / "trace.json")["saves 1"]
     check_nesting(track)
@@ -155,7 +183,8 @@ def test_phases_keep_their_order_where_reports_crossed_each_other(tmp_path: Path
 
 def test_a_skipped_save_is_a_call_and_nothing_else(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json")
-    SaveStats([trace.save]).watch(SaveHandle(4, skipped=True), 1.0, 2.0)
+    trace.save(replace(a_record(4, 1.0, 1.0), outcome="saving", ended_s=None))
+    trace.save(a_record(4, 1.0, 1.0, outcome="skipped", stall_s=1.0))
     trace.close()
     [title] = [title for title, track in bars(tmp_path / "trace.json").items() if track]
     assert title.startswith("calls")
@@ -180,11 +209,13 @@ def test_memory_is_bounded_and_what_is_left_out_is_said(tmp_path: Path):
     trace = Trace(tmp_path / "trace.json", max_steps=10, max_saves=5)
     for step in range(100):
         trace.step(step, step, step + 0.5)
-        trace.save(an_event(step, step, 0.5))
+        trace.save(a_record(step, step, 0.5))
     trace.close()
     tracks = bars(tmp_path / "trace.json")
     assert [bar["args"]["step"] for bar in tracks["training steps"]] == list(range(90, 100))
-    assert [bar["args"]["step"] for bar in tracks["saves 1"] if bar["name"] not in PHASES] == list(range(95, 100))
+    assert [bar["args"]["step"] for bar in tracks["saves 1"] if bar["name"] not in PHASES] == list(
+        range(95, 100)
+    )
     assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["left out"] == 185
     with pytest.raises(InvalidArgumentError):
         Trace(tmp_path / "trace.json", max_steps=0)

@@ -1,4 +1,6 @@
-"""Finding checkpoints from scripts: only committed ones, cheaply, and without an error for what is not there."""
+"""Finding checkpoints from scripts: only committed ones, cheaply, and without an error for what is
+not there.
+"""
 
 import errno
 import os
@@ -11,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from trainers import save
 
 import sidesave
 from sidesave import Source
-from sidesave.client.runs import catalog, finding
+from sidesave.client.runs import finding
 from sidesave.errors import CheckpointNotFoundError, IntegrityError, InvalidArgumentError
 
 
@@ -108,7 +111,9 @@ def a_directory_as_manifest(folder: Path) -> Path:
         a_directory_as_manifest,
     ],
 )
-def test_where_there_is_nothing_nothing_is_found_and_nothing_is_raised(tmp_path: Path, make: Callable[[Path], Path]):
+def test_where_there_is_nothing_nothing_is_found_and_nothing_is_raised(
+    tmp_path: Path, make: Callable[[Path], Path]
+):
     path = make(tmp_path)
     assert sidesave.find(path) == []
     assert sidesave.latest(path) is None
@@ -119,7 +124,9 @@ def test_where_there_is_nothing_nothing_is_found_and_nothing_is_raised(tmp_path:
 def test_what_is_unfinished_is_never_shown(run: Path):
     session = "0123456789abcdef"
     partial = run / f".step-00000040.{session}.partial"
-    shutil.copytree(run / "step-00000030", partial)  # all is there, and its name says that it is not committed
+    shutil.copytree(
+        run / "step-00000030", partial
+    )  # all is there, and its name says that it is not committed
     shutil.copytree(run / "step-00000030", run / f".step-00000041.{session}.salvage-7")
     (run / "step-00000042").mkdir()
     (run / "step-00000042" / "rank-00000.json").write_bytes(b"{}")
@@ -138,7 +145,9 @@ def test_a_step_that_is_being_replaced_is_still_there(run: Path):
     assert sidesave.load(Source(run, 20).locate())["x"][0] == 20
 
 
-def test_a_step_whose_replacement_ends_between_two_looks_is_still_there(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_whose_replacement_ends_between_two_looks_is_still_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
     named, hidden = run / "step-00000020", run / ".step-00000020.0123456789abcdef.replaced"
     named.rename(hidden)
     listing = os.listdir
@@ -150,7 +159,7 @@ def test_a_step_whose_replacement_ends_between_two_looks_is_still_there(run: Pat
         return names
 
     with monkeypatch.context() as patch:
-        patch.setattr(catalog.os, "listdir", list_and_replace)
+        patch.setattr(os, "listdir", list_and_replace)
         assert finding.locate(named) == str(named)
 
 
@@ -167,7 +176,12 @@ def test_a_damaged_one_is_left_out_and_does_not_become_the_latest_unnoticed(run:
 
 
 def test_urls_of_no_store_are_refused(original: Path):
-    for function in (sidesave.find, sidesave.latest, sidesave.is_checkpoint, sidesave.contains_checkpoint):
+    for function in (
+        sidesave.find,
+        sidesave.latest,
+        sidesave.is_checkpoint,
+        sidesave.contains_checkpoint,
+    ):
         with pytest.raises(InvalidArgumentError, match=r"ftp://bucket/run"):
             function("ftp://bucket/run")
         with pytest.raises(InvalidArgumentError, match="path"):
@@ -205,12 +219,12 @@ import sys, sidesave
 print([info.step for info in sidesave.find({str(original)!r})], sidesave.latest({str(original)!r}).step)
 print(sidesave.is_checkpoint({str(original)!r}), sidesave.contains_checkpoint({str(original)!r}))
 print(sorted({{"torch", "numpy"}} & sys.modules.keys()))
-"""
+"""  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["[10, 20, 30, 15] 15", "False True", "[]"]
 
 
-# Which one -------------------------------------------------------------------------------------------------------
+# Which one ----------------------------------------------------------------------------------------
 
 
 def test_one_is_located_by_run_and_step_or_by_itself(original: Path):
@@ -251,14 +265,13 @@ def fresh_run(folder: Path) -> None:
 
 
 def runs(folder: Path) -> None:
-    with sidesave.Checkpointer(folder / "first") as checkpointer:
-        checkpointer.save(1, {"x": 1}, blocking=True)
+    save(folder / "first", {"x": 1})
 
 
 @pytest.mark.parametrize(
     ("name", "make", "words"),
     [
-        ("run", fresh_run, "run directory in which nothing has been committed"),
+        ("run", fresh_run, "run directory, and nothing has been committed yet"),
         ("runs", runs, "run directories first"),
         ("dcp", dcp_checkpoint, r"torch\.distributed\.checkpoint"),
         ("hf", export, "directory of safetensors files"),

@@ -1,4 +1,6 @@
-"""What happened to every save: with real daemons, after restarts, and with a log that is torn, planted or full."""
+"""What happened to every save: with real daemons, after restarts, and with a log that is torn,
+planted or full.
+"""
 
 import contextlib
 import gc
@@ -7,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -32,11 +35,13 @@ from trainers import (
     end,
     kill_with_a_save_staged,
     pidfd_of,
+    save_steps,
 )
 
 import sidesave
 from sidesave.client.cli import console
-from sidesave.client.runs import catalog
+from sidesave.client.options import Options
+from sidesave.client.runs.finding import catalog_of
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -48,8 +53,12 @@ from sidesave.errors import (
     TornSnapshotError,
     WriteStalledError,
 )
-from sidesave.writer_daemon import log, protocol
-from sidesave.writer_daemon.log import HISTORY_FILE, MAX_NBYTES, HistoryLog, SaveRecord, combine, read_history
+from sidesave.stager.memory import host_memory
+from sidesave.writer_daemon import log, protocol, save_record, wire
+from sidesave.writer_daemon.log import HISTORY_FILE, MAX_NBYTES, HistoryLog, read_history
+from sidesave.writer_daemon.process import jobs
+from sidesave.writer_daemon.process.server import Server
+from sidesave.writer_daemon.save_record import SaveRecord, combine
 from sidesave.writer_daemon.storage import PosixStorage
 
 OLD, NEW = "0" * 16, "1" * 16
@@ -72,19 +81,25 @@ def eventually(records: Callable[[], list[SaveRecord]], *expected: tuple[int, st
         time.sleep(0.01)
 
 
-def a_record(step: int = 1, outcome: Any = "saving", session: str = OLD, **values: Any) -> SaveRecord:
+def a_record(
+    step: int = 1, outcome: Any = "saving", session: str = OLD, **values: Any
+) -> SaveRecord:
     record = SaveRecord(step=step, session=session, outcome=outcome, save_id=step)
     return replace(record, **values)
 
 
-# With a daemon ---------------------------------------------------------------------------------------------------
+# With a daemon ------------------------------------------------------------------------------------
 
 
-def test_committed_saves_of_two_sessions_stand_in_the_order_of_their_calls_with_their_figures(run: Path):
+def test_committed_saves_of_two_sessions_stand_in_the_order_of_their_calls_with_their_figures(
+    run: Path,
+):
     began_s = time.time()
     for first in (1, 3):
         with sidesave.Checkpointer(run) as ckpt:
-            infos = [ckpt.save(step, a_state(step)).committed.result() for step in (first, first + 1)]
+            infos = [
+                ckpt.save(step, a_state(step)).committed.result() for step in (first, first + 1)
+            ]
             told = ckpt.history()
         told_again, logged = ckpt.history(), sidesave.history(run)
         assert outcomes(told) == outcomes(told_again) == outcomes(logged)
@@ -95,15 +110,19 @@ def test_committed_saves_of_two_sessions_stand_in_the_order_of_their_calls_with_
         assert record.called_s is not None
         assert began_s <= record.called_s <= time.time()
         assert None not in (record.stall_s, record.staged_s, record.written_s, record.committed_s)
-        assert 0 <= record.stall_s <= record.staged_s <= record.committed_s + 0.1  # type: ignore[operator]
+        assert 0 < record.stall_s and 0 < record.staged_s <= record.committed_s + 0.1  # type: ignore[operator]
         assert record.written_s <= record.committed_s  # type: ignore[operator]
         assert (record.tries, record.error, record.path) == (1, None, None)
     last = only(logged, 4)
-    assert (last.session, last.nbytes, last.called_s) == (infos[1].session, infos[1].nbytes, infos[1].created_s)
+    assert (last.session, last.nbytes, last.called_s) == (
+        infos[1].session,
+        infos[1].nbytes,
+        infos[1].created_s,
+    )
 
 
 def test_a_failed_save_is_in_the_history_with_its_reason(run: Path):
-    with sidesave.Checkpointer(run, on_error="warn") as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(tolerated=5)) as ckpt:
         (run / "step-00000002").mkdir()
         with pytest.warns(RuntimeWarning, match="step 2 failed"):
             error = ckpt.save(2, a_state(2)).committed.exception()
@@ -121,7 +140,7 @@ def test_a_failed_save_is_in_the_history_with_its_reason(run: Path):
 @pytest.mark.root
 def test_a_full_disk_is_in_the_history_though_the_log_is_on_it(mount: Callable[..., Path]):
     small = mount("-t", "tmpfs", "-o", "size=8m", "none")
-    with sidesave.Checkpointer(small, on_error="warn") as ckpt:
+    with sidesave.Checkpointer(small, failures=sidesave.FailureOptions(tolerated=5)) as ckpt:
         ckpt.save(1, a_state(1)).committed.result()
         with pytest.warns(RuntimeWarning, match="step 2 failed"):
             assert isinstance(ckpt.save(2, a_state(2, 40)).committed.exception(), NoSpaceError)
@@ -132,9 +151,13 @@ def test_a_full_disk_is_in_the_history_though_the_log_is_on_it(mount: Callable[.
 
 
 @pytest.mark.root
-def test_a_save_that_went_elsewhere_is_in_the_history_with_its_place(mount: Callable[..., Path], tmp_path: Path):
+def test_a_save_that_went_elsewhere_is_in_the_history_with_its_place(
+    mount: Callable[..., Path], tmp_path: Path
+):
     small = mount("-t", "tmpfs", "-o", "size=8m", "none")
-    with sidesave.Checkpointer(small, fallback_directory=tmp_path / "other") as ckpt:
+    with sidesave.Checkpointer(
+        small, failures=sidesave.FailureOptions(fallback_directory=tmp_path / "other")
+    ) as ckpt:
         ckpt.save(1, a_state(1)).committed.result()
         path = ckpt.save(2, a_state(2, 40)).committed.result().path
         told = ckpt.history()
@@ -145,7 +168,9 @@ def test_a_save_that_went_elsewhere_is_in_the_history_with_its_place(mount: Call
 
 
 def test_a_skipped_save_is_in_the_history(run: Path, orders: Orders):
-    with sidesave.Checkpointer(run, slots=1, on_busy="skip") as ckpt:
+    with sidesave.Checkpointer(
+        run, staging=sidesave.StagingOptions(slots=1, on_busy="skip")
+    ) as ckpt:
         ckpt.save(1, a_state(1)).committed.result()
         orders.give("hold")
         ckpt.save(2, a_state(2))
@@ -158,8 +183,11 @@ def test_a_skipped_save_is_in_the_history(run: Path, orders: Orders):
     assert records[2].called_s is not None
 
 
-def test_a_save_that_found_no_slot_in_time_has_failed(run: Path, orders: Orders):
-    with sidesave.Checkpointer(run, slots=1, busy_timeout_s=0.01) as ckpt:
+def test_a_save_that_found_no_slot_in_time_has_failed(
+    run: Path, orders: Orders, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Options, "slot_patience_s", 0.01)
+    with sidesave.Checkpointer(run, staging=sidesave.StagingOptions(slots=1)) as ckpt:
         orders.give("hold")
         ckpt.save(1, a_state(1))
         orders.obeyed()
@@ -170,8 +198,9 @@ def test_a_save_that_found_no_slot_in_time_has_failed(run: Path, orders: Orders)
     assert only(sidesave.history(run), 2).error == "WriteStalledError"
 
 
-def test_a_save_without_host_memory_has_failed(run: Path):
-    with sidesave.Checkpointer(run, max_host_memory_bytes=4 << 20) as ckpt, pytest.raises(HostMemoryError):
+def test_a_save_without_host_memory_has_failed(run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_memory, "_mem_available", lambda: 0)
+    with sidesave.Checkpointer(run) as ckpt, pytest.raises(HostMemoryError):
         ckpt.save(1, a_state(1, 40))
     [record] = sidesave.history(run)
     assert (record.outcome, record.error, record.sequence) == ("failed", "HostMemoryError", None)
@@ -185,8 +214,8 @@ def test_a_torn_snapshot_has_failed_and_its_daemon_has_been_told(run: Path):
     def wait() -> None:
         go_on.wait(DEADLINE_S)
 
-    with sidesave.Checkpointer(run, overlap=True) as ckpt:
-        ckpt._saver.session.copier._starter.submit(wait)  # copies wait behind it
+    with sidesave.Checkpointer(run, staging=sidesave.StagingOptions(overlap=True)) as ckpt:
+        ckpt.session.copier._starter.submit(wait)  # copies wait behind it
         handle = ckpt.save(1, state)
         weight.data.view(torch.uint8).random_()  # which no version counter and no hook notices
         go_on.set()
@@ -237,13 +266,14 @@ def test_a_daemon_that_is_given_up_leaves_a_save_that_has_failed(run: Path, orde
     assert (record.outcome, record.error) == ("failed", "DaemonDiedError")
     ckpt.close()
     assert outcomes(sidesave.history(run)) == [(1, "failed")]
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(1, a_state(1))
+    save_steps(run, 1)
     assert outcomes(sidesave.history(run)) == [(1, "failed"), (1, "committed")]
 
 
 def test_a_daemon_that_does_not_listen_holds_up_no_save(run: Path, orders: Orders):
-    with sidesave.Checkpointer(run, slots=1, on_busy="skip") as ckpt:
+    with sidesave.Checkpointer(
+        run, staging=sidesave.StagingOptions(slots=1, on_busy="skip")
+    ) as ckpt:
         orders.give("stop")
         ckpt.save(0, a_state(0))
         pid, _ = orders.obeyed()
@@ -257,7 +287,7 @@ def test_a_daemon_that_does_not_listen_holds_up_no_save(run: Path, orders: Order
     assert outcomes(records)[:3] == [(0, "committed"), (1, "skipped"), (2, "skipped")]
 
 
-# Unknown, and found out ------------------------------------------------------------------------------------------
+# Unknown, and found out ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("log", ["kept", "lost"])
@@ -273,7 +303,9 @@ def test_an_unknown_outcome_corrects_itself(log: str, run: Path, orders: Orders)
         assert isinstance(handle.committed.exception(), CommitUnknownError)
         assert outcomes(ckpt.history()) == [(1, "unknown")]
         assert ckpt.history()[0].error == "CommitUnknownError"
-        assert outcomes(sidesave.history(run)) == [(1, "saving")], "to others it is simply not finished yet"
+        assert outcomes(sidesave.history(run)) == [(1, "saving")], (
+            "to others it is simply not finished yet"
+        )
         orders.release()
         await_end(pidfd)
     if log == "lost":
@@ -284,12 +316,16 @@ def test_an_unknown_outcome_corrects_itself(log: str, run: Path, orders: Orders)
 
 
 def _kill_both(run: Path, traces: Traces, orders: Orders, **order: Any) -> None:
-    """A trainer that saves step 5 and its daemon are both killed, the daemon where ``order`` says."""
+    """A trainer that saves step 5 and its daemon are both killed, the daemon where ``order``
+    says.
+    """
     pid = kill_with_a_save_staged(traces, run, orders, "hold", **order)
     end(pid)
 
 
-def test_a_save_that_died_with_its_session_is_unknown_until_it_is_removed(run: Path, orders: Orders, traces: Traces):
+def test_a_save_that_died_with_its_session_is_unknown_until_it_is_removed(
+    run: Path, orders: Orders, traces: Traces
+):
     _kill_both(run, traces, orders, after=2)
     assert outcomes(sidesave.history(run)) == [(5, "unknown")], "what is there might be whole"
     with sidesave.Checkpointer(run) as ckpt:
@@ -300,7 +336,9 @@ def test_a_save_that_died_with_its_session_is_unknown_until_it_is_removed(run: P
     assert outcomes(sidesave.history(run)) == [(5, "removed"), (5, "committed")]
 
 
-def test_a_save_that_the_next_session_finishes_is_recovered(run: Path, orders: Orders, traces: Traces):
+def test_a_save_that_the_next_session_finishes_is_recovered(
+    run: Path, orders: Orders, traces: Traces
+):
     _kill_both(run, traces, orders, starting_at="os.rename")
     assert outcomes(sidesave.history(run)) == [(5, "unknown")]
     with sidesave.Checkpointer(run) as ckpt:
@@ -315,8 +353,7 @@ def test_what_was_recovered_without_its_record_is_in_the_history_all_the_same(
 ):
     _kill_both(run, traces, orders, starting_at="os.rename")
     (run / HISTORY_FILE).unlink()
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(6, a_state(6))
+    save_steps(run, 6)
     records = sidesave.history(run)
     assert outcomes(records) == [(5, "recovered"), (6, "committed")]
     assert records[0].called_s is not None
@@ -338,7 +375,9 @@ def test_a_commit_that_nobody_was_left_to_write_down_is_known_when_the_checkpoin
     assert only(sidesave.history(run), 5).tries == 1
 
 
-def test_a_save_whose_trainer_was_killed_while_it_staged_has_failed(run: Path, orders: Orders, traces: Traces):
+def test_a_save_whose_trainer_was_killed_while_it_staged_has_failed(
+    run: Path, orders: Orders, traces: Traces
+):
     with Trainer(traces, "hold_while_staging", run) as trainer:
         [pid] = trainer.expect("ready")
         with pidfd_of(int(pid)) as pidfd:
@@ -353,25 +392,28 @@ def test_a_save_whose_trainer_was_killed_while_it_staged_has_failed(run: Path, o
 def test_a_failed_save_that_turns_out_to_be_committed_is_told_as_committed(run: Path):
     with sidesave.Checkpointer(run) as ckpt:
         info = ckpt.save(1, a_state(1)).committed.result()
-    stalled = a_record(1, "failed", info.session, sequence=info.sequence, error="WriteStalledError", message="late")
-    (run / HISTORY_FILE).write_bytes(stalled.to_line() + replace(stalled, save_id=2, sequence=7).to_line())
+    stalled = a_record(
+        1, "failed", info.session, sequence=info.sequence, error="WriteStalledError", message="late"
+    )
+    (run / HISTORY_FILE).write_bytes(
+        stalled.to_line() + replace(stalled, save_id=2, sequence=7).to_line()
+    )
     assert outcomes(sidesave.history(run)) == [(1, "committed"), (1, "failed")]
 
 
-# The log itself --------------------------------------------------------------------------------------------------
+# The log itself -----------------------------------------------------------------------------------
 
 
 def test_damage_costs_the_lines_it_hits_and_no_more(run: Path):
-    with sidesave.Checkpointer(run) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, a_state(step)).committed.result()
+    save_steps(run, 1, 2, 3)
     log = run / HISTORY_FILE
     lines = [line for line in log.read_bytes().split(b"\n") if b'"step":2' not in line]
     torn = lines[-2][: len(lines[-2]) // 2]
-    log.write_bytes(b"\n".join([b"\0" * 4096, *lines, b'{"step":9}', b"\xff\xfe garbage", b"[" * 100_000, torn]))
+    log.write_bytes(
+        b"\n".join([b"\0" * 4096, *lines, b'{"step":9}', b"\xff\xfe garbage", b"[" * 100_000, torn])
+    )
     assert outcomes(sidesave.history(run)) == [(1, "committed"), (3, "committed")]
-    with sidesave.Checkpointer(run) as ckpt:
-        ckpt.save(4, a_state(4))
+    save_steps(run, 4)
     assert outcomes(sidesave.history(run)) == [(1, "committed"), (3, "committed"), (4, "committed")]
 
 
@@ -451,9 +493,9 @@ def test_the_log_stays_small_and_keeps_the_newest(tmp_path: Path):
     records = read_history(str(tmp_path))
     assert [record.step for record in records] == list(range(records[0].step, 2000))
     assert 1000 < len(records) < 2000
-    assert {(record.outcome, record.tries, record.called_s == record.step) for record in records} == {
-        ("failed", 1, True)
-    }
+    assert {
+        (record.outcome, record.tries, record.called_s == record.step) for record in records
+    } == {("failed", 1, True)}
     assert [path.name for path in tmp_path.iterdir()] == [HISTORY_FILE]
 
 
@@ -488,14 +530,16 @@ def test_a_run_that_was_copied_elsewhere_has_its_history(run: Path, tmp_path: Pa
     assert outcomes(sidesave.history(tmp_path / "copy")) == [(1, "committed")]
 
 
-# Records ---------------------------------------------------------------------------------------------------------
+# Records ------------------------------------------------------------------------------------------
 
 SECONDS = st.none() | st.floats(0, 1e9)
 RECORDS = st.builds(
     SaveRecord,
     step=st.integers(0, 10**18),
     session=st.sampled_from([OLD, NEW]),
-    outcome=st.sampled_from(["saving", "unknown", "skipped", "failed", "removed", "committed", "recovered"]),
+    outcome=st.sampled_from(
+        ["saving", "unknown", "skipped", "failed", "removed", "committed", "recovered"]
+    ),
     save_id=st.none() | st.integers(0, 1 << 40),
     sequence=st.none() | st.integers(0, 1 << 40),
     error=st.none() | st.text(max_size=20),
@@ -552,9 +596,9 @@ def test_a_line_of_nonsense_is_no_record_though_its_digest_is_right(values: dict
 
 def test_a_line_of_a_later_version_is_read_as_far_as_it_is_known():
     body = b'{"step":1,"session":"%s","outcome":"failed","weather":"fine"}' % OLD.encode()
-    assert SaveRecord.from_line(xxhash.xxh3_64_hexdigest(body).encode() + b" " + body) == SaveRecord(
-        step=1, session=OLD, outcome="failed"
-    )
+    assert SaveRecord.from_line(
+        xxhash.xxh3_64_hexdigest(body).encode() + b" " + body
+    ) == SaveRecord(step=1, session=OLD, outcome="failed")
 
 
 @given(st.lists(RECORDS, max_size=30))
@@ -582,7 +626,10 @@ def test_outcomes_give_way_only_to_what_is_more_certain():
 
 
 def test_lines_of_recovery_find_the_save_they_are_about():
-    first, second = a_record(5, "committed", save_id=1, sequence=1), a_record(5, "saving", save_id=2, sequence=2)
+    first, second = (
+        a_record(5, "committed", save_id=1, sequence=1),
+        a_record(5, "saving", save_id=2, sequence=2),
+    )
     removed = SaveRecord(step=5, session=OLD, outcome="removed")
     restored = SaveRecord(step=5, session=OLD, outcome="recovered", sequence=1)
     other = SaveRecord(step=5, session=NEW, outcome="removed")
@@ -594,33 +641,50 @@ def test_lines_of_recovery_find_the_save_they_are_about():
     ]
 
 
-# What a daemon is told -------------------------------------------------------------------------------------------
+# What a daemon is told ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("values", [{"outcome": "fine"}, {"step": -1}, {"called_s": float("inf")}, {"errno": -5}])
+NOTE = protocol.Note(
+    attempt=1,
+    save_id=1,
+    step=1,
+    outcome="failed",
+    sequence=None,
+    error=None,
+    message=None,
+    errno=None,
+    called_s=1.0,
+    staged_s=None,
+)
+
+
+@pytest.mark.parametrize(
+    "values", [{"outcome": "fine"}, {"step": -1}, {"called_s": float("inf")}, {"errno": -5}]
+)
 def test_a_note_of_nonsense_is_refused(values: dict[str, Any]):
-    note = protocol.Note(
-        attempt=1,
-        save_id=1,
-        step=1,
-        outcome="failed",
-        sequence=None,
-        error=None,
-        message=None,
-        errno=None,
-        called_s=1.0,
-        staged_s=None,
-    )
     lines: list[SaveRecord] = []
     recorder = log.Recorder(OLD, lines.append)
-    recorder.note(note)
+    recorder.note(NOTE)
     with pytest.raises(ProtocolError):
-        recorder.note(replace(note, **values))
+        recorder.note(replace(NOTE, **values))
+    assert outcomes(lines) == [(1, "failed")]
+
+
+def test_a_note_is_read_before_the_trainers_end_that_was_sent_after_it():
+    """They take two channels, and the daemon may look at the second one first."""
+    lines: list[SaveRecord] = []
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    with ours, theirs:
+        server = Server(theirs)
+        server._jobs, server._history = jobs.Jobs(1), log.Recorder(OLD, lines.append)
+        ours.send(wire.encode(NOTE))
+        server._accept(protocol.Drain(attempt=1))
     assert outcomes(lines) == [(1, "failed")]
 
 
 def test_the_history_keeps_no_handle_and_no_exception_alive(run: Path):
-    with sidesave.Checkpointer(run, on_error="warn") as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(tolerated=5)) as ckpt:
         (run / "step-00000002").mkdir()
         handle = ckpt.save(1, a_state(1))
         handle.committed.result()
@@ -666,27 +730,37 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 
 
 @pytest.mark.slow
-def test_clock_before_1970_fails_no_save_and_drops_no_line(run: Path, tmp_path: Path, traces: Traces):
+def test_clock_before_1970_fails_no_save_and_drops_no_line(
+    run: Path, tmp_path: Path, traces: Traces
+):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("needs a C compiler")
     (tmp_path / "clock.c").write_text(CLOCK)
     library = tmp_path / "clock.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True
+    )
     shown_s = -10 * 86_400
     ahead_s = str(shown_s - int(time.time()))
-    with Trainer(traces, "save_at", run, shown_s, LD_PRELOAD=str(library), CLOCK_AHEAD_S=ahead_s) as trainer:
+    with Trainer(
+        traces, "save_at", run, shown_s, LD_PRELOAD=str(library), CLOCK_AHEAD_S=ahead_s
+    ) as trainer:
         [line] = trainer.lines()
         assert trainer.end() == 0, trainer.complaints()
     assert line == "committed 0.0 0.0"
-    [info] = catalog.scan(str(run))
+    [info] = catalog_of(str(run)).all()
     assert info.created_s == 0.0
     check(run, 1)
 
 
-@pytest.mark.parametrize(("shown_s", "noted_s"), [(-5.0, 0.0), (5.0, 5.0), (4e11, 253_402_214_399.0)])
-def test_time_of_a_record_is_one_that_can_be_shown(monkeypatch: pytest.MonkeyPatch, shown_s: float, noted_s: float):
+@pytest.mark.parametrize(
+    ("shown_s", "noted_s"), [(-5.0, 0.0), (5.0, 5.0), (4e11, 253_402_214_399.0)]
+)
+def test_time_of_a_record_is_one_that_can_be_shown(
+    monkeypatch: pytest.MonkeyPatch, shown_s: float, noted_s: float
+):
     monkeypatch.setattr(time, "time", lambda: shown_s)
-    assert log.wall_clock_s() == noted_s
+    assert save_record.wall_clock_s() == noted_s
     assert console.when(noted_s)
     assert console.when(shown_s)

@@ -1,6 +1,8 @@
-"""Readers beside a run: what they hold or load is not deleted under them, and they see each new checkpoint.
+"""Readers beside a run: what they hold or load is not deleted under them, and they see each new
+checkpoint.
 
-As a script this module is such a reader: ``python test_watching.py NAME ARGUMENTS`` runs the function of that name.
+As a script this module is such a reader: ``python test_watching.py NAME ARGUMENTS`` runs the
+function of that name.
 """
 
 from __future__ import annotations
@@ -23,13 +25,23 @@ import campaigns
 import pytest
 from manager_trainer import ManagedTrainer
 from object_server import serving
-from trainers import DEADLINE_S, Orders, Traces, Trainer, a_state, entries, same, say, wait_to_go_on
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    Trainer,
+    a_state,
+    entries,
+    same,
+    say,
+    wait_to_go_on,
+    wait_until,
+)
 
 import sidesave
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 from sidesave.client.runs.pins import PINS
 from sidesave.client.runs.watch import _Look
-from sidesave.client.training.retention import Retention
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -65,12 +77,12 @@ def directory(run: Path, step: int) -> Path:
 
 
 def trash(run: Path) -> list[str]:
-    return [name for name in entries(run) if name.endswith(".trash")]
+    return sorted(path.name for path in run.glob(".*.trash"))
 
 
 def wait_for_steps(run: Path, *steps: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while [info.step for info in catalog.scan(str(run))] != list(steps):
+    while [info.step for info in catalog_of(str(run)).all()] != list(steps):
         assert time.monotonic() < deadline, f"{entries(run)}, and not {steps}"
         time.sleep(0.005)
 
@@ -87,7 +99,7 @@ def train(trainer: ManagedTrainer, *steps: int) -> None:
         trainer.hear(f"saved {step}")
 
 
-# Readers, in processes of their own ------------------------------------------------------------------------------
+# Readers, in processes of their own ---------------------------------------------------------------
 
 
 def hold(path: str, user: str = "0") -> None:
@@ -166,10 +178,12 @@ def evaluate(run: str, last: str) -> None:
             break
 
 
-# What is read stays ----------------------------------------------------------------------------------------------
+# What is read stays -------------------------------------------------------------------------------
 
 
-def test_a_held_checkpoint_stays_until_it_is_released_and_goes_with_the_commit_after(traces: Traces, run: Path):
+def test_a_held_checkpoint_stays_until_it_is_released_and_goes_with_the_commit_after(
+    traces: Traces, run: Path
+):
     with manage_one(traces, run) as trainer:
         train(trainer, 0)
         with Reader(traces, "hold", directory(run, 0)) as reader:
@@ -201,7 +215,10 @@ def test_a_reader_that_is_killed_holds_nothing(traces: Traces, run: Path):
 def test_many_readers_hold_one_checkpoint(traces: Traces, run: Path):
     with manage_one(traces, run) as trainer:
         train(trainer, 0)
-        with Reader(traces, "hold", directory(run, 0)) as one, Reader(traces, "hold", directory(run, 0)) as other:
+        with (
+            Reader(traces, "hold", directory(run, 0)) as one,
+            Reader(traces, "hold", directory(run, 0)) as other,
+        ):
             one.expect("held")
             other.expect("held")
             one.go_on()
@@ -243,7 +260,8 @@ def test_a_checkpoint_is_read_to_its_end_though_it_is_deleted_and_the_trainer_le
             ckpt.delete(1).result(DEADLINE_S)
             assert ckpt.steps() == [2]
         assert len(trash(run)) == 1
-        with sidesave.Checkpointer(run) as ckpt:  # nor does the recovery of the next session take it away
+        # nor does the recovery of the next session take it away
+        with sidesave.Checkpointer(run) as ckpt:
             assert len(trash(run)) == 1
             assert ckpt.removed == ()
         reader.go_on()
@@ -262,21 +280,26 @@ def test_what_was_still_read_when_a_session_began_goes_before_it_ends(run: Path)
             with sidesave.Checkpointer(run) as ckpt:
                 assert len(trash(run)) == 1
                 ckpt.delete(2).result(DEADLINE_S)
-            assert trash(run) == [name for name in trash(run) if "00000001" in name] != []
+            wait_until(lambda: len(trash(run)) == 1)
+            assert "00000001" in trash(run)[0]
         with sidesave.Checkpointer(run) as ckpt:
             commit(ckpt, 4)
             with sidesave.hold(directory(run, 3)):
                 ckpt.delete(3).result(DEADLINE_S)
-    assert entries(run) == ["step-00000004"]
+    wait_until(lambda: entries(run) == ["step-00000004"])
 
 
-def test_what_a_step_was_is_read_while_its_number_is_deleted_and_replaced_again(traces: Traces, run: Path):
+def test_what_a_step_was_is_read_while_its_number_is_deleted_and_replaced_again(
+    traces: Traces, run: Path
+):
     with contextlib.ExitStack() as stack:
         readers: list[Reader] = []
         with sidesave.Checkpointer(run) as ckpt:
             for _ in range(2):
                 commit(ckpt, 1, mib=8)
-                readers.append(stack.enter_context(Reader(traces, "load_slowly", directory(run, 1), 1)))
+                readers.append(
+                    stack.enter_context(Reader(traces, "load_slowly", directory(run, 1), 1))
+                )
                 readers[-1].expect("reading")
                 commit(ckpt, 2)
                 ckpt.delete(1).result(DEADLINE_S)
@@ -285,7 +308,7 @@ def test_what_a_step_was_is_read_while_its_number_is_deleted_and_replaced_again(
                 commit(ckpt, 3 + len(readers))
                 ckpt.delete(1).result(DEADLINE_S)
                 ckpt.delete(2).result(DEADLINE_S)
-        assert len(trash(run)) == 2
+        wait_until(lambda: len(trash(run)) == 2)
         for reader in readers:
             reader.go_on()
             assert reader.expect("loaded") == ["True"]
@@ -294,23 +317,31 @@ def test_what_a_step_was_is_read_while_its_number_is_deleted_and_replaced_again(
 
 
 @pytest.mark.root
-def test_a_full_disk_takes_back_nothing_that_is_read_and_the_save_fails(run: Path, mount: Callable[..., Path]):
+def test_a_full_disk_takes_back_nothing_that_is_read_and_the_save_fails(
+    run: Path, mount: Callable[..., Path]
+):
     place = mount("-t", "tmpfs", "-o", "size=20m", "none") / "run"
-    with sidesave.Checkpointer(place, on_error="warn") as ckpt:
+    with sidesave.Checkpointer(place, failures=sidesave.FailureOptions(tolerated=5)) as ckpt:
         commit(ckpt, 1, 2, mib=8)
         with sidesave.hold(directory(place, 1)):
             ckpt.delete(1).result(DEADLINE_S)
-            assert isinstance(ckpt.save(3, a_state(3, 8)).committed.exception(DEADLINE_S), NoSpaceError)
+            assert isinstance(
+                ckpt.save(3, a_state(3, 8)).committed.exception(DEADLINE_S), NoSpaceError
+            )
             assert len(trash(place)) == 1
         commit(ckpt, 3, mib=8)
         assert trash(place) == []
 
 
 @contextlib.contextmanager
-def deleting_the_first_of_two(run: Path, orders: Orders, order: str) -> Iterator[Retention]:
+def deleting_the_first_of_two(
+    run: Path, orders: Orders, order: str
+) -> Iterator[sidesave.CheckpointManager]:
     """A manager that deletes step 0, whose daemon is about to rename it as it obeys an order."""
     keep = [sidesave.KeepLatest(1)]
-    with sidesave.CheckpointManager(run, a_state(1), save=[sidesave.EverySteps(1)], keep=keep) as manager:
+    with sidesave.CheckpointManager(
+        run, a_state(1), save=[sidesave.EverySteps(1)], keep=keep
+    ) as manager:
         manager.save(0, blocking=True)
         manager.pin(0)
         manager.save(1, blocking=True)
@@ -320,26 +351,46 @@ def deleting_the_first_of_two(run: Path, orders: Orders, order: str) -> Iterator
             pass  # it has looked at both while the first one was pinned
         manager.unpin(0)
         orders.give(order, starting_at="os.rename")
-        retention._commits.put(True)
+        retention._events.put(True)
         orders.obeyed()
-        yield retention
+        yield manager
 
 
-def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(orders: Orders, run: Path):
+def test_what_is_being_deleted_cannot_be_held_any_more_and_still_be_loaded(
+    orders: Orders, run: Path
+):
     with deleting_the_first_of_two(run, orders, "hold"):
-        with pytest.raises(CheckpointNotFoundError, match="is being deleted"), sidesave.hold(directory(run, 0)):
+        with (
+            pytest.raises(CheckpointNotFoundError, match="is being deleted"),
+            sidesave.hold(directory(run, 0)),
+        ):
             pass
         assert same(sidesave.load(directory(run, 0)), a_state(1))
         orders.release()
         wait_for_steps(run, 1)
-        with pytest.raises(CheckpointNotFoundError, match="nothing at this path"), sidesave.hold(directory(run, 0)):
+        with (
+            pytest.raises(CheckpointNotFoundError, match="nothing at this path"),
+            sidesave.hold(directory(run, 0)),
+        ):
             pass
-    assert entries(run) == [PINS, "step-00000001"]
+    assert entries(run) == [PINS.name, "step-00000001"]
 
 
-def test_what_could_not_be_deleted_can_be_held_again(orders: Orders, run: Path, caplog: pytest.LogCaptureFixture):
-    with deleting_the_first_of_two(run, orders, "EIO") as retention:
-        retention.close(DEADLINE_S)
+def test_what_is_being_deleted_is_not_pinned(orders: Orders, run: Path):
+    with deleting_the_first_of_two(run, orders, "hold") as manager, ThreadPoolExecutor() as threads:
+        pinning = threads.submit(manager.pin, 0)
+        wait_until(lambda: manager.pinned == {0})
+        orders.release()
+        assert isinstance(pinning.exception(DEADLINE_S), CheckpointNotFoundError)
+        assert manager.pinned == set()
+
+
+def test_what_could_not_be_deleted_can_be_held_again(
+    orders: Orders, run: Path, caplog: pytest.LogCaptureFixture
+):
+    with deleting_the_first_of_two(run, orders, "EIO") as manager:
+        manager.pin(0)  # waits for the deletion
+        assert manager.pinned == {0}
         assert "cannot" in caplog.text
         with sidesave.hold(directory(run, 0)) as info:
             assert info.step == 0
@@ -373,7 +424,7 @@ def test_a_forked_child_neither_ends_nor_prolongs_a_hold(run: Path):
             os.close(ours)
 
 
-# Who may hold ----------------------------------------------------------------------------------------------------
+# Who may hold -------------------------------------------------------------------------------------
 
 
 @pytest.mark.root
@@ -476,7 +527,7 @@ def test_a_step_that_was_saved_again_is_held_as_it_is_now(run: Path):
             assert same(sidesave.load(info), a_state(7))
 
 
-# Watching --------------------------------------------------------------------------------------------------------
+# Watching -----------------------------------------------------------------------------------------
 
 
 def test_the_newest_that_was_not_given_is_given_each_time(run: Path):
@@ -557,22 +608,28 @@ def test_what_is_older_than_the_last_one_given_is_not_given_when_that_is_gone(ru
 
 
 def test_a_directory_that_cannot_be_listed_is_an_error(run: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(path: str) -> None:
+    def refuse(path: str | int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     run.mkdir()
-    watching = sidesave.watch(run)
-    monkeypatch.setattr("os.scandir", refuse)
+    watching = sidesave.watch(run, timeout_s=DEADLINE_S)
+    monkeypatch.setattr("os.listdir", refuse)
     with pytest.raises(WriteError, match="cannot list"):
         next(watching)
 
 
 @pytest.mark.parametrize("kind", ["file", "s3"])
 def test_a_run_in_a_store_is_watched(kind: str, tmp_path: Path):
-    """A step that is saved again is new, as its files lie elsewhere; nothing is read while nothing changes."""
+    """A step that is saved again is new, as its files lie elsewhere; nothing is read while nothing
+    changes.
+    """
     (tmp_path / "buckets" / "bucket").mkdir(parents=True)
     with serving(tmp_path / "buckets") as server:
-        url, options = ("s3://bucket/run", server.options) if kind == "s3" else (f"file://{tmp_path}/run", None)
+        url, options = (
+            ("s3://bucket/run", server.options)
+            if kind == "s3"
+            else (f"file://{tmp_path}/run", None)
+        )
         watching = sidesave.watch(url, timeout_s=DEADLINE_S, poll_s=0.01, storage_options=options)
         with sidesave.Checkpointer(url, storage_options=options) as ckpt:
             for step, overwrite in ((1, False), (2, False), (2, True)):
@@ -584,18 +641,32 @@ def test_a_run_in_a_store_is_watched(kind: str, tmp_path: Path):
                     look.newest()
                     server.requests.clear()
                     look.newest()
-                    assert (server.count("LIST"), server.count("GET")) == (2, 1), "docs/remote.md says so"
+                    assert (server.count("LIST"), server.count("GET")) == (2, 1), (
+                        "docs/remote.md says so"
+                    )
         server.requests.clear()
-        assert list(sidesave.watch(url, after=info, timeout_s=0.3, poll_s=0.01, storage_options=options)) == []
-        manifests = [request for request in server.requests if request.key.endswith("manifest.json")]
-        assert sum("/step-" in request.key for request in manifests) == (2 if kind == "s3" else 0), "each once"
+        assert (
+            list(
+                sidesave.watch(url, after=info, timeout_s=0.3, poll_s=0.01, storage_options=options)
+            )
+            == []
+        )
+        manifests = [
+            request for request in server.requests if request.key.endswith("manifest.json")
+        ]
+        assert sum("/step-" in request.key for request in manifests) == (
+            2 if kind == "s3" else 0
+        ), "each once"
 
 
 def test_a_step_that_is_copied_to_a_store_by_hand_is_new_when_it_is_whole(tmp_path: Path):
     with sidesave.Checkpointer(tmp_path / "run") as ckpt:
         commit(ckpt, 1, mib=0.1)
     (tmp_path / "store" / "step-00000001").mkdir(parents=True)
-    files = sorted((tmp_path / "run" / "step-00000001").iterdir(), key=lambda path: path.name == "manifest.json")
+    files = sorted(
+        (tmp_path / "run" / "step-00000001").iterdir(),
+        key=lambda path: path.name == "manifest.json",
+    )
     look = _Look(f"file://{tmp_path}/store", None)
     for path in files:
         assert look.newest() is None
@@ -644,8 +715,13 @@ def test_an_evaluator_loads_whatever_it_comes_to_of_a_run_that_keeps_one(traces:
 
 
 def test_the_readers_are_light(tmp_path: Path):
-    code = "import sys, sidesave; sidesave.hold, sidesave.watch; print(*({'torch', 'numpy'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    code = (
+        "import sys, sidesave; sidesave.hold, sidesave.watch; print(*({'torch', 'numpy'} & "
+        "sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.stdout.split() == [], done.stderr
 
 
@@ -655,7 +731,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.root
-def test_what_an_earlier_session_has_left_to_a_reader_makes_room_when_a_save_needs_it(mount: Callable[..., Path]):
+def test_what_an_earlier_session_has_left_to_a_reader_makes_room_when_a_save_needs_it(
+    mount: Callable[..., Path],
+):
     run = mount("-t", "tmpfs", "-o", "size=48m", "none") / "run"
     state = a_state(1, 16)
     with contextlib.ExitStack() as reading:
@@ -665,7 +743,7 @@ def test_what_an_earlier_session_has_left_to_a_reader_makes_room_when_a_save_nee
             reading.enter_context(sidesave.hold(directory(run, 0)))
             earlier.delete(0).result(DEADLINE_S)
         with sidesave.Checkpointer(run) as later:  # which deletes nothing itself
-            assert [name.endswith(".trash") for name in entries(run)].count(True) == 1
+            assert len(trash(run)) == 1
             reading.close()
             later.save(2, state, blocking=True)
             assert later.steps() == [1, 2]

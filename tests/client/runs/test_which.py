@@ -1,4 +1,6 @@
-"""Which checkpoint is meant: whatever loads, verifies or exports takes the same paths, and says the same of others."""
+"""Which checkpoint is meant: whatever loads, verifies or exports takes the same paths, and says the
+same of others.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,6 @@ from trainers import Orders, Traces
 
 import sidesave
 from sidesave import Source
-from sidesave.client.runs import catalog
 from sidesave.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,6 +28,7 @@ from sidesave.errors import (
     InvalidArgumentError,
     SidesaveError,
 )
+from sidesave.writer_daemon.checkpoints.replacement import RetryIfReplaced
 
 Load = Callable[[Any], float]
 """What ``x`` is in the checkpoint that something means."""
@@ -121,7 +123,9 @@ def test_weights_of_a_run_are_those_of_its_newest(tmp_path: Path):
 def test_what_is_not_there_is_said_alike(original: Path, tmp_path: Path, load: Load):
     run = shutil.copytree(original, tmp_path / "run")
     assert outcome(load, run / "step-00000011") == outcome(by_load, run / "step-00000011")
-    with pytest.raises(CheckpointNotFoundError, match=r"there is no step 11; there are \[10, 15, 20, 30\]"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"there is no step 11; there are \[10, 15, 20, 30\]"
+    ):
         load(run / "step-00000011")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
@@ -129,7 +133,10 @@ def test_what_is_not_there_is_said_alike(original: Path, tmp_path: Path, load: L
 
 
 def test_what_is_no_path_is_refused_alike(run: Path):
-    with sidesave.Checkpointer(run) as checkpointer, sidesave.CheckpointManager(run.parent / "new", {}) as manager:
+    with (
+        sidesave.Checkpointer(run) as checkpointer,
+        sidesave.CheckpointManager(run.parent / "new", {}) as manager,
+    ):
         for load in (sidesave.load, sidesave.verify, by_source, checkpointer.load, manager.restore):
             with pytest.raises(InvalidArgumentError, match=r"ftp://bucket"):
                 load("ftp://bucket")
@@ -170,7 +177,10 @@ def test_of_many_steps_the_last_are_named(tmp_path: Path):
     with sidesave.Checkpointer(run) as checkpointer:
         for step in range(22):
             checkpointer.save(step, {"x": step}, blocking=True)
-        with pytest.raises(CheckpointNotFoundError, match=r"there is no step 99; the last of 22 are \[2, 3, .*, 21\]"):
+        with pytest.raises(
+            CheckpointNotFoundError,
+            match=r"there is no step 99; the last of 22 are \[2, 3, .*, 21\]",
+        ):
             checkpointer.load(99)
 
 
@@ -185,20 +195,21 @@ def test_where_the_newest_is_deleted_in_this_moment_the_next_newest_is_loaded(
 ):
     last = run / "step-00000015"  # without it the latest is 10, to which the run had gone back
     shutil.move(last, run / "later")
-    enter = catalog.Attempts.__enter__
+    enter = RetryIfReplaced.__enter__
 
-    def overtaken(attempts: catalog.Attempts) -> list[str]:
-        if attempts._locate is not None and not last.exists():  # it has been located, and is read next
+    def overtaken(attempts: RetryIfReplaced) -> list[str]:
+        # it has been located, and is read next
+        if attempts._locate is not None and not last.exists():
             shutil.move(run / "later", last)
             shutil.rmtree(run / "step-00000010")
         return enter(attempts)
 
-    monkeypatch.setattr(catalog.Attempts, "__enter__", overtaken)
+    monkeypatch.setattr(RetryIfReplaced, "__enter__", overtaken)
     assert by_load(run) == 15
     assert not (run / "step-00000010").exists()
 
 
-# A checkpointer loads what is of its run -------------------------------------------------------------------------
+# A checkpointer loads what is of its run ----------------------------------------------------------
 
 
 def test_a_step_that_is_meant_by_its_path_is_gone_back_to_like_any(run: Path):
@@ -220,12 +231,16 @@ def test_a_run_that_is_meant_by_its_path_gives_nothing_up(run: Path):
     assert [info.given_up for info in sidesave.find(run)] == [info.given_up for info in before]
 
 
-def test_a_checkpoint_of_another_run_is_refused_and_becomes_nobodys_parent(run: Path, original: Path):
+def test_a_checkpoint_of_another_run_is_refused_and_becomes_nobodys_parent(
+    run: Path, original: Path
+):
     moved = shutil.copytree(run / "step-00000010", run.parent / "moved")
     target = {"x": torch.zeros(1)}
     with sidesave.Checkpointer(run) as checkpointer:
         for other in (original, original / "step-00000010", sidesave.latest(original), moved):
-            with pytest.raises(InvalidArgumentError, match=r"no checkpoint of this run.*sidesave\.load\(path"):
+            with pytest.raises(
+                InvalidArgumentError, match=r"no checkpoint of this run.*sidesave\.load\(path"
+            ):
                 checkpointer.load(other, into=target)  # pyright: ignore[reportArgumentType]
         with pytest.raises(InvalidArgumentError, match="step must be"):
             checkpointer.load(1.5)  # pyright: ignore[reportArgumentType]
@@ -242,14 +257,20 @@ def test_damage_of_what_a_path_means_is_got_over_by_fallback(run: Path):
         assert checkpointer.load(run / "step-00000030", fallback=True)["x"].item() == 20
 
 
-def test_of_two_checkpoints_of_a_step_the_one_is_loaded_whose_path_is_given(tmp_path: Path, orders: Orders):
+def test_of_two_checkpoints_of_a_step_the_one_is_loaded_whose_path_is_given(
+    tmp_path: Path, orders: Orders
+):
     run, other = tmp_path / "run", tmp_path / "other"
-    with sidesave.Checkpointer(run, fallback_directory=other) as checkpointer:
+    with sidesave.Checkpointer(
+        run, failures=sidesave.FailureOptions(fallback_directory=other)
+    ) as checkpointer:
         checkpointer.save(1, {"x": 1}, blocking=True)
         orders.give("EROFS")
         first = checkpointer.save(2, {"x": 2}, blocking=True).committed.result()
         assert first.path == str(other / "step-00000002")
-    with sidesave.Checkpointer(run, fallback_directory=other) as checkpointer:
+    with sidesave.Checkpointer(
+        run, failures=sidesave.FailureOptions(fallback_directory=other)
+    ) as checkpointer:
         checkpointer.load(1)
         second = checkpointer.save(2, {"x": 3}, blocking=True).committed.result()
         assert second.path == str(run / "step-00000002")
@@ -257,7 +278,7 @@ def test_of_two_checkpoints_of_a_step_the_one_is_loaded_whose_path_is_given(tmp_
     assert loaded == [3, 2, 3, 3, 2]
 
 
-# A manager -------------------------------------------------------------------------------------------------------
+# A manager ----------------------------------------------------------------------------------------
 
 
 def test_a_manager_restores_and_goes_back_to_what_it_is_given(manage: Manage, run: Path):
@@ -274,7 +295,7 @@ def test_sources_that_are_not_read_are_told_of_and_are_no_warning(
     manage: Manage, original: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, "sidesave")
-    manager = manage({"x": torch.zeros(1)})
+    manager = manage({"x": torch.zeros(1)}, random_state=False)
     assert manager.restore(sources=Source(original / "step-00000010")) == 16
     [record] = [record for record in caplog.records if "sources" in record.message]
     assert (record.levelname, record.message) == (
@@ -286,14 +307,16 @@ def test_sources_that_are_not_read_are_told_of_and_are_no_warning(
     assert "sources" not in caplog.text
 
 
-def test_a_run_that_is_named_and_has_nothing_is_an_error_unlike_one_that_is_not_named(tmp_path: Path):
+def test_a_run_that_is_named_and_has_nothing_is_an_error_unlike_one_that_is_not_named(
+    tmp_path: Path,
+):
     with sidesave.CheckpointManager(tmp_path / "run", {"x": 1}) as manager:
         assert manager.restore() == 0
         with pytest.raises(CheckpointNotFoundError, match="nothing has been committed yet"):
             manager.restore(tmp_path / "run")
 
 
-# Several ranks ---------------------------------------------------------------------------------------------------
+# Several ranks ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -306,7 +329,11 @@ def start(traces: Traces, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 def told(ranks: Ranks, *paths: object) -> list[str]:
     """What comes of it when each rank loads what is its own of ``paths``."""
     for rank, path in zip(ranks, paths, strict=True):
-        rank.tell("outcome", "load", None if path is None else path if isinstance(path, int) else str(path))
+        rank.tell(
+            "outcome",
+            "load",
+            None if path is None else path if isinstance(path, int) else str(path),
+        )
     return [answer.get() for answer in ranks.answers()]
 
 
@@ -354,7 +381,9 @@ def test_each_rank_of_a_node_names_the_directory_of_its_node(
     assert told(ranks, *[nodes[rank // 2] for rank in range(4)]) == ["done: 2"] * 4
     wrong = told(ranks, *[nodes[0]] * 4)
     assert [answer.partition(":")[0] for answer in wrong] == ["InvalidArgumentError"] * 4
-    assert told(ranks, *[nodes[rank // 2] / "step-00000001" for rank in range(4)]) == ["done: 1"] * 4
+    assert (
+        told(ranks, *[nodes[rank // 2] / "step-00000001" for rank in range(4)]) == ["done: 1"] * 4
+    )
     shutil.rmtree(nodes[1] / "step-00000002")
     missing = told(ranks, *[nodes[rank // 2] / "step-00000002" for rank in range(4)])
     assert {answer.partition(":")[0] for answer in missing} == {"CheckpointNotFoundError"}

@@ -1,6 +1,7 @@
-"""Any tensor may go to any file: which one it is stands in the manifest, and all readers go by that."""
+"""Any tensor may go to any file: which one it is stands in the manifest, and all readers go by
+that.
+"""
 
-import os
 import warnings
 import zlib
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 from trainers import DEADLINE_S
 
 import sidesave
-from sidesave.client.saving import pipeline
+from sidesave.client.saving import saver
 from sidesave.stager.state.tensor_collector import TensorCollector
 
 FILES = 5
@@ -38,7 +39,7 @@ def scatter(patch: pytest.MonkeyPatch) -> None:
 
 def cut(patch: pytest.MonkeyPatch) -> None:
     """Have the tensors of an item that go to a store lie in several files."""
-    patch.setattr(pipeline, "_FILE_NBYTES", 200)
+    patch.setattr(saver, "_FILE_NBYTES", 200)
 
 
 WAYS = {"scattered": scatter, "cut": cut}
@@ -46,11 +47,17 @@ WAYS = {"scattered": scatter, "cut": cut}
 
 def run_in(folder: Path | str, way: str) -> tuple[str, Path]:
     """Where the run is, and in which directory its files are."""
-    return (f"{folder}/run", Path(folder) / "run") if way == "scattered" else (f"file://{folder}/run", Path(folder))
+    return (
+        (f"{folder}/run", Path(folder) / "run")
+        if way == "scattered"
+        else (f"file://{folder}/run", Path(folder))
+    )
 
 
 class Layers(nn.Sequential):
-    """Of which the last one is tied to the first, with a buffer whose dtype safetensors does not have."""
+    """Of which the last one is tied to the first, with a buffer whose dtype safetensors does not
+    have.
+    """
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6))
@@ -70,7 +77,10 @@ def made(seed: int) -> dict[str, Any]:
 
 def taken(state: dict[str, Any]) -> dict[str, Any]:
     """What it holds, as plain data."""
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+    return {
+        name: value.state_dict() if hasattr(value, "state_dict") else value
+        for name, value in state.items()
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -111,10 +121,8 @@ def test_stock_readers_and_ours_find_what_is_scattered_over_files(
     assert torch.equal(wanted["bare"], state["bare"])
 
 
-def two_ranks(rank: int, folder: str, way: str) -> None:
+def two_ranks(rank: int, folder: Path, way: str) -> None:
     """Plain tensors, of which one differs, shards, and what is of each rank alone."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -127,7 +135,11 @@ def two_ranks(rank: int, folder: str, way: str) -> None:
             torch.manual_seed(seed)
             sharded = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
             fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-            return {**plain, "sharded": sharded, "own": sidesave.PerRank({"drawn": torch.full((2,), rank + seed)})}
+            return {
+                **plain,
+                "sharded": sharded,
+                "own": sidesave.PerRank({"drawn": torch.full((2,), rank + seed)}),
+            }
 
         saved = state(0)
         with sidesave.Checkpointer(run_in(folder, way)[0]) as checkpointer:
@@ -141,15 +153,17 @@ def two_ranks(rank: int, folder: str, way: str) -> None:
     assert torch.equal(saved["own"].value["drawn"], target["own"].value["drawn"])
     for name, tensor in saved["sharded"].state_dict().items():
         assert torch.equal(tensor.to_local(), target["sharded"].state_dict()[name].to_local())
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_ranks_share_compare_and_have_alone_is_found_in_any_file(way: str, tmp_path: Path):
-    forks.spawn(two_ranks, str(tmp_path), way)
+    forks.spawn_group(two_ranks, tmp_path, way)
     run, root = run_in(tmp_path, way)
     if way == "cut":
-        assert {path.name.split(".")[0] for path in root.rglob("*-of-*.safetensors")} > {"model", "model@more"}
+        assert {path.name.split(".")[0] for path in root.rglob("*-of-*.safetensors")} > {
+            "model",
+            "model@more",
+        }
     whole = sidesave.load(run)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).state_dict()
@@ -160,7 +174,10 @@ def test_what_stays_on_a_disk_is_not_cut_and_what_is_mirrored_to_a_store_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     cut(monkeypatch)
-    for name, mirror, expected in (("alone", None, 1), ("mirrored", f"file://{tmp_path}/mirror", 2)):
+    for name, mirror, expected in (
+        ("alone", None, 1),
+        ("mirrored", f"file://{tmp_path}/mirror", 2),
+    ):
         with sidesave.Checkpointer(tmp_path / name, mirror=mirror) as checkpointer:
             checkpointer.save(1, made(0), blocking=True)
             checkpointer.wait(DEADLINE_S, mirrored=mirror is not None)

@@ -1,4 +1,6 @@
-"""What becomes of saves that storage refuses: tried again, sent elsewhere, told loudly. And deletion on request."""
+"""What becomes of saves that storage refuses: tried again, sent elsewhere, told loudly. And
+deletion on request.
+"""
 
 import errno
 import gc
@@ -17,11 +19,23 @@ from typing import Any, cast
 import forks
 import pytest
 import torch
-from trainers import DEADLINE_S, Traces, a_state, await_end, check, commit, entries, pidfd_of, same
+from trainers import (
+    DEADLINE_S,
+    Orders,
+    Traces,
+    a_state,
+    await_end,
+    check,
+    commit,
+    entries,
+    pidfd_of,
+    same,
+    wait_until,
+)
 
 import sidesave
 from sidesave.client.saving.handle import Outcome, SaveHandle
-from sidesave.client.saving.in_flight import SaveInFlight, SavesInFlight
+from sidesave.client.saving.save import Save
 from sidesave.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -31,13 +45,14 @@ from sidesave.errors import (
     SidesaveError,
 )
 from sidesave.stager.copy.copier import StagingCopy
+from sidesave.stager.memory import host_memory
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.process import worker
 
 
 @pytest.fixture
-def run(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TMPDIR", traces.folder)
-    return tmp_path / "run"
+def run(run: Path, traced: None) -> Path:
+    return run
 
 
 @pytest.fixture
@@ -49,7 +64,7 @@ def small(mount: Callable[..., Path], run: Path) -> Path:
 def fail(ckpt: sidesave.Checkpointer, step: int) -> None:
     """Save a step whose way is blocked, and return when the failure has been told."""
     handle = ckpt.save(step, a_state(step))
-    ckpt._saver.session.saves.wait(DEADLINE_S)
+    ckpt.session.saves.wait(DEADLINE_S)
     assert handle.committed.peek() is not None
 
 
@@ -59,14 +74,25 @@ class Unpicklable:
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])
-@pytest.mark.parametrize("reason", ["value", "step", "exists", "metadata", "memory", "an earlier failure"])
-def test_a_save_that_is_refused_keeps_nothing_of_its_state(run: Path, reason: str, *, allow_pickle: bool):
+@pytest.mark.parametrize(
+    "reason", ["value", "step", "exists", "metadata", "memory", "an earlier failure"]
+)
+def test_a_save_that_is_refused_keeps_nothing_of_its_state(
+    run: Path, reason: str, monkeypatch: pytest.MonkeyPatch, *, allow_pickle: bool
+):
     """Not even until the garbage collector comes, which training often has turned off."""
-    state: dict[str, Any] = {"model": {"w": torch.ones(1000)}, **({"odd": Unpicklable()} if reason == "value" else {})}
+    state: dict[str, Any] = {
+        "model": {"w": torch.ones(1000)},
+        **({"odd": Unpicklable()} if reason == "value" else {}),
+    }
     if reason == "memory":
         state["model"]["large"] = torch.empty(16 << 20)
     kept = weakref.ref(state["model"]["w"])
-    with sidesave.Checkpointer(run, allow_pickle=allow_pickle, max_host_memory_bytes=32 << 20) as ckpt:
+    if reason == "memory":
+        monkeypatch.setattr(
+            host_memory, "_mem_available", lambda: (32 << 20) + host_memory._RESERVE_NBYTES
+        )
+    with sidesave.Checkpointer(run, allow_pickle=allow_pickle) as ckpt:
         ckpt.save(1, a_state(1), blocking=True)
         if reason == "an earlier failure":
             in_the_way(run, 2)
@@ -93,11 +119,11 @@ def in_the_way(run: Path, step: int) -> Path:
     return obstacle
 
 
-# Failures in a row -----------------------------------------------------------------------------------------------
+# Failures in a row --------------------------------------------------------------------------------
 
 
 def test_warnings_turn_into_errors_after_so_many_failures_in_a_row(run: Path):
-    with sidesave.Checkpointer(run, on_error="warn", max_consecutive_failures=2) as ckpt:
+    with sidesave.Checkpointer(run, failures=sidesave.FailureOptions(tolerated=2)) as ckpt:
         commit(ckpt, 1)
         for step in (2, 3):
             in_the_way(run, step)
@@ -110,30 +136,39 @@ def test_warnings_turn_into_errors_after_so_many_failures_in_a_row(run: Path):
         assert raised.value.__notes__ == ["3 saves in a row have failed"]
         commit(ckpt, 5)
         in_the_way(run, 6)
-        with pytest.warns(RuntimeWarning, match="step 6 failed"):  # a commit has begun the count anew
+        # a commit has begun the count anew
+        with pytest.warns(RuntimeWarning, match="step 6 failed"):
             fail(ckpt, 6)
 
 
-@pytest.mark.parametrize("option", ["retries", "max_consecutive_failures"])
+@pytest.mark.parametrize("option", ["retries", "tolerated"])
 @pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_counts_that_make_no_sense_are_refused(run: Path, option: str, value: object):
-    with pytest.raises(InvalidArgumentError, match=option):
-        sidesave.Checkpointer(run, **{option: value})  # type: ignore[arg-type]
+    with pytest.raises(
+        InvalidArgumentError, match=rf"FailureOptions\.{option} must be an int, 0 or more"
+    ):
+        sidesave.Checkpointer(run, failures=sidesave.FailureOptions(**{option: value}))  # type: ignore[arg-type]
     assert not run.exists()
 
 
-# The fallback directory ------------------------------------------------------------------------------------------
+# The fallback directory ---------------------------------------------------------------------------
 
 
 @pytest.mark.root
-def test_what_does_not_fit_goes_to_the_fallback_directory_and_is_found_like_the_rest(small: Path, tmp_path: Path):
+def test_what_does_not_fit_goes_to_the_fallback_directory_and_is_found_like_the_rest(
+    small: Path, tmp_path: Path
+):
     other = tmp_path / "other"
-    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:
+    with sidesave.Checkpointer(
+        small, failures=sidesave.FailureOptions(fallback_directory=other)
+    ) as ckpt:
         commit(ckpt, 1, 1)
         assert not other.exists(), "nothing is made before it is needed"
         info = commit(ckpt, 2, 12)
         assert Path(info.path) == other / "step-00000002"
-        assert commit(ckpt, 3, 1).path == str(small / "step-00000003"), "the first directory is tried first again"
+        assert commit(ckpt, 3, 1).path == str(small / "step-00000003"), (
+            "the first directory is tried first again"
+        )
         assert ckpt.steps() == [1, 2, 3]
         assert same(ckpt.load(2), a_state(2, 12))
         with pytest.raises(CheckpointExistsError):
@@ -144,7 +179,9 @@ def test_what_does_not_fit_goes_to_the_fallback_directory_and_is_found_like_the_
     assert entries(other) == ["step-00000002", "step-00000004"]
     check(other, 2, 4, mib=12)
 
-    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:  # the next run goes on from there
+    with sidesave.Checkpointer(
+        small, failures=sidesave.FailureOptions(fallback_directory=other)
+    ) as ckpt:  # the next run goes on from there
         assert ckpt.latest_step() == 4
         assert commit(ckpt, 5).sequence > 4
         ckpt.delete(2).result(DEADLINE_S)
@@ -152,10 +189,14 @@ def test_what_does_not_fit_goes_to_the_fallback_directory_and_is_found_like_the_
 
 
 @pytest.mark.root
-def test_a_fallback_that_cannot_be_had_leaves_the_first_error_to_be_told(small: Path, tmp_path: Path):
+def test_a_fallback_that_cannot_be_had_leaves_the_first_error_to_be_told(
+    small: Path, tmp_path: Path
+):
     obstacle = tmp_path / "file"
     obstacle.write_text("")
-    with sidesave.Checkpointer(small, fallback_directory=obstacle) as ckpt:
+    with sidesave.Checkpointer(
+        small, failures=sidesave.FailureOptions(fallback_directory=obstacle)
+    ) as ckpt:
         error = ckpt.save(1, a_state(1, 12)).committed.exception(DEADLINE_S)
         assert isinstance(error, NoSpaceError)
         ckpt.wait()
@@ -164,13 +205,17 @@ def test_a_fallback_that_cannot_be_had_leaves_the_first_error_to_be_told(small: 
 
 def test_the_run_directory_is_no_fallback_for_itself(run: Path):
     with pytest.raises(InvalidArgumentError, match="fallback_directory"):
-        sidesave.Checkpointer(run, fallback_directory=f"{run}/../run")
+        sidesave.Checkpointer(
+            run, failures=sidesave.FailureOptions(fallback_directory=f"{run}/../run")
+        )
 
 
 @pytest.mark.root
 def test_daemon_killed_while_it_writes_to_the_fallback_finishes_there(small: Path, tmp_path: Path):
     other = tmp_path / "other"
-    with sidesave.Checkpointer(small, fallback_directory=other) as ckpt:
+    with sidesave.Checkpointer(
+        small, failures=sidesave.FailureOptions(fallback_directory=other)
+    ) as ckpt:
         commit(ckpt, 1)
         for step in range(2, 8):
             handle = ckpt.save(step, a_state(step, 12))
@@ -187,7 +232,7 @@ def test_daemon_killed_while_it_writes_to_the_fallback_finishes_there(small: Pat
     check(other, *range(2, 8), mib=12)
 
 
-# Deletion --------------------------------------------------------------------------------------------------------
+# Deletion -----------------------------------------------------------------------------------------
 
 
 def test_a_deleted_step_is_gone_at_once_and_its_number_is_free(run: Path):
@@ -203,7 +248,9 @@ def test_a_deleted_step_is_gone_at_once_and_its_number_is_free(run: Path):
     check(run, 1, 2, 3)
 
 
-def test_the_number_of_a_deleted_step_is_free_before_anybody_learns_of_it(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_number_of_a_deleted_step_is_free_before_anybody_learns_of_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Who waits for the deletion may go on before its callbacks have been called."""
     go_on = threading.Event()
     invoke = Outcome._invoke_callbacks
@@ -253,23 +300,20 @@ def test_deleting_what_is_not_there_is_an_error_and_no_failure_of_the_next_save(
         ckpt.wait()
 
 
-def test_a_save_that_is_over_is_not_waited_for_though_who_is_told_of_it_raises():
-    def fail(entry: SaveInFlight) -> None:
+def test_a_save_that_is_over_is_not_waited_for_though_what_follows_from_its_end_raises(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(save: Save) -> None:
         raise RuntimeError("on purpose")
 
-    saves = SavesInFlight(
-        "run",
-        bearable_failures=0,
-        logs_failures=False,
-        release_slot=lambda entry: None,
-        on_committed=lambda info: None,
-        on_ended=fail,
-    )
-    entry = SaveInFlight(1, SaveHandle(1), cast(StagingCopy, None), sequence=1)
-    saves.add(entry)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        saves.drop(entry, SidesaveError("it failed"))
-    saves.wait(0.0)
+    with sidesave.Checkpointer(run) as ckpt:
+        session = ckpt.session
+        monkeypatch.setattr(session.history, "ended", fail)
+        save = Save(SaveHandle(1), cast(StagingCopy, None), 1, 1)
+        session.saves.add(save, CheckpointInfo(1, "", 0, session.id, 1, None, 0.0), [], ())
+        with pytest.raises(RuntimeError, match="on purpose"):
+            session.saves.drop(save, SidesaveError("it failed"))
+        session.saves.wait(0.0)
 
 
 def test_a_reader_goes_on_with_a_checkpoint_that_is_deleted_meanwhile(run: Path):
@@ -316,18 +360,23 @@ def test_a_full_disk_first_takes_back_what_was_deleted(run: Path, mount: Callabl
         assert ckpt.steps() == [2, 3]
 
 
-# What is transient -----------------------------------------------------------------------------------------------
+# What is transient --------------------------------------------------------------------------------
 
 
 def test_a_full_disk_or_a_missing_permission_is_not_tried_again():
-    assert not {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT} & worker.TRANSIENT
+    assert (
+        not {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT}
+        & worker.TRANSIENT
+    )
     assert {errno.EIO, errno.ESTALE, errno.ETIMEDOUT} <= worker.TRANSIENT
 
 
-# Checkpointers that nobody holds any more ------------------------------------------------------------------------
+# Checkpointers that nobody holds any more ---------------------------------------------------------
 
 
-def test_a_dropped_checkpointer_finishes_its_saves_and_lets_the_next_one_in(run: Path, traces: Traces):
+def test_a_dropped_checkpointer_finishes_its_saves_and_lets_the_next_one_in(
+    run: Path, traces: Traces
+):
     def train() -> int:
         ckpt = sidesave.Checkpointer(run)
         ckpt.save(1, a_state(1, 20))
@@ -349,7 +398,9 @@ def test_a_second_one_in_the_same_process_is_told_so_and_how_to_go_on(run: Path,
     state = {} if kind == "Checkpointer" else {"state": {"x": 1}}
     make = getattr(sidesave, kind)
     with make(run, **state) as first:
-        with pytest.raises(DirectoryInUseError, match=r"of this very process: go on with that one, or close\(\) it"):
+        with pytest.raises(
+            DirectoryInUseError, match=r"of this process: use that one, or close\(\) it"
+        ):
             make(run, **state)
         first.close()
         make(run, **state).close()
@@ -369,7 +420,9 @@ def test_a_directory_is_free_again_as_soon_as_its_checkpointer_is_dropped(run: P
     check(run, 1, 2, 3, mib=4)
 
 
-def test_a_dropped_manager_frees_its_directory_its_threads_and_its_signals(run: Path, traces: Traces):
+def test_a_dropped_manager_frees_its_directory_its_threads_and_its_signals(
+    run: Path, traces: Traces
+):
     threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGUSR1)
     for step in range(1, 4):
         manager = sidesave.CheckpointManager(
@@ -386,13 +439,40 @@ def test_a_dropped_manager_frees_its_directory_its_threads_and_its_signals(run: 
             del manager
             assert signal.getsignal(signal.SIGUSR1) == handler
         finally:
-            if (left := kept()) is not None:  # a failure keeps it, and its threads would be those of later tests
+            # a failure keeps it, and its threads would be those of later tests
+            if (left := kept()) is not None:
                 left.close()
     with sidesave.Checkpointer(run) as ckpt:
         assert ckpt.steps() == [1, 2, 3]
     for thread in set(threading.enumerate()) - threads:
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), thread
+    traces.await_ends()
+
+
+@pytest.mark.parametrize("keep", [(), sidesave.KeepLatest(1)], ids=["keep all", "keep one"])
+def test_nothing_is_deleted_or_named_for_a_dropped_manager(
+    run: Path, traces: Traces, orders: Orders, keep: Any
+):
+    threads = set(threading.enumerate())
+    manager = sidesave.CheckpointManager(
+        run, {"x": torch.ones(3)}, keep=keep, names="checkpoint-{step}", random_state=False
+    )
+    manager.save(1)
+    manager.wait()
+    wait_until(lambda: (run / "checkpoint-1").exists())
+    orders.give("hold", after=2)
+    manager.save(2)
+    orders.obeyed()
+    del manager
+    orders.release()
+    with sidesave.Checkpointer(run) as ckpt:  # waits for the one before
+        for thread in set(threading.enumerate()) - threads:
+            if thread.name == "sidesave-retention":
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive()
+        assert ckpt.steps() == [1, 2]
+    assert not (run / "checkpoint-2").exists()
     traces.await_ends()
 
 
@@ -412,14 +492,19 @@ def test_a_checkpointer_is_dropped_where_the_lock_of_threads_is_held(run: Path, 
 
 
 def test_a_process_that_ends_waits_for_what_it_has_dropped(run: Path, traces: Traces):
-    code = "import sys, sidesave, trainers\nsidesave.Checkpointer(sys.argv[1]).save(1, trainers.a_state(1, 20))"
+    code = (
+        "import sys, sidesave, trainers\nsidesave.Checkpointer(sys.argv[1]).save(1, "
+        "trainers.a_state(1, 20))"
+    )
     done = forks.run([sys.executable, "-c", code, str(run)])
     assert done.returncode == 0, done.stderr
     check(run, 1, mib=20)
     traces.check()
 
 
-def test_a_save_that_fails_after_its_checkpointer_was_dropped_is_logged(run: Path, caplog: pytest.LogCaptureFixture):
+def test_a_save_that_fails_after_its_checkpointer_was_dropped_is_logged(
+    run: Path, caplog: pytest.LogCaptureFixture
+):
     def train() -> int:
         ckpt = sidesave.Checkpointer(run)
         commit(ckpt, 1)

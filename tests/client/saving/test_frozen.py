@@ -1,8 +1,9 @@
-"""What is not trained has a file of its own, which steps share; whoever reads a checkpoint finds it as ever."""
+"""What is not trained has a file of its own, which steps share; whoever reads a checkpoint finds it
+as ever.
+"""
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -65,7 +66,9 @@ def saved(run: Path, state: dict[str, Any], *steps: int, **options: Any) -> list
     with sidesave.Checkpointer(run, **options) as ckpt:
         for step in steps:
             train(state)
-            truths.append({name: tensor.clone() for name, tensor in state["model"].state_dict().items()})
+            truths.append(
+                {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
+            )
             ckpt.save(step, state).committed.result(DEADLINE_S)
     return truths
 
@@ -103,7 +106,9 @@ def test_a_tensor_that_is_trained_again_or_no_longer_is_found_by_its_name(run: P
         for step, trains in enumerate((False, False, True, True, False, False)):
             base[0].weight.requires_grad_(trains).grad = None
             train(state)
-            truths.append({name: tensor.clone() for name, tensor in state["model"].state_dict().items()})
+            truths.append(
+                {name: tensor.clone() for name, tensor in state["model"].state_dict().items()}
+            )
             ckpt.save(step, state).committed.result(DEADLINE_S)
         for step, truth in enumerate(truths):
             into = made(seed=9)
@@ -159,7 +164,9 @@ def test_ls_counts_shared_bytes_once(run: Path):
     ids=["alone", "within", "of a rank", "of all ranks"],
 )
 @pytest.mark.parametrize("kind", ["module", "dict", "tensor"])
-def test_what_is_declared_frozen_is_shared_and_comes_back_as_what_it_is(run: Path, wrap: Any, kind: str):
+def test_what_is_declared_frozen_is_shared_and_comes_back_as_what_it_is(
+    run: Path, wrap: Any, kind: str
+):
     model = nn.Linear(300, 300)
 
     def item(model: nn.Module) -> Any:
@@ -228,10 +235,8 @@ def test_only_what_is_kept_takes_room(run: Path):
     assert sidesave.verify(last).ok
 
 
-def two_ranks(rank: int, folder: str) -> None:
+def two_ranks(rank: int, folder: Path) -> None:
     """Shards, what is compared and alike, what is compared and not, and what is each rank's own."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -240,10 +245,19 @@ def two_ranks(rank: int, folder: str) -> None:
         sharded = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
         sharded[0].requires_grad_(False)
         fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-        alike, apart = nn.Linear(40, 40).requires_grad_(False), nn.Linear(30, 30).requires_grad_(False)
+        alike, apart = (
+            nn.Linear(40, 40).requires_grad_(False),
+            nn.Linear(30, 30).requires_grad_(False),
+        )
         apart.weight.data.add_(rank)
         own = torch.full((5,), rank + seed)
-        return {"sharded": sharded, "alike": alike, "apart": apart, "own": PerRank(Frozen({"x": own})), "step": seed}
+        return {
+            "sharded": sharded,
+            "alike": alike,
+            "apart": apart,
+            "own": PerRank(Frozen({"x": own})),
+            "step": seed,
+        }
 
     saved = state(0)
     with sidesave.Checkpointer(f"{folder}/run") as checkpointer:
@@ -253,20 +267,23 @@ def two_ranks(rank: int, folder: str) -> None:
         checkpointer.load(into=target)
 
     def local(item: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: getattr(each, "to_local", lambda each=each: each)() for name, each in item.state_dict().items()}
+        return {
+            name: getattr(each, "to_local", lambda each=each: each)()
+            for name, each in item.state_dict().items()
+        }
 
     for name in ("sharded", "alike", "apart"):
         assert difference(local(saved[name]), local(target[name])) == "", name
     assert torch.equal(target["own"].value.value["x"], torch.full((5,), rank))
-    torch.distributed.destroy_process_group()
 
 
 def test_each_rank_links_its_own_files(tmp_path: Path):
-    forks.spawn(two_ranks, str(tmp_path))
+    forks.spawn_group(two_ranks, tmp_path)
     last = tmp_path / "run" / "step-00000003"
     assert sidesave.verify(last).ok
     shared = {path.name: path.stat().st_nlink for path in last.glob("*@frozen*.safetensors")}
-    whole = {f"{x}@frozen@more" for x in ("alike", "apart")}  # where one differs each rank writes all that was compared
+    # where one differs each rank writes all that was compared
+    whole = {f"{x}@frozen@more" for x in ("alike", "apart")}
     names = {f"{x}@frozen" for x in ("sharded", "alike", "apart", "own")}
     assert {name.partition(".")[0] for name in shared} == names | whole
     assert {*shared.values()} == {3}

@@ -7,7 +7,8 @@ import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import forks
 import pytest
@@ -16,9 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from managers import Manage, damage, release_when_waited_for, steps
-from trainers import DEADLINE_S, Orders
+from trainers import DEADLINE_S, Orders, save
 
 import sidesave
+from sidesave.client.saving.lineage import Lineage
 from sidesave.errors import (
     CheckpointNotFoundError,
     IntegrityError,
@@ -26,9 +28,10 @@ from sidesave.errors import (
     StagingError,
     WriteError,
 )
+from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.format.rollback import ROLLBACK_FILE, Rollbacks
 
-# The step that was finished last ---------------------------------------------------------------------------------
+# The step that was finished last ------------------------------------------------------------------
 
 
 def test_a_step_is_past_once_a_later_one_was_saved(manage: Manage, run: Path):
@@ -66,8 +69,14 @@ def test_what_is_exported_after_a_later_save_is_that(manage: Manage, run: Path):
     assert [tensor.item() for tensor in safetensors.torch.load_file(file).values()] == [10.0]
 
 
-def test_a_later_save_that_came_to_nothing_is_the_step_to_save_at_the_end(manage: Manage, run: Path, orders: Orders):
-    manager = manage({"x": 0}, save=[sidesave.LastStep()], slots=1, on_busy="skip")
+def test_a_later_save_that_came_to_nothing_is_the_step_to_save_at_the_end(
+    manage: Manage, run: Path, orders: Orders
+):
+    manager = manage(
+        {"x": 0},
+        save=[sidesave.LastStep()],
+        staging=sidesave.StagingOptions(slots=1, on_busy="skip"),
+    )
     orders.give("hold")
     manager.save(1, {"loss": 1})
     orders.obeyed()
@@ -92,11 +101,67 @@ def test_steps_do_not_go_back_behind_a_save(manage: Manage, run: Path):
     assert steps(run) == [5, 6]
 
 
-# Loading waits for this session's saves --------------------------------------------------------------------------
+# The latest one -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["disk", "store", "mirror"])
+def test_the_last_save_is_the_latest_whatever_could_not_be_read_when_sessions_began(
+    tmp_path: Path, kind: str
+):
+    run, place = tmp_path / "run", tmp_path / ("mirror" if kind == "mirror" else "run")
+    if kind == "store":
+        pytest.importorskip("obstore")
+    hidden: list[tuple[Path, Path]] = []
+    for session in range(4):
+        options: dict[str, Any] = {"mirror": place} if kind == "mirror" else {}
+        with sidesave.Checkpointer(
+            f"file://{run}" if kind == "store" else run, **options
+        ) as checkpointer:
+            for step in range(3 * session, 3 * session + 3):
+                checkpointer.save(step, {"x": step}, blocking=True)
+            checkpointer.wait(mirrored=kind == "mirror")
+        manifests = sorted(
+            place.rglob("step-*/manifest.json"), key=lambda path: path.stat().st_mtime_ns
+        )
+        for manifest in (
+            manifests[1:] if session == 0 else manifests[-3:]
+        ):  # the first one stays, the order begins there
+            away = tmp_path / f"away-{len(hidden)}"
+            hidden.append((manifest.rename(away), manifest))
+        if kind == "mirror":
+            shutil.rmtree(run)
+    for away, manifest in hidden:
+        away.rename(manifest)
+    checkpoints = sidesave.find(f"file://{place}" if kind == "store" else place)
+    assert [info.step for info in checkpoints] == [*range(12)]
+    sequences = [info.sequence for info in checkpoints]
+    assert sequences == sorted(set(sequences)), "no sequence was given away twice"
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_of_equal_sequences_the_one_saved_later_is_the_latest(tmp_path: Path, first: int):
+    run, other = tmp_path / "run", tmp_path / "other"
+    last = 3 - first
+    for place, step in ((run, first), (other, last)):
+        save(place, {"x": step}, step)
+    (other / f"step-0000000{last}").rename(run / f"step-0000000{last}")
+    checkpoints = sidesave.find(run)
+    assert [(info.step, info.sequence) for info in checkpoints] == [(first, 1), (last, 1)]
+    with sidesave.Checkpointer(run) as checkpointer:
+        assert checkpointer.load() == {"x": last}
+        with pytest.raises(InvalidArgumentError, match="newest"):
+            checkpointer.delete(last).result()
+        checkpointer.delete(first).result()
+        assert checkpointer.steps() == [last]
+
+
+# Loading waits for this session's saves -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [None, 7])
-def test_loading_waits_for_the_saves_under_way(manage: Manage, run: Path, orders: Orders, step: int | None):
+def test_loading_waits_for_the_saves_under_way(
+    manage: Manage, run: Path, orders: Orders, step: int | None
+):
     state = {"x": 7}
     manager = manage(state, save=[sidesave.BeforeTraining()])
     orders.give("hold")
@@ -131,10 +196,38 @@ def test_an_earlier_step_is_loaded_at_once_and_what_was_under_way_is_given_up(
     assert manage(state).restore() == 2
 
 
+def test_an_ancestor_replaced_by_what_was_under_way_and_given_up_is_none_any_more(
+    manage: Manage, run: Path, orders: Orders
+):
+    manager = manage({"x": 1})
+    for step in (1, 3, 5):
+        manager.save(step, blocking=True)
+    manager.restore(1)
+    orders.give("hold")
+    abandoned = manager.save(3)
+    orders.obeyed()
+    assert manager.restore(5) == 6
+    orders.release()
+    abandoned.committed.result(DEADLINE_S)
+    assert manager.rollback(steps_back=1) == 2, "step 3 is of another branch now"
+
+
+def test_a_commit_while_the_checkpoint_to_go_back_to_is_read_replaces_an_ancestor_too():
+    def info(step: int, sequence: int, parent: tuple[int, str] | None = None) -> CheckpointInfo:
+        return CheckpointInfo(step, "", 0, "A", sequence, parent, 0.0)
+
+    listed = [info(1, 1), info(3, 2), info(5, 3)]
+    known = Lineage("/run", cast("Any", SimpleNamespace(last=4)))
+    known.begin(listed, [listed], Rollbacks(((1, 3),)))
+    known.add(info(3, 4, (1, "A")))
+    known.go_back_to(listed[-1], listed, Rollbacks(((1, 3),)))
+    assert known.ancestors == {1, 5}
+
+
 def test_a_save_that_fails_meanwhile_is_told_and_still_raised(
     manage: Manage, run: Path, orders: Orders, caplog: pytest.LogCaptureFixture
 ):
-    manager = manage(retries=0)
+    manager = manage(failures=sidesave.FailureOptions(retries=0))
     manager.save(1, blocking=True)
     orders.give("hold")
     manager.save(2)
@@ -195,7 +288,7 @@ def test_a_step_that_is_given_up_while_it_is_saved_can_be_saved_again_at_once(
     assert (manager.restore(), state["x"]) == (3, 21)
 
 
-# Going back ------------------------------------------------------------------------------------------------------
+# Going back ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -281,7 +374,7 @@ def test_where_the_checkpoint_gone_back_to_is_lost_nothing_begins_anew(
     manager.close()
     shutil.rmtree(run / "step-00000000")
     manager = manage(state)
-    with pytest.raises(IntegrityError, match=r"not there any more.*\[1, 2, 3, 4\]"):
+    with pytest.raises(IntegrityError, match=r"no longer exists.*\[1, 2, 3, 4\]"):
         manager.restore()
     assert manager.rollback(3) == 4
 
@@ -303,7 +396,9 @@ def test_what_a_run_has_gone_back_to_is_not_deleted(manage: Manage, run: Path):
     assert steps(run) == [1, 2], "those given up are the first to go"
 
 
-def test_places_of_saves_that_failed_are_not_given_up_for_later_sessions(manage: Manage, run: Path, orders: Orders):
+def test_places_of_saves_that_failed_are_not_given_up_for_later_sessions(
+    manage: Manage, run: Path, orders: Orders
+):
     state = {"x": 0}
     manager = manage(state)
     manager.save(0, blocking=True)
@@ -328,7 +423,9 @@ def test_rolling_back_is_by_step_or_by_so_many_steps_along_the_line(
     manager = manage(state)
     assert manager.restore() == 2
     manager.step(6)
-    assert (manager.rollback(steps_back=1), state["x"]) == (2, 1), "steps 2 to 4 are none of its past"
+    assert (manager.rollback(steps_back=1), state["x"]) == (2, 1), (
+        "steps 2 to 4 are none of its past"
+    )
     with pytest.raises(CheckpointNotFoundError, match="up to step -1"):
         manager.rollback(steps_back=2)
     wrong: dict[str, Any]
@@ -349,10 +446,10 @@ def test_a_damaged_word_about_going_back_is_told(
     _, manager = five
     manager.restore(1)
     manager.close()
-    file = run / ROLLBACK_FILE
+    file = run / ROLLBACK_FILE.name
     file.write_bytes(file.read_bytes().replace(b"2", b"3", 1))
     assert sidesave.find(run)[-1].step == 4
-    assert "not known which checkpoint is the latest" in caplog.text
+    assert "the latest checkpoint is unknown" in caplog.text
     with pytest.raises(IntegrityError, match="remove it"):
         manage()
     file.unlink()
@@ -371,27 +468,63 @@ def test_what_is_given_up_is_what_the_run_does_not_descend_from(data: st.DataObj
         else:
             place += data.draw(st.integers(1, 3))  # some places come to nothing
             parents[place], head = head, place
-        ancestors: set[int] = set()
-        ancestor = head
-        while ancestor:
-            ancestors.add(ancestor)
-            ancestor = parents[ancestor]
-        assert {sequence for sequence in parents if rollbacks.order(sequence)[0]} == ancestors
+        assert {sequence for sequence in parents if rollbacks.order(sequence)[0]} == _line(
+            parents, head
+        )
         assert not parents or max(parents, key=rollbacks.order) == head
+    for commit in parents:
+        line = rollbacks.before(commit)
+        found = {sequence for sequence in parents if sequence <= commit and line.order(sequence)[0]}
+        assert found == _line(parents, commit), "also of one that was given up"
 
 
-# The fallback directory ------------------------------------------------------------------------------------------
+def _line(parents: dict[int, int], commit: int) -> set[int]:
+    """All that a commit descends from, and itself."""
+    line = set[int]()
+    while commit:
+        line.add(commit)
+        commit = parents[commit]
+    return line
+
+
+def test_what_is_taken_up_again_descends_only_from_what_was_not_given_up_before_it(
+    five: tuple[dict[str, Any], sidesave.CheckpointManager], manage: Manage, run: Path
+):
+    state, manager = five
+    for branch in ((1, 3), (2,)):
+        manager.restore(0)
+        for step in branch:
+            state["x"] = 10 + step
+            manager.step(step)
+    manager.restore(0)
+    assert manager.restore(2) == 3
+    manager.step(3)
+    manager.wait()
+    assert [(info.step, info.given_up) for info in sidesave.find(run)] == [
+        (0, False), (4, True), (1, True), (2, False), (3, False),
+    ]  # fmt: skip
+    manager.restore(0)
+    damage(run, 3)
+    damage(run, 2)
+    assert (manager.restore(3, fallback=True), state["x"]) == (1, 0), (
+        "1 is older than 2, and of another branch"
+    )
+
+
+# The fallback directory ---------------------------------------------------------------------------
 
 
 def test_a_run_remembers_its_fallback_directory(
     manage: Manage, run: Path, orders: Orders, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     state, other = {"x": 1}, tmp_path / "other"
-    manager = manage(state, fallback_directory=other)
+    manager = manage(state, failures=sidesave.FailureOptions(fallback_directory=other))
     manager.save(1, blocking=True)
     manager = manage(state)
-    assert manager.restore() == 2 and not other.exists() and not caplog.messages, "it was never used"
-    manager = manage(state, fallback_directory=other)
+    assert manager.restore() == 2 and not other.exists() and not caplog.messages, (
+        "it was never used"
+    )
+    manager = manage(state, failures=sidesave.FailureOptions(fallback_directory=other))
     manager.restore()
     state["x"] = 2
     orders.give("EROFS")
@@ -401,14 +534,16 @@ def test_a_run_remembers_its_fallback_directory(
     assert f"the run has steps [2] in {other}" in caplog.text
     assert (manager.restore(), state["x"]) == (3, 2)
     manager.save(3, blocking=True)
-    manager = manage(state, fallback_directory=tmp_path / "third")
+    manager = manage(state, failures=sidesave.FailureOptions(fallback_directory=tmp_path / "third"))
     assert (manager.checkpointer.steps(), manager.restore(2)) == ([1, 2, 3], 3)
     manager.close()
     other.rename(tmp_path / "away")
     other.mkdir()
     caplog.clear()
     manager = manage(state)
-    assert f"{other}, the fallback directory that this run has saved to, is not there" in caplog.text
+    assert (
+        f"{other}, the fallback directory that this run has saved to, is not there" in caplog.text
+    )
     assert manager.restore() == 2, "an older one, by the caller's word"
     with pytest.raises(IntegrityError, match="mount it"):
         manager.restore(fallback=False)

@@ -1,4 +1,6 @@
-"""``CheckpointManager`` in one process: what is saved when, what is kept, and that training goes on where it was."""
+"""``CheckpointManager`` in one process: what is saved when, what is kept, and that training goes on
+where it was.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ import numpy as np
 import pytest
 import torch
 from managers import Manage, damage, release_when_waited_for, steps
-from trainers import DEADLINE_S, ROOT, Orders, wait_until
+from trainers import DEADLINE_S, ROOT, Orders, save, wait_until
 
 import sidesave
 from sidesave import KeepBest, KeepEverySteps, KeepLatest, KeepSteps
 from sidesave.client.options import CheckpointerOptions, ExportOptions, LoadOptions, Options
-from sidesave.client.runs import catalog, save_requests
+from sidesave.client.runs import save_requests
+from sidesave.client.runs.finding import catalog_of
 from sidesave.client.runs.pins import PINS
 from sidesave.client.training import retention
 from sidesave.client.training.rng_state import RandomState
@@ -35,9 +38,9 @@ from sidesave.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from sidesave.writer_daemon.protocol import DaemonOptions
+from sidesave.writer_daemon.storage import sealed_json
 
-# When ------------------------------------------------------------------------------------------------------------
+# When ---------------------------------------------------------------------------------------------
 
 
 def test_the_steps_that_policies_name_are_saved_once_and_resumed_after(manage: Manage, run: Path):
@@ -76,11 +79,14 @@ def test_steps_may_be_of_any_type_that_counts(manage: Manage, run: Path):
     assert sidesave.Source(run, of(2)).locate() == str(run / "step-00000002")
 
 
-def test_what_cannot_be_saved_is_told_when_the_manager_is_made_or_given_it(manage: Manage, run: Path):
+def test_what_cannot_be_saved_is_told_when_the_manager_is_made_or_given_it(
+    manage: Manage, run: Path
+):
     loader: Any = torch.utils.data.DataLoader([1])  # pyright: ignore[reportArgumentType]
     state: dict[str, Any] = {"a": object(), "model": torch.nn.Linear(1, 1), "b": {"c": loader}}
     with pytest.raises(
-        UnsupportedValueError, match=r"(?s)^2 values .*a: a builtins\.object.*b\.c: .*StatefulDataLoader"
+        UnsupportedValueError,
+        match=r"(?s)^2 values .*a: a builtins\.object.*b\.c: .*StatefulDataLoader",
     ):
         manage(state)
     del state["a"], state["b"]
@@ -105,10 +111,10 @@ def test_save_saves_now_and_the_step_is_not_saved_again(manage: Manage, run: Pat
 def test_memory_that_was_prepared_is_what_the_first_save_takes(manage: Manage):
     manager = manage({"x": torch.ones(1 << 20)}, random_state=True)
     manager.prepare().result(DEADLINE_S)
-    nbytes = manager.checkpointer._saver.session.pool.nbytes
+    nbytes = manager.checkpointer.session.pool.nbytes
     assert nbytes > 4 << 20
     manager.save(0, blocking=True)
-    assert manager.checkpointer._saver.session.pool.nbytes == nbytes
+    assert manager.checkpointer.session.pool.nbytes == nbytes
 
 
 def test_blocking_makes_every_save_synchronous(manage: Manage):
@@ -131,8 +137,12 @@ def test_the_last_step_is_saved_at_close_unless_it_was(manage: Manage, run: Path
 def test_the_last_step_is_saved_even_if_its_metrics_are_wrong_and_the_save_before_has_failed(
     orders: Orders, manage: Manage, run: Path, caplog: pytest.LogCaptureFixture
 ):
-    manager = manage(save=[sidesave.LastStep()], keep=[KeepBest(1, metric="loss")], retries=0)
-    orders.give("EIO", starting_at="os.mkdir")
+    manager = manage(
+        save=[sidesave.LastStep()],
+        keep=[KeepBest(1, metric="loss")],
+        failures=sidesave.FailureOptions(retries=0),
+    )
+    orders.give("EIO")
     handle = manager.save(0)
     concurrent.futures.wait([handle.committed], DEADLINE_S)
     assert handle.committed.peek() is not None
@@ -163,7 +173,9 @@ def test_a_request_is_answered_at_the_next_step_once(manage: Manage, run: Path):
     assert [manager.step(step) is not None for step in range(3)] == [True, False, False]
     manager.request_save()
     manager.close()
-    assert steps(run) == [0, 2], "of a request that no step has come for, the last step is saved at the end"
+    assert steps(run) == [0, 2], (
+        "of a request that no step has come for, the last step is saved at the end"
+    )
 
 
 def test_a_file_asks_for_a_save_and_goes_away(manage: Manage, run: Path):
@@ -188,11 +200,17 @@ def test_a_loop_that_is_asked_to_stop_is_told_when_its_step_is_saved(manage: Man
     assert steps(run) == [0, 1]
 
 
-@pytest.mark.parametrize("trouble", ["all slots are busy", "the save before has failed", "its metrics are wrong"])
+@pytest.mark.parametrize(
+    "trouble", ["all slots are busy", "the save before has failed", "its metrics are wrong"]
+)
 def test_the_step_that_a_loop_stops_with_is_saved_whatever_stands_in_the_way(
     manage: Manage, run: Path, orders: Orders, trouble: str
 ):
-    manager = manage(save=[], keep=[KeepBest(1, metric="loss")], on_busy="skip", slots=1)
+    manager = manage(
+        save=[],
+        keep=[KeepBest(1, metric="loss")],
+        staging=sidesave.StagingOptions(on_busy="skip", slots=1),
+    )
     if trouble == "all slots are busy":
         orders.give("hold")
         manager.save(0, {"loss": 1})
@@ -247,7 +265,9 @@ def test_a_step_is_never_saved_with_the_metrics_of_another(manage: Manage):
 
 def test_asking_for_a_save_takes_no_torch():
     code = "import sys, sidesave.client.training.save_policies; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"
 
 
@@ -275,7 +295,7 @@ def test_an_exception_saves_the_last_finished_step(manage: Manage, run: Path):
 
     with pytest.raises(ZeroDivisionError):
         train()
-    [info] = catalog.scan(str(run))
+    [info] = catalog_of(str(run)).all()
     assert (info.step, info.metadata["exception"]) == (2, "ZeroDivisionError")
 
 
@@ -304,7 +324,7 @@ def test_an_exception_without_the_policy_saves_nothing(manage: Manage, run: Path
     assert steps(run) == []
 
 
-# What is refused -------------------------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------
 
 
 def test_a_step_that_does_not_grow_is_refused(manage: Manage):
@@ -325,14 +345,20 @@ def test_a_step_that_does_not_grow_is_refused(manage: Manage):
 
 
 def test_an_unknown_metric_is_refused_and_nan_is_never_the_best(manage: Manage, run: Path):
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepBest(1, metric="loss"), KeepLatest(1)])
+    manager = manage(
+        save=[sidesave.EverySteps(1)], keep=[KeepBest(1, metric="loss"), KeepLatest(1)]
+    )
     with pytest.raises(InvalidArgumentError, match=r"needs the metric loss.* given lost, accuracy"):
         manager.step(0, {"lost": 1.0, "accuracy": 0.5})
     with pytest.raises(InvalidArgumentError, match="'loss' must be one number, not str"):
         manager.step(1, {"loss": "low"})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InvalidArgumentError, match="'loss' must be one number, leave out what is not known"):
+    with pytest.raises(
+        InvalidArgumentError, match="'loss' must be one number, leave out what is not known"
+    ):
         manager.save(1, {"loss": None})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InvalidArgumentError, match=r"metrics must be a dict of numbers by name, not 0\.5"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"metrics must be a dict of numbers by name, not 0\.5"
+    ):
         manager.save(1, 0.5)  # pyright: ignore[reportArgumentType]
     values = [torch.tensor(3.0), 2, float("nan"), float("-inf"), float("inf"), 5]
     for step, value in enumerate(values, start=2):
@@ -341,7 +367,7 @@ def test_an_unknown_metric_is_refused_and_nan_is_never_the_best(manage: Manage, 
         handle.committed.result()
     manager.step(8)
     manager.close()
-    found = {info.step: info.metadata["metrics"] for info in catalog.scan(str(run))}
+    found = {info.step: info.metadata["metrics"] for info in catalog_of(str(run)).all()}
     assert found == {5: {"loss": "-inf"}, 8: {}}
 
 
@@ -349,12 +375,22 @@ def test_options_that_are_passed_on_are_all_those_there_are():
     own = {"self", "directory"}
     known = inspect.signature(sidesave.Checkpointer.__init__).parameters.keys() - own
     assert CheckpointerOptions.__annotations__.keys() == known
-    kept = {*Options.__slots__, *DaemonOptions.__slots__} - {"daemon"}
-    assert kept == known - {"distributed", "process_group", "node_local", "storage_options"}
+    assert {*Options.__slots__} == known - {
+        "distributed",
+        "process_group",
+        "node_local",
+        "storage_options",
+    }
     own = {"path", "target", "storage_options", "encryption"}  # a manager's run has its own
-    assert ExportOptions.__annotations__.keys() == inspect.signature(sidesave.export).parameters.keys() - own
+    assert (
+        ExportOptions.__annotations__.keys()
+        == inspect.signature(sidesave.export).parameters.keys() - own
+    )
     own = {"self", "step", "into", "map_location", "fallback"}
-    assert LoadOptions.__annotations__.keys() == inspect.signature(sidesave.Checkpointer.load).parameters.keys() - own
+    assert (
+        LoadOptions.__annotations__.keys()
+        == inspect.signature(sidesave.Checkpointer.load).parameters.keys() - own
+    )
 
 
 def test_names_are_registered_late_and_once(manage: Manage, run: Path):
@@ -366,7 +402,11 @@ def test_names_are_registered_late_and_once(manage: Manage, run: Path):
         with pytest.raises(InvalidArgumentError, match=f"'{name}' already"):
             manager.register(name, 5)
     manager.save(1, blocking=True)
-    assert sidesave.load(run / "step-00000001", exclude="random_state")["late"].tolist() == [0, 1, 2]
+    assert sidesave.load(run / "step-00000001", exclude="random_state")["late"].tolist() == [
+        0,
+        1,
+        2,
+    ]
     with pytest.raises(InvalidArgumentError, match="random_state"):
         manage({"random_state": 1}, random_state=True)
     with pytest.raises(InvalidArgumentError, match="must be a dict"):
@@ -381,7 +421,7 @@ def test_a_closed_manager_saves_no_more(manage: Manage):
         manager.save(1)
 
 
-# Resuming --------------------------------------------------------------------------------------------------------
+# Resuming -----------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_does_not_verify_is_passed_over_and_logged(
@@ -449,7 +489,12 @@ def test_all_random_numbers_go_on_as_they_would_have(manage: Manage):
     numpy = pytest.importorskip("numpy")
 
     def draw() -> list[float]:
-        drawn = [random.random(), random.gauss(0, 1), float(torch.rand(())), float(numpy.random.rand())]
+        drawn = [
+            random.random(),
+            random.gauss(0, 1),
+            float(torch.rand(())),
+            float(numpy.random.rand()),
+        ]
         return [*drawn, float(numpy.random.randn())]
 
     draw()
@@ -488,7 +533,10 @@ def test_a_rank_that_is_new_does_not_draw_the_numbers_of_rank_0(caplog: pytest.L
 @pytest.mark.gpu
 def test_the_random_numbers_of_every_device_go_on_as_they_would_have(manage: Manage):
     def draw() -> list[float]:
-        return [float(torch.rand((), device=f"cuda:{device}")) for device in range(torch.cuda.device_count())]
+        return [
+            float(torch.rand((), device=f"cuda:{device}"))
+            for device in range(torch.cuda.device_count())
+        ]
 
     draw()
     manager = manage({}, random_state=True)
@@ -507,8 +555,7 @@ def test_a_new_run_begins_with_parts_of_others_and_resumes_its_own(manage: Manag
         return made
 
     for name, value in (("backbone", 1.0), ("head", 2.0)):
-        with sidesave.Checkpointer(tmp_path / name) as ckpt:
-            ckpt.save(7, {"net": model(value), "epoch": 3}, blocking=True)
+        save(tmp_path / name, {"net": model(value), "epoch": 3}, 7)
     state: dict[str, Any] = {"model": model(0.0), "optimizer": {"lr": 0.5}, "epoch": 0}
     bank = [
         sidesave.Source(tmp_path / "backbone", include="net.0.*", rename={"net": "model"}),
@@ -522,7 +569,9 @@ def test_a_new_run_begins_with_parts_of_others_and_resumes_its_own(manage: Manag
         "1.weight": 2.0,
         "1.bias": 2.0,
     }
-    assert (state["optimizer"], state["epoch"]) == ({"lr": 0.5}, 0), "of what no source has everything stays"
+    assert (state["optimizer"], state["epoch"]) == ({"lr": 0.5}, 0), (
+        "of what no source has everything stays"
+    )
     state["epoch"] = 1
     manager.step(0)
     state = {"model": model(5.0), "optimizer": {"lr": 0.1}, "epoch": 9}
@@ -530,9 +579,10 @@ def test_a_new_run_begins_with_parts_of_others_and_resumes_its_own(manage: Manag
     assert state["epoch"] == 1 and state["model"][1].weight.mean().item() == 2.0
 
 
-def test_sources_that_have_a_part_of_an_item_only_are_refused_and_nothing_is_loaded(manage: Manage, tmp_path: Path):
-    with sidesave.Checkpointer(tmp_path / "other") as ckpt:
-        ckpt.save(1, {"model": {"a": torch.ones(2)}}, blocking=True)
+def test_sources_that_have_a_part_of_an_item_only_are_refused_and_nothing_is_loaded(
+    manage: Manage, tmp_path: Path
+):
+    save(tmp_path / "other", {"model": {"a": torch.ones(2)}})
     state = {"model": {"a": torch.zeros(2), "b": torch.zeros(2)}}
     manager = manage(state)
     source = sidesave.Source(tmp_path / "other")
@@ -553,21 +603,34 @@ def test_renamed_items_of_the_run_itself_are_restored(manage: Manage):
 
 
 def test_a_manager_tells_what_its_saves_have_cost(manage: Manage, caplog: pytest.LogCaptureFixture):
-    events: list[sidesave.reporting.SaveEvent] = []
-    stats = sidesave.reporting.SaveStats(callbacks=[events.append])
+    records: list[sidesave.reporting.SaveRecord] = []
+    counts: list[int] = []
+
+    def observe(record: sidesave.reporting.SaveRecord) -> None:
+        records.append(record)
+        counts.append(manager.stats().counts["committed"])  # which includes this one
+
     with caplog.at_level("INFO", "sidesave.client.reporting.stats"):
-        manager = manage({"x": torch.ones(1000)}, stats=stats, save=[sidesave.EverySteps(2), sidesave.FirstStep()])
+        manager = manage(
+            {"x": torch.ones(1000)},
+            observers=[observe],
+            save=[sidesave.EverySteps(2), sidesave.FirstStep()],
+        )
         for step in range(4):
             manager.step(step)
+            manager.wait()
         manager.close()
-    assert [event.step for event in events] == [0, 2]
-    assert [event.outcome for event in events] == ["committed", "committed"]
-    assert manager.stats().counts == stats.summary().counts
-    assert stats.summary().counts["committed"] == 2
+    assert [(record.step, record.outcome) for record in records] == [
+        (step, outcome) for step in (0, 2) for outcome in ("saving", "committed")
+    ]
+    assert counts == [0, 1, 1, 2]
+    assert manager.stats().counts["committed"] == 2
     assert sum("committed" in record.message for record in caplog.records) == 2
 
 
-def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage, run: Path, orders: Orders):
+def test_hooks_run_before_and_after_staging_and_after_the_commit(
+    manage: Manage, run: Path, orders: Orders
+):
     order: list[str] = []
 
     class Average:
@@ -579,10 +642,10 @@ def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage,
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def committed(event: sidesave.reporting.SaveEvent) -> None:
-        order.append(f"step {event.step} {event.outcome}")
+    def observe(record: sidesave.reporting.SaveRecord) -> None:
+        order.append(f"step {record.step} {record.outcome}")
 
-    manager = manage({"average": Average()}, stats=sidesave.reporting.SaveStats([committed]), save=1)
+    manager = manage({"average": Average()}, observers=[observe], save=1)
     order.clear()  # the manager has looked whether it can be saved
     for step in range(2):
         orders.give("hold")
@@ -594,11 +657,14 @@ def test_hooks_run_before_and_after_staging_and_after_the_commit(manage: Manage,
         orders.release()
         manager.wait()  # until all who are told of the commit have been
     manager.close()
-    one = ["before staging", "staged"]
-    assert order == [*one, "step 0 committed", *one, "step 1 committed"]
+    assert order == [
+        each
+        for step in (0, 1)
+        for each in ("before staging", f"step {step} saving", "staged", f"step {step} committed")
+    ]
 
 
-# What is kept ----------------------------------------------------------------------------------------------------
+# What is kept -------------------------------------------------------------------------------------
 
 
 def test_only_what_a_policy_wants_is_kept_and_the_newest(manage: Manage, run: Path):
@@ -615,25 +681,35 @@ def test_only_what_a_policy_wants_is_kept_and_the_newest(manage: Manage, run: Pa
         manager.step(step, {"loss": abs(step - 6)})
     manager.close()
     assert sorted(steps(run)) == [0, 3, 5, 6, 8, 9]
-    for info in catalog.scan(str(run)):
+    for info in catalog_of(str(run)).all():
         assert sidesave.verify(info.path).ok
-        assert info.metadata == {"metrics": {"loss": abs(info.step - 6)}, "ephemeral": False, "user": {}}
+        assert info.metadata == {
+            "metrics": {"loss": abs(info.step - 6)},
+            "ephemeral": False,
+            "user": {},
+        }
 
 
-def test_a_restart_knows_the_metrics_of_earlier_sessions_and_obeys_its_own_keep_list(manage: Manage, run: Path):
+def test_a_restart_knows_the_metrics_of_earlier_sessions_and_obeys_its_own_keep_list(
+    manage: Manage, run: Path
+):
     manager = manage(save=[sidesave.EverySteps(1)])
     for step in range(6):
         manager.step(step, {"loss": [4, 0.5, 3, 1, 2, 5][step]})
     manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepBest(2, metric="loss")])
     assert manager.restore() == 6
-    assert sorted(steps(run)) == [0, 1, 2, 3, 4, 5], "nothing goes before something newer is committed"
+    assert sorted(steps(run)) == [0, 1, 2, 3, 4, 5], (
+        "nothing goes before something newer is committed"
+    )
     manager.step(6, {"loss": 0.7})
     manager.step(7, {"loss": 9})
     manager.close()
     assert sorted(steps(run)) == [1, 6, 7]
 
 
-def test_a_step_that_is_saved_anew_is_not_deleted_in_the_place_of_the_one_given_up(manage: Manage, run: Path):
+def test_a_step_that_is_saved_anew_is_not_deleted_in_the_place_of_the_one_given_up(
+    manage: Manage, run: Path
+):
     state = {"x": ""}
     manager = manage(state, save=[sidesave.EverySteps(1)], keep=[KeepLatest(2)])
     last = -1
@@ -690,24 +766,108 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(manage: Manage, run: Pa
     assert steps(run) == [5]
 
 
-@pytest.mark.parametrize("damaged", ["[1, ", "[" * 100_000, "[true]", "[1.0]"], ids=["torn", "deep", "bool", "float"])
+def test_a_step_pinned_while_deletions_are_decided_on_stays(
+    manage: Manage, run: Path, monkeypatch: pytest.MonkeyPatch
+):
+    manager = manage(keep=[KeepLatest(1)])
+    manager.save(0, blocking=True)
+    have_read, go_on = threading.Event(), threading.Event()
+    read = retention.Retention._read_pins
+
+    def read_early(self: retention.Retention, view: Any) -> frozenset[int]:
+        pinned = read(self, view)
+        if len(view.here) == 2:
+            have_read.set()
+            assert go_on.wait(DEADLINE_S)
+        return pinned
+
+    monkeypatch.setattr(retention.Retention, "_read_pins", read_early)
+    manager.save(1, blocking=True)
+    assert have_read.wait(DEADLINE_S)
+    manager.pin(0)
+    go_on.set()
+    manager.close()
+    assert steps(run) == [0, 1]
+
+
+def test_a_look_does_not_forget_that_steps_are_left_to_delete(
+    manage: Manage, monkeypatch: pytest.MonkeyPatch
+):
+    first = manage()
+    for step in range(4):
+        first.save(step, blocking=True)
+    first.close()
+    left: list[bool] = []
+    read = retention.Retention._read_pins
+
+    def note(self: retention.Retention, view: Any) -> frozenset[int]:
+        left.append(self._has_more)
+        return read(self, view)
+
+    monkeypatch.setattr(retention, "_BATCH", 1)
+    monkeypatch.setattr(retention.Retention, "_read_pins", note)
+    manager = manage(keep=[KeepLatest(1)])
+    manager.save(4, blocking=True)
+    manager.close()
+    assert left[:4] == [False, True, True, True], (
+        "a load that begins meanwhile would take the steps for kept"
+    )
+
+
+def test_a_step_that_is_gone_is_not_pinned(manage: Manage, run: Path):
+    manager = manage()
+    for step in (0, 1, 3):
+        manager.save(step, blocking=True)
+    manager.checkpointer.delete(1).result(DEADLINE_S)
+    for gone in (1, 2):
+        with pytest.raises(CheckpointNotFoundError, match=f"no step {gone}"):
+            manager.pin(gone)
+    assert manager.pinned == set()
+    manager.pin(4)
+    assert manager.pinned == {4}, "it may be saved yet"
+
+
+def test_a_pin_of_before_stays_when_the_step_is_not_found(manage: Manage, run: Path):
+    manager = manage()
+    manager.save(0, blocking=True)
+    manager.pin(0)
+    (run / "step-00000000").rename(run / "away")
+    manager.save(1, blocking=True)
+    with pytest.raises(CheckpointNotFoundError, match="no step 0"):
+        manager.pin(0)
+    assert manager.pinned == {0}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "[1, ",
+        "[" * 100_000,
+        "[true]",
+        "[1.0]",
+        sealed_json.seal({"steps": [0]}).replace(b"0]", b"8]").decode(),
+    ],
+    ids=["torn", "deep", "bool", "float", "bit"],
+)
 def test_nothing_is_deleted_while_it_is_not_known_what_is_pinned(
     manage: Manage, run: Path, caplog: pytest.LogCaptureFixture, damaged: str
 ):
     manager = manage(save=[sidesave.EverySteps(1)], keep=[KeepLatest(1)])
-    (run / PINS).write_text(damaged)
+    (run / PINS.name).write_text(damaged)
     for step in range(3):
         manager.step(step)
     manager.close()
     assert steps(run) == [0, 1, 2]
-    assert "damaged" in caplog.text
-    with pytest.raises(IntegrityError, match="damaged"):
+    assert "the pinned steps are unknown" in caplog.text
+    with pytest.raises(IntegrityError, match="remove it, and pin them again"):
         manage().pin(2)
 
 
 def test_an_ephemeral_checkpoint_goes_with_the_next_one(manage: Manage, run: Path):
     persistent = [sidesave.AtSteps([0]), sidesave.EverySteps(4)]
-    manager = manage(save=[*persistent, sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)])
+    manager = manage(
+        save=[*persistent, sidesave.Ephemeral(sidesave.EverySteps(1), cool_down_steps=2)]
+    )
     seen = []
     for step in range(8):
         handle = manager.step(step)
@@ -717,7 +877,7 @@ def test_an_ephemeral_checkpoint_goes_with_the_next_one(manage: Manage, run: Pat
     assert seen == [0, 2, 3, 4, 6, 7]
     manager.close()
     assert steps(run) == [0, 4, 7]
-    assert catalog.scan(str(run))[-1].metadata["ephemeral"] is True
+    assert catalog_of(str(run)).all()[-1].metadata["ephemeral"] is True
 
 
 def test_a_deletion_that_fails_is_logged_and_tried_again(
@@ -732,7 +892,7 @@ def test_a_deletion_that_fails_is_logged_and_tried_again(
         pass  # it has looked at both, and does not come to the first one twice from here on
     orders.give("EIO", starting_at="os.rename")
     manager.unpin(0)
-    manager._background.retention._commits.put(True)
+    manager._background.retention._events.put(True)
     orders.obeyed()
     wait_until(lambda: "cannot delete step 0" in caplog.text)
     assert steps(run) == [0, 1]

@@ -1,4 +1,6 @@
-"""What a ``CheckpointManager`` puts beside checkpoints, and makes of them: names, files, exports, the best of them."""
+"""What a ``CheckpointManager`` puts beside checkpoints, and makes of them: names, files, exports,
+the best of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_checkpoints_have_names_of_ones_own_as_long_as_they_are_there(manage: Ma
     def links() -> dict[str, str]:
         return {path.name: str(path.readlink()) for path in run.iterdir() if path.is_symlink()}
 
-    manager = manage(save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(2)], names="checkpoint-{step}")
+    manager = manage(
+        save=[sidesave.EverySteps(1)], keep=[sidesave.KeepLatest(2)], names="checkpoint-{step}"
+    )
     for step in range(4):
         manager.step(step)
         manager.wait()
@@ -61,11 +65,17 @@ def test_files_are_written_beside_each_checkpoint_from_then_on(manage: Manage, r
         manager.write_file("manifest.json", b"")
     manager.wait()
     found = {path.parent.name[-1]: path.read_text() for path in run.glob("step-*/config.json")}
-    assert found == {"1": '{"hidden_size": 1}', "2": '{"hidden_size": 1}', "3": '{"hidden_size": 3}'}
+    assert found == {
+        "1": '{"hidden_size": 1}',
+        "2": '{"hidden_size": 1}',
+        "3": '{"hidden_size": 3}',
+    }
     assert all(sidesave.verify(info).ok for info in manager.checkpoints())
 
 
-def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(manage: Manage, run: Path):
+def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(
+    manage: Manage, run: Path
+):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     manager = manage({"model": model, "optimizer": optimizer}, save=2, random_state=True)
@@ -78,7 +88,10 @@ def test_the_weights_of_the_last_step_are_exported_alone_in_another_dtype(manage
     assert steps(run) == [2, 3], "the last step had not been saved"
     exported = safetensors.torch.load_file(run.parent / "weights" / "model.safetensors")
     assert exported.keys() == {"weight", "bias"}
-    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in model.state_dict().items())
+    assert all(
+        torch.equal(exported[name], tensor.bfloat16())
+        for name, tensor in model.state_dict().items()
+    )
     manager.export(run.parent / "again", item="model")
     assert steps(run) == [2, 3], "it had been"
 
@@ -107,7 +120,12 @@ def test_weights_of_another_step_are_never_exported(manage: Manage, run: Path, o
         [tensor] = safetensors.torch.load_file(file).values()
         return tensor.item()
 
-    manager = manage({"state": state}, save=[sidesave.BeforeTraining()], on_error="warn", on_busy="skip", slots=1)
+    manager = manage(
+        {"state": state},
+        save=[sidesave.BeforeTraining()],
+        failures=sidesave.FailureOptions(tolerated=5),
+        staging=sidesave.StagingOptions(on_busy="skip", slots=1),
+    )
     assert manager.restore() == 0
     for step in range(1, 3):
         state["x"].fill_(step)
@@ -124,7 +142,10 @@ def test_weights_of_another_step_are_never_exported(manage: Manage, run: Path, o
     assert exported("busy") == 3
     manager.step(4)
     orders.give("EROFS", starting_at="os.mkdir", keep=True)
-    with pytest.warns(RuntimeWarning, match="step 4 failed"), pytest.raises(sidesave.errors.WriteError):
+    with (
+        pytest.warns(RuntimeWarning, match="step 4 failed"),
+        pytest.raises(sidesave.errors.WriteError),
+    ):
         manager.export(run.parent / "failed")
     assert orders.withdraw() or True
     assert not (run.parent / "failed").exists()

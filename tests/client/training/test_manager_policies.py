@@ -1,4 +1,6 @@
-"""What policies decide, and what they refuse: when a step is due, which checkpoints go, how often to save."""
+"""What policies decide, and what they refuse: when a step is due, which checkpoints go, how often
+to save.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ from sidesave import (
     OnRequest,
     OnSignal,
     OptimalInterval,
-    OverheadBudget,
     PolicyContext,
 )
 from sidesave.client.training.intervals import Advice, SaveCost, daly
 from sidesave.client.training.keep_policies import to_delete
 from sidesave.client.training.metadata import is_ephemeral, metric_of
 from sidesave.errors import InvalidArgumentError
+from sidesave.writer_daemon.save_record import SaveRecord
 
 
 def context(step: int = 0, **changes: Any) -> PolicyContext:
@@ -58,10 +60,12 @@ def context(step: int = 0, **changes: Any) -> PolicyContext:
 
 
 def checkpoint(step: int, sequence: int, minute: float = 0.0, **metadata: Any) -> CheckpointInfo:
-    return CheckpointInfo(step, f"/run/step-{step:08d}", 1, "a" * 16, sequence, None, 60 * minute, metadata)
+    return CheckpointInfo(
+        step, f"/run/step-{step:08d}", 1, "a" * 16, sequence, None, 60 * minute, metadata
+    )
 
 
-# When ------------------------------------------------------------------------------------------------------------
+# When ---------------------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 50), st.data())
@@ -73,12 +77,18 @@ def test_every_n_th_step_is_due_whatever_the_offset(n: int, data: st.DataObject)
 
 def test_step_0_is_saved_only_by_who_asks_for_it():
     assert not EverySteps(500).due(context(0)) and not Ephemeral(EverySteps(50)).due(context(0))
-    assert AtSteps([0]).due(context(0)) and EverySteps(1).due(context(0)) and FirstStep().due(context(0, is_first=True))
+    assert (
+        AtSteps([0]).due(context(0))
+        and EverySteps(1).due(context(0))
+        and FirstStep().due(context(0, is_first=True))
+    )
 
 
 @given(st.lists(st.integers(0, 40), min_size=1))
 def test_the_steps_that_are_named_are_due(named: list[int]):
-    assert [step for step in range(42) if AtSteps(np.array(named)).due(context(step))] == sorted(set(named))
+    assert [step for step in range(42) if AtSteps(np.array(named)).due(context(step))] == sorted(
+        set(named)
+    )
 
 
 def test_time_counts_from_the_last_save():
@@ -86,7 +96,9 @@ def test_time_counts_from_the_last_save():
     assert EverySeconds(10).due(context(now_s=1010.0))
 
 
-@pytest.mark.parametrize("policy", [EverySteps(1), EverySeconds(1), AtSteps([0]), OptimalInterval(1e-9)])
+@pytest.mark.parametrize(
+    "policy", [EverySteps(1), EverySeconds(1), AtSteps([0]), OptimalInterval(1e-9)]
+)
 @pytest.mark.parametrize("event", ["restore", "close", "exception"])
 def test_what_training_steps_make_due_is_not_due_on_other_events(policy: Any, event: str):
     assert not policy.due(context(event=event, now_s=1e9, cost=(0.0, 0.0)))
@@ -110,21 +122,29 @@ def test_an_ephemeral_save_waits_until_the_last_lasting_one_is_old_enough():
 def test_which_policies_ranks_have_to_agree_on():
     steps = [EverySteps(1), AtSteps([1]), Ephemeral(EverySteps(2), cool_down_steps=1)]
     alike = [*steps, BeforeTraining(), FirstStep(), LastStep()]
-    apart = [EverySeconds(1), OnSignal(), OnRequest(), OptimalInterval(9), Ephemeral(EverySteps(2), cool_down_s=1)]
+    apart = [
+        EverySeconds(1),
+        OnSignal(),
+        OnRequest(),
+        OptimalInterval(9),
+        Ephemeral(EverySteps(2), cool_down_s=1),
+    ]
     assert not any(policy.is_local for policy in alike)
     assert all(policy.is_local for policy in apart)
 
 
 def test_which_signals_end_training():
     policy = OnSignal(signal.SIGTERM, signal.SIGUSR1)
-    assert policy.due(context(signal=signal.SIGUSR1)) and not policy.due(context(signal=signal.SIGINT))
+    assert policy.due(context(signal=signal.SIGUSR1)) and not policy.due(
+        context(signal=signal.SIGINT)
+    )
     assert policy.ends(signal.SIGTERM) and not policy.ends(signal.SIGUSR1)
     assert OnSignal(signal.SIGUSR2, exit=True).ends(signal.SIGUSR2)
     assert not OnSignal(signal.SIGTERM, exit=False).ends(signal.SIGTERM)
     assert OnSignal().signals == (signal.SIGTERM,)
 
 
-# What is refused -------------------------------------------------------------------------------------------------
+# What is refused ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -146,12 +166,9 @@ def test_which_signals_end_training():
         (lambda: OnSignal(signal.SIGTERM, signal.SIGTERM), "twice: SIGTERM"),
         (lambda: OnSignal(signal.SIGKILL), "SIGKILL cannot ask"),
         (lambda: OnSignal(signal.SIGSTOP), "SIGSTOP cannot ask"),
-        (lambda: OnSignal(1000), "1000 is no signal"),
+        (lambda: OnSignal(1000), "1000 is not a signal"),
         (lambda: OnSignal(deadline_s=-1), "deadline_s of OnSignal"),
         (lambda: OptimalInterval(0), "mtbf_s"),
-        (lambda: OverheadBudget(0), "fraction of OverheadBudget"),
-        (lambda: OverheadBudget(1.0), "below 1"),
-        (lambda: OverheadBudget(0.1, initial_s=0), "initial_s of OverheadBudget"),
         (lambda: Ephemeral(OnSignal()), "again and again"),
         (lambda: Ephemeral(FirstStep()), "again and again"),
         (lambda: Ephemeral(5), "takes a policy"),  # pyright: ignore[reportArgumentType]
@@ -172,8 +189,14 @@ def test_policies_that_make_no_sense_are_refused(make: Callable[[], object], tol
         ({"keep": 3}, "keep takes policies"),
         ({"save": [KeepLatest(1)]}, "save takes a policy such as"),
         ({"save": [EverySteps(2), EverySteps(2)]}, "twice"),
-        ({"save": [OnSignal(), OnSignal(signal.SIGTERM, exit=False)]}, "two policies answer SIGTERM"),
-        ({"save": [EverySteps(5, 2), Ephemeral(EverySteps(10, 7))]}, "saves all of its steps for good"),
+        (
+            {"save": [OnSignal(), OnSignal(signal.SIGTERM, exit=False)]},
+            "two policies answer SIGTERM",
+        ),
+        (
+            {"save": [EverySteps(5, 2), Ephemeral(EverySteps(10, 7))]},
+            "saves all of its steps persistently",
+        ),
         ({"keep": [3]}, "keep takes policies"),
         ({"keep": [EverySteps(3)]}, "keep takes policies"),
         ({"keep": [KeepLatest(3), KeepLatest(3)]}, "twice"),
@@ -192,12 +215,14 @@ def test_policies_that_cannot_be_followed_are_refused_before_anything_is_made(
 
 @pytest.mark.parametrize("save", [2, np.int64(2), EverySteps(2), [2], (EverySteps(2),)], ids=repr)
 def test_one_policy_or_a_number_of_steps_needs_no_list(tmp_path: Any, save: Any):
-    with sidesave.CheckpointManager(tmp_path / "run", {"x": 1}, save=save, keep=KeepLatest(1)) as manager:
+    with sidesave.CheckpointManager(
+        tmp_path / "run", {"x": 1}, save=save, keep=KeepLatest(1)
+    ) as manager:
         assert [step for step in range(5) if manager.step(step)] == [2, 4]
         manager.wait()
 
 
-# What is kept ----------------------------------------------------------------------------------------------------
+# What is kept -------------------------------------------------------------------------------------
 
 
 def kept(policy: KeepPolicy, checkpoints: list[CheckpointInfo]) -> list[int]:
@@ -225,7 +250,11 @@ class WhenPlateaued(sidesave.SavePolicy):
 def test_policies_of_ones_own_decide_like_ours(tmp_path: Any):
     run = types.SimpleNamespace(plateaued=False)
     with sidesave.CheckpointManager(
-        tmp_path / "run", {"x": 1}, save=[WhenPlateaued(run)], keep=[Longest()], metadata={"tokens": 0}
+        tmp_path / "run",
+        {"x": 1},
+        save=[WhenPlateaued(run)],
+        keep=[Longest()],
+        metadata={"tokens": 0},
     ) as manager:
         for step in range(4):
             run.plateaued = step % 2 == 1
@@ -246,20 +275,28 @@ def test_of_a_multiple_that_was_not_saved_the_next_that_was_is_kept():
     exact = [checkpoint(step, step) for step in range(26)]
     assert kept(KeepEverySteps(10), exact) == [0, 10, 20, 25]
     assert kept(KeepEverySteps(10, 5), exact) == [5, 15, 25]
-    by_time = [checkpoint(step, place) for place, step in enumerate([3, 9, 12, 17, 31, 38, 40, 41, 47])]
+    by_time = [
+        checkpoint(step, place) for place, step in enumerate([3, 9, 12, 17, 31, 38, 40, 41, 47])
+    ]
     assert kept(KeepEverySteps(10), by_time) == [12, 31, 40, 47]
     again = [checkpoint(step, place) for place, step in enumerate([8, 13, 19, 11, 12, 18])]
     assert kept(KeepEverySteps(10), again) == [11, 18], "after going back"
 
 
 def test_one_of_each_period_is_kept_and_stays_when_others_go():
-    row = [checkpoint(step, step, minute) for step, minute in enumerate([0, 4, 9.9, 10, 15, 20, 31, 5, 40])]
+    row = [
+        checkpoint(step, step, minute)
+        for step, minute in enumerate([0, 4, 9.9, 10, 15, 20, 31, 5, 40])
+    ]
     assert kept(KeepEveryMinutes(10), row) == [0, 3, 5, 6, 7, 8]
 
 
 def test_the_best_have_the_metric_and_the_newer_of_two_equals_wins():
     losses = [3.0, 1.0, "nan", None, 1.0, "-inf", "inf", 2.0]
-    row = [checkpoint(step, step, metrics={} if loss is None else {"loss": loss}) for step, loss in enumerate(losses)]
+    row = [
+        checkpoint(step, step, metrics={} if loss is None else {"loss": loss})
+        for step, loss in enumerate(losses)
+    ]
     row.append(checkpoint(8, 8))
     assert kept(KeepBest(1, metric="loss"), row) == [5, 8]
     assert kept(KeepBest(2, metric="loss"), row) == [4, 5, 8]
@@ -272,7 +309,13 @@ def rows(draw: st.DrawFn) -> list[CheckpointInfo]:
     steps = draw(st.lists(st.integers(0, 30), unique=True, max_size=15))
     number = st.one_of(st.floats(-5, 5), st.sampled_from(["nan", "inf", "x"]), st.none())
     return [
-        checkpoint(step, place, draw(st.floats(0, 100)), ephemeral=draw(st.booleans()), metrics={"loss": draw(number)})
+        checkpoint(
+            step,
+            place,
+            draw(st.floats(0, 100)),
+            ephemeral=draw(st.booleans()),
+            metrics={"loss": draw(number)},
+        )
         for place, step in enumerate(steps)
     ]
 
@@ -292,7 +335,11 @@ some_steps = st.frozensets(st.integers(0, 30))
 
 @given(rows(), policies, some_steps, some_steps, st.randoms())
 def test_what_is_deleted_is_wanted_by_nobody(
-    row: list[CheckpointInfo], keep: list[KeepPolicy], pinned: frozenset[int], loading: frozenset[int], chance: Any
+    row: list[CheckpointInfo],
+    keep: list[KeepPolicy],
+    pinned: frozenset[int],
+    loading: frozenset[int],
+    chance: Any,
 ):
     gone = to_delete(row, keep, pinned, loading)
     assert len(set(gone)) == len(gone) and set(gone) <= {info.step for info in row}
@@ -300,11 +347,15 @@ def test_what_is_deleted_is_wanted_by_nobody(
     assert not row or row[-1].step not in gone, "the newest is the last good one"
     persistent = [info for info in row if not is_ephemeral(info)]
     wanted = (
-        set().union(*(policy.wanted(persistent) for policy in keep)) if keep else {info.step for info in persistent}
+        set().union(*(policy.wanted(persistent) for policy in keep))
+        if keep
+        else {info.step for info in persistent}
     )
     safe = pinned | loading | {info.step for info in row[-1:]}
     assert set(gone) == {
-        info.step for info in row if info.step not in safe and (is_ephemeral(info) or info.step not in wanted)
+        info.step
+        for info in row
+        if info.step not in safe and (is_ephemeral(info) or info.step not in wanted)
     }
     order = [next(info for info in row if info.step == step) for step in gone]
     assert order == sorted(order, key=lambda info: (not is_ephemeral(info), info.sequence))
@@ -319,19 +370,23 @@ def test_what_is_deleted_is_wanted_by_nobody(
 def test_no_checkpoint_is_better_than_the_best(row: list[CheckpointInfo], n: int, mode: Any):
     best = KeepBest(n, metric="loss", mode=mode).wanted(row)
     values = {info.step: metric_of(info, "loss") for info in row}
-    numbers = {step: value for step, value in values.items() if value is not None and not math.isnan(value)}
+    numbers = {
+        step: value for step, value in values.items() if value is not None and not math.isnan(value)
+    }
     assert set(best) <= numbers.keys() and len(best) == min(n, len(numbers))
     sign = 1 if mode == "max" else -1
     for step, value in numbers.items():
         assert step in best or all(sign * value <= sign * numbers[other] for other in best)
 
 
-# How often -------------------------------------------------------------------------------------------------------
+# How often ----------------------------------------------------------------------------------------
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1.0, 1e7))
 def test_dalys_interval_loses_no_more_than_its_neighbours(cost_s: float, mtbf_s: float):
-    """Against the exact expectation that it approximates, Daly (2006), equation (13): exp((T + C) / M) - 1 over T."""
+    """Against the exact expectation that it approximates, Daly (2006), equation (13): exp((T + C) /
+    M) - 1 over T.
+    """
     if cost_s > mtbf_s / 2:
         return
 
@@ -346,28 +401,22 @@ def test_advice_follows_the_formula_and_never_saves_before_the_last_save_is_done
     assert daly(300, 100) == 100
     advice = Advice.of(stall_s=2, commit_s=5, mtbf_s=10_000)
     assert advice.interval_s == pytest.approx(200 * (1 + 0.01 / 3 + 0.0001 / 9) - 2)
-    assert advice.lost == pytest.approx(2 / (advice.interval_s + 2) + (advice.interval_s / 2 + 5) / 10_000)
-    assert Advice.of(stall_s=0.001, commit_s=60, mtbf_s=100).interval_s == 60
-
-
-def test_a_budget_for_saving_is_kept_and_saves_do_not_overtake_each_other():
-    policy = OverheadBudget(0.01, initial_s=30)
-    assert policy.is_local
-    assert policy.due(context(now_s=1030.0)) and not policy.due(context(now_s=1029.0))
-    assert policy.due(context(now_s=1200.0, cost=(2.0, 5.0))) and not policy.due(context(now_s=1199.0, cost=(2.0, 5.0)))
-    assert policy.due(context(now_s=1005.0, cost=(0.001, 5.0))) and not policy.due(
-        context(now_s=1004.0, cost=(0.001, 5.0))
+    assert advice.lost == pytest.approx(
+        2 / (advice.interval_s + 2) + (advice.interval_s / 2 + 5) / 10_000
     )
-    assert not policy.due(context(now_s=9999.0, event="close"))
+    assert Advice.of(stall_s=0.001, commit_s=60, mtbf_s=100).interval_s == 60
 
 
 def test_the_optimal_interval_is_what_is_measured():
     cost = SaveCost()
     assert cost.known is None
-    cost.add_stall(50)  # the first one allocates
-    for _ in range(4):
-        cost.add_stall(2)
-        cost.add_commit(5)
+    cost(SaveRecord(step=0, session="", outcome="saving", stall_s=50.0))
+    cost(SaveRecord(step=0, session="", outcome="failed", stall_s=50.0))
+    assert cost.known is None
+    # the first one allocates
+    cost(SaveRecord(step=1, session="", outcome="committed", stall_s=50.0, committed_s=60.0))
+    for step in range(2, 6):
+        cost(SaveRecord(step=step, session="", outcome="committed", stall_s=2.0, committed_s=5.0))
     assert cost.known == (2, 5)
     policy = OptimalInterval(10_000, initial_s=30)
     assert policy.due(context(now_s=1030.0)) and not policy.due(context(now_s=1029.0))

@@ -1,4 +1,6 @@
-"""A manager through any sequence of its calls: what is wanted is kept, nothing else is, and each resume is exact."""
+"""A manager through any sequence of its calls: what is wanted is kept, nothing else is, and each
+resume is exact.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import campaigns
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from campaigns import Share
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from trainers import DEADLINE_S, await_end, pidfd_of
 
 import sidesave
 from sidesave import EverySteps, KeepBest, KeepEverySteps, KeepLatest
-from sidesave.client.runs import catalog
+from sidesave.client.runs.finding import catalog_of
 from sidesave.client.training.keep_policies import to_delete
 
 PLACES = st.integers(0, 1 << 20)
@@ -37,13 +39,18 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(
+            0
+        )  # so that the losses, and with them what is kept, are those of a run to be reproduced
         self.folder = tempfile.TemporaryDirectory()
         self.place = Path(self.folder.name, "run")
         self.mirror = f"{self.folder.name}/mirror" if self.mirrored else None
         self.truths: dict[int, Truth] = {}
         self.pins: set[int] = set()
         self.stirred = False
-        """Whether something else than a commit has changed what is wanted, which is looked at with the next one."""
+        """Whether something else than a commit has changed what is wanted, which is looked at with
+        the next one.
+        """
         self.begin()
 
     def begin(self) -> None:
@@ -77,12 +84,14 @@ class Sequences(RuleBasedStateMachine):
             pass
 
     def staying(self) -> list[int]:
-        """The steps that are here to stay, for now: what is not wanted may go at any moment, once it is mirrored."""
+        """The steps that are here to stay, for now: what is not wanted may go at any moment, once
+        it is mirrored.
+        """
         self.quiet()
-        here = catalog.scan(f"{self.scheme}{self.place}")
+        here = catalog_of(f"{self.scheme}{self.place}").all()
         return sorted({info.step for info in here} - {*to_delete(here, KEPT, self.pins)})
 
-    # What training does ------------------------------------------------------------------------------------------
+    # What training does ---------------------------------------------------------------------------
 
     def one_step(self) -> dict[str, float]:
         self.step = self.last + 1
@@ -126,7 +135,7 @@ class Sequences(RuleBasedStateMachine):
         self.pins.discard(pinned)
         self.stirred = True
 
-    # Going back and going on -------------------------------------------------------------------------------------
+    # Going back and going on ----------------------------------------------------------------------
 
     @rule()
     def resume(self) -> None:
@@ -170,10 +179,10 @@ class Sequences(RuleBasedStateMachine):
         self.pins.clear()  # which are written down in the run
         self.begin()
 
-    # What holds --------------------------------------------------------------------------------------------------
+    # What holds -----------------------------------------------------------------------------------
 
     def check_kept(self) -> None:
-        infos = catalog.scan(f"{self.scheme}{self.place}") if self.truths else []
+        infos = catalog_of(f"{self.scheme}{self.place}").all() if self.truths else []
         steps = {info.step for info in infos}
         assert self.stirred or not to_delete(infos, KEPT, self.pins)
         assert self.pins <= steps
@@ -193,7 +202,8 @@ class Sequences(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if self.mirror:  # so that the daemon is one that was not killed just now, and its end is seen
+            # so that the daemon is one that was not killed just now, and its end is seen
+            if self.mirror:
                 self.manager.checkpointer.wait(DEADLINE_S, mirrored=True)
             self.close()
             self.check_kept()
@@ -215,7 +225,9 @@ class WithAMirror(Sequences):
 
 def run_sequences(machine: type[Sequences], count: int, length: int) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    chosen = settings(max_examples=count, stateful_step_count=length, deadline=None, suppress_health_check=checks)
+    chosen = settings(
+        max_examples=count, stateful_step_count=length, deadline=None, suppress_health_check=checks
+    )
     run_state_machine_as_test(machine, settings=chosen)  # type: ignore[no-untyped-call]
 
 
@@ -228,5 +240,8 @@ def test_whatever_is_called_of_a_manager_resumes_are_exact(machine: type[Sequenc
 @pytest.mark.slow(minutes=1)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("machine", [Sequences, InAStore, WithAMirror])
-def test_whatever_is_called_of_a_manager_for_long_resumes_are_exact(machine: type[Sequences]):
-    run_sequences(machine, campaigns.length(45), 40)
+def test_whatever_is_called_of_a_manager_for_long_resumes_are_exact(
+    machine: type[Sequences], share: Share
+):
+    for _ in share.rounds(9):
+        run_sequences(seed(share.chance.randrange(1 << 32))(machine), 5, 40)

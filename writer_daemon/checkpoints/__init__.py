@@ -1,0 +1,1 @@
+"""Committed checkpoints: what is known of one, and how it is read."""
