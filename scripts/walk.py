@@ -76,8 +76,9 @@ FORMS: Final = {
     *("ReadRequest", "Unbuilt"),
 }
 LEAVES: Final = {
-    *("stager.signal_safe", "stager.torch_private", "stager.system_calls", "stager.wrappers"),
+    *("stager.signal_safe", "stager.gc_pause", "stager.torch_private", "stager.system_calls"),
     *(
+        "stager.wrappers",
         "stager.state.tags",
         "stager.dtypes",
         "stager.state.flat_state",

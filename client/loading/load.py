@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from sidesave.client.targets import tensor_memory
 from sidesave.client.targets.assign import assign
 from sidesave.client.targets.live_map import LiveMap
 from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
+from sidesave.stager.gc_pause import gc_paused
 from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
@@ -210,58 +210,47 @@ class LoadRequest:
     rank: int = 0
     size: int | None = None
 
+    @gc_paused()
     def read(self, path: str | os.PathLike[str]) -> Loaded:
         """Do all that the checkpoint can make fail in :func:`load`; ranks go on only if all can.
 
         The arguments are checked here too, so that a mistake on one rank is reported on all.
         """
-        enabled = gc.isenabled()
-        try:
-            gc.disable()  # a collection would go through all that is made here, and find nothing
-            wanted = LoadFilter(
-                self.include, self.exclude, self.rename, self.dtype, strict=self.strict
-            )
-            live = None if self.into is None else live_map(self.into)
-            device = _device(self.map_location)
-            for attempt in finding.attempts(path):
-                with attempt as (place,), CheckpointReader(place, self.rank, self.size) as reader:
-                    selection = Selection(reader, wanted, live, allow_pickle=self.allow_pickle)
-                    if reader.resized:
-                        resized.settle(
-                            reader, selection, wanted, live, allow_pickle=self.allow_pickle
-                        )
-                    if live is None:
-                        leaves, containers = selection.flat.leaves, selection.flat.containers
-                        selection.check_diverged(leaves.values(), live=False)
-                        values = tensors.read_tensors(
-                            reader,
-                            selection.needed(leaves.values()),
-                            device,
-                            verify=self.verify,
-                            fresh=True,
-                        )
-                        _tell_values(place, leaves.values(), values)
-                        state = FlatMap(
-                            {at: filled(leaf, values) for at, leaf in leaves.items()}, containers
-                        ).nest()
-                        return Loaded(place, reader.nbytes_read, (), (), state)
-                    plan = LoadPlan(live, casts=self.casts)
-                    unplaced = plan.take(selection)
-                    plan.mismatches.unexpected, plan.mismatches.prefixes = (
-                        unplaced.unexpected,
-                        unplaced.prefixes,
-                    )
-                    leaves = check(plan, [selection], wanted.leaves_out, strict=self.strict)
+        wanted = LoadFilter(self.include, self.exclude, self.rename, self.dtype, strict=self.strict)
+        live = None if self.into is None else live_map(self.into)
+        device = _device(self.map_location)
+        for attempt in finding.attempts(path):
+            with attempt as (place,), CheckpointReader(place, self.rank, self.size) as reader:
+                selection = Selection(reader, wanted, live, allow_pickle=self.allow_pickle)
+                if reader.resized:
+                    resized.settle(reader, selection, wanted, live, allow_pickle=self.allow_pickle)
+                if live is None:
+                    leaves, containers = selection.flat.leaves, selection.flat.containers
+                    selection.check_diverged(leaves.values(), live=False)
                     values = tensors.read_tensors(
-                        reader, selection.needed(leaves), None, verify=self.verify
+                        reader,
+                        selection.needed(leaves.values()),
+                        device,
+                        verify=self.verify,
+                        fresh=True,
                     )
-                    return finish(
-                        plan, leaves, values, place, reader.nbytes_read, strict=self.strict
-                    )
-            raise AssertionError("unreachable: the last attempt returns or raises")
-        finally:
-            if enabled:
-                gc.enable()
+                    _tell_values(place, leaves.values(), values)
+                    state = FlatMap(
+                        {at: filled(leaf, values) for at, leaf in leaves.items()}, containers
+                    ).nest()
+                    return Loaded(place, reader.nbytes_read, (), (), state)
+                plan = LoadPlan(live, casts=self.casts)
+                unplaced = plan.take(selection)
+                plan.mismatches.unexpected, plan.mismatches.prefixes = (
+                    unplaced.unexpected,
+                    unplaced.prefixes,
+                )
+                leaves = check(plan, [selection], wanted.leaves_out, strict=self.strict)
+                values = tensors.read_tensors(
+                    reader, selection.needed(leaves), None, verify=self.verify
+                )
+                return finish(plan, leaves, values, place, reader.nbytes_read, strict=self.strict)
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def check(

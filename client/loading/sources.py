@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from sidesave.client.reading.stored import Reader
 from sidesave.client.runs import finding
 from sidesave.client.targets.live_map import unwrap
 from sidesave.errors import CheckpointNotFoundError, InvalidArgumentError, StateMismatchError, brief
+from sidesave.stager.gc_pause import gc_paused
 from sidesave.writer_daemon.checkpoints.replacement import RetryIfReplaced
 from sidesave.writer_daemon.storage import urls
 
@@ -144,6 +144,7 @@ def load_sources(
     return loaded.apply()
 
 
+@gc_paused()
 def read_sources(
     sources: Iterable[Source] | Source,
     into: dict[str, Any],
@@ -158,33 +159,6 @@ def read_sources(
     wanted = check_sources(sources)
     if not wanted:
         raise InvalidArgumentError("there are no sources to load from")
-    enabled = gc.isenabled()
-    try:
-        gc.disable()  # as in `LoadRequest.read`
-        return _read(
-            wanted,
-            into,
-            strict=strict,
-            verify=verify,
-            allow_pickle=allow_pickle,
-            rank=rank,
-            size=size,
-        )
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _read(
-    wanted: list[Source],
-    into: dict[str, Any],
-    *,
-    strict: bool,
-    verify: bool,
-    allow_pickle: bool,
-    rank: int,
-    size: int | None,
-) -> Loaded:
     live = live_map(into)
     for source in wanted:
         _check_item(source, into)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Mapping
 from typing import Any, Final
 
 from sidesave.client.increments import Increments
 from sidesave.client.ranks.group import NodeWorld, World
 from sidesave.client.saving.shard_plan import ShardPlan, ShardPlanner, with_tables
+from sidesave.stager.gc_pause import gc_paused
 from sidesave.stager.plan import Plan, SignatureCache, StateSignature, Structure, make_plan
 from sidesave.stager.state import tree
 from sidesave.stager.state.flat_state import FlatState
@@ -35,22 +35,16 @@ class Planner:
         self._looks = SignatureCache()
         self._last: tuple[StateSignature, Plan] | None = None
 
+    @gc_paused()
     def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Take a state apart; one call at a time.
 
         Raises:
             UnsupportedValueError: The state holds something that cannot be saved.
         """
-        enabled = gc.isenabled()
-        try:
-            # a collection would visit all objects that are made here, and free nothing
-            gc.disable()
-            return tree.flatten(
-                state, allow_pickle=self._allow_pickle, ranks=self._ranks, recall=self._recall
-            )
-        finally:
-            if enabled:
-                gc.enable()
+        return tree.flatten(
+            state, allow_pickle=self._allow_pickle, ranks=self._ranks, recall=self._recall
+        )
 
     def plan(self, flat: FlatState) -> ShardPlan:
         """Lay out what this rank stages of a state, and choose which saves its tables link to."""

@@ -28,7 +28,7 @@ from sidesave.client.training.keep_policies import (
 )
 from sidesave.client.training.managed_state import Collect, ManagedState
 from sidesave.client.training.metadata import Metrics, is_ephemeral
-from sidesave.client.training.save_policies import BeforeTraining, SavePolicy, check_save_policies
+from sidesave.client.training.save_policies import SavePolicy, check_save_policies
 from sidesave.client.training.schedule import Schedule
 from sidesave.errors import InvalidArgumentError, SidesaveError
 from sidesave.writer_daemon.checkpoints.info import RANDOM_STATE, CheckpointInfo
@@ -282,7 +282,7 @@ class CheckpointManager:
             SidesaveError: As ``Checkpointer.load``.
         """
         restored = self._managed.restore(step, sources, options, fallback=fallback)
-        if not restored and any(isinstance(policy, BeforeTraining) for policy in self._policies):
+        if not restored and self._schedule.is_due("restore"):
             self._managed.save(_SEED_STEP, None, seed=True)
         if signal := self._schedule.resume():
             self._ending.leave(signal, self._managed.last)

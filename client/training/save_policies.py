@@ -81,7 +81,10 @@ class SavePolicy(ABC):
 
     @abstractmethod
     def due(self, context: PolicyContext) -> bool:
-        """Whether to save now; called after each step, so it must be quick."""
+        """Whether to save now; called after each step, so it must be quick.
+
+        Also called at the other events of ``context``, but at ``"restore"`` not if it is local.
+        """
 
 
 class _Local(SavePolicy):

@@ -192,9 +192,13 @@ class Schedule:
         raise InvalidArgumentError(f"step {step} does not come after step {self.stepped}: {hint}")
 
     def is_due(self, event: PolicyEvent) -> bool:
-        """Whether a policy wants a save at an event other than a step."""
+        """Whether a policy wants a save at an event other than a step.
+
+        Before training, local policies are not asked: a request or a signal waits for a step.
+        """
         context = self._context(event)
-        return any(policy.due(context) for policy in self._at_step)
+        asked = (each for each in self._at_step if event != "restore" or not each.is_local)
+        return any(policy.due(context) for policy in asked)
 
     def note_save(self, step: int, *, ephemeral: bool, seed: bool) -> None:
         """Record that a save was called."""

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "stager": ("sidesave.errors", "sidesave.stager"),
     "writer_daemon": (
         "sidesave.errors",
+        "sidesave.stager.gc_pause",
         "sidesave.stager.memory.arena",
         "sidesave.stager.memory.numa",
         "sidesave.stager.signal_safe",

@@ -117,6 +117,7 @@ class Subject:
         assert not self.ckpt.session.saves._open
         assert not self.ckpt.session.history._under_way
         assert torch.is_grad_enabled()
+        assert gc.isenabled()
         assert not device.exclusion()._is_owned()  # type: ignore[attr-defined]
 
 

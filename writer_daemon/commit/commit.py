@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import gc
 import logging
 from collections.abc import Callable, Collection
 from typing import Any, Final, cast
@@ -24,6 +23,7 @@ from sidesave.errors import (
     IntegrityError,
     WriteError,
 )
+from sidesave.stager.gc_pause import gc_paused
 from sidesave.writer_daemon.checkpoints.deletion import hide_replaced
 from sidesave.writer_daemon.checkpoints.info import CheckpointInfo, read_checkpoint
 from sidesave.writer_daemon.commit import attempts, coordination
@@ -122,15 +122,10 @@ def commit(
     except IntegrityError:
         lease.check(ask=True)  # who has taken over may have taken it away
         raise
-    enabled = gc.isenabled()
-    try:
-        gc.disable()  # a collection would go through all entries, and find nothing
+    with gc_paused():
         names_of = functools.partial(_names_of, storage, partial)
         content = assemble(records, f"{storage.root}/{partial}", names_of=names_of)
         publish_manifest(storage, partial, content, attempt)
-    finally:
-        if enabled:
-            gc.enable()
     storage.open_to_readers(partial)
     storage.sync_directory(partial)
     give_name(storage, lease, partial, target, attempts.attempt_of(save), replace=save.replace)

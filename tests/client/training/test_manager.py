@@ -287,6 +287,35 @@ def test_a_seed_is_saved_before_training_and_step_0_takes_its_place(manage: Mana
     assert (manager.restore(), state["x"], steps(run)) == (1, "trained", [0])
 
 
+class AtEvents(sidesave.SavePolicy):
+    """A user's policy, due at each event but steps."""
+
+    def __init__(self, *, local: bool) -> None:
+        self.local = local
+        self.events: list[str] = []
+
+    @property
+    def is_local(self) -> bool:
+        return self.local
+
+    def due(self, context: sidesave.PolicyContext) -> bool:
+        self.events.append(context.event)
+        return context.event != "step"
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_policy_of_the_users_is_asked_at_each_event(manage: Manage, run: Path, local: bool):
+    policy = AtEvents(local=local)
+    manager = manage({"x": 1}, save=[policy])
+    manager.restore()
+    manager.wait()
+    assert steps(run) == ([] if local else [0])
+    manager.step(1)
+    manager.close()
+    assert steps(run) == ([1] if local else [0, 1])
+    assert policy.events == ["restore"] * (not local) + ["step", "close"]
+
+
 def test_an_exception_saves_the_last_finished_step(manage: Manage, run: Path):
     def train() -> None:
         with manage(save=[sidesave.OnException(), sidesave.LastStep()]) as manager:
