@@ -1,4 +1,4 @@
-"""Parts of messages: names similar to a missing one, and the first few of many."""
+"""Parts of messages: names similar to a missing one, and lines for the first few of many."""
 
 from __future__ import annotations
 
@@ -58,9 +58,3 @@ def few(names: Sequence[_T], line: Callable[[_T], str], what: str) -> list[str]:
     """Lines for the first ten items, and one with the number of those left out (``more``)."""
     more = len(names) - SHOWN
     return [*map(line, names[:SHOWN]), *([f"... and {more} more {what}"] if more > 0 else [])]
-
-
-def listed(names: Sequence[object], most: int) -> str:
-    """Return up to ``most`` names in one line, and the number of those left out."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more

@@ -37,6 +37,7 @@ from __future__ import annotations
 import errno as _errno
 import os
 import reprlib as _reprlib
+from collections.abc import Sequence as _Sequence
 
 __all__ = [
     "CheckpointError",
@@ -198,6 +199,12 @@ def brief(value: object) -> str:
 _BRIEF = 100
 _REPR = _reprlib.Repr()
 _REPR.maxother = _REPR.maxstring = _REPR.maxlong = _BRIEF
+
+
+def listed(names: _Sequence[object], most: int) -> str:
+    """Return up to ``most`` names in one line, and the number of those left out."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
 
 
 def write_error(error: OSError, doing: str, path: str | os.PathLike[str]) -> WriteError:

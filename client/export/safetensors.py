@@ -225,12 +225,8 @@ class Weights:
                 problems.append(f"{fqn}: {problem}")
             self._weights.append(weight)
         if problems:
-            shown = problems[:20] + (
-                [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-            )
-            raise UnsupportedValueError(
-                "safetensors files cannot hold all of it:\n  " + "\n  ".join(shown)
-            )
+            lines = ["safetensors files cannot hold all of it:", *few(problems, str, "tensors")]
+            raise UnsupportedValueError("\n  ".join(lines))
         if not self._weights:
             raise InvalidArgumentError(f"nothing to export: no tensor of {item} is selected")
         manifest = self._reader.manifest

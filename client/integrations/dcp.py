@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.loading.load import LoadRequest
-from sidesave.client.messages import listed
 from sidesave.client.options import CheckpointerOptions
 from sidesave.client.ranks.group import Alone, World, is_initialized, of_group
 from sidesave.client.reading.stored import FlatMap
@@ -31,7 +30,7 @@ from sidesave.client.runs import finding
 from sidesave.client.runs.links import Links
 from sidesave.client.saving.handle import Outcome, SaveHandle
 from sidesave.client.targets.live_map import is_stateful
-from sidesave.errors import InvalidArgumentError, StateMismatchError, brief
+from sidesave.errors import InvalidArgumentError, StateMismatchError, brief, listed
 from sidesave.stager.state.annotations import ANNOTATIONS, Compared
 from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.format.names import is_safe_name, parse_step_directory, step_directory

@@ -24,7 +24,7 @@ from sidesave.client.loading.tensors import EnumLoad, TensorLoad
 from sidesave.client.messages import few
 from sidesave.client.reading.stored import SEQUENCES, FlatMap, Pickled, Reader, fqn_of, prefixes
 from sidesave.client.targets.live_map import WHOLE, Kind, LiveMap, Slot
-from sidesave.errors import StateMismatchError
+from sidesave.errors import StateMismatchError, listed
 from sidesave.stager.state.treespec import Path, Unbuilt
 from sidesave.stager.wrappers import PARTS
 
@@ -330,11 +330,11 @@ class Selection:
         odd = {fqn: (leaf, ranks) for leaf, fqn in loads if (ranks := self._reader.differing(fqn))}
         strict = {fqn: ranks for fqn, (leaf, ranks) in odd.items() if live and not leaf.is_buffer}
         shown = strict or {fqn: ranks for fqn, (_, ranks) in odd.items()}
-        lines = [
-            f"{fqn} differs between ranks {_brief(ranks)}"
-            for fqn, ranks in list(shown.items())[:20]
-        ]
-        lines += [f"and {len(shown) - 20} more"] if len(shown) > 20 else []
+        lines = few(
+            [*shown.items()],
+            lambda each: f"{each[0]} differs between ranks {listed(each[1], 8)}",
+            "tensors",
+        )
         if strict:
             text = "\n  ".join(["nothing was loaded:", *lines])
             raise StateMismatchError(
@@ -399,9 +399,3 @@ def _left_out(
                 taken.add(new)
                 left_out[old] = slot, new
     return left_out
-
-
-def _brief(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )

@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 
 from sidesave.client import arguments
-from sidesave.client.messages import listed
 from sidesave.client.ranks.group import (
     TOLD_AFTER_S,
     Alone,
@@ -31,7 +30,13 @@ from sidesave.client.ranks.group import (
     of_group,
     warn_of_waiting,
 )
-from sidesave.errors import DaemonStartError, InvalidArgumentError, ProtocolError, WriteError
+from sidesave.errors import (
+    DaemonStartError,
+    InvalidArgumentError,
+    ProtocolError,
+    WriteError,
+    listed,
+)
 from sidesave.writer_daemon.format import manifest
 from sidesave.writer_daemon.storage import Storage, urls
 

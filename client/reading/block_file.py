@@ -19,7 +19,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from sidesave.errors import CheckpointNotFoundError, IntegrityError, SidesaveError, write_error
+from sidesave.errors import (
+    CheckpointNotFoundError,
+    IntegrityError,
+    SidesaveError,
+    listed,
+    write_error,
+)
 from sidesave.stager.dtypes import DTYPES
 from sidesave.stager.memory import host_memory
 from sidesave.stager.memory.arena import madvise
@@ -249,8 +255,7 @@ def check_block(file: BlockFile, number: int, block: memoryview) -> None:
         return
     start, end = file.borders[number], file.borders[number + 1]
     names = [e.name for e in file.layout.entries if e.offset < end and start < e.offset + e.nbytes]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    holding = f"; it holds {', '.join(names[:5])}{more}" if names else ""
+    holding = f"; it holds {listed(names, 5)}" if names else ""
     raise IntegrityError(
         f"{file.path}: block {number} (bytes {start:,} to {end:,}) does not match its "
         f"digest{holding}"

@@ -12,12 +12,12 @@ from typing import Any, Final, cast
 
 from sidesave.client.arguments import path_text
 from sidesave.client.encryption import Encryption, open_metadata, using
-from sidesave.client.messages import listed
 from sidesave.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     InvalidArgumentError,
     WriteError,
+    listed,
 )
 from sidesave.writer_daemon.checkpoints import catalog
 from sidesave.writer_daemon.checkpoints.catalog import Catalog

@@ -14,7 +14,6 @@ from sidesave.client import arguments
 from sidesave.client.checkpointer import Checkpointer
 from sidesave.client.loading.load import Loaded
 from sidesave.client.loading.sources import Source, check_sources, read_sources
-from sidesave.client.messages import listed
 from sidesave.client.options import LoadOptions
 from sidesave.client.runs import finding
 from sidesave.client.saving.handle import SaveHandle
@@ -34,6 +33,7 @@ from sidesave.errors import (
     InvalidArgumentError,
     SidesaveError,
     StateMismatchError,
+    listed,
 )
 from sidesave.stager.state.annotations import PerRank
 from sidesave.writer_daemon.checkpoints.info import RANDOM_STATE, CheckpointInfo

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from sidesave.errors import SidesaveError, StagingError, TornSnapshotError
+from sidesave.errors import SidesaveError, StagingError, TornSnapshotError, listed
 from sidesave.stager import ownership, torch_private
 from sidesave.stager.copy import copy_list, fingerprint
 from sidesave.stager.copy import held as held_tensors
@@ -155,13 +155,9 @@ class StagingCopy:
         return fingerprint.of_host_tensor(tensor, validate=self._validate)
 
 
-def _names(fqns: Sequence[str]) -> str:
-    return ", ".join(fqns[:8]) + (f" and {len(fqns) - 8} more" if len(fqns) > 8 else "")
-
-
 def _uncounted(fqns: Sequence[str]) -> str:
     return (
-        f"declared sidesave.Frozen, but changed without a new tensor version: {_names(fqns)} "
+        f"declared sidesave.Frozen, but changed without a new tensor version: {listed(fqns, 8)} "
         "(copied at each save from now on; remove them from Frozen, or write them in `with "
         "checkpointer.guard():`)"
     )
@@ -169,7 +165,7 @@ def _uncounted(fqns: Sequence[str]) -> str:
 
 def _torn(fqns: Sequence[str]) -> TornSnapshotError:
     return TornSnapshotError(
-        f"changed while being copied: {_names(fqns)}. Wrap the code that writes them in `with "
+        f"changed while being copied: {listed(fqns, 8)}. Wrap the code that writes them in `with "
         "checkpointer.guard():`; this state is copied while save() blocks from now on"
     )
 

@@ -16,9 +16,9 @@ from scripts import rooms
 
 # Each room may import from those before it.
 FLOORS: Sequence[str] = """
-    stager.system_calls stager.gc_pause stager.torch_private stager.signal_safe stager.wrappers stager.tables
-    stager.dtypes stager.sharding stager.shares stager.data_parallel stager.ownership stager.state
-    stager.devices stager.memory stager.plan stager.copy
+    stager.system_calls stager.gc_pause stager.torch_private stager.signal_safe stager.wrappers
+    stager.tables stager.dtypes stager.sharding stager.shares stager.data_parallel stager.ownership
+    stager.state stager.devices stager.memory stager.plan stager.copy
     writer_daemon.storage writer_daemon.sealing writer_daemon.format writer_daemon.options
     writer_daemon.protocol writer_daemon.wire writer_daemon.lease writer_daemon.checkpoints
     writer_daemon.save_record writer_daemon.log writer_daemon.commit writer_daemon.writing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidesave.errors import IntegrityError, ProtocolError
+from sidesave.errors import IntegrityError, ProtocolError, listed
 from sidesave.stager.memory.arena import Arena
 from sidesave.writer_daemon.format import layout, tensor_file
 from sidesave.writer_daemon.format.layout import Part, TensorInfo
@@ -73,12 +73,9 @@ def _check_listed(save: Save, images: list[TensorImage], linked: Linked, part: P
     ]
     lacking = [each[1] for each in wanted if each not in held and each[0] not in linked_containers]
     if lacking:
-        shown = ", ".join(lacking[:8]) + (
-            f" and {len(lacking) - 8} more" if len(lacking) > 8 else ""
-        )
         raise ProtocolError(
             f"step {save.step}: the files of rank {save.rank} lack tensors that its table lists: "
-            f"{shown}"
+            f"{listed(lacking, 8)}"
         )
 
 
