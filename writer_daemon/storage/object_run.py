@@ -46,7 +46,6 @@ class NamedObjects(ObjectStorage):
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         super().__init__(root, options)
         self.log = RunLog(self.bucket)
-        self._names = LogState()
         self._held: set[str] = set()
         self._pinned: dict[str, str] = {}
         """Prefixes of held directories since their first read, so that two saves are not mixed."""
@@ -66,14 +65,14 @@ class NamedObjects(ObjectStorage):
             return [each for each in entries if each != MARK]
         levels, objects = self.bucket.list_level("")
         has_log = LOG in levels or self.log.holds
-        names = self._look() if has_log else LogState()
+        names = self.log.look() if has_log else LogState()
         if not names.number:
             self._require_log(levels)
         return [*(_directories(names, levels) if has_log else levels), *objects]
 
     def entries(self) -> dict[str, object]:
         names = self.list_directory("")
-        prefixes = self._names.prefixes  # each of one save
+        prefixes = self.log.state.prefixes  # each of one save
         return {name: prefixes.get(name) for name in names}
 
     def read(self, path: str, max_nbytes: int) -> bytes | None:
@@ -124,7 +123,7 @@ class NamedObjects(ObjectStorage):
         return self._pinned.get(name) or self._prefix_in_log(name)
 
     def _prefix_in_log(self, name: str) -> str:
-        names = self._names
+        names = self.log.state
         if name in names.prefixes:
             return names.prefixes[name]
         if _PREFIX.fullmatch(name):  # the name is a prefix itself
@@ -137,16 +136,12 @@ class NamedObjects(ObjectStorage):
         )
         return _NOWHERE if gone else prefix
 
-    def _look(self) -> LogState:
-        self._names = self.log.look()
-        return self._names
-
     def _require_log(self, levels: Iterable[str]) -> None:
         """Raise ``IntegrityError`` if there is no log but a complete checkpoint that needed one."""
         for prefix in filter(session_of, levels):
             if (
                 self.bucket.nbytes_of(f"{prefix}/{_MANIFEST}") is not None
-                and not self._look().number
+                and not self.log.look().number
             ):
                 text = f"the log of this run is missing, but {prefix} holds a complete save"
                 hint = "restore the log, or use another run directory; nothing was changed"
@@ -157,7 +152,7 @@ class NamedObjects(ObjectStorage):
         name = path.partition("/")[0]
         if not self.can_list or not _NAMED.fullmatch(name):
             return False
-        self._look()
+        self.log.look()
         return self._prefix_in_log(name) + path.removeprefix(name) != key
 
     def _refuse_replaced(self, path: str) -> None:
@@ -193,7 +188,6 @@ class ObjectRun(NamedObjects, Storage):
     def take_over(self, session: str) -> None:
         self.log.take_over(session, lambda: self._require_log(self.bucket.list_level("")[0]))
         self._taken_over = True
-        self._look()
 
     def has_passed_on(self) -> bool:
         return self._taken_over and not self.log.holds
@@ -201,7 +195,7 @@ class ObjectRun(NamedObjects, Storage):
     def settle(self, *, alone: bool = True) -> None:
         self._alone = alone
         judged = self.log.settle()
-        names = self._look()
+        names = self.log.look()
         levels, _ = self.bucket.list_level("")
         self._levels = {*levels}
         over = {each for each in levels if session_of(each) in judged or each in names.dropped}
@@ -225,7 +219,7 @@ class ObjectRun(NamedObjects, Storage):
         if name and self._is_absent(name.partition("/")[0]):
             return []
         if not name and self._levels is not None:
-            names = self._look()
+            names = self.log.look()
             if self.log.holds:
                 if not self._alone:
                     self._levels = {*self.bucket.list_level("")[0]}
@@ -242,7 +236,7 @@ class ObjectRun(NamedObjects, Storage):
     def make_directory(self, name: str, mode: int) -> bool:
         if "/" in name:  # folders are only part of the files' keys
             return False
-        names = self._look()
+        names = self.log.look()
         if name in names.prefixes and self._is_directory(name):
             return False
         prefix = self.key_of(name)  # may have a name already, if creating its mark failed
@@ -255,18 +249,17 @@ class ObjectRun(NamedObjects, Storage):
         if prefix == _NOWHERE:  # an earlier directory had this name
             prefix = f"{_native(name)}.{names.number + 1}"
             self.log.change({name: prefix})
-            self._look()
         is_new = self.bucket.create(f"{prefix}/{MARK}", b"")
         self._known.add(prefix)
         return is_new
 
     def rename_directory(self, source: str, target: str) -> None:
-        self._look()
+        self.log.look()
         self._require_free(target)
         self._rename({source: None, target: self._require_directory(source, "rename")})
 
     def rename_directories(self, names: Mapping[str, str]) -> None:
-        self._look()
+        self.log.look()
         changes: dict[str, str | None] = {}
         for source, target in names.items():
             self._require_free(target)
@@ -274,7 +267,7 @@ class ObjectRun(NamedObjects, Storage):
         self._rename(changes)
 
     def exchange_directory(self, source: str, target: str, aside: str) -> None:
-        self._look()
+        self.log.look()
         self._require_free(aside)
         old, new = (
             self._require_directory(target, "rename"),
@@ -284,7 +277,6 @@ class ObjectRun(NamedObjects, Storage):
 
     def _rename(self, changes: Mapping[str, str | None]) -> None:
         self.log.change(changes)
-        self._look()
         with self._lock:  # these files can no longer be published
             for path in [
                 path
@@ -296,14 +288,14 @@ class ObjectRun(NamedObjects, Storage):
     def _require_free(self, name: str) -> None:
         prefix = self.key_of(name)
         exists = prefix != _NOWHERE and not self._is_absent(name) and self.bucket.has_any(prefix)
-        if name in self._names.prefixes or exists:
+        if name in self.log.state.prefixes or exists:
             raise WriteError(
                 errno.EEXIST, "cannot rename to a name that is taken", self.bucket.full(name)
             )
 
     def _require_directory(self, name: str, doing: str) -> str:
         """Return a directory's prefix; raises ``WriteError`` if it does not exist."""
-        if name not in self._names.prefixes and not self._is_directory(name):
+        if name not in self.log.state.prefixes and not self._is_directory(name):
             raise WriteError(
                 errno.ENOENT, f"cannot {doing}: no such directory", self.bucket.full(name)
             )
@@ -317,7 +309,7 @@ class ObjectRun(NamedObjects, Storage):
             self._require_directory(name.partition("/")[0], "sync")
 
     def remove_tree(self, name: str) -> None:
-        names = self._look()
+        names = self.log.look()
         prefix = self.key_of(name)
         if prefix not in self._garbage and self._is_absent(name):
             return
@@ -331,7 +323,6 @@ class ObjectRun(NamedObjects, Storage):
             # Before its objects are removed: if this process was suspended, the name may now belong
             # to another session's checkpoint.
             self.log.change({name: None}, [prefix])
-            self._look()
         with self._lock:
             for path in [path for path in self._unpublished if path.startswith(f"{name}/")]:
                 del self._unpublished[path]
@@ -352,7 +343,7 @@ class ObjectRun(NamedObjects, Storage):
         """Whether a directory is known not to exist; false if that would need a request."""
         if self._levels is None:
             return False
-        led_to = self._look().prefixes.values()
+        led_to = self.log.look().prefixes.values()
         return self.log.holds and self.key_of(name) not in {*led_to, *self._levels, *self._known}
 
     def _is_directory(self, name: str) -> bool:

@@ -66,6 +66,11 @@ class RunLog:
         """Whether this object has taken over and knows of no later takeover."""
         return bool(self._token)
 
+    @property
+    def state(self) -> LogState:
+        """The state after the last entry that was read or written; sends no request."""
+        return self._state
+
     def look(self) -> LogState:
         """Return the current state.
 
