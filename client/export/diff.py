@@ -21,6 +21,7 @@ from sidesave.client.runs import finding
 from sidesave.errors import UnsupportedValueError
 from sidesave.stager.dtypes import CARRIERS, dtype_name
 from sidesave.stager.state import tree
+from sidesave.stager.state.tags import container_like
 from sidesave.stager.state.tensor_nodes import TensorRef
 from sidesave.writer_daemon.format import tensor_file
 from sidesave.writer_daemon.format.layout import Box
@@ -57,6 +58,16 @@ class PickledLeaf:
 
     def __repr__(self) -> str:
         return f"<pickled, {self.nbytes:,} bytes>"
+
+
+class Absent:
+    """Stands for a plain value that one of two checkpoints lacks."""
+
+    def __repr__(self) -> str:
+        return "<absent>"
+
+
+ABSENT: Final = Absent()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +136,18 @@ class Contents:
                     leaves[own_name(fqn, rank)] = value
         return leaves
 
+    def stand_in(self, fqn: str) -> TensorLeaf | Absent:
+        """What is shown of an FQN that has no plain data."""
+        return TensorLeaf(fqn) if fqn in self.tensors else ABSENT
+
     def _leaf(self, ref: TensorRef) -> TensorLeaf:
         name = self.reader.name_of(ref)
         self._places.setdefault(name)
         if ref.dtype is not None:
             self._carried[name] = ref.dtype
-        return (
-            TensorLeaf(name)
-            if ref.whole is None
-            else TensorLeaf(name, ref.whole.kind, ref.whole.encoded)
-        )
+        if ref.whole is not None:
+            return TensorLeaf(name, ref.whole.kind, ref.whole.encoded)
+        return TensorLeaf(name, "array" if ref.array else "")
 
     def close(self) -> None:
         """Release the directory; idempotent."""
@@ -175,8 +188,37 @@ def _plain_leaves(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
     if below is not None:
         for key, item in below:
             yield from _plain_leaves(item, f"{fqn}.{key}" if fqn else str(key))
-    elif not (isinstance(value, TensorLeaf) and fqn in (value.fqn, without_rank(value.fqn))):
+    elif not (
+        isinstance(value, TensorLeaf)
+        and not value.kind
+        and fqn in (value.fqn, without_rank(value.fqn))
+    ):
         yield fqn, value
+
+
+def _containers(value: Any, fqn: str) -> Iterator[tuple[str, Any]]:
+    """The containers that are no leaves, each with its FQN."""
+    below = children(value)
+    if below is not None:
+        yield fqn, value
+        for key, item in below:
+            yield from _containers(item, f"{fqn}.{key}" if fqn else str(key))
+
+
+def _forms(one: Any, other: Any) -> tuple[Any, Any]:
+    """Two containers without values, and with the keys that both have; sorted unless ordered."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return container_like(one, (), ()), container_like(other, (), ())
+    ours, theirs = cast("dict[Any, Any]", one), cast("dict[Any, Any]", other)
+    common = {str(key) for key in ours} & {str(key) for key in theirs}
+    ordered = isinstance(one, collections.OrderedDict)
+
+    def form(like: dict[Any, Any]) -> Any:
+        keys = [key for key in like if str(key) in common]
+        keys = keys if ordered else sorted(keys, key=str)
+        return container_like(like, keys, [None] * len(keys))
+
+    return form(ours), form(theirs)
 
 
 def _encoded(value: Any) -> Any:
@@ -216,7 +258,8 @@ class TensorChange:
 class DiffReport:
     """The differences of two checkpoints.
 
-    ``plain`` and ``mismatched`` map FQNs to what each checkpoint has.
+    ``plain`` and ``mismatched`` map FQNs to what each checkpoint has. A container of another type,
+    or with keys of another type or order, is in ``plain`` without its values.
     """
 
     equal: list[str] = field(default_factory=list[str])
@@ -232,16 +275,6 @@ class DiffReport:
         return not (
             self.changed or self.mismatched or self.only_first or self.only_second or self.plain
         )
-
-
-class Absent:
-    """Stands for a plain value that one of two checkpoints lacks."""
-
-    def __repr__(self) -> str:
-        return "<absent>"
-
-
-ABSENT: Final = Absent()
 
 
 def common_nbytes(first: Contents, second: Contents) -> int:
@@ -299,9 +332,15 @@ def compare(
             on_bytes(first.tensors[fqn].nbytes)
     old, new = first.plain(), second.plain()
     for fqn in dict.fromkeys([*old, *new]):
-        pair = old.get(fqn, ABSENT), new.get(fqn, ABSENT)
+        pair = old.get(fqn, first.stand_in(fqn)), new.get(fqn, second.stand_in(fqn))
         if _encoded(pair[0]) != _encoded(pair[1]):
             report.plain[fqn] = pair
+    others = dict(_containers(second.nest(), ""))
+    for fqn, container in _containers(first.nest(), ""):
+        if fqn in others:
+            forms = _forms(container, others[fqn])
+            if _encoded(forms[0]) != _encoded(forms[1]):
+                report.plain[fqn] = forms
     return report
 
 

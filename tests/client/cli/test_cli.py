@@ -660,7 +660,7 @@ def test_diff_names_what_only_one_has_and_what_cannot_be_compared(tmp_path: Path
         "n.lr": {"a": 0.1, "b": 0.2},
         "n.k": {"a": 1, "b": 1.0},
         "x": {"a": 5},
-        "tied": {"a": "<tensor a>"},
+        "tied": {"a": "<tensor a>", "b": "<tensor tied>"},
     }
     text = output("diff", *paths)
     assert "n.lr: 0.1 -> 0.2" in text

@@ -2,15 +2,22 @@
 read.
 """
 
+import collections
+import itertools
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from loads import flip_bit
 from states import noise
-from trainers import save
+from trainers import DEADLINE_S, save
 
+import sidesave
 from sidesave.client.export.diff import Contents, DiffReport, TensorChange, compare
 from sidesave.errors import IntegrityError
 
@@ -115,3 +122,53 @@ def test_damaged_tensors_are_not_told_to_be_equal(damaged: int, size: int, tmp_p
     flip_bit(paths[damaged] / "tensors.rank-00000.safetensors", -1)
     with pytest.raises(IntegrityError, match="does not match its digest; it holds t"):
         report(*paths)
+
+
+def _nests() -> st.SearchStrategy[Any]:
+    leaves = st.sampled_from([None, True, 1, 1.0, "1", torch.ones(2), np.ones(2, np.float32)])
+    keys = st.sampled_from([1, "1", True, "a", 2])
+
+    def below(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        lists = st.lists(inner, max_size=2)
+        dicts = st.lists(st.tuples(keys, inner), max_size=3, unique_by=lambda pair: str(pair[0]))
+        return st.one_of(
+            lists,
+            lists.map(tuple),
+            lists.map(lambda items: collections.deque(items, 4)),
+            dicts.map(dict),
+            dicts.map(collections.OrderedDict),
+            dicts.map(lambda items: collections.defaultdict(list, items)),
+        )
+
+    return st.recursive(leaves, below, max_leaves=6)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two nests are alike, of the same types, in all but the order of an ordinary dict."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        pairs, others = list(one.items()), list(other.items())
+        if not isinstance(one, collections.OrderedDict):
+            pairs, others = (
+                sorted(each, key=lambda pair: str(pair[0])) for each in (pairs, others)
+            )
+        return _is_same([*map(list, pairs)], [*map(list, others)])
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool((one == other).all()) if hasattr(one, "all") else one == other
+
+
+def test_two_nests_are_the_same_exactly_if_types_keys_and_values_are(tmp_path: Path):
+    steps = itertools.count()
+    with sidesave.Checkpointer(tmp_path / "run") as ckpt:
+
+        @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+        @given(one=_nests(), other=_nests(), both=_nests())
+        def check(one: Any, other: Any, both: Any) -> None:
+            states = [{"x": [each, both]} for each in (one, other)]
+            handles = [ckpt.save(next(steps), state) for state in states]
+            paths = [Path(handle.committed.result(DEADLINE_S)) for handle in handles]
+            assert report(paths[0], paths[1]).same == _is_same(*states)
+
+        check()
