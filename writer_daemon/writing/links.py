@@ -8,10 +8,10 @@ directory), the bytes are copied and compared with their digests.
 from __future__ import annotations
 
 import errno
-import logging
+import itertools
 from dataclasses import dataclass, field
 
-from sidesave.errors import IntegrityError, WriteError
+from sidesave.errors import IntegrityError, WriteError, listed
 from sidesave.writer_daemon.checkpoints.copying import copy_tensor_file
 from sidesave.writer_daemon.commit import attempts
 from sidesave.writer_daemon.format import integrity, layout, manifest
@@ -20,8 +20,6 @@ from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
 from sidesave.writer_daemon.format.names import rank_file, record_file, step_directory
 from sidesave.writer_daemon.protocol import Link, Save
 from sidesave.writer_daemon.storage import Storage
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,53 +55,55 @@ def _link(
 ) -> None:
     directory = attempts.partial_of(save)
     wanted = {rank_file(name, save.rank, "safetensors") for name in link.names}
-    for step, sequence in link.saves:
+    failures: list[str] = []
+    for source, (step, sequence) in itertools.product(sources, link.saves):
         name = step_directory(step)
-        for source in sources:
-            record = _record(source, f"{name}/{record_file(save.rank)}")
-            if record is None or (record.session, record.sequence, record.rank) != (
-                save.session,
-                sequence,
-                save.rank,
-            ):
-                continue
+        try:
+            record = _record(source, name, save, sequence)
             files = [file for file in record.files if file.name in wanted]
             if len(files) != len(wanted):
-                continue
-            try:
-                for file in files:
-                    _take(storage, source, name, directory, file, attempt)
-            except IntegrityError as error:
-                logger.warning("cannot link a file, trying another step: %s", error)
-                continue
-            except WriteError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                logger.warning("%s is being deleted, trying another step: %s", name, error)
-                continue
-            containers = {layout.container_of(each) for each in link.names}
-            linked.files += files
-            linked.tensors |= {
-                fqn: info
-                for fqn, info in record.part.table.tensors.items()
-                if info.container in containers
-            }
-            return
+                raise IntegrityError(f"{name}: its record does not list all of {sorted(wanted)}")
+            for file in files:
+                _take(storage, source, name, directory, file, attempt)
+        except (WriteError, IntegrityError) as error:
+            if isinstance(error, WriteError) and error.errno != errno.ENOENT:
+                raise
+            failures.append(f"{source.root}: {error}")
+            continue
+        containers = {layout.container_of(each) for each in link.names}
+        linked.files += files
+        linked.tensors |= {
+            fqn: info
+            for fqn, info in record.part.table.tensors.items()
+            if info.container in containers
+        }
+        return
     steps = ", ".join(str(step) for step, _ in link.saves)
     text = f"the steps {steps} with all rows of a table are deleted or damaged"
     hint = "the next save writes all rows again"
     raise WriteError(
-        errno.ENOENT, f"{text}; {hint}", f"{storage.root}/{directory}/{sorted(wanted)[0]}"
+        errno.ENOENT,
+        f"{text} ({listed(failures, 5)}); {hint}",
+        f"{storage.root}/{directory}/{sorted(wanted)[0]}",
     )
 
 
-def _record(storage: Storage, path: str) -> RankRecord | None:
-    try:
-        data = storage.read(path, manifest.MAX_JSON_NBYTES)
-        return None if data is None else RankRecord.from_bytes(data, path)
-    except (WriteError, IntegrityError) as error:
-        logger.warning("no files of %s are linked: %s", path, error)
-        return None
+def _record(source: Storage, name: str, save: Save, sequence: int) -> RankRecord:
+    """Return the record that the save ``sequence`` of this session left in the step ``name``.
+
+    Raises:
+        IntegrityError: It is not there, is damaged, or is that of another save.
+        WriteError: Storage cannot read it.
+    """
+    path = f"{name}/{record_file(save.rank)}"
+    data = source.read(path, manifest.MAX_JSON_NBYTES)
+    if data is None:
+        raise IntegrityError(f"{path} does not exist")
+    record = RankRecord.from_bytes(data, path)
+    found = (record.session, record.sequence, record.rank)
+    if found != (save.session, sequence, save.rank):
+        raise IntegrityError(f"{path} is of save {found[1]} of session {found[0]}, not {sequence}")
+    return record
 
 
 def _take(

@@ -27,7 +27,7 @@ from trainers import DEADLINE_S
 import sidesave
 from sidesave import Frozen
 from sidesave.client.runs.finding import catalog_of
-from sidesave.errors import InvalidArgumentError
+from sidesave.errors import IntegrityError, InvalidArgumentError
 from sidesave.writer_daemon.sealing.keys import RUN_KEYS
 
 IDS = st.lists(st.integers(-40, 40), min_size=1, max_size=30, unique=True)
@@ -55,6 +55,8 @@ class Sequences(RuleBasedStateMachine):
         self.model, self.table, self.step = a_model(), GrowingTable(), 0
         self.declared = True
         self.truths: dict[int, Truth] = {}
+        self.line: tuple[int, ...] = ()  # the steps that training has come by
+        self.lines: dict[int, tuple[int, ...]] = {}
         self.handles: list[sidesave.SaveHandle] = []
         self.keys = [KEY, OTHER]
         self.begin()
@@ -125,7 +127,7 @@ class Sequences(RuleBasedStateMachine):
     def save(self, times: int, waits: bool) -> None:
         for _ in range(times):
             self.step += 1
-            self.truths[self.step] = self.truth()
+            self.saves(self.step, self.truth())
             self.handles.append(self.ckpt.save(self.step, self.state(), blocking=waits))
 
     @precondition(lambda self: self.truths)
@@ -135,8 +137,12 @@ class Sequences(RuleBasedStateMachine):
         step = max(self.truths)
         if step not in self.ckpt.steps():
             return
-        self.truths[step] = (*self.truth()[:2], self.step)
+        self.saves(step, (*self.truth()[:2], self.step))
         self.handles.append(self.ckpt.save(step, self.state(), overwrite=True))
+
+    def saves(self, step: int, truth: Truth) -> None:
+        self.truths[step] = truth
+        self.line = self.lines[step] = (*(each for each in self.line if each != step), step)
 
     @rule()
     def kill_the_daemon(self) -> None:
@@ -173,13 +179,19 @@ class Sequences(RuleBasedStateMachine):
             step = steps[which % len(steps)]
             self.ckpt.load(step, into=self.state_to_load())
             self.compare(self.truths[step], self.loaded)
+            self.line = self.lines[step]
 
     @rule()
     def resume(self) -> None:
         self.settle()
-        if (step := self.ckpt.latest_step()) is not None:
-            self.ckpt.load(into=self.state_to_load())
-            self.compare(self.truths[step], self.loaded)
+        if (step := self.ckpt.latest_step()) is None:
+            return
+        if not {*self.line} & {*self.truths}:  # all that is there was given up
+            with pytest.raises(IntegrityError, match="went back to no longer exists"):
+                self.ckpt.load(into=self.state_to_load())
+            return
+        self.ckpt.load(into=self.state_to_load())
+        self.compare(self.truths[step], self.loaded)
 
     def state_to_load(self) -> dict[str, Any]:
         self.loaded = {**self.state(), "n": [0]}
