@@ -115,8 +115,7 @@ def require(nbytes: int, purpose: str) -> None:
         raise HostMemoryError(
             f"{purpose} needs {nbytes / 2**20:,.0f} MiB of host memory (and "
             f"{_RESERVE_NBYTES >> 20} MiB in reserve), but {where} has "
-            f"{min(node, cgroup) / 2**20:,.0f} MiB left; save less, use StagingOptions(slots=1), "
-            "or give the job more"
+            f"{min(node, cgroup) / 2**20:,.0f} MiB left; save less, or give the job more"
         )
 
 
@@ -145,6 +144,9 @@ def _node_turn() -> Generator[None]:
                 break
         yield
     finally:
+        # A child that was forked meanwhile has the descriptor too, and would keep the lock.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 

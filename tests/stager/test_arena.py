@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -407,6 +408,30 @@ def test_populating_leaves_no_thread_and_the_callers_cores_alone(arena: Arena):
     host_memory.populate(arena)
     assert (os.sched_getaffinity(0), threading.active_count()) == (cores, threads)
     assert os.fstat(arena.fd).st_blocks * 512 >= arena.nbytes
+
+
+def test_a_child_that_is_forked_meanwhile_does_not_keep_others_from_allocating(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as a worker of a DataLoader, which lives as long as its epoch."""
+    require, children = host_memory.require, list[int]()
+
+    def fork(nbytes: int, purpose: str) -> None:
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                signal.pause()
+        require(nbytes, purpose)
+
+    monkeypatch.setattr(host_memory, "require", fork)
+    try:
+        host_memory.populate(arena)
+        lock = os.open("/dev/shm", os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
 
 
 def test_more_memory_than_there_is_is_refused_with_the_figures():
