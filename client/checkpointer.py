@@ -1,4 +1,4 @@
-"""``Checkpointer``, which a training script holds: a run, a daemon, a copier, two staging slots."""
+"""``Checkpointer``, which a training script holds: a run, a daemon, a copier, staging slots."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ class Checkpointer:
 
         Raises:
             WriteError: The directory cannot be created, or is not a directory.
-            DirectoryInUseError: Another live session writes there; the message names it, and says
-                if it is one of this process. (A checkpointer that nothing refers to any more is
-                closed first, and waited for.)
+            DirectoryInUseError: Another live session writes there, which the message names. (A
+                checkpointer that nothing refers to any more is closed first, and waited for.)
             DaemonStartError: The daemon did not start, or that of another rank did not.
             InvalidArgumentError: An option is invalid; on all ranks, if it is on one.
             KeyMissingError: The run is encrypted, or other ranks have a key, and ``encryption`` was
@@ -220,15 +219,19 @@ class Checkpointer:
         )
 
     def prepare(
-        self, state: Mapping[str, Any], *, files: Mapping[str, str | bytes] | None = None
+        self,
+        state: Mapping[str, Any],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        slots: int = 1,
     ) -> Future[None]:
-        """Allocate, populate and pin staging memory for states of this structure in the background.
+        """Allocate, populate and pin memory for ``slots`` states of this kind in the background.
 
         With ``files`` for them as well, as :meth:`save` takes them. Optional: without it the first
-        saves do so. Raises like :meth:`save` for a state that cannot be saved; what goes wrong
-        later is the future's exception.
+        save makes a slot, and one that finds it busy another. Raises like :meth:`save` for a state
+        that cannot be saved; what goes wrong later is the future's exception.
         """
-        return self._saver.prepare(state, arguments.encode_files(files))
+        return self._saver.prepare(state, arguments.encode_files(files), slots)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise what :meth:`save` would raise for this state; nothing is saved."""
@@ -263,9 +266,8 @@ class Checkpointer:
         saves.wait(timeout_s)
         saves.raise_failure()
         if mirrored:
-            self._session.mirroring.wait(
-                None if deadline is None else max(0.0, deadline - time.monotonic())
-            )
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            self._session.mirroring.wait(left_s)
 
     # Loading --------------------------------------------------------------------------------------
 
@@ -358,9 +360,8 @@ class Checkpointer:
     def history(self) -> list[SaveRecord]:
         """Return the outcomes of the run's saves, also those under way, in the order of the calls.
 
-        The log behind this is bounded: the oldest saves of a long run are missing. See
-        :func:`sidesave.history`, which needs no checkpointer. In an object store there is no log,
-        and these are the last saves of this session.
+        The log behind this is bounded: the oldest saves of a long run are missing. In an object
+        store there is none, and these are the last saves of this session.
         """
         self._session.check_process()
         return self._session.history.records()

@@ -27,7 +27,8 @@ class StagingOptions:
     """Host memory for the state, and when the state is copied there.
 
     Attributes:
-        slots: Number of saves that can be under way; each takes host memory of the state's size.
+        slots: Number of saves that can be under way. Each takes host memory of the state's size,
+            from the time when a save first meets a busy slot until it was not needed for 20 saves.
         on_busy: If all slots are busy, ``"wait"`` for one or ``"skip"`` the save.
         overlap: Copy owned tensors while training goes on: None for CUDA tensors, True for CPU
             tensors too, False never.
@@ -195,6 +196,12 @@ class Options:
             raise InvalidArgumentError(
                 f"StagingOptions.on_busy='skip' is for a process that saves alone: {text}"
             )
+
+    def check_slots(self, slots: object) -> None:
+        """Raise unless so many slots can be prepared."""
+        most = self.staging.slots
+        is_one = _is_count(slots, 1) and cast("int", slots) <= most
+        _require("slots", slots, f"an int from 1 to {most} (StagingOptions.slots)", is_one)
 
 
 @contextmanager

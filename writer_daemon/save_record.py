@@ -38,16 +38,15 @@ _CERTAINTY: Final[dict[str, int]] = {
 
 A later line corrects an earlier one that is less settled.
 """
-_NOT_LOGGED: Final = frozenset({"called", "ended_s", "rank_nbytes"})
+_NOT_LOGGED: Final = frozenset({"called", "ended_s", "rank_nbytes", "staging_nbytes"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRecord:
     """The known facts of one call of ``save()``; None for one that is unknown or still to come.
 
-    Observers of a checkpointer get it, and the history of a run consists of it. ``called``,
-    ``ended_s`` and ``rank_nbytes`` are known only to the process that saves, and are not in the
-    log.
+    Observers of a checkpointer get it, and the history of a run consists of it. The last four are
+    known only to the process that saves, and are not in the log.
 
     Attributes:
         step: The step it was to be saved as.
@@ -74,6 +73,7 @@ class SaveRecord:
         called: When ``save()`` was called, by ``time.monotonic()``.
         ended_s: Seconds from the call until the outcome was known.
         rank_nbytes: Bytes that this rank had to write.
+        staging_nbytes: Host memory of this rank's staging slots when the state was to be copied.
     """
 
     step: int
@@ -95,6 +95,7 @@ class SaveRecord:
     called: float | None = None
     ended_s: float | None = None
     rank_nbytes: int | None = None
+    staging_nbytes: int | None = None
 
     def seconds(self, phase: str) -> float | None:
         """Return the seconds of one of :data:`PHASES`."""

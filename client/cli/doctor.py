@@ -139,11 +139,11 @@ def _host_memory() -> Iterator[Verdict]:
     if limit is not None:
         group = f"the tightest memory cgroup allows {gb(limit)} and has {gb(headroom)} left"
     detail = (
-        f"{gb(available)} can be allocated ({group}): two staging slots for a state of up to "
-        f"{gb(available / 2)}"
+        f"{gb(available)} can be allocated ({group}): a staging slot for a state of up to that "
+        f"size, or two, where saves overlap, for one of up to {gb(available / 2)}"
     )
     if available < 2 << 30:
-        yield "warn", detail, "give the job more memory; StagingOptions(slots=1) needs half"
+        yield "warn", detail, "give the job more memory"
     else:
         yield "ok", detail, ""
 

@@ -126,11 +126,11 @@ def _upload_speed(bucket: Bucket, speed: list[float]) -> Iterator[Verdict]:
 
 def _shutdown(rate: float) -> Iterator[Verdict]:
     """Estimate whether staged saves can be uploaded between SIGTERM and SIGKILL."""
-    state = host_memory.available_nbytes() / 2
+    state = host_memory.available_nbytes()
     fits = rate * _GRACE_S
     detail = (
         f"in {_GRACE_S:.0f} s from SIGTERM to SIGKILL, at this rate, {gb(fits)} can be uploaded; "
-        f"two staging slots have room for a state of {gb(state)}"
+        f"a staging slot has room for a state of {gb(state)}"
     )
     if fits < state:
         needed = "a larger state needs terminationGracePeriodSeconds (or KillWait) of its bytes / "

@@ -138,6 +138,9 @@ def _families(summary: SaveSummary, labels: Labels) -> Iterator[_Family]:
 
     yield gauge("saves_under_way", "Saves without an outcome yet.", summary.under_way)
     yield gauge(
+        "staging_bytes", "Host memory of this rank's staging slots.", summary.staging_nbytes
+    )
+    yield gauge(
         "stall_ratio",
         "Part of the run's time that training stood still in save().",
         summary.stall_share,

@@ -71,6 +71,7 @@ class SaveSummary:
         counts: Saves that have ended, by their outcomes.
         under_way: Saves without an outcome yet.
         nbytes: Bytes that this rank has written, of committed saves.
+        staging_nbytes: Host memory of this rank's staging slots at the last save.
         wall_s: Seconds since the statistics were created, or since the first call if that was
             earlier.
         stall: Durations of ``save()`` calls.
@@ -88,6 +89,7 @@ class SaveSummary:
     counts: dict[Outcome, int]
     under_way: int
     nbytes: int
+    staging_nbytes: int | None
     wall_s: float
     stall: Spread
     staged: Spread
@@ -111,6 +113,8 @@ class SaveSummary:
     def __str__(self) -> str:
         counts = [f"{count:,} {outcome}" for outcome, count in self.counts.items() if count]
         text = f"{', '.join(counts) or 'no saves'}; {format_bytes(self.nbytes)}"
+        if self.staging_nbytes:
+            text += f", {format_bytes(self.staging_nbytes)} of staging memory"
         text += (
             f", stall {format_seconds(self.stall_s)} ({self.stall_share:.2%} of "
             f"{format_seconds(self.wall_s)})"
@@ -181,6 +185,9 @@ class SaveStats:
                 counts={outcome: self._counts[outcome] for outcome in OUTCOMES},
                 under_way=len(self._under_way),
                 nbytes=self._nbytes,
+                staging_nbytes=next(
+                    (each.staging_nbytes for each in reversed(records) if each.staging_nbytes), None
+                ),
                 wall_s=wall_s,
                 stall=spreads["stall"],
                 staged=spreads["staged"],

@@ -27,6 +27,7 @@ class Save:
         step: The step, once it was checked.
         sequence: Its place in the order of saves; 0 before it has one.
         slot: Where the state is staged.
+        staging_nbytes: Host memory of all slots then.
         info: The checkpoint to be; path and size are those of the commit.
         thread: The thread of the call.
         called: Time of the call, by the monotonic clock.
@@ -47,6 +48,7 @@ class Save:
     step: int | None = None
     sequence: int = 0
     slot: StagingSlot | None = None
+    staging_nbytes: int | None = None
     info: CheckpointInfo | None = None
     thread: int = field(default_factory=threading.get_ident)
     called: float = field(default_factory=time.monotonic)
@@ -100,4 +102,5 @@ class Save:
             called=self.called,
             ended_s=None if outcome == "saving" else seconds.get("committed", now_s),
             rank_nbytes=self.handle.nbytes,
+            staging_nbytes=self.staging_nbytes,
         )

@@ -80,7 +80,6 @@ class Saver:
         self._call = threading.RLock()
         # of the call of save() under way, or of one that was interrupted
         self._current: Save | None = None
-        self._warned = False
 
     def save(
         self,
@@ -120,15 +119,18 @@ class Saver:
                     extra_files = arguments.encode_files(files)
                     flat = self._planner.flatten(state)
                     save.slot = session.pool.try_acquire(save)
-                    if save.slot is None and self._skips:
+                    if save.slot is None and self._skips and session.pool.is_busy():
                         self._current = None
                         return self._skip(save)
                     if save.slot is None:
                         began = time.monotonic()
                         save.slot = session.pool.acquire(
-                            save, session.options.slot_patience_s, session.saves.nbytes_written
+                            save,
+                            session.options.slot_patience_s,
+                            session.saves.nbytes_written,
+                            session.saves.remaining_s,
                         )
-                        self._warn_of_wait(save.handle.step, time.monotonic() - began)
+                        session.saves.warn_of_wait(save.handle.step, time.monotonic() - began)
                     # after the wait: it links to saves that may fail until then
                     shards = self._planner.plan(flat)
                     parts = self._parts(shards, extra_files, metadata_json)
@@ -161,6 +163,7 @@ class Saver:
         session, slot, flat, plan = self.session, save.slot, shards.flat, shards.plan
         assert slot is not None
         small = self._lay_out(slot, shards, parts, session.books.call)
+        save.staging_nbytes = session.pool.nbytes
         arena = slot.arena
         assert arena is not None
         message = self._describe(save, shards, slot, small, replace=replace)
@@ -303,31 +306,12 @@ class Saver:
             self.session.history.show(record)
         return save.handle
 
-    def _warn_of_wait(self, step: int, seconds: float) -> None:
-        """Say once, with an object store, which interval of saves it sustains."""
-        session, last = self.session, self.session.saves.last_write
-        if self._warned or last is None or not urls.is_url(session.directory):
-            return
-        self._warned = True
-        nbytes, took_s = last
-        logger.warning(
-            "step %d has waited %.1f s for a staging slot, so saves come faster than %s takes "
-            "them: %.3g MB took %.1f s (%.3g MB/s), so one save every %.0f s can be sustained; "
-            "save less often, or less",
-            step,
-            seconds,
-            session.directory,
-            nbytes / 1e6,
-            took_s,
-            nbytes / 1e6 / max(took_s, 1e-6),
-            max(1.0, took_s),
-        )
-
-    def prepare(self, state: Mapping[str, Any], extra_files: bytes) -> Future[None]:
+    def prepare(self, state: Mapping[str, Any], extra_files: bytes, slots: int) -> Future[None]:
         """See :meth:`Checkpointer.prepare`. The first save reuses the plan."""
         session = self.session
         session.check_open()
         self._refuse_reentry("prepare")
+        session.options.check_slots(slots)
         with kinds.exclusion():
             kinds.await_captures("prepare()")
             with self._call:
@@ -338,8 +322,9 @@ class Saver:
 
         def work() -> None:
             try:
-                while (slot := session.pool.try_acquire(future)) is not None:
-                    self._lay_out(slot, shards, parts, lambda fit: fit())
+                for _ in range(slots):
+                    if (slot := session.pool.try_acquire(future, empty=True)) is not None:
+                        self._lay_out(slot, shards, parts, lambda fit: fit())
             except BaseException as error:  # noqa: BLE001 - handed over through the future
                 session.pool.release(future)
                 future.set_exception(error)

@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import errno
 import logging
+import math
 import os
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -27,6 +29,7 @@ from sidesave.writer_daemon import protocol
 from sidesave.writer_daemon.checkpoints.info import CheckpointInfo
 from sidesave.writer_daemon.protocol import Delete, Message
 from sidesave.writer_daemon.save_record import SaveRecord
+from sidesave.writer_daemon.storage import urls
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +165,7 @@ class Saves:
         self.deletions = Deletions(directory, lineage)
         self.last_write: tuple[int, float] | None = None
         """Bytes of the last save that became durable, and the seconds that writing them took."""
+        self._warned = False
         self._changed = Monitor()
         self._open: dict[int, Save] = {}
 
@@ -248,6 +252,40 @@ class Saves:
     def nbytes_written(self) -> int:
         """Return how many bytes storage has taken of the saves under way."""
         return sum(save.handle.nbytes_written for save in list(self._open.values()))
+
+    def remaining_s(self) -> float:
+        """Estimate the seconds until the first of the saves in slots is durable.
+
+        From the rate of the last save or, before there is one, from that of the save itself. 0 if
+        no save is in a slot, infinite if nothing is known.
+        """
+        now, last = time.monotonic(), self.last_write
+        remaining: list[float] = []
+        for save in list(self._open.values()):
+            if save.slot is not None:
+                nbytes, seconds = last or (save.handle.nbytes_written, now - save.called)
+                left_nbytes = save.handle.nbytes - save.handle.nbytes_written
+                remaining.append(left_nbytes * seconds / nbytes if nbytes else math.inf)
+        return min(remaining, default=0.0)
+
+    def warn_of_wait(self, step: int, seconds: float) -> None:
+        """Say once, with an object store, which interval of saves it sustains."""
+        if self._warned or self.last_write is None or not urls.is_url(self._directory):
+            return
+        self._warned = True
+        nbytes, took_s = self.last_write
+        logger.warning(
+            "step %d has waited %.1f s for a staging slot, so saves come faster than %s takes "
+            "them: %.3g MB took %.1f s (%.3g MB/s), so one save every %.0f s can be sustained; "
+            "save less often, or less",
+            step,
+            seconds,
+            self._directory,
+            nbytes / 1e6,
+            took_s,
+            nbytes / 1e6 / max(took_s, 1e-6),
+            max(1.0, took_s),
+        )
 
     # Outcomes -------------------------------------------------------------------------------------
 

@@ -331,8 +331,7 @@ class CheckpointManager:
     @property
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint committed last, or rolled back to since, or None. Reads the directory."""
-        checkpoints = self.checkpoints()
-        return checkpoints[-1] if checkpoints else None
+        return (self.checkpoints() or [None])[-1]
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints, with metrics, in :func:`sidesave.find`'s order. Reads the directory."""
@@ -372,9 +371,10 @@ class CheckpointManager:
                 report = export(self._managed.current(), target, **options)
         return report
 
-    def prepare(self) -> Future[None]:
+    def prepare(self, *, slots: int = 1) -> Future[None]:
         """Allocate staging memory in the background; optional, see ``Checkpointer.prepare``."""
-        return self._checkpointer.prepare(self._managed.items, files=self._managed.files)
+        managed = self._managed
+        return self._checkpointer.prepare(managed.items, files=managed.files, slots=slots)
 
     def pin(self, step: int) -> None:
         """Never delete this step, also in later sessions; durable when this returns.

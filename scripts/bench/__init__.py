@@ -5,6 +5,7 @@
                     and the raw disk
     training_loop   wall time that one save adds to a real training loop
     load            cold and warm reads
+    busy_slot       the call that finds the staging slot busy
     memory          what the writer costs: private memory, staging memory, start
     ranks           what it costs that several ranks make one checkpoint: calls, bytes, commit,
                     resharding

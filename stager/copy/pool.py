@@ -1,13 +1,16 @@
-"""Staging slots: a fixed number of arenas that saves use in turn.
+"""Staging slots: up to a fixed number of arenas that saves use in turn.
 
-A slot is busy from staging until its bytes are durable. With two slots, a save that waits for a
-free one waits for the save before the previous one.
+A slot is busy from staging until its bytes are durable. One slot has memory. A save that finds it
+busy has another one made in a thread, and continues with the one that is ready first; if the rest
+of the write is expected to take less time, none is made. A slot that was not needed for long is
+given back.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +22,10 @@ from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
 from sidesave.stager.copy.held import Held
 from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import host_memory, numa
-from sidesave.stager.memory.arena import Arena, page_up
+from sidesave.stager.memory.arena import PAGE, Arena, page_up
 from sidesave.stager.memory.pinning import PinnedRange
 from sidesave.stager.plan import Plan, Target
-from sidesave.stager.signal_safe import Monitor
+from sidesave.stager.signal_safe import Monitor, start
 from sidesave.stager.tables import RowImage
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,11 @@ logger = logging.getLogger(__name__)
 DESCRIPTOR_NBYTES: Final = 4096
 """Bytes for an encoded SAVE message; each file adds ``_DESCRIPTOR_PER_FILE``."""
 _DESCRIPTOR_PER_FILE: Final = 512
+_ESTIMATE_EVERY_S: Final = 0.1
+"""How often a waiting save estimates again whether to make another slot."""
+_IDLE_SAVES: Final = 20
+_IDLE_S: Final = 3600.0
+"""A slot that no save has used for so many saves, or seconds, is given back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +52,9 @@ class StagingSlot:
         image: The arena's data as bytes.
         pinned: The arena's memory, page-locked for devices.
         unpinnable: Page-locking this arena failed and is not retried.
-        owner: The save that uses the slot; None while it is free.
+        owner: The save that uses the slot; the pool while it makes the slot or gives it back; None
+            while it is free.
+        last_use: The number of saves that had taken a slot of the pool by then, and the time.
     """
 
     arena: Arena | None = None
@@ -57,6 +67,13 @@ class StagingSlot:
     pinned: PinnedRange | None = None
     unpinnable: bool = False
     owner: object | None = None
+    last_use: tuple[int, float] = (0, 0.0)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory that the slot uses now, in bytes."""
+        arena = self.arena
+        return 0 if arena is None else arena.nbytes
 
     def lay_out(self, plan: Plan) -> None:
         """Write the plan's headers to the arena and create its views, unless they exist."""
@@ -138,61 +155,155 @@ class SlotPool:
         self._changed = Monitor()
         self._next_arena = 1
         self._closed = False
-        self._waits, self._waited_s = 0, 0.0
+        self._taken = self._waits = 0
+        self._waited_s = 0.0
+        self._s_per_byte = 0.0
+        self._not_before = 0.0
         self._warned_unpinnable = False
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """Host memory that the slots use now, in bytes."""
-        return sum(slot.arena.nbytes for slot in self._slots if slot.arena is not None)
 
     def is_busy(self) -> bool:
-        """Whether all slots are in use."""
-        return bool(self._slots) and all(slot.owner is not None for slot in self._slots)
+        """Whether saves use all slots."""
+        return bool(self._slots) and not any(slot.owner in (None, self) for slot in self._slots)
 
-    def try_acquire(self, owner: object) -> StagingSlot | None:
-        """Assign a free slot to ``owner``; return None if all are busy. Does not block."""
+    def try_acquire(self, owner: object, *, empty: bool = False) -> StagingSlot | None:
+        """Assign a free slot to ``owner``; return None if there is none. Does not block.
+
+        A slot without memory is assigned only if no other one has memory or is being given some,
+        or with ``empty`` if no free slot has memory.
+        """
         with self._changed:
             if self._closed:
                 raise ClosedError("the checkpointer was closed meanwhile")
             free = [slot for slot in self._slots if slot.owner is None]
+            if not empty and any(slot.nbytes or slot.owner is not None for slot in self._slots):
+                free = [slot for slot in free if slot.nbytes]
             if not free:
                 return None
-            slot = max(free, key=lambda slot: 0 if slot.arena is None else slot.arena.nbytes)
+            slot = max(free, key=lambda slot: slot.nbytes)
             slot.owner = owner
+            self._taken += 1
+            slot.last_use = self._taken, time.monotonic()
             return slot
 
     def acquire(
-        self, owner: object, patience_s: float, progress: Callable[[], object] = lambda: None
+        self,
+        owner: object,
+        patience_s: float,
+        progress: Callable[[], object] = lambda: None,
+        remaining_s: Callable[[], float] = lambda: math.inf,
     ) -> StagingSlot:
-        """Assign a slot to ``owner``; blocks until one is free.
+        """Assign a slot to ``owner``; blocks until one is free or made.
+
+        Args:
+            owner: The save.
+            patience_s: How long to wait while ``progress()`` does not change.
+            progress: Returns how far the saves are that use the slots.
+            remaining_s: Estimates the seconds until the first of them is durable.
 
         Raises:
-            WriteStalledError: All were busy for ``patience_s`` seconds in which ``progress()`` did
-                not change.
+            WriteStalledError: All slots were busy for ``patience_s`` seconds without progress.
         """
-        began, before = time.monotonic(), progress()
-        while (slot := self._changed.wait_for(lambda: self.try_acquire(owner), patience_s)) is None:
+        began = last_change = time.monotonic()
+        before = progress()
+        while True:
+            self._make_another(remaining_s, time.monotonic() - began)
+            round_s = min(patience_s, _ESTIMATE_EVERY_S)
+            slot = self._changed.wait_for(lambda: self.try_acquire(owner), round_s)
+            if slot is not None:
+                break
             now = progress()
-            if now == before:
+            if now != before or self._is_making():
+                before, last_change = now, time.monotonic()
+            elif time.monotonic() - last_change >= patience_s:
                 raise WriteStalledError(
                     f"all {len(self._slots)} staging slots are being written, and no byte has "
                     f"moved for {patience_s:g} s; check the run's storage, and whether the writer "
                     "daemon was stopped"
                 )
-            before = now
         self._waits, self._waited_s = self._waits + 1, self._waited_s + time.monotonic() - began
         return slot
 
     def release(self, owner: object) -> None:
-        """Free the slot that ``owner`` holds, if any; after :meth:`close` also frees its memory."""
+        """Free the slot that ``owner`` holds, if any; after :meth:`close` also frees its memory.
+
+        If that leaves all slots free, those that were not used for long are given back in a thread.
+        """
+        idle: list[StagingSlot] = []
         with self._changed:
             for slot in self._slots:
                 if slot.owner is owner:
                     slot.owner = None
                     if self._closed:
                         self._drop(slot)
+            if owner is not self and all(slot.owner is None for slot in self._slots):
+                idle = [slot for slot in self._slots if slot.nbytes and self._is_idle(slot)]
             self._changed.notify_all()
+        if idle:
+            start(lambda: self._give_back(idle), "sidesave-give-back")
+
+    # Making slots, and giving them back -----------------------------------------------------------
+
+    def _is_making(self) -> bool:
+        return any(slot.owner is self for slot in self._slots)
+
+    def _make_another(self, remaining_s: Callable[[], float], waited_s: float) -> None:
+        """Make a slot like the largest in a thread, unless a slot is expected to be free sooner.
+
+        That expectation is given up after a wait as long as making one takes.
+        """
+        if self._is_making() or time.monotonic() < self._not_before:
+            return
+        if not any(slot.owner is None and not slot.nbytes for slot in self._slots):
+            return
+        if not (nbytes := max(slot.nbytes for slot in self._slots)):
+            return  # another thread makes the first one, see try_acquire()
+        if max(remaining_s(), waited_s) > nbytes * self._s_per_byte:
+            start(self._make, "sidesave-slot")
+
+    def _make(self) -> None:
+        with self._changed:
+            empty = [slot for slot in self._slots if slot.owner is None and not slot.nbytes]
+            like = max(self._slots, key=lambda slot: slot.nbytes)
+            arena, device = like.arena, None if like.pinned is None else like.pinned.device
+            if self._closed or self._is_making() or not empty or arena is None:
+                return
+            descriptor_nbytes, data_nbytes = arena.data_offset - PAGE, arena.data_nbytes
+            slot = empty[0]
+            slot.owner = self
+            slot.last_use = self._taken, time.monotonic()
+        try:
+            self._replace(slot, descriptor_nbytes, data_nbytes, device)
+            if device is not None:
+                self._pin(slot, device)
+        except HostMemoryError as error:
+            self._not_before = time.monotonic() + _IDLE_S
+            logger.warning("saves wait for one another, as another slot cannot be made: %s", error)
+        finally:
+            self.release(self)
+
+    def _is_idle(self, slot: StagingSlot) -> bool:
+        taken, at_s = slot.last_use
+        return self._taken - taken >= _IDLE_SAVES or (
+            self._taken > taken and time.monotonic() - at_s >= _IDLE_S
+        )
+
+    def _give_back(self, slots: list[StagingSlot]) -> None:
+        for slot in slots:
+            # Pinning it again would stall the device, so that memory has to be needed.
+            if slot.pinned is not None and host_memory.available_nbytes() >= slot.nbytes:
+                continue
+            with self._changed:
+                if slot.owner is not None or self._closed:
+                    continue
+                slot.owner = self
+            try:
+                self._drop(slot)
+            finally:
+                self.release(self)
+
+    # Layout ---------------------------------------------------------------------------------------
 
     def fit(
         self, slot: StagingSlot, plan: Plan, parts: Sequence[bytes], device: torch.device | None
@@ -255,6 +366,7 @@ class SlotPool:
         data_nbytes: int,
         device: torch.device | None,
     ) -> None:
+        began = time.monotonic()
         with self._changed:
             self._drop(slot)
         try:
@@ -271,10 +383,13 @@ class SlotPool:
         with self._changed:
             slot.arena, slot.arena_id = arena, self._next_arena
             self._next_arena += 1
+            self.nbytes += arena.nbytes
         self._attach(slot.arena_id, arena)
+        self._s_per_byte = (time.monotonic() - began) / arena.nbytes
 
     def _pin(self, slot: StagingSlot, device: torch.device) -> None:
         assert slot.arena is not None
+        began = time.monotonic()
         try:
             slot.pinned = PinnedRange(device, slot.arena.address, slot.arena.nbytes)
         except RuntimeError as error:
@@ -287,9 +402,12 @@ class SlotPool:
                 device,
                 error,
             )
+        self._s_per_byte += (time.monotonic() - began) / slot.nbytes
 
     def _drop(self, slot: StagingSlot) -> None:
         if slot.arena is not None:
+            with self._changed:
+                self.nbytes -= slot.nbytes
             self._detach(slot.arena_id)
             slot.unmap()
 

@@ -218,8 +218,8 @@ def calls_beside_a_capture(run: str, call: str) -> None:
 
 
 def test_memory_is_pinned_and_given_back_outside_of_captures(tmp_path: Path):
-    """What ``prepare()`` began before a capture, and ``close()`` in another thread, wait for its
-    end.
+    """What ``prepare()`` began before a capture, a slot that is given back, and ``close()`` in
+    another thread, wait for its end.
     """
     _run_here("pins_beside_a_capture", tmp_path)
 
@@ -250,6 +250,18 @@ def pins_beside_a_capture(run: str) -> None:
     pinning.result()
     assert counter.replays_well(graph)
     assert_holds(checkpointer.save(1, state), expected)
+    checkpointer.prepare(state, slots=2).result(60)
+    pool = checkpointer.session.pool
+    host_memory.available_nbytes = lambda: 0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.value.add_(1)
+        giving_back = Call(lambda: pool._give_back(pool._slots[1:]))
+        giving_back.goes_as_far_as_it_gets()
+        counter.value.add_(1)
+    giving_back.result()
+    assert counter.replays_well(graph)
+    assert not pool._slots[1].nbytes
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         counter.value.add_(1)

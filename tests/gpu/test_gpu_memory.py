@@ -28,15 +28,16 @@ from gpu import (
 from machines import needs_two_cores, two_nodes
 from states import difference, frozen, held
 from torch import nn
+from trainers import stopped, wait_until
 
 import sidesave
 from sidesave import Checkpointer, FailureOptions, StagingOptions
 from sidesave.errors import TornSnapshotError
 from sidesave.stager import ownership
-from sidesave.stager.copy import fingerprint
+from sidesave.stager.copy import fingerprint, pool
 from sidesave.stager.copy.memcopy import MemoryCopier
 from sidesave.stager.devices.kinds import pci_address
-from sidesave.stager.memory import numa
+from sidesave.stager.memory import host_memory, numa
 
 pytestmark = gpu.MARKS
 
@@ -341,6 +342,32 @@ def test_memory_that_cannot_be_pinned_is_not_tried_again_at_every_save(
             assert_holds(checkpointer.save(step, state), seen(state))
     assert 1 <= len(attempts) <= 2, "once for each slot at most"
     assert len([record for record in caplog.records if "cannot be pinned" in record.message]) == 1
+
+
+def test_another_slot_is_pinned_too_and_given_back_only_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = trained(torch.optim.AdamW, fused=True)
+    expected = seen(state)
+    with Checkpointer(tmp_path) as checkpointer:
+        slots = checkpointer.session.pool._slots
+
+        def pinned() -> int:
+            return sum(slot.pinned is not None for slot in slots)
+
+        checkpointer.save(0, state, blocking=True)
+        assert pinned() == 1
+        with stopped(checkpointer.daemon_pid or 0):
+            handles = [checkpointer.save(step, state) for step in (1, 2)]
+            assert pinned() == 2
+        for handle in handles:
+            assert_holds(handle, expected)
+        checkpointer.session.pool._give_back(slots)
+        assert pinned() == 2
+        monkeypatch.setattr(pool, "_IDLE_SAVES", 1)
+        monkeypatch.setattr(host_memory, "available_nbytes", lambda: 0)
+        assert_holds(checkpointer.save(3, state, blocking=True), expected)
+        wait_until(lambda: pinned() == 1, "a slot is given back")
 
 
 # Devices ------------------------------------------------------------------------------------------
