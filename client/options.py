@@ -198,7 +198,7 @@ class Options:
             )
 
     def check_slots(self, slots: object) -> None:
-        """Raise unless so many slots can be prepared."""
+        """Raise unless ``slots`` is a number of slots that can be prepared."""
         most = self.staging.slots
         is_one = _is_count(slots, 1) and cast("int", slots) <= most
         _require("slots", slots, f"an int from 1 to {most} (StagingOptions.slots)", is_one)

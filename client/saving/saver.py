@@ -123,14 +123,7 @@ class Saver:
                         self._current = None
                         return self._skip(save)
                     if save.slot is None:
-                        began = time.monotonic()
-                        save.slot = session.pool.acquire(
-                            save,
-                            session.options.slot_patience_s,
-                            session.saves.nbytes_written,
-                            session.saves.remaining_s,
-                        )
-                        session.saves.warn_of_wait(save.handle.step, time.monotonic() - began)
+                        save.slot = self._await_slot(save)
                     # after the wait: it links to saves that may fail until then
                     shards = self._planner.plan(flat)
                     parts = self._parts(shards, extra_files, metadata_json)
@@ -145,6 +138,22 @@ class Saver:
         finally:
             save.reach("returned")
         return save.handle
+
+    def _await_slot(self, save: Save) -> StagingSlot:
+        session = self.session
+        if session.connection.is_this_thread():  # it frees slots, so it cannot wait for one
+            slot = session.pool.try_acquire(save, empty=True)
+            if slot is None:
+                raise StagingError(
+                    "save() was called in a callback of a save's future while all staging slots "
+                    "are busy, and would have to wait for itself; save in the training loop"
+                )
+            return slot
+        began = time.monotonic()
+        saves, patience_s = session.saves, session.options.slot_patience_s
+        slot = session.pool.acquire(save, patience_s, saves.nbytes_written, saves.remaining_s)
+        saves.warn_of_wait(save.handle.step, time.monotonic() - began)
+        return slot
 
     def check(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Planner.check`."""

@@ -8,6 +8,7 @@ given back.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -18,7 +19,7 @@ from typing import Final
 
 import torch
 
-from sidesave.errors import ClosedError, HostMemoryError, WriteStalledError
+from sidesave.errors import ClosedError, WriteStalledError
 from sidesave.stager.copy.held import Held
 from sidesave.stager.devices.kinds import pci_address
 from sidesave.stager.memory import host_memory, numa
@@ -37,7 +38,11 @@ _ESTIMATE_EVERY_S: Final = 0.1
 """How often a waiting save estimates again whether to make another slot."""
 _IDLE_SAVES: Final = 20
 _IDLE_S: Final = 3600.0
-"""A slot that no save has used for so many saves, or seconds, is given back."""
+"""A slot is given back if the last this many saves, or those of so long, did not use it."""
+
+
+class _PoolWork:
+    """Owns a slot while the pool makes it or gives it back; each time another one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +57,8 @@ class StagingSlot:
         image: The arena's data as bytes.
         pinned: The arena's memory, page-locked for devices.
         unpinnable: Page-locking this arena failed and is not retried.
-        owner: The save that uses the slot; the pool while it makes the slot or gives it back; None
-            while it is free.
+        owner: The save that uses the slot; None while it is free.
+        device: The device for which the memory was made.
         last_use: The number of saves that had taken a slot of the pool by then, and the time.
     """
 
@@ -66,6 +71,7 @@ class StagingSlot:
     held: Held = field(default_factory=Held)
     pinned: PinnedRange | None = None
     unpinnable: bool = False
+    device: torch.device | None = None
     owner: object | None = None
     last_use: tuple[int, float] = (0, 0.0)
 
@@ -156,19 +162,19 @@ class SlotPool:
         self._next_arena = 1
         self._closed = False
         self._taken = self._waits = 0
-        self._waited_s = 0.0
-        self._s_per_byte = 0.0
-        self._not_before = 0.0
+        self._waited_s = self._s_per_byte = self._not_before = 0.0
         self._warned_unpinnable = False
         self.nbytes = 0
         """Host memory that the slots use now, in bytes."""
 
     def is_busy(self) -> bool:
-        """Whether saves use all slots."""
-        return bool(self._slots) and not any(slot.owner in (None, self) for slot in self._slots)
+        """Whether a save has to wait for another one: saves use all slots that can have memory."""
+        made = [slot for slot in self._slots if slot.nbytes]
+        usable = made if made and time.monotonic() < self._not_before else self._slots
+        return all(slot.owner and not isinstance(slot.owner, _PoolWork) for slot in usable)
 
     def try_acquire(self, owner: object, *, empty: bool = False) -> StagingSlot | None:
-        """Assign a free slot to ``owner``; return None if there is none. Does not block.
+        """Assign a free slot to ``owner``, or return None. Does not block.
 
         A slot without memory is assigned only if no other one has memory or is being given some,
         or with ``empty`` if no free slot has memory.
@@ -217,8 +223,9 @@ class SlotPool:
             if now != before or self._is_making():
                 before, last_change = now, time.monotonic()
             elif time.monotonic() - last_change >= patience_s:
+                used = sum(slot.owner is not None for slot in self._slots)
                 raise WriteStalledError(
-                    f"all {len(self._slots)} staging slots are being written, and no byte has "
+                    f"all {used} staging slots are being written, and no byte has "
                     f"moved for {patience_s:g} s; check the run's storage, and whether the writer "
                     "daemon was stopped"
                 )
@@ -237,71 +244,82 @@ class SlotPool:
                     slot.owner = None
                     if self._closed:
                         self._drop(slot)
-            if owner is not self and all(slot.owner is None for slot in self._slots):
-                idle = [slot for slot in self._slots if slot.nbytes and self._is_idle(slot)]
+            if all(slot.owner is None for slot in self._slots):
+                idle = [*filter(self._is_idle, self._slots)]
             self._changed.notify_all()
-        if idle:
-            start(lambda: self._give_back(idle), "sidesave-give-back")
+        if idle and not isinstance(owner, _PoolWork):
+            self._begin(lambda: self._give_back(idle), "sidesave-give-back")
 
     # Making slots, and giving them back -----------------------------------------------------------
 
+    @staticmethod
+    def _begin(work: Callable[[], None], name: str) -> None:
+        with contextlib.suppress(RuntimeError):  # no thread can be started: saves go on without it
+            start(work, name)
+
     def _is_making(self) -> bool:
-        return any(slot.owner is self for slot in self._slots)
+        return any(isinstance(slot.owner, _PoolWork) for slot in self._slots)
+
+    def _largest(self) -> StagingSlot | None:
+        """Return the largest slot with a plan; one without it may not be pinned yet."""
+        ready = (slot for slot in self._slots if slot.plan is not None)
+        return max(ready, key=lambda slot: slot.nbytes, default=None)
 
     def _make_another(self, remaining_s: Callable[[], float], waited_s: float) -> None:
         """Make a slot like the largest in a thread, unless a slot is expected to be free sooner.
 
         That expectation is given up after a wait as long as making one takes.
         """
-        if self._is_making() or time.monotonic() < self._not_before:
+        like = self._largest()  # None while another thread makes the first one, see try_acquire()
+        if self._to_make() is None or like is None:
             return
-        if not any(slot.owner is None and not slot.nbytes for slot in self._slots):
-            return
-        if not (nbytes := max(slot.nbytes for slot in self._slots)):
-            return  # another thread makes the first one, see try_acquire()
-        if max(remaining_s(), waited_s) > nbytes * self._s_per_byte:
-            start(self._make, "sidesave-slot")
+        if max(remaining_s(), waited_s) > like.nbytes * self._s_per_byte:
+            self._begin(self._make, "sidesave-slot")
+
+    def _to_make(self) -> StagingSlot | None:
+        """Return a slot that can be given memory beside saves; one at a time."""
+        if self._closed or self._is_making() or time.monotonic() < self._not_before:
+            return None
+        return next((slot for slot in self._slots if slot.owner is None and not slot.nbytes), None)
 
     def _make(self) -> None:
+        work = _PoolWork()
         with self._changed:
-            empty = [slot for slot in self._slots if slot.owner is None and not slot.nbytes]
-            like = max(self._slots, key=lambda slot: slot.nbytes)
-            arena, device = like.arena, None if like.pinned is None else like.pinned.device
-            if self._closed or self._is_making() or not empty or arena is None:
+            slot, like = self._to_make(), self._largest()
+            if slot is None or like is None or like.arena is None:
                 return
-            descriptor_nbytes, data_nbytes = arena.data_offset - PAGE, arena.data_nbytes
-            slot = empty[0]
-            slot.owner = self
-            slot.last_use = self._taken, time.monotonic()
+            descriptor_nbytes = like.arena.data_offset - PAGE
+            data_nbytes, device = like.arena.data_nbytes, like.device
+            slot.owner, slot.last_use = work, (self._taken, time.monotonic())
         try:
             self._replace(slot, descriptor_nbytes, data_nbytes, device)
             if device is not None:
                 self._pin(slot, device)
-        except HostMemoryError as error:
+        except Exception as error:  # noqa: BLE001 - saves go on with the slots that there are
             self._not_before = time.monotonic() + _IDLE_S
             logger.warning("saves wait for one another, as another slot cannot be made: %s", error)
         finally:
-            self.release(self)
+            self.release(work)
 
     def _is_idle(self, slot: StagingSlot) -> bool:
         taken, at_s = slot.last_use
-        return self._taken - taken >= _IDLE_SAVES or (
-            self._taken > taken and time.monotonic() - at_s >= _IDLE_S
-        )
+        many, long = self._taken - taken >= _IDLE_SAVES, time.monotonic() - at_s >= _IDLE_S
+        return slot.nbytes > 0 and (many or (long and self._taken > taken))
 
     def _give_back(self, slots: list[StagingSlot]) -> None:
         for slot in slots:
             # Pinning it again would stall the device, so that memory has to be needed.
             if slot.pinned is not None and host_memory.available_nbytes() >= slot.nbytes:
                 continue
+            work = _PoolWork()
             with self._changed:
-                if slot.owner is not None or self._closed:
+                if slot.owner is not None or self._closed or not self._is_idle(slot):
                     continue
-                slot.owner = self
+                slot.owner = work
             try:
                 self._drop(slot)
             finally:
-                self.release(self)
+                self.release(work)
 
     # Layout ---------------------------------------------------------------------------------------
 
@@ -369,19 +387,10 @@ class SlotPool:
         began = time.monotonic()
         with self._changed:
             self._drop(slot)
-        try:
-            arena = Arena.create(descriptor_nbytes, data_nbytes)
-            try:
-                host_memory.populate(arena, numa.node_of(pci_address(device)))
-            except BaseException:  # also on Ctrl-C no arena is left
-                arena.close()
-                raise
-        except OSError as error:
-            raise HostMemoryError(
-                f"cannot create a staging slot of {data_nbytes / 2**20:,.1f} MiB: {error}"
-            ) from error
+        node = numa.node_of(pci_address(device))
+        arena = host_memory.new_arena(descriptor_nbytes, data_nbytes, node)
         with self._changed:
-            slot.arena, slot.arena_id = arena, self._next_arena
+            slot.arena, slot.arena_id, slot.device = arena, self._next_arena, device
             self._next_arena += 1
             self.nbytes += arena.nbytes
         self._attach(slot.arena_id, arena)
@@ -389,7 +398,7 @@ class SlotPool:
 
     def _pin(self, slot: StagingSlot, device: torch.device) -> None:
         assert slot.arena is not None
-        began = time.monotonic()
+        began, slot.device = time.monotonic(), device
         try:
             slot.pinned = PinnedRange(device, slot.arena.address, slot.arena.nbytes)
         except RuntimeError as error:
@@ -412,13 +421,10 @@ class SlotPool:
             slot.unmap()
 
     def close(self) -> None:
-        """Free all free slots; a busy slot is freed when it is released. Idempotent."""
+        """Free all free slots; a busy one is freed when it is released or made. Idempotent."""
         if self._waits > 1 and not self._closed:
-            logger.info(
-                "%d saves have waited for a staging slot, %.1f s in all",
-                self._waits,
-                self._waited_s,
-            )
+            text = "%d saves have waited for a staging slot, %.1f s in all"
+            logger.info(text, self._waits, self._waited_s)
         with self._changed:
             self._closed = True
             for slot in self._slots:
@@ -430,13 +436,8 @@ class SlotPool:
 def _with_headroom(plan: Plan, parts_nbytes: int) -> int:
     """Return the data bytes to allocate: growing parts (tables, treespec) get a quarter more."""
     growing = max(plan.nbytes, plan.room_nbytes) - plan.first.nbytes
-    return (
-        plan.first.nbytes
-        + growing
-        + page_up(growing // 4)
-        + parts_nbytes
-        + page_up(parts_nbytes // 4)
-    )
+    sizes = growing, parts_nbytes
+    return plan.first.nbytes + sum(nbytes + page_up(nbytes // 4) for nbytes in sizes)
 
 
 def _offsets(plan: Plan, parts: Sequence[bytes]) -> list[int]:

@@ -150,6 +150,26 @@ def _node_turn() -> Generator[None]:
         os.close(fd)
 
 
+def new_arena(descriptor_nbytes: int, data_nbytes: int, node: int | None) -> Arena:
+    """Create an arena with all pages allocated, see :func:`populate`; blocks until done.
+
+    Raises:
+        HostMemoryError: The machine does not have that much memory left.
+    """
+    try:
+        arena = Arena.create(descriptor_nbytes, data_nbytes)
+        try:
+            populate(arena, node)
+        except BaseException:  # also on Ctrl-C no arena is left
+            arena.close()
+            raise
+    except OSError as error:
+        raise HostMemoryError(
+            f"cannot create a staging slot of {data_nbytes / 2**20:,.1f} MiB: {error}"
+        ) from error
+    return arena
+
+
 def populate(arena: Arena, node: int | None = None) -> None:
     """Allocate every page of ``arena`` on all cores, or on those of ``node``; blocks until done.
 

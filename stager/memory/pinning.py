@@ -34,7 +34,7 @@ class PinnedRange:
         """
         runtime = kinds.runtime_of(device)
         assert runtime is not None
-        self.device, self._runtime = device, runtime
+        self._device, self._runtime = device, runtime
         self._pieces: list[int] = []
         try:
             for offset in range(0, nbytes, PIECE_NBYTES):
@@ -55,11 +55,11 @@ class PinnedRange:
         while self._pieces:
             piece = self._pieces.pop()
             try:
-                with kinds.no_capture("close()"), self._runtime.on(self.device):
+                with kinds.no_capture("close()"), self._runtime.on(self._device):
                     self._runtime.unregister(piece)
             except StagingError as error:  # the memory, unmapped next, must not stay registered
                 logger.error(
                     "unregistering staging memory invalidates a running graph capture: %s", error
                 )
-                with self._runtime.on(self.device):
+                with self._runtime.on(self._device):
                     self._runtime.unregister(piece)

@@ -7,7 +7,7 @@ import gpu
 import pytest
 import torch
 from gpu import assert_holds, run_program, seen
-from states import held
+from states import difference, held
 from torch import nn
 
 import sidesave
@@ -86,7 +86,7 @@ def test_a_device_that_breaks_fails_the_save_and_nothing_waits_for_it(
 ):
     assert run_program(_BREAKS, where, tmp_path, end) == "over\n"
     expected = torch.load(tmp_path / "expected", weights_only=False)
-    assert gpu.difference(expected, sidesave.load(tmp_path / "step-00000000")) == ""
+    assert difference(expected, sidesave.load(tmp_path / "step-00000000")) == ""
     latest = sidesave.latest(tmp_path)
     assert latest is not None and latest.step == 0
 
@@ -115,7 +115,7 @@ os._exit(0)
     expected = torch.load(tmp_path / "expected", weights_only=False)
     with Checkpointer(tmp_path) as checkpointer:  # what the dead one left is finished
         assert checkpointer.steps() == [1]
-        assert gpu.difference(expected, sidesave.load(tmp_path / "step-00000001")) == ""
+        assert difference(expected, sidesave.load(tmp_path / "step-00000001")) == ""
 
 
 def test_saves_of_memory_in_expandable_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -118,6 +118,7 @@ def test_a_graph_from_before_the_first_checkpointer_waits_for_copies_too(tmp_pat
     """Nobody has seen whether it holds an optimizer step."""
     code = """
 import sys, torch
+from states import difference
 from test_gpu_graphs import captured_step
 from sidesave import Checkpointer
 
@@ -132,7 +133,7 @@ with Checkpointer(sys.argv[1]) as checkpointer:
             graph.replay()
             assert not handle.staged.done()
         gpu.assert_holds(handle, expected)
-        assert gpu.difference(expected, gpu.seen(state)) != ""
+        assert difference(expected, gpu.seen(state)) != ""
 """
     run_program(code, tmp_path)
 
@@ -218,8 +219,8 @@ def calls_beside_a_capture(run: str, call: str) -> None:
 
 
 def test_memory_is_pinned_and_given_back_outside_of_captures(tmp_path: Path):
-    """What ``prepare()`` began before a capture, a slot that is given back, and ``close()`` in
-    another thread, wait for its end.
+    """Pinning by ``prepare()``, giving a slot back and ``close()`` wait for the end of a capture
+    in another thread.
     """
     _run_here("pins_beside_a_capture", tmp_path)
 

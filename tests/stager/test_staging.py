@@ -18,7 +18,9 @@ from typing import Any, Literal
 import forks
 import pytest
 import torch
+from sessions import arenas_nbytes
 from states import (
+    assert_holds,
     assert_torn,
     difference,
     frozen,
@@ -29,28 +31,25 @@ from states import (
     waits_at_the_guard,
 )
 from torch import nn
-from trainers import stopped, wait_until
+from trainers import wait_until
 
 import sidesave
 from sidesave import Checkpointer, FailureOptions, StagingOptions
 from sidesave.errors import (
-    ClosedError,
     HostMemoryError,
     InvalidArgumentError,
     TornSnapshotError,
     UnsupportedValueError,
     WriteStalledError,
 )
-from sidesave.stager.copy import pool as pool_module
 from sidesave.stager.copy.copier import StagingCopy
 from sidesave.stager.copy.fingerprint import SAMPLES, of_host_tensor
 from sidesave.stager.copy.memcopy import MemoryCopier, Pieces
 from sidesave.stager.copy.pool import SlotPool
 from sidesave.stager.memory import host_memory
 from sidesave.stager.memory.arena import Arena
-from sidesave.stager.plan import Job, make_plan, structure_of
+from sidesave.stager.plan import Job
 from sidesave.stager.signal_safe import Worker
-from sidesave.stager.state.tree import flatten
 
 MIB = 1 << 20
 
@@ -94,10 +93,6 @@ def trained(
     backward(model, width)
     optimizer.step()
     return {"model": model, "optimizer": optimizer}
-
-
-def assert_holds(handle: sidesave.SaveHandle, expected: dict[str, Any]) -> None:
-    assert difference(expected, sidesave.load(handle.committed.result(300))) == ""
 
 
 @contextlib.contextmanager
@@ -790,13 +785,6 @@ def test_saves_in_a_row_keep_apart_what_each_of_them_saw(tmp_path: Path):
 # Staging memory -----------------------------------------------------------------------------------
 
 
-def arenas_nbytes(pid: int | str = "self") -> list[int]:
-    """Sizes of the arenas that a process has mapped."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    spans = [line.split()[0].split("-") for line in lines if "memfd:sidesave" in line]
-    return [int(end, 16) - int(start, 16) for start, end in spans]
-
-
 @pytest.mark.parametrize("overlap", [True, None])
 def test_a_state_of_another_size_gets_another_arena_and_the_old_one_goes(
     tmp_path: Path, overlap: bool | None
@@ -889,138 +877,6 @@ def test_a_save_waits_for_a_slot_while_bytes_move():
     assert pool.acquire("second", 0.01, progress).owner == "second"
     with pytest.raises(WriteStalledError, match=r"no byte has moved for 0\.01 s"):
         pool.acquire("third", 0.01, lambda: 7)
-
-
-# Another slot -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pool() -> Iterator[SlotPool]:
-    """Two slots, of which the first has memory, for ``"first"``."""
-    one = SlotPool(2, lambda number, arena: None, lambda number: None)
-    flat = flatten({"weights": torch.zeros(MIB)})
-    plan = make_plan(structure_of(flat.containers))
-    one.fit(one.acquire("first", 0.0), plan, [flat.objects], None)
-    yield one
-    for owner in ("first", "second"):
-        one.release(owner)
-    one.close()
-
-
-def test_a_save_that_meets_a_busy_slot_has_another_one_made(tmp_path: Path):
-    with Checkpointer(tmp_path) as checkpointer:
-        before = arenas_nbytes()
-        states = [{"weights": torch.full((MIB,), float(step))} for step in range(4)]
-        assert_holds(checkpointer.save(0, states[0]), states[0])
-        checkpointer.wait()
-        assert len(arenas_nbytes()) == len(before) + 1
-        with stopped(checkpointer.daemon_pid or 0):
-            handles = [checkpointer.save(step, states[step]) for step in (1, 2)]
-            [first, second] = [nbytes for nbytes in arenas_nbytes() if nbytes not in before]
-            assert first == second
-        for step in (1, 2):
-            assert_holds(handles[step - 1], states[step])
-        assert_holds(checkpointer.save(3, states[3]), states[3])
-
-
-def test_a_save_goes_on_in_the_slot_that_is_free_first(pool: SlotPool):
-    looks = itertools.count()
-
-    def remaining_s() -> float:
-        if next(looks) == 2:
-            pool.release("first")
-        return 0.0
-
-    pool._s_per_byte = 1.0  # so that making another one would take days
-    slot = pool.acquire("second", 100.0, remaining_s=remaining_s)
-    assert slot is pool._slots[0]
-    assert not pool._slots[1].nbytes
-
-
-def test_an_estimate_that_was_wrong_does_not_keep_a_save_from_another_slot(pool: SlotPool):
-    pool._s_per_byte = 0.2 / pool.nbytes
-    assert pool.acquire("second", 100.0, remaining_s=lambda: 0.1) is pool._slots[1]
-
-
-def test_where_another_slot_cannot_be_made_a_save_waits_for_the_first_one(
-    pool: SlotPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(host_memory, "_mem_available", lambda: 0)
-
-    def progress() -> None:
-        if caplog.records:
-            pool.release("first")
-
-    assert pool.acquire("second", 100.0, progress) is pool._slots[0]
-    with pytest.raises(WriteStalledError):
-        pool.acquire("third", 0.01)
-    [record] = caplog.records  # another slot is not tried again at every save
-    assert "another slot cannot be made: a staging slot needs" in record.message
-
-
-def test_a_pool_that_is_closed_while_a_slot_is_made_leaves_no_memory(
-    pool: SlotPool, monkeypatch: pytest.MonkeyPatch
-):
-    before, populate = arenas_nbytes(), host_memory.populate
-    begun, go_on = threading.Event(), threading.Event()
-
-    def held_up(arena: Arena, node: int | None = None) -> None:
-        begun.set()
-        go_on.wait(60)
-        populate(arena, node)
-
-    monkeypatch.setattr(host_memory, "populate", held_up)
-    closing = threading.Thread(target=lambda: (begun.wait(60), pool.close()))
-    closing.start()
-    with pytest.raises(ClosedError):
-        pool.acquire("second", 100.0)
-    closing.join()
-    go_on.set()
-    wait_until(lambda: arenas_nbytes() == before, "the slot is given back")
-
-
-def test_memory_that_is_being_prepared_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    before, populate = arenas_nbytes(), host_memory.populate
-    begun, go_on = threading.Event(), threading.Event()
-
-    def held_up(arena: Arena, node: int | None = None) -> None:
-        begun.set()
-        go_on.wait(60)
-        populate(arena, node)
-
-    monkeypatch.setattr(host_memory, "populate", held_up)
-    state = {"weights": torch.ones(MIB)}
-    with Checkpointer(tmp_path) as checkpointer:
-        prepared = checkpointer.prepare(state)
-        begun.wait(60)
-        threading.Timer(0.2, go_on.set).start()
-        assert_holds(checkpointer.save(1, state), state)
-        prepared.result(60)
-        assert len(arenas_nbytes()) == len(before) + 1
-
-
-@pytest.mark.parametrize("rule", ["20 saves", "an hour"])
-def test_a_slot_that_was_not_needed_for_long_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
-):
-    state = {"weights": torch.ones(MIB)}
-    with Checkpointer(tmp_path) as checkpointer:
-        before = len(arenas_nbytes())
-        checkpointer.prepare(state, slots=2).result(60)
-        if rule == "an hour":
-            monkeypatch.setattr(pool_module, "_IDLE_S", 0.0)
-        for step in range(1 if rule == "an hour" else 20):
-            assert len(arenas_nbytes()) == before + 2
-            checkpointer.save(step, state, blocking=True)
-        wait_until(lambda: len(arenas_nbytes()) == before + 1, "a slot is given back")
-        daemon = checkpointer.daemon_pid or 0
-        wait_until(lambda: len(arenas_nbytes(daemon)) == 1, "the daemon lets go of it too")
-        with stopped(daemon):
-            handles = [checkpointer.save(step, state) for step in (100, 101)]
-        for handle in handles:
-            assert_holds(handle, state)
 
 
 def test_closing_gives_all_staging_memory_back(tmp_path: Path):

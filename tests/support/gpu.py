@@ -18,7 +18,7 @@ from typing import Any, cast
 import gates
 import pytest
 import torch
-from states import difference, frozen, like
+from states import assert_holds, frozen, like
 from torch import nn
 from trainers import wait_until
 
@@ -165,13 +165,9 @@ def seen(state: dict[str, Any]) -> dict[str, Any]:
     return on_host(frozen(state))
 
 
-def assert_holds(handle: sidesave.SaveHandle, expected: dict[str, Any]) -> None:
-    assert difference(expected, sidesave.load(handle.committed.result(60))) == ""
-
-
 def warm_up(checkpointer: Checkpointer, state: dict[str, Any]) -> None:
     """Has memory populated and pinned, and streams and scratch made, for all slots."""
-    checkpointer.prepare(state).result(60)
+    checkpointer.prepare(state, slots=checkpointer.session.options.staging.slots).result(60)
     checkpointer.save(0, state, blocking=True)
     torch.cuda.synchronize()
 

@@ -463,19 +463,19 @@ MUTANTS = [
     ),
     Mutant(
         _PIN,
-        'with kinds.no_capture("close()"), self._runtime.on(self.device):',
+        'with kinds.no_capture("close()"), self._runtime.on(self._device):',
         ("given_back_in_any_thread",),
         'with kinds.no_capture("close()"):',
     ),
     Mutant(
         _PIN,
-        'with kinds.no_capture("close()"), self._runtime.on(self.device):',
+        'with kinds.no_capture("close()"), self._runtime.on(self._device):',
         ("pinned_and_given_back",),
-        "with self._runtime.on(self.device):",
+        "with self._runtime.on(self._device):",
     ),
     Mutant(
         _PIN,
-        "with self._runtime.on(self.device):",
+        "with self._runtime.on(self._device):",
         equivalent="what is unregistered inside a capture ends the capture",
     ),
     Mutant("copy/pool.py", "pinned.close()", ("closing_unregisters", "gives_its_slot_back")),

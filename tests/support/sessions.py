@@ -53,6 +53,13 @@ def a_state(seed: int) -> State:
     }
 
 
+def arenas_nbytes(pid: int | str = "self") -> list[int]:
+    """Sizes of the arenas that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "memfd:sidesave" in line]
+    return [int(end, 16) - int(start, 16) for start, end in spans]
+
+
 def same(one: State, other: State) -> bool:
     a, b = tree.flatten(one), tree.flatten(other)
     ours, theirs = (

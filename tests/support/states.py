@@ -52,6 +52,10 @@ def _pairs(a: Iterable[Any], b: Iterable[Any], at: str) -> str:
     )
 
 
+def assert_holds(handle: sidesave.SaveHandle, expected: dict[str, Any]) -> None:
+    assert difference(expected, sidesave.load(handle.committed.result(300))) == ""
+
+
 def difference(a: Any, b: Any, at: str = "") -> str:
     """Where ``b`` is not ``a`` in type, bits, order, or what else the type has; "" when nowhere."""
     if type(a) is nn.Parameter:

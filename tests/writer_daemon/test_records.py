@@ -5,6 +5,7 @@ processes.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import threading
 import time
 from pathlib import Path
@@ -21,9 +22,9 @@ from sidesave.writer_daemon.format.manifest import FileRecord, RankRecord
 from sidesave.writer_daemon.format.names import record_file
 from sidesave.writer_daemon.format.refusal import Refusal
 from sidesave.writer_daemon.format.tensor_file import digest
-from sidesave.writer_daemon.protocol import Save, failure
+from sidesave.writer_daemon.protocol import Link, Save, failure
 from sidesave.writer_daemon.storage import PosixStorage
-from sidesave.writer_daemon.writing.links import Linked
+from sidesave.writer_daemon.writing.links import Linked, link_all
 from sidesave.writer_daemon.writing.record import build_record
 
 WORLD = 512
@@ -55,6 +56,24 @@ def a_record(save: Save, rank: int) -> RankRecord:
         objects=objects,
         part=Part(Table({}, ())),
     )
+
+
+class Unreadable(PosixStorage):
+    """It refuses to read for now."""
+
+    def read(self, path: str, max_nbytes: int) -> bytes | None:
+        raise WriteError(errno.EIO, "for now", path)
+
+
+def test_a_link_whose_record_cannot_be_read_now_is_tried_again(tmp_path: Path):
+    """It is not taken for one to a step that was deleted, of which no try would find more."""
+    link = Link(names=("users",), saves=((1, 1), (2, 2)))
+    save = dataclasses.replace(a_save(), links=(link,))
+    for storage, expected in ((Unreadable, errno.EIO), (PosixStorage, errno.ENOENT)):
+        with pytest.raises(WriteError) as caught:
+            link_all(storage(str(tmp_path)), None, save, "1")
+        assert caught.value.errno == expected
+    assert "step-00000002/rank" in str(caught.value)
 
 
 @pytest.fixture

@@ -113,6 +113,7 @@ def test_every_save_is_one_record_one_line_and_part_of_the_sums(
     assert summary.counts == {"committed": 3, "failed": 0, "skipped": 0, "unknown": 0}
     assert summary.under_way == 0
     assert summary.nbytes == sum(record.rank_nbytes or 0 for record in records)
+    assert (summary.staging_nbytes or 0) >= 1 << 20
     for phase in PHASES:
         seconds = sorted(record.seconds(phase) or 0 for record in records)
         spread = summary.spread(phase)
@@ -375,7 +376,11 @@ def a_run() -> SaveStats:
     stats(a_save(5, "staged", error=NoSpaceError(28, "full", "run")))
     stats(a_save(6, "staged", error=DaemonDiedError("it died")))
     phases = ("staged", "written", "committed")
-    stats(a_save(7, *phases, outcome="committed", nbytes=12345, rank_nbytes=12345))
+    stats(
+        a_save(
+            7, *phases, outcome="committed", nbytes=12345, rank_nbytes=12345, staging_nbytes=54321
+        )
+    )
     return stats
 
 
@@ -410,6 +415,7 @@ def test_prometheus_reads_the_text_and_finds_every_figure():
         time.time(), abs=60
     )
     assert value(families["sidesave_saves_under_way"], **labels) == 0
+    assert value(families["sidesave_staging_bytes"], **labels) == 54321
     assert value(families["sidesave_stall_ratio"], **labels) == pytest.approx(1, abs=0.01)
     for phase in PHASES:
         family, spread = families[f"sidesave_save_{phase}_seconds"], stats.summary().spread(phase)
